@@ -1,0 +1,144 @@
+"""Every kernel in plain torch: readable, obviously right, the oracle of the tests (see README.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .slots import SlotTable, shard_bytes
+
+TINY = 2.0**-100
+RECIPROCAL_127 = 1 / 127
+
+
+def _memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements as one 1-D view, in the order in which they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in (a, b) else torch.float32
+
+
+def _convert(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if values.dtype == torch.float64 and dtype in (torch.float16, torch.bfloat16):
+        values = values.to(torch.float32)
+    return values.to(dtype)
+
+
+def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
+    """Many tensors → one wire in its dtype, scaled; padding becomes zero."""
+    end = 0
+    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        compute = _compute_dtype(tensor.dtype, wire.dtype)
+        factor = torch.tensor(scale, dtype=compute, device=wire.device)
+        wire[end:offset] = 0
+        wire[offset : offset + numel] = _convert(_memory_order(tensor).to(compute) * factor, wire.dtype)
+        end = offset + numel
+    wire[end:] = 0
+
+
+def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float) -> None:
+    """One wire → many tensors in their dtypes, scaled."""
+    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        compute = _compute_dtype(tensor.dtype, wire.dtype)
+        factor = torch.tensor(scale, dtype=compute, device=wire.device)
+        values = wire[offset : offset + numel].to(compute) * factor
+        _memory_order(tensor).copy_(_convert(values, tensor.dtype))
+
+
+def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
+    """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
+    compute = _compute_dtype(shard.dtype, shard.dtype)
+    total = received[0].to(compute)
+    for row in received[1:]:
+        total = total + row.to(compute)
+    shard.copy_(_convert(total * torch.tensor(scale, dtype=compute, device=shard.device), shard.dtype))
+
+
+def _split_shard(shard: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The payload `[blocks, block]` int8, the scales `[blocks]` FP32 and the padding of one shard."""
+    blocks = shard.numel() // (block + 4)
+    assert shard_bytes(blocks, block) == shard.numel()
+    payload, scales, padding = shard.split([blocks * block, blocks * 4, shard.numel() - blocks * (block + 4)])
+    return payload.view(torch.int8).view(blocks, block), scales.view(torch.float32), padding
+
+
+def _encode(values: Tensor, shard: Tensor, block: int, old: Tensor | None) -> Tensor:
+    """FP32 values → one quantized shard; returns what was lost (`old` where a block is not finite)."""
+    payload, scales, padding = _split_shard(shard, block)
+    values = values.view(-1, block)
+    absmax = values.abs().amax(dim=1) if values.numel() else values.new_zeros(0)
+    finite = values.isfinite().all(dim=1)
+    normal = finite & (absmax >= TINY)
+    inverse = 127.0 / torch.where(normal, absmax, 1.0)
+    quantized = torch.where(normal[:, None], (values * inverse[:, None]).round(), 0.0).to(torch.int8)
+    scale = torch.where(finite, torch.where(normal, absmax * RECIPROCAL_127, 0.0), torch.nan)
+    payload.copy_(quantized)
+    scales.copy_(scale)
+    padding.zero_()
+    lost = values - quantized.to(torch.float32) * scale[:, None]
+    kept = torch.zeros_like(lost) if old is None else old.view(-1, block)
+    return torch.where(finite[:, None], lost, kept).flatten()
+
+
+def _decode(shard: Tensor, block: int) -> Tensor:
+    payload, scales, _ = _split_shard(shard, block)
+    return (payload.to(torch.float32) * scales[:, None]).flatten()
+
+
+def quantize(
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    shards: int,
+    block: int,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+) -> None:
+    """Many tensors (+ residual) → one quantized wire, and the new residual."""
+    values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
+    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        slot = slice(offset, offset + numel)
+        values[slot] = _memory_order(tensor).to(torch.float32)
+        if residual is not None:
+            values[slot] += residual[slot]
+    size = slots.total // shards
+    for rank, shard in enumerate(wire.view(shards, -1)):
+        elements = slice(rank * size, (rank + 1) * size)
+        lost = _encode(values[elements], shard, block, None if residual is None else residual[elements])
+        if new_residual is not None:
+            new_residual[elements] = lost
+
+
+def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
+    """One quantized wire → many tensors in their dtypes."""
+    values = torch.cat([_decode(shard, block) for shard in wire.view(shards, -1)])
+    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        _memory_order(tensor).copy_(values[offset : offset + numel])
+
+
+def reduce_quantized(
+    received: Tensor,
+    shard: Tensor,
+    scale: float,
+    block: int,
+    flag_block: int,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+) -> None:
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    total = _decode(received[0], block)
+    for row in received[1:]:
+        total = total + _decode(row, block)
+    values = total * torch.tensor(scale, dtype=torch.float32, device=shard.device)
+    if residual is not None:
+        values = values + residual
+    flags = flag_block * block
+    values[flags:] = (total[flags:] > 0.5).to(torch.float32)
+    lost = _encode(values, shard, block, residual)
+    if new_residual is not None:
+        lost[flags:] = 0
+        new_residual.copy_(lost)

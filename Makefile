@@ -1,0 +1,42 @@
+# Every target sets up what it needs in .venv first, and only if pyproject.toml or the constraints changed.
+#   PYTHON=python3.12     the interpreter that .venv is made with
+#   CONSTRAINTS=my.txt    other pinned versions (CONSTRAINTS= for none), read when .venv is set up
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
+
+.PHONY: help demo test bench lint
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    train on two ranks under several compression settings, results in out/demo"
+	@echo "make test    the tests"
+	@echo "make bench   the benchmarks, results in out/bench and bench/results"
+	@echo "make lint    ruff and mypy"
+
+demo: .venv/.stamp-demo
+	$(BIN)/fastreduce compare --ranks 2 --settings none fp16 bf16 int8 int8:error_feedback --out out/demo
+
+test: .venv/.stamp-dev
+	$(BIN)/python -m pytest
+
+bench: .venv/.stamp-dev
+	$(BIN)/python -m bench
+
+lint: .venv/.stamp-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.stamp-demo: pyproject.toml $(CONSTRAINTS) | .venv/bin/python
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+.venv/.stamp-dev: pyproject.toml $(CONSTRAINTS) | .venv/bin/python
+	$(PIP) -e '.[dev]'
+	@touch .venv/.stamp-demo $@

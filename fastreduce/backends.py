@@ -1,0 +1,90 @@
+"""Which kernel backend serves a device, and the reason why not the others."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .errors import BackendUnavailableError, SettingError
+
+ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
+
+_OPERATIONS = ("flatten", "unflatten", "quantize", "dequantize", "reduce_shards", "reduce_quantized")
+_MODULES = {
+    "reference": ("reference",),
+    "numba_cpu": ("numba_cpu_cast", "numba_cpu_int8"),
+    "triton": ("triton_cast", "triton_int8"),
+}
+NAMES = tuple(_MODULES)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the kernels: the six functions of kernels/README.md."""
+
+    name: str
+    flatten: Callable[..., None]
+    unflatten: Callable[..., None]
+    quantize: Callable[..., None]
+    dequantize: Callable[..., None]
+    reduce_shards: Callable[..., None]
+    reduce_quantized: Callable[..., None]
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """The reason why backend `name` cannot serve `device` here, or None if it can.
+
+    Raises:
+        SettingError: if there is no such backend.
+    """
+    if name not in _MODULES:
+        raise SettingError(f"unknown kernel backend {name!r}; allowed: {', '.join(NAMES)}")
+    if name == "numba_cpu" and device.type != "cpu":
+        return f"numba_cpu works on CPU tensors, not on {device}"
+    if name == "triton":
+        try:
+            importlib.import_module("triton")
+        except ImportError as error:
+            return f"triton cannot be imported ({error}): pip install triton"
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "triton works on CPU tensors only in its interpreter: set TRITON_INTERPRET=1 (slow, for tests)"
+    return None
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend called `name`; its modules are imported on first use.
+
+    Raises:
+        SettingError: if there is no such backend.
+        BackendUnavailableError: if a module of it cannot be imported.
+    """
+    if name not in _MODULES:
+        raise SettingError(f"unknown kernel backend {name!r}; allowed: {', '.join(NAMES)}")
+    try:
+        modules = [importlib.import_module(f"{__package__}.kernels.{module}") for module in _MODULES[name]]
+    except ImportError as error:
+        raise BackendUnavailableError(f"kernel backend {name!r} cannot be imported: {error}") from error
+    found = {op: getattr(module, op) for module in modules for op in _OPERATIONS if hasattr(module, op)}
+    return Backend(name, **found)
+
+
+def choose(device: torch.device) -> Backend:
+    """The backend for tensors on `device`: FASTREDUCE_KERNELS if set, else numba_cpu or triton by device.
+
+    Raises:
+        SettingError: if FASTREDUCE_KERNELS names no backend.
+        BackendUnavailableError: if the backend cannot serve `device`; nothing else is tried.
+    """
+    asked = os.environ.get(ENVIRONMENT_VARIABLE)
+    name = asked or ("numba_cpu" if device.type == "cpu" else "triton")
+    reason = why_not(name, device)
+    if reason is not None:
+        source = f" ({ENVIRONMENT_VARIABLE}={asked})" if asked else ""
+        raise BackendUnavailableError(f"kernel backend {name!r}{source} cannot run here: {reason}")
+    return load(name)

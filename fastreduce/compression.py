@@ -1,0 +1,178 @@
+"""What goes on the wire and how it is summed: frozen settings and the strings that name them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from .errors import SettingError
+
+ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A setting; `str()` gives the spec string, `Compression.parse` reads it back."""
+
+    name: ClassVar[str]
+
+    @property
+    def two_shot(self) -> bool:
+        """Whether shards are summed by our own kernel in FP32 (else by the transport, on the wire)."""
+        return True
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale; 0 where the wire is a plain dtype."""
+        return 0
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether what compression lost is added back in the next step."""
+        return False
+
+    @property
+    def alignment(self) -> int:
+        """Elements to whose multiples slots are aligned: 16 bytes of the smallest dtype, or a block."""
+        return self.block or 8
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the wire that carries gradients of `dtype`."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        options = [
+            f.name if value is True else f"{f.name}={value}"
+            for f in fields(self)
+            if (value := getattr(self, f.name)) != f.default
+        ]
+        return self.name + (":" + ",".join(options) if options else "")
+
+    @staticmethod
+    def parse(spec: str) -> Compression:
+        """Read a spec string such as `fp16:accumulate=wire` or `int8:block=128,error_feedback`.
+
+        Raises:
+            SettingError: naming the piece that is wrong and what is allowed.
+        """
+        name, colon, rest = spec.strip().partition(":")
+        kind = KINDS.get(name)
+        if kind is None:
+            raise SettingError(f"unknown compression {name!r} in {spec!r}; allowed: {', '.join(KINDS)}")
+        known = {f.name: f for f in fields(kind)}
+        options: dict[str, Any] = {}
+        for piece in rest.split(",") if colon else ():
+            key, equals, value = piece.strip().partition("=")
+            if key not in known:
+                raise SettingError(f"unknown option {piece.strip()!r} in {spec!r}; {name} takes: {', '.join(known)}")
+            if key in options:
+                raise SettingError(f"option {key!r} is given twice in {spec!r}")
+            options[key] = _read_option(spec, piece.strip(), known[key].default, value if equals else None)
+        return kind(**options)
+
+    @staticmethod
+    def resolve(setting: Compression | str | None) -> Compression:
+        """The setting itself, a parsed spec, or for None what FASTREDUCE_COMPRESSION says (default `none`)."""
+        if isinstance(setting, Compression):
+            return setting
+        if setting is None:
+            setting = os.environ.get(ENVIRONMENT_VARIABLE) or "none"
+        if not isinstance(setting, str):
+            raise SettingError(
+                f"compression must be a spec string or a Compression, got {type(setting).__name__}: {setting!r}"
+            )
+        return Compression.parse(setting)
+
+
+def _read_option(spec: str, piece: str, default: object, value: str | None) -> object:
+    if isinstance(default, bool):
+        if value is None or value.lower() in ("true", "1"):
+            return True
+        if value.lower() in ("false", "0"):
+            return False
+        raise SettingError(f"{piece!r} in {spec!r} is not a switch; write it alone, or =true or =false")
+    if value is None:
+        raise SettingError(f"option {piece!r} in {spec!r} needs a value: {piece}=…")
+    if isinstance(default, int):
+        if not value.isdigit():
+            raise SettingError(f"{piece!r} in {spec!r} needs a whole number")
+        return int(value)
+    return value
+
+
+@dataclass(frozen=True)
+class _Plain(Compression):
+    """A wire in a floating-point dtype, which either we or the transport can sum."""
+
+    accumulate: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.accumulate not in ("fp32", "wire"):
+            raise SettingError(f"accumulate={self.accumulate!r} in {self.name!r}; allowed: fp32, wire")
+
+    @property
+    def two_shot(self) -> bool:
+        """Whether shards are summed by our own kernel in FP32."""
+        return self.accumulate == "fp32"
+
+
+@dataclass(frozen=True)
+class NoCompression(_Plain):
+    """Gradients travel in their own dtype, summed by the transport or (`accumulate="fp32"`) by two-shot."""
+
+    name: ClassVar[str] = "none"
+    accumulate: str = "wire"
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The gradients' own dtype."""
+        return dtype
+
+
+@dataclass(frozen=True)
+class FP16(_Plain):
+    """Gradients travel as FP16, summed in FP32 by two-shot or (`accumulate="wire"`) by the transport."""
+
+    name: ClassVar[str] = "fp16"
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """FP16."""
+        return torch.float16
+
+
+@dataclass(frozen=True)
+class BF16(_Plain):
+    """Gradients travel as BF16, summed in FP32 by two-shot or (`accumulate="wire"`) by the transport."""
+
+    name: ClassVar[str] = "bf16"
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """BF16."""
+        return torch.bfloat16
+
+
+@dataclass(frozen=True)
+class INT8(Compression):
+    """Gradients travel as INT8, a scale per `block` elements, summed in FP32 by two-shot.
+
+    `block` is a multiple of 16 from 16 to 4096. With `error_feedback` each rank adds what
+    quantization lost to its next gradient (Seide et al. 2014; Karimireddy et al. 2019), and so
+    does the rank that quantizes a reduced shard (Tang et al. 2019, DoubleSqueeze).
+    """
+
+    name: ClassVar[str] = "int8"
+    block: int = 128
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.block, int) and 16 <= self.block <= 4096 and self.block % 16 == 0):
+            raise SettingError(f"block={self.block!r} in 'int8'; allowed: multiples of 16 from 16 to 4096")
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Bytes: payload and scales (kernels/README.md)."""
+        return torch.uint8
+
+
+KINDS: dict[str, type[Compression]] = {kind.name: kind for kind in (NoCompression, FP16, BF16, INT8)}

@@ -1,0 +1,170 @@
+"""DistributedDataParallel: torch's class with our reducer inside."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _find_tensors
+from torch.nn.parameter import is_lazy
+
+from . import backends
+from .agreement import check_agreement
+from .compression import Compression
+from .errors import FastreduceError, TensorError
+from .gradients import Gradients
+from .torch_reducer import TorchLogger, TorchReducer
+from .transports import LocalTransport, TorchProcessGroup, Transport
+
+
+class DistributedDataParallel(TorchDDP):
+    """torch's DistributedDataParallel, with gradients averaged by fastreduce.
+
+    Takes every argument of the installed torch's class, with its meaning, and two of its own. forward,
+    no_sync, buffers, pickling and argument checks are torch's code.
+
+    Args:
+        module: the model; parameters on the CPU.
+        device_ids: as in torch, but on a CPU module it warns and is dropped, so that GPU scripts run.
+        output_device: likewise.
+        *args: torch's other arguments.
+        compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; None means
+            FASTREDUCE_COMPRESSION, or `none`.
+        transport: what moves the data; None means gloo in a group of its own over the ranks of
+            `process_group` (at world size 1: nothing to move).
+        **kwargs: torch's other arguments.
+
+    Raises:
+        SettingError: if `compression` is no setting.
+        MismatchError: on every rank, if ranks differ in model or settings.
+        RuntimeError: if no parameter requires a gradient (as torch).
+    """
+
+    reducer: TorchReducer
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        *args: Any,
+        compression: Compression | str | None = None,
+        transport: Transport | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if device_ids is not None and all(device is None for device in device_ids):
+            device_ids = None
+        if device_ids or output_device is not None:
+            if all(p.device.type == "cpu" for p in module.parameters()):
+                warnings.warn(
+                    f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
+                    stacklevel=2,
+                )
+                device_ids = output_device = None
+        arguments = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs).arguments
+        group = arguments.get("process_group")
+        mesh = arguments.get("device_mesh")
+        if group is None:
+            group = dist.group.WORLD if mesh is None else mesh.get_group(mesh_dim=0)
+        if group is None:
+            raise ValueError(
+                "Default process group has not been initialized: call torch.distributed.init_process_group first"
+            )
+        self._transport_argument = transport
+        self._transport = transport or _make_transport(group)
+        error = None
+        try:
+            self.compression = Compression.resolve(compression)
+            _check_module(module)
+        except (FastreduceError, RuntimeError) as found:
+            error = found
+        check_agreement(self._transport, {} if error else _describe(module, self.compression, arguments), error)
+        super().__init__(module, device_ids, output_device, *args, **kwargs)
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: Mapping[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Build our reducer and logger where torch builds its own."""
+        names: dict[int, str] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        self.reducer = TorchReducer(
+            parameters,
+            [names[id(p)] for p in parameters],
+            self._transport,
+            self.compression,
+            bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
+        self.logger = TorchLogger(self.reducer)
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            self.device_ids or [],
+            -1 if self.output_device is None else self.output_device,
+            self.broadcast_buffers,
+            any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)
+        self.reducer.watch(_find_tensors(output))
+        return output
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        del state["_transport"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._transport = state["_transport_argument"] or _make_transport(dist.group.WORLD)
+        super().__setstate__(state)
+
+
+def _make_transport(group: dist.ProcessGroup) -> Transport:
+    return LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
+
+
+def _managed(module: nn.Module) -> dict[str, nn.Parameter]:
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {name: p for name, p in module.named_parameters() if name not in ignored}
+
+
+def _check_module(module: nn.Module) -> None:
+    trainable = {name: p for name, p in _managed(module).items() if p.requires_grad and not is_lazy(p)}
+    Gradients(list(trainable.values()), list(trainable))
+    for name, parameter in trainable.items():
+        if parameter.device.type != "cpu":
+            raise TensorError(f"parameter {name!r} is on {parameter.device}; this version reduces CPU tensors")
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+            raise TensorError(f"module {name!r} makes sparse gradients, which are not reduced: set sparse=False")
+    if trainable:
+        backends.choose(torch.device("cpu"))
+
+
+def _describe(module: nn.Module, compression: Compression, arguments: Mapping[str, Any]) -> dict[str, str]:
+    description = {
+        "compression": str(compression),
+        **{
+            argument: repr(arguments.get(argument))
+            for argument in ("bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view")
+        },
+    }
+    for name, p in _managed(module).items():
+        shape = "lazy" if is_lazy(p) else f"shape {tuple(p.shape)}"
+        grad = "requires grad" if p.requires_grad else "requires no grad"
+        description[f"parameter {name!r}"] = f"{shape}, {p.dtype}, {grad}"
+    return description

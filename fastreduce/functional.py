@@ -1,0 +1,110 @@
+"""all_reduce_gradients: the same reduction for people without a module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .agreement import check_agreement
+from .buckets import build_plan, group_by_size
+from .compression import Compression
+from .gradients import Gradients
+from .pipeline import BucketPipeline
+from .reducer import BUCKET_BYTES
+from .transports import LocalTransport, TorchProcessGroup, Transport
+
+
+class _Reduction:
+    """Plan and pipelines for one list of shapes, kept between calls."""
+
+    def __init__(self, tensors: list[Tensor], transport: Transport, compression: Compression) -> None:
+        self.names = [f"tensor {i}" for i in range(len(tensors))]
+        check_agreement(
+            transport,
+            {
+                "compression": str(compression),
+                **{
+                    name: f"shape {tuple(t.shape)}, {t.dtype}"
+                    for name, t in zip(self.names, tensors, strict=True)
+                },
+            },
+        )
+        specs = Gradients(tensors, self.names).specs
+        groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
+        plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size)
+        self.pipelines = [BucketPipeline(bucket, compression, transport) for bucket in plan.buckets]
+
+
+_transports: weakref.WeakKeyDictionary[Any, Transport] = weakref.WeakKeyDictionary()
+_reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakref.WeakKeyDictionary()
+
+
+def all_reduce_gradients(
+    tensors_or_parameters: Iterable[Tensor],
+    compression: Compression | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    transport: Transport | None = None,
+) -> None:
+    """Average gradients over the ranks, in place, between backward and the optimizer's step.
+
+    Parameters are averaged in their `.grad`: None counts as zeros, and stays None where every rank has
+    None. Other tensors are averaged themselves. Call it on every rank with the same shapes, in the
+    same order. Buffers, and residuals under error feedback, are kept per list of shapes.
+
+    Args:
+        tensors_or_parameters: parameters, or dense floating-point or complex tensors.
+        compression: as in `DistributedDataParallel`.
+        group: the ranks; None means the default group.
+        transport: what moves the data, in place of gloo over `group`.
+
+    Raises:
+        SettingError: if `compression` is no setting.
+        MismatchError: on every rank, if shapes, dtypes or settings differ between ranks.
+        ValueError: if torch.distributed is not initialised and no transport is given.
+    """
+    setting = Compression.resolve(compression)
+    tensors = list(tensors_or_parameters)
+    transport = transport or _transport_of(group)
+    owners = [t if isinstance(t, nn.Parameter) else _as_owner(t) for t in tensors]
+
+    key = (setting, tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors))
+    known = _reductions.setdefault(transport, {})
+    if key not in known:
+        known[key] = _Reduction(owners, transport, setting)
+    reduction = known[key]
+
+    gradients = Gradients(owners, reduction.names)
+    used = [owner.grad is not None for owner in owners]
+    with torch.no_grad():
+        for pipeline in reduction.pipelines:
+            found = gradients.collect(pipeline.bucket, used)
+            for position in found.unused:
+                pipeline.used[position] = 0
+            pipeline.run(found.sources, found.targets)
+            found.settle(pipeline.used_by_any)
+            pipeline.used.fill_(1)
+
+
+def _as_owner(tensor: Tensor) -> Tensor:
+    """A leaf whose `.grad` is `tensor`."""
+    owner = tensor.detach()
+    owner.grad = owner
+    return owner
+
+
+def _transport_of(group: dist.ProcessGroup | None) -> Transport:
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            "Default process group has not been initialized: call torch.distributed.init_process_group first"
+        )
+    if group not in _transports:
+        _transports[group] = (
+            LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
+        )
+    return _transports[group]

@@ -1,0 +1,158 @@
+"""The kernel operations: validate, choose a backend, launch.
+
+Formats and arithmetic are in kernels/README.md. Every operation writes into tensors that the caller
+owns, over the slots of one bucket, and raises TensorError before it touches memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import backends
+from .errors import TensorError
+from .kernels.slots import SlotTable, shard_bytes
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _check_tensors(operation: str, tensors: Sequence[Tensor], slots: SlotTable, device: torch.device) -> None:
+    numels = slots.numels.tolist()
+    if len(tensors) != len(numels):
+        raise TensorError(f"{operation}: {len(tensors)} tensors for {len(numels)} slots")
+    dtype = tensors[0].dtype if tensors else torch.float32
+    if dtype not in FLOATS:
+        raise TensorError(f"{operation}: dtype {dtype}; allowed: {', '.join(map(str, FLOATS))}")
+    for i, (tensor, numel) in enumerate(zip(tensors, numels, strict=True)):
+        if tensor.numel() != numel or tensor.dtype is not dtype or tensor.device != device:
+            raise TensorError(
+                f"{operation}: tensor {i} has {tensor.numel()} elements of {tensor.dtype} on {tensor.device}; "
+                f"its slot takes {numel} of {dtype} on {device}"
+            )
+        if not tensor.is_contiguous() and not is_dense(tensor):
+            raise TensorError(
+                f"{operation}: tensor {i} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not dense"
+            )
+
+
+def _check_flat(operation: str, what: str, flat: Tensor, numel: int, dtypes: Sequence[torch.dtype]) -> None:
+    if flat.dtype not in dtypes or flat.numel() != numel or not flat.is_contiguous():
+        raise TensorError(
+            f"{operation}: {what} is {flat.numel()} elements of {flat.dtype}, strides {flat.stride()}; "
+            f"needed: {numel}, contiguous, of {' or '.join(map(str, dtypes))}"
+        )
+
+
+def _check_residuals(operation: str, numel: int, residual: Tensor | None, new_residual: Tensor | None) -> None:
+    if (residual is None) != (new_residual is None):
+        raise TensorError(f"{operation}: residual and new_residual go together; one of them is None")
+    if residual is not None and new_residual is not None:
+        _check_flat(operation, "residual", residual, numel, [torch.float32])
+        _check_flat(operation, "new_residual", new_residual, numel, [torch.float32])
+        if numel and residual.data_ptr() == new_residual.data_ptr():
+            raise TensorError(f"{operation}: residual and new_residual are the same buffer")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill one stretch of memory, each once, in any order of dimensions."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def wire_numel(slots_total: int, shards: int, block: int) -> int:
+    """Elements of a wire: the flat's own number, or with `block` the bytes of all quantized shards."""
+    return shards * shard_bytes(slots_total // shards // block, block) if block else slots_total
+
+
+def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float = 1.0) -> None:
+    """Many dense tensors of one dtype → one wire (FP64, FP32, FP16 or BF16), scaled and cast; padding is zeroed.
+
+    Raises:
+        TensorError: if a tensor or the wire does not fit `slots`.
+    """
+    _check_flat("flatten", "wire", wire, slots.total, FLOATS)
+    _check_tensors("flatten", tensors, slots, wire.device)
+    backends.choose(wire.device).flatten(tensors, slots, wire, scale)
+
+
+def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
+    """One wire → many dense tensors of one dtype, scaled and cast.
+
+    Raises:
+        TensorError: if a tensor or the wire does not fit `slots`.
+    """
+    _check_flat("unflatten", "wire", wire, slots.total, FLOATS)
+    _check_tensors("unflatten", tensors, slots, wire.device)
+    backends.choose(wire.device).unflatten(wire, slots, tensors, scale)
+
+
+def quantize(
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    *,
+    shards: int = 1,
+    block: int = 128,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+) -> None:
+    """Many dense tensors (+ FP32 residual) → block-scaled INT8 wire of `shards` shards, and the new residual.
+
+    Raises:
+        TensorError: if a tensor, the wire or a residual does not fit `slots`.
+    """
+    _check_flat("quantize", "wire", wire, wire_numel(slots.total, shards, block), [torch.uint8])
+    _check_tensors("quantize", tensors, slots, wire.device)
+    _check_residuals("quantize", slots.total, residual, new_residual)
+    backends.choose(wire.device).quantize(tensors, slots, wire, shards, block, residual, new_residual)
+
+
+def dequantize(
+    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], *, shards: int = 1, block: int = 128
+) -> None:
+    """Block-scaled INT8 wire → many dense tensors of one dtype.
+
+    Raises:
+        TensorError: if a tensor or the wire does not fit `slots`.
+    """
+    _check_flat("dequantize", "wire", wire, wire_numel(slots.total, shards, block), [torch.uint8])
+    _check_tensors("dequantize", tensors, slots, wire.device)
+    backends.choose(wire.device).dequantize(wire, shards, block, slots, tensors)
+
+
+def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
+    """`[world_size, n]` shards in a wire dtype → `[n]`: summed in FP32 (FP64 for FP64) in rank order, scaled once.
+
+    Raises:
+        TensorError: if dtypes or sizes do not fit.
+    """
+    _check_flat("reduce_shards", "shard", shard, shard.numel(), FLOATS)
+    _check_flat("reduce_shards", "received", received, received.shape[0] * shard.numel(), [shard.dtype])
+    backends.choose(shard.device).reduce_shards(received, shard, scale)
+
+
+def reduce_quantized(
+    received: Tensor,
+    shard: Tensor,
+    scale: float,
+    *,
+    block: int = 128,
+    flag_block: int,
+    residual: Tensor | None = None,
+    new_residual: Tensor | None = None,
+) -> None:
+    """`[world_size, bytes]` INT8 shards → one: summed in FP32 in rank order, scaled once, (+ residual), INT8 again.
+
+    Blocks from `flag_block` on hold used-flags: 1 where any rank's is, else 0.
+
+    Raises:
+        TensorError: if sizes do not fit.
+    """
+    blocks = shard.numel() // (block + 4)
+    _check_flat("reduce_quantized", "shard", shard, shard_bytes(blocks, block), [torch.uint8])
+    _check_flat("reduce_quantized", "received", received, received.shape[0] * shard.numel(), [torch.uint8])
+    _check_residuals("reduce_quantized", blocks * block, residual, new_residual)
+    backends.choose(shard.device).reduce_quantized(
+        received, shard, scale, block, flag_block, residual, new_residual
+    )

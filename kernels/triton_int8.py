@@ -1,0 +1,237 @@
+"""quantize, dequantize and reduce_quantized in Triton: one launch for a whole bucket."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .slots import SlotTable, shard_bytes
+from .triton_convert import DTYPES, convert, device_table, double_bits, launch, widen
+
+TILE = 2048
+TINY = tl.constexpr(2.0**-100)
+RECIPROCAL_127 = tl.constexpr(1 / 127)
+MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no bits behind the point
+
+
+@triton.jit
+def _pointers(shard, index, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Where block `index` of a shard (one of each a row) keeps its payload and its scale."""
+    payload = (shard + index.to(tl.int64) * BLOCK).to(tl.pointer_type(tl.int8))
+    scale = (shard + tl.cast(blocks, tl.int64) * BLOCK).to(tl.pointer_type(tl.float32)) + index
+    return payload[:, None] + tl.arange(0, WIDTH), scale
+
+
+@triton.jit
+def _decode(shard, index, blocks, inside, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    payload, scale = _pointers(shard, index, blocks, BLOCK, WIDTH)
+    quantized = tl.load(payload, mask=inside[:, None] & (tl.arange(0, WIDTH) < BLOCK), other=0)
+    return quantized.to(tl.float32) * tl.load(scale, mask=inside, other=0.0)[:, None]
+
+
+@triton.jit
+def _encode(values, old, shard, index, blocks, inside, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a block of FP32 values a row; returns what was lost, `old` where a block is not finite."""
+    # As integers, magnitudes compare as the numbers do, with infinity and every NaN above them.
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    absmax = largest.to(tl.float32, bitcast=True)
+    finite = largest < 0x7F800000
+    normal = finite & (absmax >= TINY)
+    inverse = tl.div_rn(127.0, tl.where(normal, absmax, 1.0))
+    rounded = (values * inverse[:, None] + MAGIC) - MAGIC
+    quantized = tl.where(normal[:, None], rounded, 0.0).to(tl.int8)
+    scale = tl.where(finite, tl.where(normal, absmax * RECIPROCAL_127, 0.0), float("nan"))
+
+    to_payload, to_scale = _pointers(shard, index, blocks, BLOCK, WIDTH)
+    tl.store(to_payload, quantized, mask=inside[:, None] & (tl.arange(0, WIDTH) < BLOCK))
+    tl.store(to_scale, scale, mask=inside)
+    # The last block clears the padding too: the scales that are missing from a multiple of four.
+    for extra in tl.static_range(1, 4):
+        padding = inside & (index == blocks - 1) & (index + extra < ((blocks + 3) & -4))
+        tl.store(to_scale + extra, tl.zeros_like(scale), mask=padding)
+    return tl.where(finite[:, None], values - quantized.to(tl.float32) * scale[:, None], old)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _quantize(
+    wire, residual, new_residual, addresses, places, tiles, blocks, shard_size,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of one slot, a block a row, from its tensor to the wire."""
+    tiles += 2 * tl.program_id(0).to(tl.int64)
+    slot, start = tl.load(tiles), tl.load(tiles + 1)
+    places += 3 * slot
+    position = tl.multiple_of(tl.load(places) + start, 16)
+    numel = tl.load(places + 1) - start
+    extent = tl.load(places + 2) - start
+    tensor = tl.load(addresses + slot) + start * (DTYPE.primitive_bitwidth // 8)
+
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    element = row[:, None] * BLOCK + column
+    inside = row * BLOCK < extent
+    valid = (element < numel) & (column < BLOCK)
+    # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
+    if (numel >= ROWS * BLOCK) & ((tensor & 15) == 0):
+        aligned = tl.multiple_of(tensor.to(tl.pointer_type(DTYPE)), 16)
+        loaded = tl.load(aligned + element, mask=(column < BLOCK)[None, :], other=0.0)
+        values = widen(loaded, tl.float32)
+    else:
+        loaded = tl.load(tensor.to(tl.pointer_type(DTYPE)) + element, mask=valid, other=0.0)
+        values = widen(loaded, tl.float32)
+    old = tl.zeros_like(values)
+    owned = inside[:, None] & (column < BLOCK)
+    if residual is not None:
+        old = tl.where(valid, tl.load(residual + position + element, mask=owned, other=0.0), 0.0)
+        values += old
+
+    block = (position // BLOCK).to(tl.int32) + row
+    rank = block // blocks
+    shard = wire + rank.to(tl.int64) * shard_size
+    lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH)
+    if new_residual is not None:
+        tl.store(new_residual + position + element, lost, mask=owned)
+
+
+def quantize(
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    shards: int,
+    block: int,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+) -> None:
+    """Many tensors (+ residual) → one quantized wire, and the new residual."""
+    shape = _tile_shape(block)
+    table = device_table(slots, shape["ROWS"] * block, wire.device)
+    launch(
+        _quantize,
+        len(table.tiles),
+        wire.device,
+        wire,
+        residual,
+        new_residual,
+        table.addresses("quantize", tensors),
+        table.places,
+        table.tiles,
+        slots.total // block // shards,
+        wire.numel() // shards,
+        DTYPE=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+        **shape,
+    )
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _dequantize(
+    wire, addresses, places, tiles, blocks, shard_size,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of one slot, a block a row, from the wire to its tensor."""
+    tiles += 2 * tl.program_id(0).to(tl.int64)
+    slot, start = tl.load(tiles), tl.load(tiles + 1)
+    places += 3 * slot
+    position = tl.load(places) + start
+    numel = tl.load(places + 1) - start
+    tensor = tl.load(addresses + slot) + start * (DTYPE.primitive_bitwidth // 8)
+
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    element = row[:, None] * BLOCK + column
+    block = (position // BLOCK).to(tl.int32) + row
+    rank = block // blocks
+    shard = wire + rank.to(tl.int64) * shard_size
+    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < numel, BLOCK, WIDTH)
+    values = convert(decoded, DTYPE)
+    # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
+    if (numel >= ROWS * BLOCK) & ((tensor & 15) == 0):
+        aligned = tl.multiple_of(tensor.to(tl.pointer_type(DTYPE)), 16)
+        tl.store(aligned + element, values, mask=(column < BLOCK)[None, :])
+    else:
+        valid = (element < numel) & (column < BLOCK)
+        tl.store(tensor.to(tl.pointer_type(DTYPE)) + element, values, mask=valid)
+
+
+def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
+    """One quantized wire → many tensors in their dtypes."""
+    shape = _tile_shape(block)
+    table = device_table(slots, shape["ROWS"] * block, wire.device)
+    launch(
+        _dequantize,
+        len(table.tiles),
+        wire.device,
+        wire,
+        table.addresses("dequantize", tensors),
+        table.places,
+        table.tiles,
+        slots.total // block // shards,
+        wire.numel() // shards,
+        DTYPE=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+        **shape,
+    )
+
+
+@triton.jit(do_not_specialize=["ranks", "blocks", "scale_bits", "flag_block"])
+def _reduce(
+    received, shard, residual, new_residual, ranks, blocks, shard_size, scale_bits, flag_block,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A block a row: every rank's → their sum in rank order, scaled, encoded again."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    index = tl.program_id(0) * ROWS + row
+    inside = index < blocks
+    total = _decode(received, index, blocks, inside, BLOCK, WIDTH)
+    for _ in range(1, ranks):
+        received += shard_size
+        total += _decode(received, index, blocks, inside, BLOCK, WIDTH)
+
+    values = total * tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
+    old = tl.zeros_like(values)
+    element = index.to(tl.int64)[:, None] * BLOCK + column
+    owned = inside[:, None] & (column < BLOCK)
+    if residual is not None:
+        old = tl.load(residual + element, mask=owned, other=0.0)
+        values += old
+    flags = (index >= flag_block)[:, None]
+    values = tl.where(flags, tl.where(total > 0.5, 1.0, 0.0), values)
+    lost = _encode(values, old, shard, index, blocks, inside, BLOCK, WIDTH)
+    if new_residual is not None:
+        tl.store(new_residual + element, tl.where(flags, 0.0, lost), mask=owned)
+
+
+def reduce_quantized(
+    received: Tensor,
+    shard: Tensor,
+    scale: float,
+    block: int,
+    flag_block: int,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+) -> None:
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    shape = _tile_shape(block)
+    blocks = shard.numel() // (block + 4)
+    launch(
+        _reduce,
+        triton.cdiv(blocks, shape["ROWS"]),
+        shard.device,
+        received,
+        shard,
+        residual,
+        new_residual,
+        received.shape[0],
+        blocks,
+        shard.numel(),
+        double_bits(scale),
+        flag_block,
+        **shape,
+    )
+
+
+def _tile_shape(block: int) -> dict[str, int]:
+    """Rows of a tile, elements of a block, and columns of a tile: a power of two, as Triton asks."""
+    width = triton.next_power_of_2(block)
+    return {"ROWS": max(1, TILE // width), "BLOCK": block, "WIDTH": width}

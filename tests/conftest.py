@@ -1,0 +1,41 @@
+"""What every test gets: one thread a process, poisoned `torch.empty`, hypothesis profiles, pools of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
+
+import hypothesis
+import pytest
+import torch
+
+from tests.ranks import RankPool, one_thread_and_poison
+
+one_thread_and_poison()
+
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[RankPool]:
+    """Two ranks that live as long as the test session: `ranks2.run(fn, *args)`."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks3() -> Iterator[RankPool]:
+    """Three ranks that live as long as the test session."""
+    with RankPool(3) as pool:
+        yield pool

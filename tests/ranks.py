@@ -1,0 +1,229 @@
+"""Real ranks for tests: functions run in several processes that are joined over gloo.
+
+`run_ranks(fn, world_size, *args)` starts fresh processes, which costs seconds (each imports torch), and
+also fails if one of them does not exit cleanly. A `RankPool` (fixtures `ranks2` and `ranks3`) keeps its
+processes and runs many functions. In both, `fn` is defined at module level, is called as
+`fn(rank, world_size, *args)` on every rank with the default process group up, and its return values come
+back in rank order. Whatever goes wrong on a rank ends in one `RankError` that shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+START_SECONDS = 90.0  # importing torch and joining, on a busy machine
+EXIT_SECONDS = 20.0
+GRACE_SECONDS = 2.0  # for the other ranks to report too, once one has failed
+
+
+class RankError(AssertionError):
+    """At least one rank raised, died, hung or did not exit cleanly."""
+
+
+def run_ranks(
+    fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, check_exit: bool = True
+) -> list[T]:
+    """`fn(rank, world_size, *args)` on fresh processes; `timeout` counts from when all have joined."""
+    with RankPool(world_size, check_exit=check_exit) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class RankPool:
+    """`world_size` processes that stay alive between runs; started at the first run after a failure too."""
+
+    def __init__(self, world_size: int, check_exit: bool = False) -> None:
+        self.world_size = world_size
+        self.check_exit = check_exit
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._stack_files: list[Path] = []
+
+    def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+        """The values of `fn(rank, world_size, *args)` in rank order; a failure ends the processes."""
+        try:
+            if not self._processes:
+                self._start()
+                self._answers("joining", START_SECONDS)
+            self._send((fn, args))
+            return self._answers(fn.__name__, timeout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def close(self) -> None:
+        """End the processes as a script ends; under `check_exit` each must do so with exit code 0."""
+        self._send(None)
+        deadline = time.monotonic() + EXIT_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        reports = [
+            f"rank {rank}: {self._fate(rank)}"
+            for rank, process in enumerate(self._processes)
+            if process.exitcode != 0
+        ]
+        self.kill()
+        if reports and self.check_exit:
+            raise RankError("ranks that did not exit cleanly:\n" + "\n".join(reports))
+
+    def kill(self) -> None:
+        """End the processes now; the next run starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        for path in self._stack_files:
+            path.unlink()
+        self._processes, self._pipes, self._stack_files = [], [], []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
+    def _start(self) -> None:
+        # The store lives here, so that it outlasts every rank; port 0 lets the system choose a free one.
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            handle, stack_file = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".stacks")
+            os.close(handle)
+            arguments = (rank, self.world_size, self._store.port, theirs, stack_file)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # so that a dead rank reads as end of file
+            self._processes.append(process)
+            self._pipes.append(ours)
+            self._stack_files.append(Path(stack_file))
+
+    def _send(self, job: Any) -> None:
+        data = _dump(job)
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a dead rank is found where its answer or its end is read
+                pipe.send_bytes(data)
+
+    def _answers(self, doing: str, timeout: float) -> list[Any]:
+        """One answer of each rank, or a `RankError` with what every rank that failed has to say."""
+        values: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(values) + len(failures) < self.world_size:
+            waiting = {p: r for r, p in enumerate(self._pipes) if r not in values and r not in failures}
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    good, answer = _load(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    self._processes[rank].join(EXIT_SECONDS)
+                    good, answer = False, self._fate(rank)
+                if good:
+                    values[rank] = answer
+                else:
+                    failures[rank] = answer
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if len(values) < self.world_size:
+            silent = [rank for rank in range(self.world_size) if rank not in values and rank not in failures]
+            why = "one had failed" if failures else f"{timeout:g} s"
+            reports = [f"--- rank {rank} ---\n{failures[rank]}" for rank in sorted(failures)]
+            reports += [f"--- rank {rank}: no answer when {why} ---\n{self._fate(rank)}" for rank in silent]
+            bad = sorted([*failures, *silent])
+            raise RankError(f"{doing}: rank {', '.join(map(str, bad))} failed\n" + "\n".join(reports))
+        return [values[rank] for rank in range(self.world_size)]
+
+    def _fate(self, rank: int) -> str:
+        """How a process ended, or where its threads are if it still runs."""
+        code = self._processes[rank].exitcode
+        if code is None:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.3)
+            return "still running\n" + self._stack_files[rank].read_text()
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _work(rank: int, world_size: int, port: int, pipe: Any, stack_file: str) -> None:
+    """The life of one rank: join, then run and answer until told to end (`None`)."""
+    stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler needs it for good)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    try:
+        one_thread_and_poison()
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.TCPStore("localhost", port, is_master=False)
+        limit = datetime.timedelta(minutes=10)  # the parent's timeout comes first
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        answer = _dump((True, None))
+    except BaseException:
+        answer = _dump((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+    environment = dict(os.environ)
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:  # the parent is gone
+            os._exit(1)
+        try:
+            job = _load(job)
+            if job is None:
+                break
+            fn, args = job
+            torch.manual_seed(0)
+            np.random.seed(0)
+            random.seed(0)
+            answer = _dump((True, fn(rank, world_size, *args)))
+        except BaseException:
+            answer = _dump((False, traceback.format_exc()))
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+        del job
+        fn = args = None
+        gc.collect()
+        pipe.send_bytes(answer)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def one_thread_and_poison() -> None:
+    """One thread a process, and `torch.empty` full of NaN, so that a slot never written shows."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def _dump(value: Any) -> bytes:
+    """Pickled with tensors by value: nothing is shared between processes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)

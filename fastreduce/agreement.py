@@ -5,10 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from . import ops
 from .errors import MismatchError
 from .transports import Transport
 
 Description = Mapping[str, str]
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """What ranks must agree on: shape, dtype, and the layout, since tensors travel in memory order."""
+    if is_lazy(tensor):
+        return "uninitialized"
+    layout = f", strides {tensor.stride()}" if not tensor.is_contiguous() and ops.is_dense(tensor) else ""
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}{layout}"
 
 
 def check_agreement(transport: Transport, description: Description, error: Exception | None = None) -> None:

@@ -97,7 +97,7 @@ def _read_option(spec: str, piece: str, default: object, value: str | None) -> o
     if value is None:
         raise SettingError(f"option {piece!r} in {spec!r} needs a value: {piece}=…")
     if isinstance(default, int):
-        if not value.isdigit():
+        if not (value.isascii() and value.isdecimal()):
             raise SettingError(f"{piece!r} in {spec!r} needs a whole number")
         return int(value)
     return value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
 
-from . import backends
-from .agreement import check_agreement
+from . import ops
+from .agreement import check_agreement, describe_tensor
 from .compression import Compression
 from .errors import FastreduceError, TensorError
 from .gradients import Gradients
 from .torch_reducer import TorchLogger, TorchReducer
 from .transports import LocalTransport, TorchProcessGroup, Transport
+
+
+T = TypeVar("T", bound=Tensor)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -67,7 +70,9 @@ class DistributedDataParallel(TorchDDP):
                     stacklevel=2,
                 )
                 device_ids = output_device = None
-        arguments = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs).arguments
+        bound = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
         group = arguments.get("process_group")
         mesh = arguments.get("device_mesh")
         if group is None:
@@ -137,13 +142,14 @@ def _make_transport(group: dist.ProcessGroup) -> Transport:
     return LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
 
 
-def _managed(module: nn.Module) -> dict[str, nn.Parameter]:
+def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return {name: p for name, p in module.named_parameters() if name not in ignored}
+    return {name: tensor for name, tensor in named if name not in ignored}
 
 
 def _check_module(module: nn.Module) -> None:
-    trainable = {name: p for name, p in _managed(module).items() if p.requires_grad and not is_lazy(p)}
+    parameters = _managed(module.named_parameters(), module)
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
     Gradients(list(trainable.values()), list(trainable))
     for name, parameter in trainable.items():
         if parameter.device.type != "cpu":
@@ -152,19 +158,25 @@ def _check_module(module: nn.Module) -> None:
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
             raise TensorError(f"module {name!r} makes sparse gradients, which are not reduced: set sparse=False")
     if trainable:
-        backends.choose(torch.device("cpu"))
+        ops.unchecked(torch.device("cpu"))
+
+
+_AGREED_ARGUMENTS = (
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "broadcast_buffers",
+    "forward_sync_buffers",
+    "init_sync",
+    "gradient_as_bucket_view",
+)
 
 
 def _describe(module: nn.Module, compression: Compression, arguments: Mapping[str, Any]) -> dict[str, str]:
-    description = {
-        "compression": str(compression),
-        **{
-            argument: repr(arguments.get(argument))
-            for argument in ("bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view")
-        },
-    }
-    for name, p in _managed(module).items():
-        shape = "lazy" if is_lazy(p) else f"shape {tuple(p.shape)}"
-        grad = "requires grad" if p.requires_grad else "requires no grad"
-        description[f"parameter {name!r}"] = f"{shape}, {p.dtype}, {grad}"
+    description = {"compression": str(compression)}
+    description.update({name: repr(arguments.get(name)) for name in _AGREED_ARGUMENTS})
+    for name, parameter in _managed(module.named_parameters(), module).items():
+        grad = "requires grad" if parameter.requires_grad else "requires no grad"
+        description[f"parameter {name!r}"] = f"{describe_tensor(parameter)}, {grad}"
+    for name, buffer in _managed(module.named_buffers(), module).items():
+        description[f"buffer {name!r}"] = describe_tensor(buffer)
     return description

@@ -21,24 +21,60 @@ class Collected:
     """One bucket's gradients, ready for its pipeline.
 
     `sources` are averaged into `targets`. `unused` are the positions of slots that this rank did not
-    use. `late` holds, for single slots, what to do when the average has arrived: one action if any
-    rank used the slot, another if none did.
+    use. When the average has arrived, `.grad` of the parameters in `repoint` become the targets, and
+    `late` holds for single slots one action if any rank used the slot, another if none did.
     """
 
     sources: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
     unused: list[int] = field(default_factory=list)
+    repoint: list[Tensor] = field(default_factory=list)
     late: list[tuple[int, Action | None, Action | None]] = field(default_factory=list)
 
-    def settle(self, used_by_any: Tensor) -> None:
-        """Run the late actions; `used_by_any` are the bucket's reduced flags."""
-        if not self.late:
-            return
+    def settle(self, used_by_any: Tensor) -> list[int]:
+        """Do what was to be done on arrival; returns the positions of slots that no rank used."""
+        for parameter, view in zip(self.repoint, self.targets, strict=False):
+            if parameter.grad is not view:
+                parameter.grad = view
+        if not self.late and not self.unused:
+            return []
         flags = used_by_any.tolist()
         for position, if_used, if_unused in self.late:
             action = if_used if flags[position] > 0 else if_unused
             if action is not None:
                 action()
+        return [position for position in self.unused if flags[position] == 0]
+
+
+@dataclass
+class Members:
+    """One bucket's parameters and what their gradients should look like; `strides` is None if all are contiguous."""
+
+    indices: list[int]
+    parameters: list[Tensor]
+    dtype: torch.dtype
+    numels: list[int]
+    strides: list[tuple[int, ...]] | None
+    complex: bool
+    views: list[Tensor] | None = None
+
+    def fit(self, grads: list[Any]) -> bool:
+        """Whether all gradients are there and lie as their slots do; a thousand of them cost 0.2 ms."""
+        try:
+            laid_out = (
+                all(map(Tensor.is_contiguous, grads))
+                if self.strides is None
+                else [grad.stride() for grad in grads] == self.strides
+            )
+        except (TypeError, AttributeError, RuntimeError):  # None, or sparse
+            return False
+        return (
+            laid_out
+            and not self.complex
+            and not any(map(Tensor.is_neg, grads))
+            and list(map(Tensor.numel, grads)) == self.numels
+            and {grad.dtype for grad in grads} == {self.dtype}
+        )
 
 
 class Gradients:
@@ -63,35 +99,58 @@ class Gradients:
             self.specs.append(ParameterSpec(name, real.numel(), real.dtype, real.device))
             self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
 
-    @torch.no_grad()
-    def install_views(self, bucket: Bucket, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them."""
+    def members(self, bucket: Bucket) -> Members:
+        """What `collect` needs to know of a bucket, worked out once."""
         indices = [slot.parameter for slot in bucket.slots]
-        for i, view in zip(indices, make_views([self._layout(i) for i in indices]), strict=True):
+        return Members(
+            indices,
+            [self.parameters[i] for i in indices],
+            bucket.dtype,
+            [slot.numel for slot in bucket.slots],
+            None if all(self._contiguous[i] for i in indices) else [self._layout(i).stride() for i in indices],
+            any(self.parameters[i].is_complex() for i in indices),
+        )
+
+    @torch.no_grad()
+    def install_views(self, members: Members, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them."""
+        members.views = make_views([self._layout(i) for i in members.indices])
+        for i, view in zip(members.indices, members.views, strict=True):
             grad, self.views[i] = self.parameters[i].grad, view
             if grad is not None:
-                view.copy_(_real(grad))
+                view.copy_(_real(grad.resolve_conj()))
                 self._point(i, view)
 
-    def collect(self, bucket: Bucket, used: Sequence[bool]) -> Collected:
+    def collect(self, members: Members, used: Sequence[bool]) -> Collected:
         """The gradients of one bucket; `used` tells by parameter whether a backward reached it on this rank."""
+        grads = [parameter.grad for parameter in members.parameters]
+        if all([used[i] for i in members.indices]) and members.fit(grads):
+            if members.views is None:
+                return Collected(grads, grads)
+            return Collected(grads, members.views, repoint=members.parameters)
         found = Collected()
-        for position, slot in enumerate(bucket.slots):
-            i = slot.parameter
-            grad, view = self.parameters[i].grad, self.views[i]
-            if grad is not None and grad.layout is not torch.strided:
-                raise TensorError(f"the gradient of {slot.name!r} is {grad.layout}; only dense ones are reduced")
-            if not used[i]:
-                found.unused.append(position)
-            if view is not None:
-                pair = self._collect_view(found, position, i, grad, view, used[i])
-            elif grad is not None and used[i] and self._fits(grad, i):
-                pair = (_real(grad),) * 2
+        for position, (i, grad) in enumerate(zip(members.indices, grads, strict=True)):
+            if grad is not None and used[i] and self.views[i] is None and self._fits(grad, i):
+                source = target = _real(grad)
             else:
-                pair = self._collect_staged(found, position, i, grad, used[i])
-            found.sources.append(pair[0])
-            found.targets.append(pair[1])
+                source, target = self._stand_in(found, position, i, grad, used[i])
+            found.sources.append(source)
+            found.targets.append(target)
         return found
+
+    def _stand_in(
+        self, found: Collected, position: int, i: int, grad: Tensor | None, used: bool
+    ) -> tuple[Tensor, Tensor]:
+        if grad is not None and grad.layout is not torch.strided:
+            raise TensorError(f"the gradient of {self.names[i]!r} is {grad.layout}; only dense ones are reduced")
+        if grad is not None and _is_lazy_view(grad):
+            grad = self.parameters[i].grad = grad.resolve_conj().resolve_neg()
+        if not used:
+            found.unused.append(position)
+        view = self.views[i]
+        if view is None:
+            return self._collect_staged(found, position, i, grad, used)
+        return self._collect_view(found, position, i, grad, view, used)
 
     def _collect_staged(
         self, found: Collected, position: int, i: int, grad: Tensor | None, used: bool
@@ -135,6 +194,10 @@ class Gradients:
         parameter.grad = torch.view_as_complex(real) if parameter.is_complex() else real
 
     def _fits(self, grad: Tensor, i: int) -> bool:
+        if grad.dtype is not self.parameters[i].dtype or grad.numel() != self.parameters[i].numel():
+            return False
+        if _is_lazy_view(grad):
+            return False
         return grad.is_contiguous() if self._contiguous[i] else grad.stride() == self.parameters[i].stride()
 
     def _layout(self, i: int) -> Tensor:
@@ -148,3 +211,8 @@ class Gradients:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+
+
+def _is_lazy_view(tensor: Tensor) -> bool:
+    """Whether memory holds the conjugate or the negative of what the tensor means."""
+    return tensor.is_conj() or tensor.is_neg()

@@ -1,7 +1,8 @@
 """The kernel operations: validate, choose a backend, launch.
 
 Formats and arithmetic are in kernels/README.md. Every operation writes into tensors that the caller
-owns, over the slots of one bucket, and raises TensorError before it touches memory.
+owns, over the slots of one bucket, and raises TensorError before it touches memory. The step itself
+takes the kernels from `unchecked`: its tensors have been checked where they were collected.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ def _check_residuals(operation: str, numel: int, residual: Tensor | None, new_re
         _check_flat(operation, "new_residual", new_residual, numel, [torch.float32])
         if numel and residual.data_ptr() == new_residual.data_ptr():
             raise TensorError(f"{operation}: residual and new_residual are the same buffer")
+
+
+def unchecked(device: torch.device) -> backends.Backend:
+    """The kernels for `device` as kernels/README.md describes them, which trust their arguments.
+
+    Raises:
+        SettingError: if FASTREDUCE_KERNELS names no backend.
+        BackendUnavailableError: if the backend cannot serve `device`.
+    """
+    return backends.choose(device)
 
 
 def is_dense(tensor: Tensor) -> bool:

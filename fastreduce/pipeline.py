@@ -45,6 +45,7 @@ class BucketPipeline:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self.seconds = Seconds()
         self._block, shards = compression.block, transport.world_size
+        self._kernels = ops.unchecked(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
         numel = ops.wire_numel(bucket.total, shards, self._block)
 
@@ -60,6 +61,8 @@ class BucketPipeline:
         own_block = transport.rank * (bucket.total // shards)
         # Where the wire is the flat in the gradients' own dtype, bucket views can lie in it.
         self._in_place = self._block == 0 and wire_dtype == bucket.dtype
+        # One rank's average in the gradients' own dtype is what it has.
+        self._alone = shards == 1 and self._in_place
         self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
         self.residual = self.shard_residual = None
         if compression.error_feedback:
@@ -94,14 +97,30 @@ class BucketPipeline:
             for tensor, slot in zip(like, self.bucket.slots, strict=True)
         ]
 
-    def run(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> None:
+    def run_broken(self) -> None:
+        """Take part in a reduction that the other ranks may be in, with NaN: this rank's backward raised."""
+        broken = [torch.full((s.numel,), torch.nan, dtype=self.used.dtype) for s in self.bucket.slots]
+        self.run(broken, broken)
+
+    def run(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> None:
         """Average `grads` over the ranks into `averaged`, tensor by tensor; they may be the same tensors.
+
+        `unused` are the positions of slots that this rank did not use. Afterwards `used_by_any` tells
+        for each slot whether any rank did (greater than zero).
 
         Raises:
             TransportError: naming rank, operation, bucket and parameters, if the reduction failed.
         """
+        if self._alone and averaged is grads:
+            self.used_by_any.fill_(1)
+            self.used_by_any[list(unused)] = 0
+            return
         start = time.perf_counter()
+        for position in unused:
+            self.used[position] = 0
         self.compress(grads)
+        if unused:
+            self.used.fill_(1)
         compressed = time.perf_counter()
         try:
             self.reduce()
@@ -112,24 +131,21 @@ class BucketPipeline:
             raise TransportError(f"{error} Bucket {self.bucket.index} holds {names}.") from error
         reduced = time.perf_counter()
         self.decompress(averaged)
+        if self.residual is not None and self._wire_is_finite():
+            self._advance_residuals(unused)
         end = time.perf_counter()
         self.seconds = Seconds(compressed - start, reduced - compressed, end - reduced)
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""
-        tensors, table = [*grads, self.used], self.bucket.table
+        tensors, slots = [*grads, self.used], self.bucket.table
         if self._block:
-            ops.quantize(
-                tensors,
-                table,
-                self.wire,
-                shards=self.transport.world_size,
-                block=self._block,
-                residual=self.residual,
-                new_residual=self._new_residual,
+            shards = self.transport.world_size
+            self._kernels.quantize(
+                tensors, slots, self.wire, shards, self._block, self.residual, self._new_residual
             )
         else:
-            ops.flatten(tensors, table, self.wire, self._scale_before)
+            self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
 
     def reduce(self) -> None:
         """Wire → reduced wire, the same bits on every rank."""
@@ -139,33 +155,45 @@ class BucketPipeline:
         self.transport.all_to_all(self._received, self.wire).wait()
         average = 1.0 / self.transport.world_size
         if self._block:
-            ops.reduce_quantized(
+            self._kernels.reduce_quantized(
                 self._received,
                 self._shard,
                 average,
-                block=self._block,
-                flag_block=self._flag_block,
-                residual=self.shard_residual,
-                new_residual=self._new_shard_residual,
+                self._block,
+                self._flag_block,
+                self.shard_residual,
+                self._new_shard_residual,
             )
         else:
-            ops.reduce_shards(self._received, self._shard, average)
+            self._kernels.reduce_shards(self._received, self._shard, average)
         self.transport.all_gather(self.wire).wait()
 
     def decompress(self, averaged: Sequence[Tensor]) -> None:
-        """Wire → averaged gradients and `used_by_any`; residuals advance if the bucket is finite."""
-        tensors, table = [*averaged, self.used_by_any], self.bucket.table
+        """Wire → averaged gradients and `used_by_any`."""
+        tensors, slots = [*averaged, self.used_by_any], self.bucket.table
         if self._in_place and averaged and averaged[0].data_ptr() == self.wire.data_ptr():
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
         elif self._block:
-            ops.dequantize(
-                self.wire, table, tensors, shards=self.transport.world_size, block=self._block
-            )
+            self._kernels.dequantize(self.wire, self.transport.world_size, self._block, slots, tensors)
         else:
-            ops.unflatten(self.wire, table, tensors, self._scale_after)
-        if self.residual is not None and self._wire_is_finite():
-            self.residual, self._new_residual = self._new_residual, self.residual
-            self.shard_residual, self._new_shard_residual = self._new_shard_residual, self.shard_residual
+            self._kernels.unflatten(self.wire, slots, tensors, self._scale_after)
+
+    def _advance_residuals(self, unused: Sequence[int]) -> None:
+        """Go on with the new residuals, save those of slots that no rank used: what they sent is thrown away."""
+        self.residual, self._new_residual = self._new_residual, self.residual
+        self.shard_residual, self._new_shard_residual = self._new_shard_residual, self.shard_residual
+        own = self.bucket.total // self.transport.world_size
+        first = self.transport.rank * own
+        for position in unused:
+            if self.used_by_any[position] == 0:
+                slot = self.bucket.slots[position]
+                _restore(self.residual, self._new_residual, slot.offset, slot.offset + slot.numel)
+                _restore(
+                    self.shard_residual,
+                    self._new_shard_residual,
+                    max(slot.offset - first, 0),
+                    min(slot.offset + slot.numel - first, own),
+                )
 
     def _wire_is_finite(self) -> bool:
         """Whether no block's scale is NaN: the same answer on every rank, since the wire is."""
@@ -173,6 +201,11 @@ class BucketPipeline:
         blocks = self.bucket.total // shards // self._block
         scales = self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)]
         return not bool(scales.view(torch.float32).isnan().any())
+
+
+def _restore(residual: Tensor | None, old: Tensor | None, start: int, stop: int) -> None:
+    if residual is not None and old is not None and start < stop:
+        residual[start:stop] = old[start:stop]
 
 
 def warm_up(dtype: torch.dtype, device: torch.device, compression: Compression) -> None:

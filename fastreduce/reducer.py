@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +23,26 @@ from .pipeline import BucketPipeline, Seconds, warm_up
 from .streams import ThreadStream
 from .transports import Transport
 
+# More than any hook fires in a backward that is not to be reduced.
+_IDLE = 1 << 60
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+
+
+@dataclass
+class _Job:
+    """One bucket's reduction in one backward."""
+
+    pipeline: BucketPipeline
+    found: Collected
+
+    def run(self) -> None:
+        self.pipeline.run(self.found.sources, self.found.targets, self.found.unused)
+
+    def settle(self) -> set[int]:
+        """Store what arrived; returns the parameters that no rank used."""
+        slots = self.pipeline.bucket.slots
+        return {slots[position].parameter for position in self.found.settle(self.pipeline.used_by_any)}
 
 
 class GradientReducer:
@@ -66,20 +86,26 @@ class GradientReducer:
         self._specs = self._gradients.specs
         self._stream = ThreadStream()
 
-        # What outlives a backward: who was used since the last reduction, the order of the first one,
-        # and how often each hook fires.
+        # Lists that the hooks share; they are changed in place. `_remaining` counts down how often each
+        # hook is still to fire in this backward, `_waiting` how many slots each bucket still waits for.
         self._used = [False] * len(self._specs)
+        self._remaining = [_IDLE] * len(self._specs)
+        self._bucket_of = [0] * len(self._specs)
+        self._waiting: list[int] = []
+        # What the first backward teaches: the order of gradients, and how often each hook fires.
         self._order: list[int] = []
         self._fires = [1] * len(self._specs)
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
+        # Parameters that no rank used in the last reduction: the same set on every rank.
+        self._left_over: set[int] = set()
 
         for device, dtype in {(spec.device, spec.dtype) for spec in self._specs}:
             warm_up(dtype, device, compression)
         self._install(group_by_size(self._specs, range(len(self._specs) - 1, -1, -1), self._caps))
 
-        this = weakref.ref(self)
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        self._handles = [node.register_hook(_ready_hook(this, i)) for i, node in enumerate(self._nodes)]
+        self._hooks = [self._make_hook(i) for i in range(len(self._nodes))]
+        self._handles = [node.register_hook(hook) for node, hook in zip(self._nodes, self._hooks, strict=True)]
         self._close = weakref.finalize(self, _close, self._stream, transport)
         self._close.atexit = False
 
@@ -96,12 +122,12 @@ class GradientReducer:
             self._specs, groups, alignment=self.compression.alignment, shards=self.transport.world_size
         )
         self.pipelines = [BucketPipeline(b, self.compression, self.transport) for b in self.plan.buckets]
-        self._bucket_of = [0] * len(self._specs)
-        for bucket, pipeline in zip(self.plan.buckets, self.pipelines, strict=True):
-            for slot in bucket.slots:
-                self._bucket_of[slot.parameter] = bucket.index
+        self._members = [self._gradients.members(bucket) for bucket in self.plan.buckets]
+        for index, (members, pipeline) in enumerate(zip(self._members, self.pipelines, strict=True)):
+            for i in members.indices:
+                self._bucket_of[i] = index
             if self._as_views:
-                self._gradients.install_views(bucket, pipeline.make_views)
+                self._gradients.install_views(members, pipeline.make_views)
         self._forget_backward()
 
     def rebuild_buckets(self) -> bool:
@@ -134,55 +160,74 @@ class GradientReducer:
         """Make the next backward reduce, whatever an earlier one left behind."""
         self.drop_broken_backward()
         self._forget_backward()
-        self._armed = True
+        self._armed, self._left_over = True, set()
+        # Until the backward is known to have begun, and all through the first one, every hook reports.
+        self._remaining[:] = [0] * len(self._remaining)
 
     def drop_broken_backward(self) -> None:
-        """Forget a backward that raised before its end; what it had launched is waited for."""
+        """Forget a backward that raised before its end.
+
+        The collectives that this rank still owes are made up for, so that ranks which raised elsewhere,
+        or not at all, stay in step; the latter find NaN in their gradients.
+        """
         if not self._in_backward:
             return
-        for pipeline, _, future in self._launches:
-            with suppress(TransportError):
+        with suppress(TransportError):
+            for _, future in self._launches:
                 future.result()
-            pipeline.used.fill_(1)
+            if self._armed:
+                for pipeline in self.pipelines[len(self._launches) :]:
+                    pipeline.run_broken()
         self._armed = self._in_backward = False
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._launches: list[tuple[BucketPipeline, Collected, Future[None]]] = []
-        self._waiting = [len(bucket.slots) for bucket in self.plan.buckets]
-        self._remaining = self._fires.copy()
-        self._fired = False
+        self._launches: list[tuple[_Job, Future[None]]] = []
+        self._remaining[:] = [_IDLE] * len(self._remaining)
+        self._waiting[:] = [len(bucket.slots) for bucket in self.plan.buckets]
+        if not self._reduced_once:
+            self._order = []
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
         """Hook a forward's outputs, so that the end of the outermost backward through them is known."""
         if self._armed:
-            hook = _output_hook(weakref.ref(self))
+            enter = weakly(self._enter_backward)
             for output in outputs:
                 if output.grad_fn is not None:
-                    output.register_hook(hook)
+                    output.register_hook(enter)
 
-    def _enter_backward(self) -> None:
-        if self._armed and not self._in_backward:
+    def _make_hook(self, i: int) -> Callable[..., None]:
+        used, remaining, bucket_of, waiting = self._used, self._remaining, self._bucket_of, self._waiting
+        launch, report = weakly(self._launch_full_buckets), weakly(self._report)
+
+        def gradient_ready(*_: object) -> None:
+            used[i] = True
+            left = remaining[i] = remaining[i] - 1
+            if left == 0:
+                bucket = bucket_of[i]
+                waiting[bucket] -= 1
+                if waiting[bucket] == 0:
+                    launch()
+            elif left < 0:
+                report(i)
+
+        return gradient_ready
+
+    def _enter_backward(self, _: object = None) -> None:
+        if (self._armed or self._left_over) and not self._in_backward:
             self._in_backward = True
+            if self._armed and self._reduced_once:
+                self._remaining[:] = self._fires
             engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(_end_callback(weakref.ref(self)))
+            engine.queue_callback(weakly(self._end_backward))
 
-    def _gradient_ready(self, i: int) -> None:
-        self._used[i] = True
-        if not self._armed:
-            return
-        if not self._in_backward:
+    def _report(self, i: int) -> None:
+        if not self._in_backward:  # no output hook has run
             self._enter_backward()
-        self._fired = True
-        remaining = self._remaining[i] = self._remaining[i] - 1
-        if not self._reduced_once:
+            self._hooks[i]()
+        elif not self._reduced_once:
             self._order.append(i)
-        elif remaining == 0:
-            bucket = self._bucket_of[i]
-            self._waiting[bucket] -= 1
-            while len(self._launches) < len(self._waiting) and not self._waiting[len(self._launches)]:
-                self._launch(len(self._launches))
-        elif remaining < 0 and self._bucket_of[i] < len(self._launches):
+        elif self._bucket_of[i] < len(self._launches):
             raise ReducerError(
                 f"rank {self.transport.rank}: parameter {self._specs[i].name!r} received a gradient after its "
                 f"bucket {self._bucket_of[i]} had been sent. In the first backward it received {self._fires[i]} "
@@ -190,40 +235,70 @@ class GradientReducer:
                 "use_reentrant=False"
             )
 
+    def _launch_full_buckets(self) -> None:
+        # The last bucket is full when backward ends: it is run there, without a change of threads.
+        while (index := len(self._launches)) < len(self.pipelines) - 1 and not self._waiting[index]:
+            job = self._collect(index)
+            self._launches.append((job, self._stream.submit(job.run)))
+
     @torch.no_grad()
-    def _launch(self, index: int) -> None:
-        pipeline = self.pipelines[index]
-        found = self._gradients.collect(pipeline.bucket, self._used)
-        for position in found.unused:
-            pipeline.used[position] = 0
-        future = self._stream.submit(lambda: pipeline.run(found.sources, found.targets))
-        self._launches.append((pipeline, found, future))
+    def _collect(self, index: int) -> _Job:
+        return _Job(self.pipelines[index], self._gradients.collect(self._members[index], self._used))
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         if not self._in_backward:
             return
         self._in_backward = False
-        if not self._fired:  # autograd.grad: nothing was accumulated, the forward stays armed
-            return
-        self._armed = False
-        for index in range(len(self._launches), len(self.pipelines)):
-            self._launch(index)
+        if not self._armed:
+            self._reduce_left_over()
+        elif self._order if not self._reduced_once else self._remaining != self._fires:
+            self._armed = False
+            self._reduce_all()
+        else:  # autograd.grad: nothing was accumulated, so the forward stays armed
+            self._remaining[:] = [0] * len(self._remaining)
+
+    def _reduce_all(self) -> None:
         try:
-            for pipeline, found, future in self._launches:
+            for job, future in self._launches:
                 future.result()
-                found.settle(pipeline.used_by_any)
+                self._left_over |= job.settle()
+            for index in range(len(self._launches), len(self.pipelines)):
+                self._left_over |= self._run_here(index)
         finally:
-            for pipeline, found, future in self._launches:
+            for _, future in self._launches:
                 future.cancel()
-                if found.unused:
-                    pipeline.used.fill_(1)
-            self._launches = []
-            self._used = [False] * len(self._specs)
-        if not self._reduced_once:
-            self._reduced_once = True
-            for i in range(len(self._fires)):
-                self._fires[i] = max(1, self._fires[i] - self._remaining[i])
+            self._used[:] = [False] * len(self._used)
+            if not self._reduced_once:
+                self._reduced_once = True
+                for i, times in Counter(self._order).items():
+                    self._fires[i] = times
+            self._forget_backward()
+
+    def _run_here(self, index: int) -> set[int]:
+        job = self._collect(index)
+        job.run()
+        return job.settle()
+
+    def _reduce_left_over(self) -> None:
+        """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.
+
+        What no rank used in the first backward is the same set on all ranks, so all run the same buckets.
+        """
+        fired = {i for i in self._left_over if self._used[i]}
+        if not fired:
+            return
+        twice = [spec.name for i, spec in enumerate(self._specs) if self._used[i] and i not in fired]
+        if twice:
+            raise ReducerError(
+                f"rank {self.transport.rank}: a second backward through one forward brought first gradients for "
+                f"{self._specs[min(fired)].name!r} and further ones for {twice[0]!r}, which was averaged already. "
+                "Sum the losses and call backward once"
+            )
+        for index in sorted({self._bucket_of[i] for i in self._left_over}):
+            self._run_here(index)
+        self._left_over -= fired
+        self._used[:] = [False] * len(self._used)
 
     # State and figures
 
@@ -249,7 +324,9 @@ class GradientReducer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""
-        return residuals.save(self.plan, self.pipelines, self.transport.rank, str(self.compression))
+        state = residuals.save(self.plan, self.pipelines, self.transport.rank, str(self.compression))
+        progress = {"reduced_once": self._reduced_once, "rebuilt": self._rebuilt}
+        return {**state, **progress, "order": self._order.copy(), "fires": self._fires.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
@@ -262,7 +339,9 @@ class GradientReducer:
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         chosen = residuals.pick(states, self.transport.rank, self.transport.world_size, str(self.compression))
-        residuals.check_names(chosen, [spec.name for spec in self._specs])
+        residuals.check_parameters(chosen, self._specs)
+        self._reduced_once, self._rebuilt = chosen["reduced_once"], chosen["rebuilt"]
+        self._order, self._fires = list(chosen["order"]), list(chosen["fires"])
         index_of = {spec.name: i for i, spec in enumerate(self._specs)}
         self._install([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
         residuals.restore(chosen["residuals"], self.pipelines)
@@ -271,34 +350,16 @@ class GradientReducer:
                 pipeline.shard_residual.copy_(saved)
 
 
-Reference = Callable[[], GradientReducer | None]
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A bound method that does not keep its object alive, and does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
 
+    def call(*args: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
 
-def _ready_hook(reducer: Reference, i: int) -> Callable[..., None]:
-    def gradient_ready(*_: object) -> None:
-        this = reducer()
-        if this is not None:
-            this._gradient_ready(i)
-
-    return gradient_ready
-
-
-def _output_hook(reducer: Reference) -> Callable[[Tensor], None]:
-    def enter_backward(_: Tensor) -> None:
-        this = reducer()
-        if this is not None:
-            this._enter_backward()
-
-    return enter_backward
-
-
-def _end_callback(reducer: Reference) -> Callable[[], None]:
-    def end_backward() -> None:
-        this = reducer()
-        if this is not None:
-            this._end_backward()
-
-    return end_backward
+    return call
 
 
 def _close(stream: ThreadStream, transport: Transport) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .buckets import BucketPlan
+from .buckets import BucketPlan, ParameterSpec
 from .errors import SettingError
 from .pipeline import BucketPipeline
 
@@ -88,13 +88,18 @@ def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compre
     return {**states[0], "world_size": world_size, "residuals": mean, "shard_residuals": []}
 
 
-def check_names(state: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_parameters(state: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> None:
     """Hold a state's parameters against the reducer's.
 
     Raises:
-        SettingError: naming the first parameter that only one of them has.
+        SettingError: naming the first parameter that only one of them has, or that differs in size.
     """
     saved = {name for bucket in state["buckets"] for name in bucket}
-    for name in sorted(saved.symmetric_difference(names)):
-        where = "the state" if name in saved else "this reducer"
-        raise SettingError(f"parameter {name!r} is only in {where}")
+    for name in sorted(saved.symmetric_difference(spec.name for spec in specs)):
+        raise SettingError(f"parameter {name!r} is only in {'the state' if name in saved else 'this reducer'}")
+    for spec in specs:
+        residual = state["residuals"].get(spec.name)
+        if residual is not None and residual.numel() != spec.numel:
+            raise SettingError(
+                f"parameter {spec.name!r} has {residual.numel()} elements in the state, {spec.numel} in this reducer"
+            )

@@ -9,10 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .numba_cpu_convert import STREAM_BYTES, TAGS, addresses, convert, fence, kernel, load, size_of, store
+from .numba_cpu_convert import (
+    STREAM_BYTES,
+    TAGS,
+    addresses,
+    convert,
+    fence,
+    kernel,
+    load,
+    size_of,
+    stage,
+    store,
+)
 from .slots import SlotTable
 
-CHUNK = 512
+CHUNK = 256  # small enough that reading ahead and writing out overlap
 
 
 def _factor(scale: float, *dtypes: torch.dtype) -> np.floating[Any]:
@@ -20,40 +31,41 @@ def _factor(scale: float, *dtypes: torch.dtype) -> np.floating[Any]:
 
 
 @kernel
-def _zero(wire, wire_tag, start, end):  # type: ignore[no-untyped-def]
+def _zero(wire, wire_tag, start, end):
     for index in range(start, end):
         store(wire, index, wire_tag, np.float32(0))
 
 
 @kernel
-def _flatten(tensors, tensor_tag, offsets, numels, total, wire, wire_tag, scale, stream):  # type: ignore[no-untyped-def]
+def _flatten(tensors, tensor_tag, offsets, numels, total, wire, wire_tag, scale, stream):
     end = np.int64(0)
-    for tensor, offset, numel in zip(tensors, offsets, numels):
-        _zero(wire, wire_tag, end, offset)
-        convert(wire + offset * size_of(wire_tag), wire_tag, tensor, tensor_tag, numel, scale, stream)
-        end = offset + numel
+    for slot in range(len(tensors)):
+        _zero(wire, wire_tag, end, offsets[slot])
+        to = wire + offsets[slot] * size_of(wire_tag)
+        convert(to, wire_tag, tensors[slot], tensor_tag, numels[slot], scale, stream)
+        end = offsets[slot] + numels[slot]
     _zero(wire, wire_tag, end, total)
     fence()
 
 
 @kernel
-def _unflatten(wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream):  # type: ignore[no-untyped-def]
-    for tensor, offset, numel in zip(tensors, offsets, numels):
-        convert(tensor, tensor_tag, wire + offset * size_of(wire_tag), wire_tag, numel, scale, stream)
+def _unflatten(wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream):
+    for slot in range(len(tensors)):
+        source = wire + offsets[slot] * size_of(wire_tag)
+        convert(tensors[slot], tensor_tag, source, wire_tag, numels[slot], scale, stream)
     fence()
 
 
 @kernel
-def _reduce_shards(received, ranks, shard, numel, tag, scale, stage, stream):  # type: ignore[no-untyped-def]
-    total = stage.ctypes.data
+def _reduce_shards(received, ranks, shard, numel, tag, scale, total, stream):
     for start in range(0, numel, CHUNK):
         count = min(CHUNK, numel - start)
         for index in range(count):
             store(total, index, scale, load(received, start + index, tag))
         for rank in range(1, ranks):
+            term = received + (rank * numel + start) * size_of(tag)
             for index in range(count):
-                term = load(received, rank * numel + start + index, tag)
-                store(total, index, scale, load(total, index, scale) + term)
+                store(total, index, scale, load(total, index, scale) + load(term, index, tag))
         convert(shard + start * size_of(tag), tag, total, scale, count, scale, stream)
     fence()
 
@@ -76,9 +88,7 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
 
 def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float) -> None:
     """One wire → many tensors in their dtypes, scaled."""
-    if not tensors:
-        return
-    dtype = tensors[0].dtype
+    dtype = tensors[0].dtype if tensors else wire.dtype
     _unflatten(
         wire.data_ptr(),
         TAGS[wire.dtype],
@@ -93,14 +103,14 @@ def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: 
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
     """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
-    factor = _factor(scale, shard.dtype)
+    total = stage(CHUNK)
     _reduce_shards(
         received.data_ptr(),
         received.shape[0],
         shard.data_ptr(),
         shard.numel(),
         TAGS[shard.dtype],
-        factor,
-        np.empty(CHUNK, factor.dtype),
+        _factor(scale, shard.dtype),
+        total.data_ptr(),
         shard.nbytes >= STREAM_BYTES,
     )

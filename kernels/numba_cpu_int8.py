@@ -1,7 +1,7 @@
-"""Quantize, dequantize and their two-shot sum for CPU tensors, on the calling thread: INT8 blocks, FP32 scales.
+"""Quantize, dequantize and the quantized two-shot sum for CPU tensors, on the calling thread.
 
-A kernel walks the blocks of a wire in order. What it computes of a block stays in L1 (`stage`) until it is
-encoded, so main memory sees every element once. The encoding is numbered as in README.md.
+A kernel goes through the wire block by block. A block's values stay in L1 until they are encoded, so that
+main memory is read once and written once.
 """
 
 from __future__ import annotations
@@ -11,142 +11,167 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from .numba_cpu_convert import STREAM_BYTES, TAGS, addresses, convert, fence, kernel, load, size_of, store
+from .numba_cpu_convert import (
+    STREAM_BYTES,
+    TAGS,
+    addresses,
+    convert,
+    fence,
+    kernel,
+    load,
+    size_of,
+    stage,
+    store,
+)
 from .slots import SlotTable, shard_bytes
 
 INT8, FP32 = np.int8(0), np.float32(0)
-ONE = np.float32(1)
+ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
 INFINITY_BITS = np.int32(0x7F800000)
 TINY = np.float32(2.0**-100)
 RECIPROCAL_127 = np.float32(1 / 127)
-# Added to |x| < 2^22 it leaves rint(x) in the low bits, two's complement; subtracted again, rint(x), never -0.
+# x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
 ROUNDER = np.float32(1.5 * 2**23)
 
 
 @kernel
-def _zero(start, end):  # type: ignore[no-untyped-def]
+def _zero(start, end):
     for index in range(end - start):
         store(start, index, INT8, np.int32(0))
 
 
 @kernel
-def _encode(values, block, payload, scale_at, old, new, stream):  # type: ignore[no-untyped-def]
-    # 1. As integers, since a maximum of floats drops NaN and does not vectorise.
-    bits = np.int32(0)
-    for index in range(block):
-        bits = max(bits, np.float32(abs(load(values, index, FP32))).view(np.int32))
-    absmax = np.int32(bits).view(np.float32)
-    scale = inverse = np.float32(0)
-    if bits >= INFINITY_BITS:  # 2.
-        store(scale_at, 0, FP32, np.float32(np.nan))
+def _encode(source, tag, count, scale, old, new, values, block, payload, scale_at, stream):
+    # Magnitudes compare as integers: a maximum of floats loses NaN, and does not vectorise.
+    largest = np.int32(0)
+    if old:
+        for index in range(count):
+            value = np.float32(load(source, index, tag)) * scale + load(old, index, FP32)
+            store(values, index, FP32, value)
+            largest = max(largest, np.float32(abs(value)).view(np.int32))
+    else:
+        for index in range(count):
+            value = np.float32(load(source, index, tag)) * scale
+            store(values, index, FP32, value)
+            largest = max(largest, np.float32(abs(value)).view(np.int32))
+    for index in range(count, block):
+        store(values, index, FP32, ZERO)
+
+    if largest >= INFINITY_BITS:
+        store(scale_at, 0, FP32, NAN)
         _zero(payload, payload + block)
-        if old:
+        if new:
             convert(new, FP32, old, FP32, block, ONE, stream)
         return
-    if absmax >= TINY:  # 3. is 4. with zeros.
-        scale = absmax * RECIPROCAL_127
+    absmax = np.int32(largest).view(np.float32)
+    unit = inverse = ZERO
+    if absmax >= TINY:
+        unit = absmax * RECIPROCAL_127
         inverse = np.float32(127) / absmax
-    store(scale_at, 0, FP32, scale)
+    store(scale_at, 0, FP32, unit)
+    for index in range(block):
+        rounded = load(values, index, FP32) * inverse + ROUNDER
+        store(payload, index, INT8, np.float32(rounded).view(np.int32))
     if new:
         for index in range(block):
             value = load(values, index, FP32)
             rounded = value * inverse + ROUNDER
-            store(payload, index, INT8, np.float32(rounded).view(np.int32))
-            store(values, index, FP32, value - (rounded - ROUNDER) * scale)
+            store(values, index, FP32, value - (rounded - ROUNDER) * unit)
         convert(new, FP32, values, FP32, block, ONE, stream)
-    else:
-        for index in range(block):
-            rounded = load(values, index, FP32) * inverse + ROUNDER
-            store(payload, index, INT8, np.float32(rounded).view(np.int32))
 
 
 @kernel
-def _quantize(  # type: ignore[no-untyped-def]
-    tensors, tag, offsets, numels, wire, shards, shard_size, blocks, block, residual, new_residual, stage, stream
+def _quantize(
+    tensors,
+    tag,
+    offsets,
+    numels,
+    wire,
+    shards,
+    blocks,
+    block,
+    shard_size,
+    residual,
+    new_residual,
+    values,
+    stream,
 ):
-    values = stage.ctypes.data
     slot = start = 0
     for shard in range(shards):
         payload = wire + shard * shard_size
-        scales = payload + blocks * block
+        scale_at = payload + blocks * block
         for _ in range(blocks):
-            while slot < len(offsets) and offsets[slot] + numels[slot] <= start:
+            while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
                 slot += 1
-            count = 0
-            old = new = 0
-            if residual:
-                old = residual + start * 4
-                new = new_residual + start * 4
-            if slot < len(offsets) and offsets[slot] <= start:
+            source = count = 0
+            if slot < len(tensors) and offsets[slot] <= start:
+                source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
                 count = min(block, offsets[slot] + numels[slot] - start)
-                tensor = tensors[slot] + (start - offsets[slot]) * size_of(tag)
-                if residual:
-                    for index in range(count):
-                        value = np.float32(load(tensor, index, tag))
-                        store(values, index, FP32, value + load(old, index, FP32))
-                else:
-                    for index in range(count):
-                        store(values, index, FP32, load(tensor, index, tag))
-            for index in range(count, block):
-                store(values, index, FP32, FP32)
-            _encode(values, block, payload, scales, old, new, stream)
+            old = residual + start * 4 if residual else 0
+            new = new_residual + start * 4 if residual else 0
+            _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
             payload += block
-            scales += 4
+            scale_at += 4
             start += block
-        _zero(scales, wire + (shard + 1) * shard_size)
+        _zero(scale_at, wire + (shard + 1) * shard_size)
     fence()
 
 
 @kernel
-def _dequantize(wire, shards, shard_size, blocks, block, offsets, numels, tensors, tag, stream):  # type: ignore[no-untyped-def]
-    for tensor, offset, numel in zip(tensors, offsets, numels):
-        for start in range(0, numel, block):
-            shard, number = divmod((offset + start) // block, blocks)
+def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream):
+    for slot in range(len(tensors)):
+        for start in range(0, numels[slot], block):
+            shard, number = divmod((offsets[slot] + start) // block, blocks)
             payload = wire + shard * shard_size
             scale = load(payload + blocks * block, number, FP32)
-            to = tensor + start * size_of(tag)
-            convert(to, tag, payload + number * block, INT8, min(block, numel - start), scale, stream)
+            to = tensors[slot] + start * size_of(tag)
+            count = min(block, numels[slot] - start)
+            convert(to, tag, payload + number * block, INT8, count, scale, stream)
     fence()
 
 
 @kernel
-def _reduce_quantized(  # type: ignore[no-untyped-def]
-    received, ranks, shard, shard_size, blocks, block, flag_block, scale, residual, new_residual, stage, stream
+def _reduce_quantized(
+    received,
+    ranks,
+    shard,
+    blocks,
+    block,
+    shard_size,
+    flag_block,
+    scale,
+    residual,
+    new_residual,
+    values,
+    stream,
 ):
-    values = stage.ctypes.data
-    scales = blocks * block
+    total = values + block * 4
     for number in range(blocks):
+        start = number * block
+        scale_at = blocks * block + number * 4
         for rank in range(ranks):
-            payload = received + rank * shard_size
-            factor = load(payload + scales, number, FP32)
-            payload += number * block
+            payload = received + rank * shard_size + start
+            unit = load(received + rank * shard_size + scale_at, 0, FP32)
             if rank == 0:
                 for index in range(block):
-                    store(values, index, FP32, load(payload, index, INT8) * factor)
+                    store(total, index, FP32, load(payload, index, INT8) * unit)
             else:
                 for index in range(block):
-                    decoded = load(payload, index, INT8) * factor
-                    store(values, index, FP32, load(values, index, FP32) + decoded)
-        old = new = 0
+                    term = load(payload, index, INT8) * unit
+                    store(total, index, FP32, load(total, index, FP32) + term)
+        old = residual + start * 4 if residual else 0
+        new = new_residual + start * 4 if residual else 0
+        if number < flag_block:
+            _encode(
+                total, FP32, block, scale, old, new, values, block, shard + start, shard + scale_at, stream
+            )
+            continue
+        for index in range(block):
+            store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
+        _encode(total, FP32, block, ONE, 0, 0, values, block, shard + start, shard + scale_at, stream)
         if residual:
-            old = residual + number * block * 4
-            new = new_residual + number * block * 4
-        if number >= flag_block:
-            for index in range(block):
-                flag = np.float32(load(values, index, FP32) > np.float32(0.5))
-                store(values, index, FP32, flag)
-            if residual:
-                _zero(new, new + block * 4)
-            old = new = 0
-        elif residual:
-            for index in range(block):
-                value = load(values, index, FP32) * scale
-                store(values, index, FP32, value + load(old, index, FP32))
-        else:
-            for index in range(block):
-                store(values, index, FP32, load(values, index, FP32) * scale)
-        _encode(values, block, shard + number * block, shard + scales + number * 4, old, new, stream)
-    _zero(shard + scales + blocks * 4, shard + shard_size)
+            _zero(new, new + block * 4)
+    _zero(shard + blocks * (block + 4), shard + shard_size)
     fence()
 
 
@@ -164,7 +189,8 @@ def quantize(
     new_residual: Tensor | None,
 ) -> None:
     """Many tensors (+ residual) → one quantized wire, and the new residual."""
-    blocks = slots.total // block // shards
+    blocks = slots.total // shards // block
+    values = stage(block)
     _quantize(
         addresses(tensors),
         TAGS[tensors[0].dtype] if tensors else FP32,
@@ -172,12 +198,12 @@ def quantize(
         slots.numels,
         wire.data_ptr(),
         shards,
-        shard_bytes(blocks, block),
         blocks,
         block,
+        shard_bytes(blocks, block),
         _address(residual),
         _address(new_residual),
-        np.empty(block, np.float32),
+        values.data_ptr(),
         slots.total * 4 >= STREAM_BYTES,
     )
 
@@ -187,13 +213,12 @@ def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors:
     if not tensors:
         return
     dtype = tensors[0].dtype
-    blocks = slots.total // block // shards
+    blocks = slots.total // shards // block
     _dequantize(
         wire.data_ptr(),
-        shards,
-        shard_bytes(blocks, block),
         blocks,
         block,
+        shard_bytes(blocks, block),
         slots.offsets,
         slots.numels,
         addresses(tensors),
@@ -213,17 +238,18 @@ def reduce_quantized(
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
     blocks = shard.numel() // (block + 4)
+    values = stage(block)
     _reduce_quantized(
         received.data_ptr(),
         received.shape[0],
         shard.data_ptr(),
-        shard.numel(),
         blocks,
         block,
+        shard.numel(),
         flag_block,
         np.float32(scale),
         _address(residual),
         _address(new_residual),
-        np.empty(block, np.float32),
+        values.data_ptr(),
         blocks * block * 4 >= STREAM_BYTES,
     )

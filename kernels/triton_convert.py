@@ -1,7 +1,5 @@
 """What the Triton kernels share: number conversions, and the tables of addresses and tiles on a device."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 import struct
@@ -27,24 +25,24 @@ DTYPES = {
 
 
 @triton.jit
-def widen(values, COMPUTE: tl.constexpr):
-    """Any wire or tensor dtype → the compute type; BF16 by its bits, since the interpreter's cast is wrong."""
+def widen(values, compute: tl.constexpr):
+    """Any wire or tensor dtype → the compute type; BF16 by its bits, for the interpreter's sake."""
     if values.dtype == tl.bfloat16:
         values = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return values.to(COMPUTE)
+    return values.to(compute)
 
 
 @triton.jit
-def convert(values, DTYPE: tl.constexpr):
+def convert(values, dtype: tl.constexpr):
     """The compute type → any wire or tensor dtype, to nearest even; FP64 reaches 16 bits through FP32."""
-    if DTYPE != tl.float64:
+    if dtype != tl.float64:
         values = values.to(tl.float32)
-    if DTYPE == tl.bfloat16:
+    if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         half = tl.where(values == values, rounded, (bits >> 16) | 0x40)
         values = half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return values.to(DTYPE)
+    return values.to(dtype)
 
 
 def double_bits(value: float) -> int:
@@ -52,16 +50,24 @@ def double_bits(value: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
+@triton.jit
+def load_tile(tiles, addresses, dtype: tl.constexpr):
+    """This program's tile: its address, its place in the flat, its elements without and with the padding."""
+    tiles += 5 * tl.program_id(0).to(tl.int64)
+    tensor, start = tl.load(addresses + tl.load(tiles)), tl.load(tiles + 1)
+    count, extent = tl.load(tiles + 3).to(tl.int32), tl.load(tiles + 4).to(tl.int32)
+    return tensor + start * (dtype.primitive_bitwidth // 8), tl.load(tiles + 2), count, extent
+
+
 @dataclass
 class DeviceTable:
-    """A slot table on one device, cut into tiles.
+    """A slot table on one device, cut into tiles of equal size.
 
-    `places` holds a row for each slot: its offset, its elements, and its elements with the padding after it.
-    Row 0 is an empty slot at offset 0, so that padding before the first slot belongs to someone as well.
-    `tiles` holds a row for each program: its slot, and the element of the slot at which it starts.
+    `tiles` holds a row for each program: its slot, its first element counted from the slot's and from the
+    flat's beginning, how many of its elements belong to the slot, and how many with the padding that follows.
+    Slot 0 is an empty one at offset 0, so that padding before the first real slot belongs to someone as well.
     """
 
-    places: Tensor
     tiles: Tensor
     _addresses: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)
 
@@ -71,7 +77,7 @@ class DeviceTable:
         known = self._addresses.get(operation)
         if known is not None and known[0] == current:
             return known[1]
-        device = self.places.device
+        device = self.tiles.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{operation}: the address of a tensor changed during a CUDA graph capture; "
@@ -93,12 +99,10 @@ def device_table(slots: SlotTable, tile: int, device: torch.device) -> DeviceTab
         extents = np.diff(offsets, append=slots.total)
         counts = -(-extents // tile)
         slot = np.repeat(np.arange(len(offsets)), counts)
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        start = (np.arange(len(slot)) - first) * tile
-        places, tiles = np.stack([offsets, numels, extents], axis=1), np.stack([slot, start], axis=1)
-        tables[device, tile] = DeviceTable(
-            torch.from_numpy(places).to(device), torch.from_numpy(tiles).to(device)
-        )
+        start = (np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
+        elements, extent = (np.clip(sizes[slot] - start, 0, tile) for sizes in (numels, extents))
+        tiles = np.stack([slot, start, offsets[slot] + start, elements, extent], axis=1)
+        tables[device, tile] = DeviceTable(torch.from_numpy(tiles).to(device))
     return tables[device, tile]
 
 

@@ -1,7 +1,5 @@
 """quantize, dequantize and reduce_quantized in Triton: one launch for a whole bucket."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .slots import SlotTable, shard_bytes
-from .triton_convert import DTYPES, convert, device_table, double_bits, launch, widen
+from .slots import SlotTable
+from .triton_convert import DTYPES, convert, device_table, double_bits, launch, load_tile, widen
 
 TILE = 2048
 TINY = tl.constexpr(2.0**-100)
@@ -59,42 +57,37 @@ def _encode(values, old, shard, index, blocks, inside, BLOCK: tl.constexpr, WIDT
 
 @triton.jit(do_not_specialize=["blocks"])
 def _quantize(
-    wire, residual, new_residual, addresses, places, tiles, blocks, shard_size,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    wire, residual, new_residual, tiles, addresses, blocks, shard_size,
+    dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
-    tiles += 2 * tl.program_id(0).to(tl.int64)
-    slot, start = tl.load(tiles), tl.load(tiles + 1)
-    places += 3 * slot
-    position = tl.multiple_of(tl.load(places) + start, 16)
-    numel = tl.load(places + 1) - start
-    extent = tl.load(places + 2) - start
-    tensor = tl.load(addresses + slot) + start * (DTYPE.primitive_bitwidth // 8)
+    tensor, place, count, extent = load_tile(tiles, addresses, dtype)
+    place = tl.multiple_of(place, 16)
 
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     element = row[:, None] * BLOCK + column
     inside = row * BLOCK < extent
-    valid = (element < numel) & (column < BLOCK)
+    valid = (element < count) & (column < BLOCK)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
-    if (numel >= ROWS * BLOCK) & ((tensor & 15) == 0):
-        aligned = tl.multiple_of(tensor.to(tl.pointer_type(DTYPE)), 16)
+    if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
+        aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
         loaded = tl.load(aligned + element, mask=(column < BLOCK)[None, :], other=0.0)
         values = widen(loaded, tl.float32)
     else:
-        loaded = tl.load(tensor.to(tl.pointer_type(DTYPE)) + element, mask=valid, other=0.0)
+        loaded = tl.load(tensor.to(tl.pointer_type(dtype)) + element, mask=valid, other=0.0)
         values = widen(loaded, tl.float32)
     old = tl.zeros_like(values)
     owned = inside[:, None] & (column < BLOCK)
     if residual is not None:
-        old = tl.where(valid, tl.load(residual + position + element, mask=owned, other=0.0), 0.0)
+        old = tl.where(valid, tl.load(residual + place + element, mask=owned, other=0.0), 0.0)
         values += old
 
-    block = (position // BLOCK).to(tl.int32) + row
+    block = (place // BLOCK).to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH)
     if new_residual is not None:
-        tl.store(new_residual + position + element, lost, mask=owned)
+        tl.store(new_residual + place + element, lost, mask=owned)
 
 
 def quantize(
@@ -116,43 +109,37 @@ def quantize(
         wire,
         residual,
         new_residual,
-        table.addresses("quantize", tensors),
-        table.places,
         table.tiles,
+        table.addresses("quantize", tensors),
         slots.total // block // shards,
         wire.numel() // shards,
-        DTYPE=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
         **shape,
     )
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _dequantize(
-    wire, addresses, places, tiles, blocks, shard_size,
-    DTYPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    wire, tiles, addresses, blocks, shard_size,
+    dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
-    tiles += 2 * tl.program_id(0).to(tl.int64)
-    slot, start = tl.load(tiles), tl.load(tiles + 1)
-    places += 3 * slot
-    position = tl.load(places) + start
-    numel = tl.load(places + 1) - start
-    tensor = tl.load(addresses + slot) + start * (DTYPE.primitive_bitwidth // 8)
+    tensor, place, count, _ = load_tile(tiles, addresses, dtype)
 
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     element = row[:, None] * BLOCK + column
-    block = (position // BLOCK).to(tl.int32) + row
+    block = (place // BLOCK).to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < numel, BLOCK, WIDTH)
-    values = convert(decoded, DTYPE)
+    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < count, BLOCK, WIDTH)
+    values = convert(decoded, dtype)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
-    if (numel >= ROWS * BLOCK) & ((tensor & 15) == 0):
-        aligned = tl.multiple_of(tensor.to(tl.pointer_type(DTYPE)), 16)
+    if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
+        aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
         tl.store(aligned + element, values, mask=(column < BLOCK)[None, :])
     else:
-        valid = (element < numel) & (column < BLOCK)
-        tl.store(tensor.to(tl.pointer_type(DTYPE)) + element, values, mask=valid)
+        valid = (element < count) & (column < BLOCK)
+        tl.store(tensor.to(tl.pointer_type(dtype)) + element, values, mask=valid)
 
 
 def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
@@ -164,27 +151,26 @@ def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors:
         len(table.tiles),
         wire.device,
         wire,
-        table.addresses("dequantize", tensors),
-        table.places,
         table.tiles,
+        table.addresses("dequantize", tensors),
         slots.total // block // shards,
         wire.numel() // shards,
-        DTYPE=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
         **shape,
     )
 
 
-@triton.jit(do_not_specialize=["ranks", "blocks", "scale_bits", "flag_block"])
+@triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
 def _reduce(
-    received, shard, residual, new_residual, ranks, blocks, shard_size, scale_bits, flag_block,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    received, shard, residual, new_residual, blocks, shard_size, scale_bits, flag_block,
+    RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block a row: every rank's → their sum in rank order, scaled, encoded again."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     index = tl.program_id(0) * ROWS + row
     inside = index < blocks
     total = _decode(received, index, blocks, inside, BLOCK, WIDTH)
-    for _ in range(1, ranks):
+    for _ in range(1, RANKS):
         received += shard_size
         total += _decode(received, index, blocks, inside, BLOCK, WIDTH)
 
@@ -222,11 +208,11 @@ def reduce_quantized(
         shard,
         residual,
         new_residual,
-        received.shape[0],
         blocks,
         shard.numel(),
         double_bits(scale),
         flag_block,
+        RANKS=received.shape[0],
         **shape,
     )
 

@@ -184,6 +184,8 @@ def _work(rank: int, world_size: int, port: int, pipe: Any, stack_file: str) -> 
         answer = _dump((False, traceback.format_exc()))
     pipe.send_bytes(answer)
     environment = dict(os.environ)
+    gc.collect()
+    gc.freeze()  # the collection after each run need not walk through torch
     while True:
         try:
             job = pipe.recv_bytes()
@@ -207,6 +209,7 @@ def _work(rank: int, world_size: int, port: int, pipe: Any, stack_file: str) -> 
         fn = args = None
         gc.collect()
         pipe.send_bytes(answer)
+    gc.unfreeze()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -214,7 +217,7 @@ def _work(rank: int, world_size: int, port: int, pipe: Any, stack_file: str) -> 
 def one_thread_and_poison() -> None:
     """One thread a process, and `torch.empty` full of NaN, so that a slot never written shows."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import triton: seconds
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,1 @@
+"""The benchmarks: `make bench`, or `python -m bench --quick` for a minute's impression."""

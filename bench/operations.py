@@ -1,0 +1,248 @@
+"""Every kernel operation over a model's buckets, beside the plain ways of doing the same in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fastreduce import ops
+from fastreduce.buckets import Bucket
+
+from .shapes import buckets_of
+
+BLOCK, RANKS = 128, 2
+
+Way = Callable[[], list[Tensor] | None]
+
+
+@dataclass
+class Gradients:
+    """One bucket's gradients, each in memory of its own, and its used-flags."""
+
+    bucket: Bucket
+    grads: list[Tensor]
+    used: Tensor
+
+    def flat(self, dtype: torch.dtype) -> Tensor:
+        """A flat of zeros."""
+        return torch.zeros(self.bucket.total, dtype=dtype, device=self.used.device)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The gradients' places in a flat."""
+        return [
+            flat[slot.offset : slot.offset + slot.numel].view(grad.shape)
+            for slot, grad in zip(self.bucket.slots, self.grads, strict=True)
+        ]
+
+    def filled_wire(self, dtype: torch.dtype) -> Tensor:
+        """The gradients as a wire."""
+        wire = self.flat(dtype)
+        ops.flatten([*self.grads, self.used], self.bucket.table, wire)
+        return wire
+
+    def quantized_wire(self) -> Tensor:
+        """The gradients as an INT8 wire."""
+        wire = self.int8_wire()
+        ops.quantize([*self.grads, self.used], self.bucket.table, wire, shards=RANKS, block=BLOCK)
+        return wire
+
+    def int8_wire(self) -> Tensor:
+        """An INT8 wire of zeros."""
+        numel = ops.wire_numel(self.bucket.total, RANKS, BLOCK)
+        return torch.zeros(numel, dtype=torch.uint8, device=self.used.device)
+
+
+Model = list[Gradients]
+
+
+@dataclass
+class Case:
+    """One operation over all buckets of a model.
+
+    `run` goes through `fastreduce.ops`; `plain` are torch's ways. All of them fill `outputs`, but an
+    allocating way returns what it makes instead.
+    """
+
+    run: Callable[[], None]
+    outputs: list[Tensor]
+    nbytes: int
+    plain: dict[str, Way] = field(default_factory=dict)
+
+
+def model_of(shapes: str, alignment: int, most: int, device: str) -> Model:
+    """A model's buckets as two ranks lay them out, with random gradients."""
+    shape_of, buckets = buckets_of(shapes, alignment, most)
+    torch.manual_seed(0)
+    return [
+        Gradients(
+            bucket,
+            [torch.randn(shape_of[slot.parameter], device=device) for slot in bucket.slots],
+            torch.ones(len(bucket.slots), device=device),
+        )
+        for bucket in buckets
+    ]
+
+
+def elements(model: Model) -> int:
+    """Gradient elements of all buckets, without flags and padding."""
+    return sum(grad.numel() for each in model for grad in each.grads)
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def flatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
+    """Gradients → wires in `dtype`."""
+    wires = [each.flat(dtype) for each in model]
+    views = [each.views(wire) for each, wire in zip(model, wires, strict=True)]
+
+    def run() -> None:
+        for each, wire in zip(model, wires, strict=True):
+            ops.flatten([*each.grads, each.used], each.bucket.table, wire, scale)
+
+    def cat_cast_divide() -> list[Tensor]:
+        flats = [torch.cat([grad.view(-1) for grad in each.grads]).to(dtype) for each in model]
+        return flats if scale == 1 else [flat.div_(1 / scale) for flat in flats]
+
+    def copy_into_views() -> None:
+        for each, wire, into in zip(model, wires, views, strict=True):
+            for view, grad in zip(into, each.grads, strict=True):
+                view.copy_(grad)
+            if scale != 1:
+                wire.mul_(scale)
+
+    def foreach() -> None:
+        for each, into in zip(model, views, strict=True):
+            torch._foreach_copy_(into, each.grads)
+            if scale != 1:
+                torch._foreach_mul_(into, scale)
+
+    def foreach_copy() -> None:
+        for each, wire, into in zip(model, wires, views, strict=True):
+            torch._foreach_copy_(into, each.grads)
+            wire.mul_(scale)
+
+    plain: dict[str, Way] = {
+        "cat, cast, divide": cat_cast_divide,
+        "copy_, mul_": copy_into_views,
+        "foreach copy_, foreach mul_": foreach,
+    }
+    if scale != 1:
+        plain["foreach copy_, mul_"] = foreach_copy
+    outputs = [view for into in views for view in into]
+    return Case(run, outputs, elements(model) * (4 + dtype.itemsize), plain)
+
+
+def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
+    """Wires in `dtype` → gradients."""
+    wires = [each.filled_wire(dtype) for each in model]
+    views = [each.views(wire) for each, wire in zip(model, wires, strict=True)]
+    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+
+    def run() -> None:
+        for each, wire, grads in zip(model, wires, targets, strict=True):
+            ops.unflatten(wire, each.bucket.table, [*grads, each.used], scale)
+
+    def cast_divide_copy() -> None:
+        for each, wire, grads in zip(model, wires, targets, strict=True):
+            flat = wire.to(torch.float32)
+            if scale != 1:
+                flat.div_(1 / scale)
+            for grad, view in zip(grads, each.views(flat), strict=True):
+                grad.copy_(view)
+
+    def copy_from_views() -> None:
+        for out_of, grads in zip(views, targets, strict=True):
+            for grad, view in zip(grads, out_of, strict=True):
+                grad.copy_(view)
+                if scale != 1:
+                    grad.mul_(scale)
+
+    def foreach() -> None:
+        for out_of, grads in zip(views, targets, strict=True):
+            torch._foreach_copy_(grads, out_of)
+            if scale != 1:
+                torch._foreach_mul_(grads, scale)
+
+    def multiply_out() -> None:
+        for out_of, grads in zip(views, targets, strict=True):
+            for grad, view in zip(grads, out_of, strict=True):
+                torch.mul(view, scale, out=grad)
+
+    plain: dict[str, Way] = {
+        "cast, divide, copy_": cast_divide_copy,
+        "copy_, mul_": copy_from_views,
+        "foreach copy_, foreach mul_": foreach,
+    }
+    if scale != 1:
+        plain["mul(out=)"] = multiply_out
+    outputs = [grad for grads in targets for grad in grads]
+    return Case(run, outputs, elements(model) * (4 + dtype.itemsize), plain)
+
+
+def reduce_shards(model: Model, dtype: torch.dtype, scale: float) -> Case:
+    """Two ranks' shards of every wire → one."""
+    received = [each.filled_wire(dtype).view(RANKS, -1) for each in model]
+    shards = [torch.zeros_like(rows[0]) for rows in received]
+    totals = [torch.zeros_like(shard, dtype=torch.float32) for shard in shards]
+
+    def run() -> None:
+        for rows, shard in zip(received, shards, strict=True):
+            ops.reduce_shards(rows, shard, scale)
+
+    def sum_and_scale() -> None:
+        for rows, shard in zip(received, shards, strict=True):
+            shard.copy_(rows.sum(0, dtype=torch.float32).mul_(scale))
+
+    def add_in_place() -> None:
+        for rows, shard, total in zip(received, shards, totals, strict=True):
+            shard.copy_(total.copy_(rows[0]).add_(rows[1]).mul_(scale))
+
+    plain: dict[str, Way] = {"sum, mul_, copy_": sum_and_scale, "copy_, add_, mul_, copy_": add_in_place}
+    return Case(run, shards, _nbytes(received) + _nbytes(shards), plain)
+
+
+def quantize(model: Model, error_feedback: bool = False) -> Case:
+    """Gradients (+ residuals) → INT8 wires (and new residuals)."""
+    wires = [each.int8_wire() for each in model]
+    residuals = [each.flat(torch.float32).normal_(std=0.01) if error_feedback else None for each in model]
+    lost = [each.flat(torch.float32) if error_feedback else None for each in model]
+
+    def run() -> None:
+        for each, wire, old, new in zip(model, wires, residuals, lost, strict=True):
+            tensors, table = [*each.grads, each.used], each.bucket.table
+            ops.quantize(tensors, table, wire, shards=RANKS, block=BLOCK, residual=old, new_residual=new)
+
+    outputs = [*wires, *(new for new in lost if new is not None)]
+    nbytes = elements(model) * 4 + _nbytes(outputs) + _nbytes([old for old in residuals if old is not None])
+    return Case(run, outputs, nbytes)
+
+
+def dequantize(model: Model) -> Case:
+    """INT8 wires → gradients."""
+    wires = [each.quantized_wire() for each in model]
+    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+
+    def run() -> None:
+        for each, wire, grads in zip(model, wires, targets, strict=True):
+            ops.dequantize(wire, each.bucket.table, [*grads, each.used], shards=RANKS, block=BLOCK)
+
+    outputs = [grad for grads in targets for grad in grads]
+    return Case(run, outputs, _nbytes(wires) + _nbytes(outputs))
+
+
+def reduce_quantized(model: Model) -> Case:
+    """Two ranks' INT8 shards of every wire → one."""
+    received = [each.quantized_wire().view(RANKS, -1) for each in model]
+    shards = [torch.zeros_like(rows[0]) for rows in received]
+
+    def run() -> None:
+        for rows, shard in zip(received, shards, strict=True):
+            after_the_last = shard.numel() // (BLOCK + 4)  # no block holds used-flags
+            ops.reduce_quantized(rows, shard, 1 / RANKS, block=BLOCK, flag_block=after_the_last)
+
+    return Case(run, shards, _nbytes(received) + _nbytes(shards))

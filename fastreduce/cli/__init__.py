@@ -1,0 +1,34 @@
+"""The command line: one file per command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .compare import CompareCommand, compare
+
+main = typer.Typer(
+    name="fastreduce",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+main.command(cls=CompareCommand)(compare)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastreduce {__version__}")
+        raise typer.Exit
+
+
+@main.callback()
+def _fastreduce(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Average gradients across data-parallel ranks, compressed where that pays."""

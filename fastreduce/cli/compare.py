@@ -1,0 +1,183 @@
+"""`fastreduce compare`: the same training under several compression settings, side by side."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from typer.core import TyperCommand
+
+from .. import Compression, FastreduceError, backends
+from .processes import RanksFailedError, run_ranks
+from .training import BARE, Experiment, Record, train
+
+DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]
+RANKS_PER_CORE = 4
+PLAIN_WIDTH = 118  # where output goes to a file or a CI log
+
+
+class CompareCommand(TyperCommand):
+    """Lets `--settings` take several values: `--settings none fp16` is `--settings none --settings fp16`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat `--settings` before each further value; the command has no positional arguments."""
+        spread: list[str] = []
+        inside = False
+        for word in args:
+            if word.startswith("-"):
+                inside = word.partition("=")[0] == "--settings"
+            elif inside and spread[-1] != "--settings":
+                spread.append("--settings")
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+def compare(
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            metavar="SPEC ...",
+            help="Compression settings: none, fp16, bf16, int8, with options as in int8:block=64,error_feedback.",
+        ),
+    ] = DEFAULT_SETTINGS,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, one thread each.")] = 2,
+    width: Annotated[
+        int, typer.Option(min=1, help="Channels of the network; gradients have 4,500 × width² bytes.")
+    ] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images per rank and step.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; from 6 on, ratios have an interval.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round and setting.")] = 6,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the weights, the batches and the held-out digits.")
+    ] = 0,
+    out: Annotated[Path, typer.Option(help="Where results.json and compare.png go.")] = Path("out/compare"),
+) -> None:
+    """Train under several compression settings side by side, and say whether compressing pays here.
+
+    Starts the ranks on this machine and trains a small convolutional network on scikit-learn's
+    handwritten digits under each setting, with torch's own DistributedDataParallel (plain, and with its
+    fp16 hook) beside them. In every round each setting takes the same batches and as many steps, in an
+    order that changes from round to round, so that whatever disturbs the machine hits all alike.
+
+    Prints a table of step times, gradient errors and accuracy, and writes results.json and compare.png.
+    """
+    specs = _check(settings, ranks)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _fail(f"cannot write to {out}: {error.strerror}")
+    experiment = Experiment(specs, ranks, width, batch, rounds, steps, seed)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    run(experiment, out, console)
+
+
+def run(experiment: Experiment, out: Path, console: Console, function: Callable[..., Any] = train) -> None:
+    """Run `function` on the ranks and report what they saw.
+
+    Raises:
+        typer.Exit: with code 1 if a rank failed, after its traceback has been printed.
+    """
+    from . import plot, report, statistics
+
+    start = time.monotonic()
+    try:
+        with _Watch(experiment, console) as watch:
+            records = run_ranks(function, experiment.ranks, experiment, on_report=watch.on_report)
+    except RanksFailedError as error:
+        _fail(str(error), code=1)
+    figures = statistics.summarise(experiment, records)
+    seconds = time.monotonic() - start
+    report.print_table(console, figures)
+    report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
+    plot.draw(out / "compare.png", experiment, figures, _title(experiment, records[0]))
+    console.print(
+        f"\n{seconds:.0f} s. Wrote {out / 'results.json'} and {out / 'compare.png'}.", highlight=False
+    )
+
+
+def _check(settings: list[str], ranks: int) -> tuple[str, ...]:
+    """The settings in canonical form, with `none`, which the others are held against; or an error and exit code 2."""
+    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
+        if find_spec(module) is None:
+            _fail(f"{package} is missing: pip install 'fastreduce[demo]'")
+    try:
+        specs = list(dict.fromkeys(str(Compression.parse(spec)) for spec in settings))
+        backends.choose(torch.device("cpu"))
+    except FastreduceError as error:
+        _fail(str(error))
+    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    if ranks > most:
+        _fail(
+            f"--ranks {ranks} is more than this machine can time: at most {most}, {RANKS_PER_CORE} per core"
+        )
+    return tuple(specs if "none" in specs else ["none", *specs])
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    typer.echo(f"fastreduce compare: {message}", err=True)
+    raise typer.Exit(code)
+
+
+class _Watch:
+    """A progress bar on a terminal; elsewhere a line for each quarter of the rounds."""
+
+    def __init__(self, experiment: Experiment, console: Console) -> None:
+        names = len(experiment.contenders)
+        self._rounds, self._console, self._round = experiment.rounds, console, 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting ranks", total=names * experiment.steps_each)
+        self._announce = f"{experiment.ranks} ranks, {names} contenders, {experiment.rounds} rounds of {experiment.steps} timed steps"
+
+    def __enter__(self) -> _Watch:
+        self._console.print(self._announce, highlight=False)
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def on_report(self, round_number: int) -> None:
+        """Rank 0 took a step in this round; 0 is warm-up."""
+        text = f"round {round_number} of {self._rounds}" if round_number else "warming up"
+        self._bar.update(self._task, advance=1, description=text)
+        quarter = -(-self._rounds // 4)
+        if round_number != self._round and round_number % quarter == 0 and not self._console.is_terminal:
+            self._console.print(text, highlight=False)
+        self._round = round_number
+
+
+def _title(experiment: Experiment, records: Mapping[str, Record]) -> str:
+    megabytes = records[BARE].parameters * 4 / 1e6
+    return (
+        f"{experiment.ranks} ranks on {os.cpu_count()} cores, {records[BARE].parameters:,} parameters "
+        f"({megabytes:.1f} MB of gradients), {experiment.batch} digits per rank and step"
+    )

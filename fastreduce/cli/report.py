@@ -1,0 +1,135 @@
+"""What a run leaves: a table on the terminal and results.json; the plot is in plot.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .. import __version__, backends
+from .statistics import Figures, conclude, step_seconds
+from .training import BARE, Experiment, Record
+
+NOTES = (
+    "Step: the slowest rank, median and quartiles. Over none: median of the ratios round by round, with its\n"
+    "95 % interval (order statistics). Exposed: step minus the step without a wrapper in the same round.\n"
+    "Compress, reduce, decompress: time on the communication thread, largely beside backward, so they do not\n"
+    "add up to exposed; torch does not tell its own. Sent: megabytes per rank and step. Gradient error: relative\n"
+    "L2 distance to the exact average at the same weights, median over rounds; error feedback adds to one step\n"
+    "what the last one lost, so one step's error is larger while the sum over steps is closer."
+)
+
+
+def print_table(console: Console, figures: Sequence[Figures]) -> None:
+    """The table, its notes and the conclusion."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("setting", no_wrap=True, vertical="bottom")
+    for header in (
+        "step\nms",
+        "over none",
+        "exposed\nms",
+        "compress\nms",
+        "reduce\nms",
+        "decom-\npress ms",
+        "sent\nMB",
+        "gradient\nerror",
+        "final\nloss",
+        "accuracy",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    fastest = min(figures, key=lambda f: f.ratio.median)
+    for f in figures:
+        table.add_row(*_row(f), style="bold" if f is fastest else None)
+    table.add_row(BARE, f"{figures[0].compute:.1f}", style="dim")
+    console.print(table)
+    console.print(NOTES, style="dim", highlight=False)
+    console.print()
+    for sentence in conclude(figures):
+        console.print(sentence, highlight=False)
+
+
+def _row(f: Figures) -> list[str]:
+    ratio = f"{f.ratio.median:.2f}"
+    if f.name == "none":
+        ratio = "1"
+    elif not np.isnan(f.ratio.low):
+        ratio += f" ({f.ratio.low:.2f}–{f.ratio.high:.2f})"
+    return [
+        f.name,
+        f"{f.step:.1f} ({f.quartiles[0]:.0f}–{f.quartiles[1]:.0f})",
+        ratio,
+        f"{f.communication:.1f}",
+        *("–" if stage is None else f"{stage:.1f}" for stage in (f.compress, f.reduce, f.decompress)),
+        f"{f.sent_bytes / 1e6:.2f}",
+        f"{f.gradient_error:.0e}",
+        f"{f.final_loss:.3f}",
+        f"{f.accuracy:.1%}",
+    ]
+
+
+def write_results(
+    path: Path,
+    command: Sequence[str],
+    experiment: Experiment,
+    ranks: Sequence[Mapping[str, Record]],
+    figures: Sequence[Figures],
+    seconds: float,
+) -> None:
+    """Everything measured, with what is needed to measure it again."""
+    results = {
+        "command": list(command),
+        "seconds": seconds,
+        "experiment": asdict(experiment),
+        "parameters": ranks[0][BARE].parameters,
+        "versions": {
+            "fastreduce": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "numba": numba.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "system": platform.platform(),
+            "kernels": backends.choose(torch.device("cpu")).name,
+        },
+        "conclusion": conclude(figures),
+        "settings": {
+            f.name: {
+                **asdict(f),
+                "step_seconds": step_seconds([rank[f.name] for rank in ranks]).tolist(),
+                "gradient_errors": ranks[0][f.name].gradient_errors,
+            }
+            for f in figures
+        },
+        "bare": {"step_seconds": step_seconds([rank[BARE] for rank in ranks]).tolist()},
+    }
+    path.write_text(json.dumps(_finite(results), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _processor() -> str:
+    """What Linux calls the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,138 @@
+"""What the kernel tests share: backends, difficult values, guarded memory, comparison by bits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its own functions look at it then
+
+from fastreduce import backends
+from fastreduce.kernels.slots import SlotTable, shard_bytes
+
+BACKENDS = [name for name in backends.NAMES if name != "triton" or importlib.util.find_spec("triton")]
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SIZES = (0, 1, 63, 127, 128, 129, 1000, 4099)
+BLOCKS = (16, 48, 128, 256)
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_POISON = 0xA5
+_GUARD = 64
+
+_SPECIAL = (
+    (0.0, -0.0, torch.inf, -torch.inf, torch.nan)
+    # The ends of FP16, of FP32 and of FP64; 65519.996 is the last FP32 that rounds to a finite FP16.
+    + (65504.0, 65519.0, 65519.996, 65520.0, -65520.0, 65536.0)
+    + (3.4028234663852886e38, -3.4028234663852886e38, 3.3895e38, 1e300, -1.7976931348623157e308)
+    # Subnormal in FP16, BF16, FP32 and FP64, with ties and what lies beside them.
+    + (2.0**-14, 2.0**-24, 2.0**-25, 2.0**-25 * 1.0001, 3 * 2.0**-25, 1.5 * 2.0**-26, -(2.0**-20) * 1.37)
+    + (2.0**-126, 2.0**-133, 2.0**-134, 3 * 2.0**-134, 2.0**-149, -(2.0**-150), 1e-40, 5e-324, 1e-310)
+    # Ties of FP16, BF16 and FP32 at one, to even on either side, and just off.
+    + (1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20)
+    + (1 + 2.0**-24, 1 + 3 * 2.0**-24, 1 + 2.0**-11 + 2.0**-40, -1 / 3)
+)
+
+
+def device_of(name: str) -> torch.device:
+    """Where a backend's tensors live: a GPU if it needs one and there is one."""
+    return torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+
+
+def slot_table(
+    numels: Sequence[int], align: int = 1, gaps: Sequence[int] = (0,), shards: int = 1
+) -> SlotTable:
+    """Slots at multiples of `align`, with gaps of so many times `align` before and after, one after the other."""
+    offsets, end = [], gaps[0] * align
+    for i, numel in enumerate(numels):
+        offsets.append(end)
+        end += -(-numel // align) * align + gaps[(i + 1) % len(gaps)] * align
+    total = -(-end // (align * shards)) * align * shards
+    return SlotTable(np.array(offsets, np.int64), np.array(numels, np.int64), total)
+
+
+def values(numel: int, dtype: torch.dtype, seed: int, special: bool = True) -> Tensor:
+    """Numbers of many magnitudes; with `special`, every third is one that conversions tend to get wrong."""
+    random = np.random.default_rng(seed)
+    numbers = random.standard_normal(numel) * 2.0 ** random.integers(-24, 17, numel)
+    if special:
+        numbers[::3] = random.permutation(np.resize(_SPECIAL, numel))[: len(numbers[::3])]
+    return torch.from_numpy(numbers).to(dtype)
+
+
+@dataclass
+class Memory:
+    """Poisoned tensors on a device between guard bytes that a kernel must not touch."""
+
+    device: torch.device
+    _buffers: list[tuple[Tensor, int, int]] = field(default_factory=list)
+
+    def empty(self, numel: int, dtype: torch.dtype, shift: int = 0) -> Tensor:
+        """A tensor of poison, `shift` elements off a 16-byte boundary."""
+        size = numel * dtype.itemsize
+        start = _GUARD + shift * dtype.itemsize
+        buffer = torch.full((start + size + _GUARD,), _POISON, dtype=torch.uint8, device=self.device)
+        self._buffers.append((buffer, start, start + size))
+        return buffer[start : start + size].view(dtype)
+
+    def like(self, tensor: Tensor, shift: int = 0) -> Tensor:
+        """Poison in the shape and memory order of a dense tensor."""
+        return self.empty(tensor.numel(), tensor.dtype, shift).as_strided(tensor.shape, tensor.stride())
+
+    def copy(self, tensor: Tensor, shift: int = 0) -> Tensor:
+        """A dense tensor's twin, in the same memory order."""
+        return self.like(tensor, shift).copy_(tensor)
+
+    def check(self) -> None:
+        """Fails if anything was written outside the tensors."""
+        for buffer, start, end in self._buffers:
+            outside = torch.cat([buffer[:start], buffer[end:]])
+            assert bool((outside == _POISON).all()), "a kernel wrote outside its tensors"
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements as they lie in memory, on the CPU."""
+    return tensor.as_strided((tensor.numel(),), (1,)).cpu()
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
+    """Equal bit by bit, except that a NaN equals any NaN."""
+    actual, expected = memory_order(actual), memory_order(expected)
+    assert actual.dtype == expected.dtype and actual.numel() == expected.numel()
+    integer = _INTEGERS[actual.element_size()]
+    different = actual.view(integer) != expected.view(integer)
+    if actual.is_floating_point():
+        different &= ~(actual.isnan() & expected.isnan())
+    where = different.nonzero().flatten()
+    i = int(where[0]) if len(where) else 0
+    assert not len(where), f"{what}: {len(where)} differ, first [{i}]: {actual[i]!r} is not {expected[i]!r}"
+
+
+def split_wire(wire: Tensor, shards: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Payload `[shards, blocks, block]`, scales `[shards, blocks]` and padding of a quantized wire."""
+    rows = wire.cpu().view(shards, wire.numel() // shards)
+    blocks = rows.shape[1] // (block + 4)
+    payload, scales, padding = rows.tensor_split([blocks * block, blocks * (block + 4)], dim=1)
+    return (
+        payload.flatten().view(torch.int8).view(shards, blocks, block),
+        scales.flatten().view(torch.float32).view(shards, blocks),
+        padding.flatten(),
+    )
+
+
+def assert_same_wire(actual: Tensor, expected: Tensor, shards: int, block: int) -> None:
+    """Two quantized wires that are equal by bits, part for part."""
+    parts = zip(split_wire(actual, shards, block), split_wire(expected, shards, block), strict=True)
+    for what, (mine, theirs) in zip(("payload", "scales", "padding"), parts, strict=True):
+        assert_same_bits(mine, theirs, what)
+
+
+def wire_size(slots: SlotTable, shards: int, block: int) -> int:
+    """Bytes of a quantized wire."""
+    return shards * shard_bytes(slots.total // shards // block, block)

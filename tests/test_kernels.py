@@ -1,0 +1,462 @@
+"""Every kernel backend over the same cases, by bits against the reference; then checks that do without it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastreduce import backends
+from fastreduce.backends import Backend
+from fastreduce.kernels import reference
+from fastreduce.kernels.slots import SlotTable
+
+from .kernel_cases import (
+    BACKENDS,
+    BLOCKS,
+    DTYPES,
+    SIZES,
+    Memory,
+    assert_same_bits,
+    assert_same_wire,
+    device_of,
+    memory_order,
+    slot_table,
+    split_wire,
+    values,
+    wire_size,
+)
+
+# Triton's interpreter computes with numpy, which warns of every overflow.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SCALES = (1.0, 1 / 3, 0.5)
+GAPS = (3, 0, 1, 40)
+
+# q = rint(v * inverse) is off by 1/2 and by the roundings of inverse and product (2^-23 of at most 127 together);
+# the scale's two roundings and the decoding product add 3 * 2^-24 of at most 127.
+INT8_BOUND = (0.5 + 127 * 2.5 * 2.0**-23) / 127
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return backends.load(request.param)
+
+
+@pytest.fixture
+def memory(backend: Backend):
+    memory = Memory(device_of(backend.name))
+    yield memory
+    memory.check()
+
+
+def tensors_of(numels, dtype: torch.dtype, special: bool = True) -> list[Tensor]:
+    return [values(numel, dtype, seed, special) for seed, numel in enumerate(numels)]
+
+
+def expected_wire(tensors: list[Tensor], slots: SlotTable, dtype: torch.dtype, scale: float) -> Tensor:
+    wire = torch.empty(slots.total, dtype=dtype)
+    reference.flatten(tensors, slots, wire, scale)
+    return wire
+
+
+# Casts
+
+
+@pytest.mark.parametrize("wire_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_flatten_and_unflatten(backend, memory, dtype, wire_dtype):
+    slots = slot_table(SIZES, gaps=GAPS)
+    tensors = tensors_of(SIZES, dtype)
+    for shift, scale in enumerate(SCALES):
+        sources = [memory.copy(tensor, shift) for tensor in tensors]
+        wire = memory.empty(slots.total, wire_dtype)
+        backend.flatten(sources, slots, wire, scale)
+        expected = expected_wire(tensors, slots, wire_dtype, scale)
+        assert_same_bits(wire, expected, f"wire at scale {scale}")
+
+        targets = [memory.like(tensor, shift) for tensor in tensors]
+        expected_targets = [torch.empty_like(tensor) for tensor in tensors]
+        backend.unflatten(wire, slots, targets, scale)
+        reference.unflatten(expected, slots, expected_targets, scale)
+        for i, (target, wanted) in enumerate(zip(targets, expected_targets, strict=True)):
+            assert_same_bits(target, wanted, f"tensor {i} at scale {scale}")
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_alignment_of_the_wire_does_not_matter(backend, memory, shift):
+    slots = slot_table([4099, 2048, 2049], gaps=[0, 1])
+    tensors = tensors_of(slots.numels, torch.float32)
+    wire = memory.empty(slots.total, torch.float16, shift)
+    backend.flatten([memory.copy(tensor) for tensor in tensors], slots, wire, 0.5)
+    assert_same_bits(wire, expected_wire(tensors, slots, torch.float16, 0.5))
+
+
+def test_tensors_travel_in_memory_order(backend, memory):
+    image = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
+    tensors = [
+        torch.tensor(7.0),
+        image.to(memory_format=torch.channels_last),
+        torch.empty(0, 3),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(5.0),
+    ]
+    slots = slot_table([tensor.numel() for tensor in tensors])
+    wire = memory.empty(slots.total, torch.float32)
+    backend.flatten([memory.copy(tensor) for tensor in tensors], slots, wire, 1.0)
+    by_hand = [
+        torch.tensor([7.0]),
+        image.permute(0, 2, 3, 1).flatten(),
+        torch.arange(12.0),
+        torch.arange(5.0),
+    ]
+    assert_same_bits(wire, torch.cat(by_hand))
+    targets = [memory.like(tensor) for tensor in tensors]
+    backend.unflatten(wire, slots, targets, 1.0)
+    for target, tensor in zip(targets, tensors, strict=True):
+        assert torch.equal(target.cpu(), tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_may_be_its_own_slot(backend, memory, dtype):
+    slots = slot_table([129, 4099, 0, 16], gaps=[2, 0, 13])
+    tensors = tensors_of(slots.numels, dtype)
+    wire = memory.empty(slots.total, dtype)
+    places = zip(slots.offsets.tolist(), slots.numels.tolist(), tensors, strict=True)
+    views = [wire[offset : offset + numel].copy_(tensor) for offset, numel, tensor in places]
+    expected = expected_wire(tensors, slots, dtype, 1 / 3)
+    backend.flatten(views, slots, wire, 1 / 3)
+    assert_same_bits(wire, expected)
+    twice = [torch.empty_like(tensor) for tensor in tensors]
+    reference.unflatten(expected, slots, twice, 1 / 3)
+    backend.unflatten(wire, slots, views, 1 / 3)
+    for view, wanted in zip(views, twice, strict=True):
+        assert_same_bits(view, wanted)
+
+
+@pytest.mark.parametrize("total", [0, 37])
+def test_no_slots(backend, memory, total):
+    slots = SlotTable(np.array([], np.int64), np.array([], np.int64), total)
+    wire = memory.empty(total, torch.float32)
+    backend.flatten([], slots, wire, 1.0)
+    assert_same_bits(wire, torch.zeros(total))
+    backend.unflatten(wire, slots, [], 1.0)
+
+
+def test_new_addresses_are_noticed(backend, memory):
+    slots = slot_table([100, 3])
+    wire = memory.empty(slots.total, torch.float32)
+    for step in range(3):
+        tensors = [values(100, torch.float32, step), values(3, torch.float32, step + 9)]
+        backend.flatten([memory.copy(tensor) for tensor in tensors], slots, wire, 1.0)
+        assert_same_bits(wire, torch.cat(tensors), f"step {step}")
+
+
+def test_fp16_conversion_is_numpys(backend, memory):
+    """Every finite FP16, the midpoint to the next one and its FP32 neighbours, to FP16."""
+    halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).to(torch.float32)
+    middle = (halves[:-1] + halves[1:]) / 2
+    inputs = torch.cat([halves, middle, _next_to(middle, 1), _next_to(middle, -1), _next_to(halves[1:], -1)])
+    inputs = torch.cat([inputs, -inputs, torch.tensor([65519.996, 65520.0, -65520.0, 1e38, torch.inf])])
+    with np.errstate(over="ignore"):
+        expected = torch.from_numpy(inputs.numpy().astype(np.float16))
+    assert_same_bits(_cast(backend, memory, inputs, torch.float16), expected)
+
+
+def test_bf16_conversion_is_torchs(backend, memory):
+    """All exponents and signs with mantissas around the rounding position, to BF16 and back."""
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int64)
+    high = torch.arange(0, 0x10000, 7, dtype=torch.int64) << 16
+    bits = (high[:, None] | low).flatten()
+    inputs = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+    narrow = inputs.to(torch.bfloat16)
+    assert_same_bits(_cast(backend, memory, inputs, torch.bfloat16), narrow)
+    assert_same_bits(_cast(backend, memory, narrow, torch.float32), narrow.to(torch.float32))
+
+
+def test_fp64_reaches_16_bits_through_fp32(backend, memory):
+    """Just above a tie of FP16 in FP64, a tie in FP32: two roundings give the even neighbour."""
+    inputs = torch.tensor([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert_same_bits(_cast(backend, memory, inputs, dtype)[:1], torch.ones(1, dtype=dtype))
+
+
+def test_fp64_scale_is_not_rounded_to_fp32(backend, memory):
+    inputs = values(100, torch.float64, 0, special=False)
+    assert_same_bits(_cast(backend, memory, inputs, torch.float64, 0.1), inputs * 0.1)
+
+
+def _next_to(numbers: Tensor, step: int) -> Tensor:
+    return (numbers.view(torch.int32) + step).view(torch.float32)
+
+
+def _cast(backend: Backend, memory: Memory, inputs: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    wire = memory.empty(inputs.numel(), dtype)
+    backend.flatten([memory.copy(inputs)], slot_table([inputs.numel()]), wire, scale)
+    return wire.cpu()
+
+
+# Sum of shards
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reduce_shards(backend, memory, dtype, world_size):
+    for numel, scale in [(0, 1.0), (1, 1 / 3), (129, 0.5), (4099, 1 / 3), (4096, 1.0)]:
+        received = values(world_size * numel, dtype, numel).view(world_size, numel)
+        shard, expected = memory.empty(numel, dtype), torch.empty(numel, dtype=dtype)
+        backend.reduce_shards(memory.copy(received), shard, scale)
+        reference.reduce_shards(received, expected, scale)
+        assert_same_bits(shard, expected, f"{numel} elements")
+
+
+def test_reduce_shards_sums_in_rank_order(backend, memory):
+    received = values(9 * 500, torch.float16, 1, special=False).view(9, 500)
+    total = received[0].numpy().astype(np.float32)
+    for row in received[1:]:
+        total = total + row.numpy().astype(np.float32)
+    with np.errstate(over="ignore"):
+        expected = torch.from_numpy((total * np.float32(1 / 9)).astype(np.float16))
+    shard = memory.empty(500, torch.float16)
+    backend.reduce_shards(memory.copy(received), shard, 1 / 9)
+    assert_same_bits(shard, expected)
+    # In another order the same numbers give other bits, or this test would show nothing.
+    assert not np.array_equal(total, received.numpy().astype(np.float32)[::-1].sum(axis=0))
+
+
+# INT8
+
+
+def residual_of(slots: SlotTable) -> Tensor:
+    """A residual as `quantize` leaves it: numbers in the slots, zero in the padding."""
+    residual = torch.zeros(slots.total)
+    for offset, numel in zip(slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        residual[offset : offset + numel] = values(numel, torch.float32, offset + 1, special=False)
+    return residual
+
+
+def int8_tensors(numels, dtype: torch.dtype) -> list[Tensor]:
+    """Ordinary numbers and, in the larger tensors, blocks of every special kind."""
+    tensors = tensors_of(numels, dtype, special=False)
+    for tensor, odd in zip(tensors[-3:], (torch.inf, torch.nan, -torch.inf), strict=True):
+        tensor[tensor.numel() // 2] = odd
+    large = tensors[-1]
+    large[:128] = 0.0
+    large[128:256] *= -0.0
+    large[256:384] = 2.0**-101  # in FP16 zero
+    large[384:512] = 2.0**-100
+    large[512:640] = torch.finfo(dtype).max
+    large[640:768] = torch.linspace(-127, 127, 128).to(dtype)
+    large[768:1024] = (torch.arange(256.0) - 128) / 2  # half of them are ties
+    return tensors
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_quantize_and_dequantize(backend, memory, block, shards, with_residual):
+    _check_quantize(backend, memory, torch.float32, block, shards, with_residual)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32], ids=str)
+def test_quantize_and_dequantize_other_dtypes(backend, memory, dtype):
+    _check_quantize(backend, memory, dtype, 128, 2, True)
+
+
+def _check_quantize(backend, memory, dtype, block, shards, with_residual):
+    slots = slot_table(SIZES, block, [1, 0, 2], shards)
+    tensors = int8_tensors(SIZES, dtype)
+    old = residual_of(slots) if with_residual else None
+    new = memory.empty(slots.total, torch.float32) if with_residual else None
+    wanted = torch.empty(slots.total) if with_residual else None
+    size = wire_size(slots, shards, block)
+    wire, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
+    given_old = None if old is None else memory.copy(old)
+    backend.quantize(
+        [memory.copy(t, shards - 1) for t in tensors], slots, wire, shards, block, given_old, new
+    )
+    reference.quantize(tensors, slots, expected, shards, block, old, wanted)
+    assert_same_wire(wire, expected, shards, block)
+    if old is not None:
+        assert_same_bits(new, wanted, "new residual")
+        assert_same_bits(given_old, old, "old residual")
+
+    targets = [memory.like(tensor, shards - 1) for tensor in tensors]
+    decoded = [torch.empty_like(tensor) for tensor in tensors]
+    backend.dequantize(wire, shards, block, slots, targets)
+    reference.dequantize(expected, shards, block, slots, decoded)
+    for i, (target, want) in enumerate(zip(targets, decoded, strict=True)):
+        assert_same_bits(target, want, f"tensor {i}")
+
+
+def received_of(world_size: int, numel: int, block: int) -> Tensor:
+    """What `world_size` ranks send to one: shards of `numel` elements, some of their blocks not finite."""
+    slots, shards = slot_table([numel], block), []
+    for rank in range(world_size):
+        tensor = values(numel, torch.float32, rank, special=False)
+        tensor[rank * block // 2 :: 7 * block + 1] = (torch.inf, torch.nan, -torch.inf)[rank % 3]
+        shards.append(torch.empty(wire_size(slots, 1, block), dtype=torch.uint8))
+        reference.quantize([tensor], slots, shards[-1], 1, block, None, None)
+    return torch.stack(shards)
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_reduce_quantized(backend, memory, block, world_size, with_residual):
+    blocks = 2051 // block + 1
+    received = received_of(world_size, blocks * block, block)
+    for flag_block, scale in [(0, 1.0), (blocks // 2, 1 / world_size), (blocks + 5, 1 / 3)]:
+        old = values(blocks * block, torch.float32, 77, special=False) if with_residual else None
+        new = memory.empty(blocks * block, torch.float32) if with_residual else None
+        wanted = torch.empty(blocks * block) if with_residual else None
+        size = received.shape[1]
+        shard, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
+        given_old = None if old is None else memory.copy(old)
+        backend.reduce_quantized(memory.copy(received), shard, scale, block, flag_block, given_old, new)
+        reference.reduce_quantized(received, expected, scale, block, flag_block, old, wanted)
+        assert_same_wire(shard, expected, 1, block)
+        if new is not None:
+            assert_same_bits(new, wanted, "new residual")
+
+
+def test_empty_quantized_wires(backend, memory):
+    slots = SlotTable(np.array([], np.int64), np.array([], np.int64), 0)
+    wire = memory.empty(0, torch.uint8)
+    backend.quantize([], slots, wire, 2, 128, None, None)
+    backend.dequantize(wire, 2, 128, slots, [])
+    backend.reduce_quantized(wire.view(2, 0), memory.empty(0, torch.uint8), 0.5, 128, 0, None, None)
+
+
+def test_int8_error_stays_in_its_bound(backend, memory):
+    block, slots = 128, slot_table([4099, 640], 128)
+    tensors = [values(4099, torch.float32, 5, special=False), torch.linspace(-1e30, 1e30, 640)]
+    decoded, _, _ = _round_trip(backend, memory, tensors, slots, block)
+    for tensor, back in zip(tensors, decoded, strict=True):
+        padded = torch.zeros(-(-tensor.numel() // block) * block, dtype=torch.float64)
+        padded[: tensor.numel()] = tensor
+        absmax = padded.view(-1, block).abs().amax(dim=1).repeat_interleave(block)[: tensor.numel()]
+        assert bool(((back.double() - tensor.double()).abs() <= absmax * INT8_BOUND).all())
+        largest = tensor.abs() == absmax
+        assert_same_bits((back[largest] / tensor[largest]).round(), torch.ones(int(largest.sum())))
+
+
+def test_blocks_that_are_not_finite_arrive_so_and_no_others(backend, memory):
+    block, slots = 128, slot_table([1000, 300], 128)
+    tensors = tensors_of([1000, 300], torch.float32, special=False)
+    tensors[0][130], tensors[0][999], tensors[1][0] = torch.nan, torch.inf, -torch.inf
+    old = residual_of(slots)
+    decoded, new, _ = _round_trip(backend, memory, tensors, slots, block, old)
+    bad = [torch.zeros(1000, dtype=torch.bool), torch.zeros(300, dtype=torch.bool)]
+    bad[0][128:256] = bad[0][896:] = bad[1][:128] = True
+    for back, mask in zip(decoded, bad, strict=True):
+        assert torch.equal(~back.isfinite(), mask)
+    assert bool(new.isfinite().all())
+    assert_same_bits(new[128:256], old[128:256], "residual of a block that is not finite")
+
+
+def test_residual_is_what_was_lost(backend, memory):
+    block, slots = 128, slot_table([4099], 128)
+    tensor, old = values(4099, torch.float32, 3, special=False), residual_of(slots)
+    (back,), new, _ = _round_trip(backend, memory, [tensor], slots, block, old)
+    kept = new[:4099].double()
+    sent = (tensor + old[:4099]).double()
+    # Of what happens after the addition only the last subtraction rounds: by half an ulp of the residual.
+    assert bool(((kept + back.double() - sent).abs() <= kept.abs() * 2.0**-24).all())
+    assert bool((kept != 0).any())
+    assert_same_bits(new[4099:], torch.zeros(slots.total - 4099), "padding of the residual")
+
+
+def test_tiny_blocks_wait_in_the_residual(backend, memory):
+    slots = slot_table([100], 16)
+    tensor = torch.full((100,), 2.0**-101)
+    (back,), new, wire = _round_trip(backend, memory, [tensor], slots, 16, torch.zeros(slots.total))
+    assert_same_bits(back, torch.zeros(100))
+    assert_same_bits(new[:100], tensor)
+    assert not bool(wire.any())
+
+
+def _round_trip(backend, memory, tensors, slots, block, old=None):
+    """What arrives, the new residual and the wire, all on the CPU."""
+    wire = memory.empty(wire_size(slots, 1, block), torch.uint8)
+    new = None if old is None else memory.empty(slots.total, torch.float32)
+    given_old = None if old is None else memory.copy(old)
+    backend.quantize([memory.copy(tensor) for tensor in tensors], slots, wire, 1, block, given_old, new)
+    targets = [memory.like(tensor) for tensor in tensors]
+    backend.dequantize(wire, 1, block, slots, targets)
+    return [memory_order(target) for target in targets], None if new is None else new.cpu(), wire.cpu()
+
+
+def test_one_rank_of_many_keeps_its_flag(backend, memory):
+    """1/200 of a flag would vanish beside a whole one: flags are not averaged."""
+    block, slots, world_size = 16, slot_table([32], 16), 200
+    rows = []
+    for rank in range(world_size):
+        flags = torch.zeros(32)
+        flags[16] = 1.0  # used on every rank
+        flags[17] = float(rank == 150)
+        rows.append(torch.empty(wire_size(slots, 1, block), dtype=torch.uint8))
+        reference.quantize([flags], slots, rows[-1], 1, block, None, None)
+    shard = memory.empty(len(rows[0]), torch.uint8)
+    backend.reduce_quantized(memory.copy(torch.stack(rows)), shard, 1 / world_size, block, 1, None, None)
+    payload, scales, _ = split_wire(shard, 1, block)
+    decoded = payload[0, 1].float() * scales[0, 1]
+    assert torch.equal(decoded > 0.5, torch.tensor([True, True] + [False] * 14))
+
+
+# Any shape
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_shape(name, data):
+    backend, memory = backends.load(name), Memory(device_of(name))
+    draw = data.draw
+    numels = draw(st.lists(st.integers(0, 400), max_size=6), label="numels")
+    gaps = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3), label="gaps")
+    block = draw(st.sampled_from([16, 32, 48, 112, 128]), label="block")
+    shards = draw(st.integers(1, 4), label="shards")
+    dtype, wire_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
+    slots = slot_table(numels, block, gaps, shards)
+    tensors = tensors_of(numels, dtype)
+
+    wire = memory.empty(slots.total, wire_dtype)
+    backend.flatten([memory.copy(tensor) for tensor in tensors], slots, wire, 1 / shards)
+    assert_same_bits(wire, expected_wire(tensors, slots, wire_dtype, 1 / shards), "flat")
+
+    old, wanted = residual_of(slots), torch.empty(slots.total)
+    new = memory.empty(slots.total, torch.float32)
+    size = wire_size(slots, shards, block)
+    quantized, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
+    copies = [memory.copy(tensor) for tensor in tensors]
+    backend.quantize(copies, slots, quantized, shards, block, memory.copy(old), new)
+    reference.quantize(tensors, slots, expected, shards, block, old, wanted)
+    assert_same_wire(quantized, expected, shards, block)
+    assert_same_bits(new, wanted, "new residual")
+    memory.check()
+
+
+# Triton's own tables
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
+def test_triton_tables():
+    from fastreduce.kernels.triton_convert import device_table
+
+    numels = [3] * 1000 + [100_000]
+    slots = slot_table(numels)
+    device = device_of("triton")
+    table = device_table(slots, 2048, device)
+    assert table is device_table(slots, 2048, device)
+    assert len(table.tiles) == 1000 + -(-100_000 // 2048), "a tensor must cost the tiles that it fills"
+
+    tensors = [torch.zeros(numel, device=device) for numel in numels]
+    uploaded = table.addresses("flatten", tensors)
+    assert uploaded.tolist() == [0, *(tensor.data_ptr() for tensor in tensors)]
+    assert table.addresses("flatten", tensors) is uploaded
+    tensors[7] = torch.zeros(3, device=device)
+    assert table.addresses("flatten", tensors).tolist()[8] == tensors[7].data_ptr()

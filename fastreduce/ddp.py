@@ -22,7 +22,6 @@ from .gradients import Gradients
 from .torch_reducer import TorchLogger, TorchReducer
 from .transports import LocalTransport, TorchProcessGroup, Transport
 
-
 T = TypeVar("T", bound=Tensor)
 
 
@@ -49,7 +48,7 @@ class DistributedDataParallel(TorchDDP):
         RuntimeError: if no parameter requires a gradient (as torch).
     """
 
-    reducer: TorchReducer
+    reducer: TorchReducer  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -63,26 +62,18 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         if device_ids is not None and all(device is None for device in device_ids):
             device_ids = None
-        if device_ids or output_device is not None:
-            if all(p.device.type == "cpu" for p in module.parameters()):
-                warnings.warn(
-                    f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
-                    stacklevel=2,
-                )
-                device_ids = output_device = None
+        on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+        if on_cpu and (device_ids or output_device is not None):
+            warnings.warn(
+                f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
+                stacklevel=2,
+            )
+            device_ids = output_device = None
         bound = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        group = arguments.get("process_group")
-        mesh = arguments.get("device_mesh")
-        if group is None:
-            group = dist.group.WORLD if mesh is None else mesh.get_group(mesh_dim=0)
-        if group is None:
-            raise ValueError(
-                "Default process group has not been initialized: call torch.distributed.init_process_group first"
-            )
         self._transport_argument = transport
-        self._transport = transport or _make_transport(group)
+        self._transport = transport or _make_transport(_group_of(arguments["process_group"], arguments["device_mesh"]))
         error = None
         try:
             self.compression = Compression.resolve(compression)
@@ -112,8 +103,9 @@ class DistributedDataParallel(TorchDDP):
             bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        self.logger = TorchLogger(self.reducer)
-        self.logger.set_construction_data_and_log(
+        logger = TorchLogger(self.reducer)
+        self.logger = logger  # type: ignore[assignment]
+        logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
             -1 if self.output_device is None else self.output_device,
@@ -134,8 +126,20 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._transport = state["_transport_argument"] or _make_transport(dist.group.WORLD)
+        self._transport = state["_transport_argument"] or _make_transport(_group_of(None, None))
         super().__setstate__(state)
+
+
+def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
+    if mesh is not None:
+        found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
+        return found
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            "Default process group has not been initialized: call torch.distributed.init_process_group first"
+        )
+    return group
 
 
 def _make_transport(group: dist.ProcessGroup) -> Transport:

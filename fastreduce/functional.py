@@ -48,8 +48,9 @@ def all_reduce_gradients(
     """Average gradients over the ranks, in place, between backward and the optimizer's step.
 
     Parameters, and other leaves that require gradients, are averaged in their `.grad`: None counts as
-    zeros, and stays None where every rank has None. Other tensors are averaged themselves. Call it on every rank with the same shapes, in the
-    same order; a list of shapes that is new is compared between ranks. Buffers, and residuals under error feedback, are kept per list of shapes.
+    zeros, and stays None where every rank has None. Other tensors are averaged themselves. Call it on
+    every rank with the same shapes in the same order; a list of shapes that is new is compared between
+    ranks. Buffers, and residuals under error feedback, are kept per list of shapes.
 
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors.
@@ -59,11 +60,12 @@ def all_reduce_gradients(
 
     Raises:
         SettingError: if `compression` is no setting.
+        TensorError: if a tensor cannot be averaged in place.
         MismatchError: on every rank, if shapes, dtypes or settings differ between ranks.
         ValueError: if torch.distributed is not initialised and no transport is given.
     """
     tensors = list(tensors_or_parameters)
-    owners = [t if isinstance(t, nn.Parameter) or t.requires_grad else _as_owner(t) for t in tensors]
+    owners = [t if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf) else _as_owner(t) for t in tensors]
     transport = transport or _transport_of(group)
     reduction = _reduction_for(owners, transport, compression)
     gradients = Gradients(owners, _names(owners))
@@ -75,9 +77,7 @@ def all_reduce_gradients(
             found.settle(pipeline.used_by_any)
 
 
-def _reduction_for(
-    tensors: list[Tensor], transport: Transport, compression: Compression | str | None
-) -> _Reduction:
+def _reduction_for(tensors: list[Tensor], transport: Transport, compression: Compression | str | None) -> _Reduction:
     known = _reductions.setdefault(transport, {})
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
     error = setting = None
@@ -98,6 +98,8 @@ def _as_owner(tensor: Tensor) -> Tensor:
     """A leaf whose `.grad` is `tensor`."""
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError("a lazy conjugate or negative cannot be averaged in place: call resolve_conj() first")
+    if tensor.requires_grad:
+        raise TensorError("a tensor that autograd computed cannot be averaged in place: pass tensor.detach()")
     owner = tensor.detach()
     owner.grad = tensor.detach()
     return owner
@@ -110,7 +112,5 @@ def _transport_of(group: dist.ProcessGroup | None) -> Transport:
             "Default process group has not been initialized: call torch.distributed.init_process_group first"
         )
     if group not in _transports:
-        _transports[group] = (
-            LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
-        )
+        _transports[group] = LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
     return _transports[group]

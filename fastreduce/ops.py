@@ -119,9 +119,7 @@ def quantize(
     backends.choose(wire.device).quantize(tensors, slots, wire, shards, block, residual, new_residual)
 
 
-def dequantize(
-    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], *, shards: int = 1, block: int = 128
-) -> None:
+def dequantize(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], *, shards: int = 1, block: int = 128) -> None:
     """Block-scaled INT8 wire → many dense tensors of one dtype.
 
     Raises:
@@ -164,6 +162,4 @@ def reduce_quantized(
     _check_flat("reduce_quantized", "shard", shard, shard_bytes(blocks, block), [torch.uint8])
     _check_flat("reduce_quantized", "received", received, received.shape[0] * shard.numel(), [torch.uint8])
     _check_residuals("reduce_quantized", blocks * block, residual, new_residual)
-    backends.choose(shard.device).reduce_quantized(
-        received, shard, scale, block, flag_block, residual, new_residual
-    )
+    backends.choose(shard.device).reduce_quantized(received, shard, scale, block, flag_block, residual, new_residual)

@@ -64,13 +64,14 @@ class BucketPipeline:
         # One rank's average in the gradients' own dtype is what it has.
         self._alone = shards == 1 and self._in_place
         self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
-        self.residual = self.shard_residual = None
+        self.residual: Tensor | None = None
+        self._new_residual: Tensor | None = None
+        self.shard_residual: Tensor | None = None
+        self._new_shard_residual: Tensor | None = None
         if compression.error_feedback:
             self.residual, self._new_residual = (buffer(bucket.total, torch.float32) for _ in range(2))
             own = bucket.total // shards
             self.shard_residual, self._new_shard_residual = (buffer(own, torch.float32) for _ in range(2))
-        else:
-            self._new_residual = self._new_shard_residual = None
 
         average = 1.0 / shards
         if compression.two_shot:
@@ -89,8 +90,10 @@ class BucketPipeline:
 
     def make_views(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the sizes and strides of `like` over one flat: the wire where it can hold gradients."""
-        flat = self.wire if self._in_place else torch.zeros(
-            self.bucket.total, dtype=self.bucket.dtype, device=self.bucket.device
+        flat = (
+            self.wire
+            if self._in_place
+            else torch.zeros(self.bucket.total, dtype=self.bucket.dtype, device=self.bucket.device)
         )
         return [
             flat.as_strided(tensor.size(), tensor.stride(), slot.offset)
@@ -141,9 +144,7 @@ class BucketPipeline:
         tensors, slots = [*grads, self.used], self.bucket.table
         if self._block:
             shards = self.transport.world_size
-            self._kernels.quantize(
-                tensors, slots, self.wire, shards, self._block, self.residual, self._new_residual
-            )
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, self.residual, self._new_residual)
         else:
             self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from . import residuals
+from .arrivals import Arrivals, weakly
 from .buckets import BucketPlan, build_plan, group_by_size
 from .compression import Compression
 from .errors import ReducerError, TransportError
@@ -23,8 +22,6 @@ from .pipeline import BucketPipeline, Seconds, warm_up
 from .streams import ThreadStream
 from .transports import Transport
 
-# More than any hook fires in a backward that is not to be reduced.
-_IDLE = 1 << 60
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
@@ -86,33 +83,20 @@ class GradientReducer:
         self._specs = self._gradients.specs
         self._stream = ThreadStream()
 
-        # Lists that the hooks share; they are changed in place. `_remaining` counts down how often each
-        # hook is still to fire in this backward, `_waiting` how many slots each bucket still waits for.
-        self._used = [False] * len(self._specs)
-        self._remaining = [_IDLE] * len(self._specs)
-        self._bucket_of = [0] * len(self._specs)
-        self._waiting: list[int] = []
-        # What the first backward teaches: the order of gradients, and how often each hook fires.
-        self._order: list[int] = []
-        self._fires = [1] * len(self._specs)
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
 
         for device, dtype in {(spec.device, spec.dtype) for spec in self._specs}:
             warm_up(dtype, device, compression)
+        self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._install(group_by_size(self._specs, range(len(self._specs) - 1, -1, -1), self._caps))
-
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        self._hooks = [self._make_hook(i) for i in range(len(self._nodes))]
-        self._handles = [node.register_hook(hook) for node, hook in zip(self._nodes, self._hooks, strict=True)]
         self._close = weakref.finalize(self, _close, self._stream, transport)
         self._close.atexit = False
 
     def close(self) -> None:
         """Remove the hooks, end the communication thread and close the transport."""
-        for handle in self._handles:
-            handle.remove()
+        self._arrivals.remove()
         self._close()
 
     # Buckets
@@ -122,11 +106,10 @@ class GradientReducer:
             self._specs, groups, alignment=self.compression.alignment, shards=self.transport.world_size
         )
         self.pipelines = [BucketPipeline(b, self.compression, self.transport) for b in self.plan.buckets]
+        self._arrivals.lay_out(self.plan)
         self._members = [self._gradients.members(bucket) for bucket in self.plan.buckets]
-        for index, (members, pipeline) in enumerate(zip(self._members, self.pipelines, strict=True)):
-            for i in members.indices:
-                self._bucket_of[i] = index
-            if self._as_views:
+        if self._as_views:
+            for members, pipeline in zip(self._members, self.pipelines, strict=True):
                 self._gradients.install_views(members, pipeline.make_views)
         self._forget_backward()
 
@@ -142,14 +125,11 @@ class GradientReducer:
         """
         if self._rebuilt or not self._reduced_once:
             return False
-        last_seen = list(dict.fromkeys(reversed(self._order)))[::-1]
-        observed = self.transport.exchange(last_seen)
+        observed = self.transport.exchange(self._arrivals.last_seen())
         order = list(dict.fromkeys(i for seen in observed for i in seen))
         idle = [i for i in range(len(self._specs)) if i not in set(order)]
         kept = residuals.collect(self.pipelines)
-        self._install(
-            group_by_size(self._specs, order, self._caps) + group_by_size(self._specs, idle, self._caps)
-        )
+        self._install(group_by_size(self._specs, order, self._caps) + group_by_size(self._specs, idle, self._caps))
         residuals.restore(kept, self.pipelines)
         self._rebuilt = True
         return True
@@ -162,7 +142,7 @@ class GradientReducer:
         self._forget_backward()
         self._armed, self._left_over = True, set()
         # Until the backward is known to have begun, and all through the first one, every hook reports.
-        self._remaining[:] = [0] * len(self._remaining)
+        self._arrivals.report()
 
     def drop_broken_backward(self) -> None:
         """Forget a backward that raised before its end.
@@ -183,10 +163,9 @@ class GradientReducer:
 
     def _forget_backward(self) -> None:
         self._launches: list[tuple[_Job, Future[None]]] = []
-        self._remaining[:] = [_IDLE] * len(self._remaining)
-        self._waiting[:] = [len(bucket.slots) for bucket in self.plan.buckets]
+        self._arrivals.stop()
         if not self._reduced_once:
-            self._order = []
+            self._arrivals.order.clear()
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
         """Hook a forward's outputs, so that the end of the outermost backward through them is known."""
@@ -196,54 +175,37 @@ class GradientReducer:
                 if output.grad_fn is not None:
                     output.register_hook(enter)
 
-    def _make_hook(self, i: int) -> Callable[..., None]:
-        used, remaining, bucket_of, waiting = self._used, self._remaining, self._bucket_of, self._waiting
-        launch, report = weakly(self._launch_full_buckets), weakly(self._report)
-
-        def gradient_ready(*_: object) -> None:
-            used[i] = True
-            left = remaining[i] = remaining[i] - 1
-            if left == 0:
-                bucket = bucket_of[i]
-                waiting[bucket] -= 1
-                if waiting[bucket] == 0:
-                    launch()
-            elif left < 0:
-                report(i)
-
-        return gradient_ready
-
     def _enter_backward(self, _: object = None) -> None:
         if (self._armed or self._left_over) and not self._in_backward:
             self._in_backward = True
             if self._armed and self._reduced_once:
-                self._remaining[:] = self._fires
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+                self._arrivals.count()
+            engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(weakly(self._end_backward))
 
     def _report(self, i: int) -> None:
         if not self._in_backward:  # no output hook has run
             self._enter_backward()
-            self._hooks[i]()
+            self._arrivals.again(i)
         elif not self._reduced_once:
-            self._order.append(i)
-        elif self._bucket_of[i] < len(self._launches):
+            self._arrivals.order.append(i)
+        elif (bucket := self._arrivals.bucket_of[i]) < len(self._launches):
             raise ReducerError(
                 f"rank {self.transport.rank}: parameter {self._specs[i].name!r} received a gradient after its "
-                f"bucket {self._bucket_of[i]} had been sent. In the first backward it received {self._fires[i]} "
+                f"bucket {bucket} had been sent. In the first backward it received {self._arrivals.fires[i]} "
                 "gradient(s), now more: run the forward that uses it most often first, or checkpoint with "
                 "use_reentrant=False"
             )
 
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
-        while (index := len(self._launches)) < len(self.pipelines) - 1 and not self._waiting[index]:
+        while (index := len(self._launches)) < len(self.pipelines) - 1 and not self._arrivals.waiting[index]:
             job = self._collect(index)
             self._launches.append((job, self._stream.submit(job.run)))
 
     @torch.no_grad()
     def _collect(self, index: int) -> _Job:
-        return _Job(self.pipelines[index], self._gradients.collect(self._members[index], self._used))
+        return _Job(self.pipelines[index], self._gradients.collect(self._members[index], self._arrivals.used))
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -252,11 +214,11 @@ class GradientReducer:
         self._in_backward = False
         if not self._armed:
             self._reduce_left_over()
-        elif self._order if not self._reduced_once else self._remaining != self._fires:
+        elif self._arrivals.counted_any if self._reduced_once else self._arrivals.order:
             self._armed = False
             self._reduce_all()
         else:  # autograd.grad: nothing was accumulated, so the forward stays armed
-            self._remaining[:] = [0] * len(self._remaining)
+            self._arrivals.report()
 
     def _reduce_all(self) -> None:
         try:
@@ -268,11 +230,10 @@ class GradientReducer:
         finally:
             for _, future in self._launches:
                 future.cancel()
-            self._used[:] = [False] * len(self._used)
+            self._arrivals.forget_used()
             if not self._reduced_once:
                 self._reduced_once = True
-                for i, times in Counter(self._order).items():
-                    self._fires[i] = times
+                self._arrivals.learn_fires()
             self._forget_backward()
 
     def _run_here(self, index: int) -> set[int]:
@@ -285,20 +246,21 @@ class GradientReducer:
 
         What no rank used in the first backward is the same set on all ranks, so all run the same buckets.
         """
-        fired = {i for i in self._left_over if self._used[i]}
+        used = self._arrivals.used
+        fired = {i for i in self._left_over if used[i]}
         if not fired:
             return
-        twice = [spec.name for i, spec in enumerate(self._specs) if self._used[i] and i not in fired]
+        twice = [spec.name for i, spec in enumerate(self._specs) if used[i] and i not in fired]
         if twice:
             raise ReducerError(
                 f"rank {self.transport.rank}: a second backward through one forward brought first gradients for "
                 f"{self._specs[min(fired)].name!r} and further ones for {twice[0]!r}, which was averaged already. "
                 "Sum the losses and call backward once"
             )
-        for index in sorted({self._bucket_of[i] for i in self._left_over}):
+        for index in sorted({self._arrivals.bucket_of[i] for i in self._left_over}):
             self._run_here(index)
         self._left_over -= fired
-        self._used[:] = [False] * len(self._used)
+        self._arrivals.forget_used()
 
     # State and figures
 
@@ -326,7 +288,7 @@ class GradientReducer:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""
         state = residuals.save(self.plan, self.pipelines, self.transport.rank, str(self.compression))
         progress = {"reduced_once": self._reduced_once, "rebuilt": self._rebuilt}
-        return {**state, **progress, "order": self._order.copy(), "fires": self._fires.copy()}
+        return {**state, **progress, "order": self._arrivals.order.copy(), "fires": self._arrivals.fires.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
@@ -341,25 +303,13 @@ class GradientReducer:
         chosen = residuals.pick(states, self.transport.rank, self.transport.world_size, str(self.compression))
         residuals.check_parameters(chosen, self._specs)
         self._reduced_once, self._rebuilt = chosen["reduced_once"], chosen["rebuilt"]
-        self._order, self._fires = list(chosen["order"]), list(chosen["fires"])
+        self._arrivals.order[:], self._arrivals.fires[:] = chosen["order"], chosen["fires"]
         index_of = {spec.name: i for i, spec in enumerate(self._specs)}
         self._install([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
         residuals.restore(chosen["residuals"], self.pipelines)
         for pipeline, saved in zip(self.pipelines, chosen["shard_residuals"], strict=False):
             if pipeline.shard_residual is not None:
                 pipeline.shard_residual.copy_(saved)
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A bound method that does not keep its object alive, and does nothing once that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: object) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args)
-
-    return call
 
 
 def _close(stream: ThreadStream, transport: Transport) -> None:

@@ -42,7 +42,7 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
             continue
         try:
             job()
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+        except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(None)

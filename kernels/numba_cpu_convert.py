@@ -119,9 +119,7 @@ def load(_typing: Any, address: types.Type, index: types.Type, tag: types.Type) 
 
 
 @intrinsic
-def store(
-    _typing: Any, address: types.Type, index: types.Type, tag: types.Type, value: types.Type
-) -> tuple[Any, Any]:
+def store(_typing: Any, address: types.Type, index: types.Type, tag: types.Type, value: types.Type) -> tuple[Any, Any]:
     """Round FP64 or FP32 to what memory holds, 16 bits by way of FP32; int8 takes an int32's low byte."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:

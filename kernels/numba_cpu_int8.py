@@ -162,9 +162,7 @@ def _reduce_quantized(
         old = residual + start * 4 if residual else 0
         new = new_residual + start * 4 if residual else 0
         if number < flag_block:
-            _encode(
-                total, FP32, block, scale, old, new, values, block, shard + start, shard + scale_at, stream
-            )
+            _encode(total, FP32, block, scale, old, new, values, block, shard + start, shard + scale_at, stream)
             continue
         for index in range(block):
             store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))

@@ -58,9 +58,7 @@ def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: 
     _launch_move("unflatten", tensors, slots, wire, scale)
 
 
-def _launch_move(
-    operation: str, tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float
-) -> None:
+def _launch_move(operation: str, tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
     table = device_table(slots, TILE, wire.device)
     launch(
         _move,

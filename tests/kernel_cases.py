@@ -26,17 +26,19 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _POISON = 0xA5
 _GUARD = 64
 
-_SPECIAL = (
-    (0.0, -0.0, torch.inf, -torch.inf, torch.nan)
-    # The ends of FP16, of FP32 and of FP64; 65519.996 is the last FP32 that rounds to a finite FP16.
-    + (65504.0, 65519.0, 65519.996, 65520.0, -65520.0, 65536.0)
-    + (3.4028234663852886e38, -3.4028234663852886e38, 3.3895e38, 1e300, -1.7976931348623157e308)
-    # Subnormal in FP16, BF16, FP32 and FP64, with ties and what lies beside them.
-    + (2.0**-14, 2.0**-24, 2.0**-25, 2.0**-25 * 1.0001, 3 * 2.0**-25, 1.5 * 2.0**-26, -(2.0**-20) * 1.37)
-    + (2.0**-126, 2.0**-133, 2.0**-134, 3 * 2.0**-134, 2.0**-149, -(2.0**-150), 1e-40, 5e-324, 1e-310)
-    # Ties of FP16, BF16 and FP32 at one, to even on either side, and just off.
-    + (1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20)
-    + (1 + 2.0**-24, 1 + 3 * 2.0**-24, 1 + 2.0**-11 + 2.0**-40, -1 / 3)
+_SPECIAL = np.concatenate(
+    [
+        [0.0, -0.0, np.inf, -np.inf, np.nan],
+        # The ends of FP16, of FP32 and of FP64; 65519.996 is the last FP32 that rounds to a finite FP16.
+        [65504.0, 65519.0, 65519.996, 65520.0, -65520.0, 65536.0],
+        [3.4028234663852886e38, -3.4028234663852886e38, 3.3895e38, 1e300, -1.7976931348623157e308],
+        # Subnormal in FP16, BF16, FP32 and FP64, with ties and what lies beside them.
+        [2.0**-14, 2.0**-24, 2.0**-25, 2.0**-25 * 1.0001, 3 * 2.0**-25, 1.5 * 2.0**-26, -(2.0**-20) * 1.37],
+        [2.0**-126, 2.0**-133, 2.0**-134, 3 * 2.0**-134, 2.0**-149, -(2.0**-150), 1e-40, 5e-324, 1e-310],
+        # Ties of FP16, BF16 and FP32 at one, to even on either side, and just off.
+        [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-8 + 2.0**-20],
+        [1 + 2.0**-24, 1 + 3 * 2.0**-24, 1 + 2.0**-11 + 2.0**-40, -1 / 3],
+    ]
 )
 
 
@@ -45,10 +47,8 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
 
 
-def slot_table(
-    numels: Sequence[int], align: int = 1, gaps: Sequence[int] = (0,), shards: int = 1
-) -> SlotTable:
-    """Slots at multiples of `align`, with gaps of so many times `align` before and after, one after the other."""
+def slot_table(numels: Sequence[int], align: int = 1, gaps: Sequence[int] = (0,), shards: int = 1) -> SlotTable:
+    """Slots at multiples of `align`, `gaps` times `align` apart: before the first, after each, in turn."""
     offsets, end = [], gaps[0] * align
     for i, numel in enumerate(numels):
         offsets.append(end)

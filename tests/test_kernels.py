@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -36,9 +38,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 SCALES = (1.0, 1 / 3, 0.5)
 GAPS = (3, 0, 1, 40)
 
-# q = rint(v * inverse) is off by 1/2 and by the roundings of inverse and product (2^-23 of at most 127 together);
-# the scale's two roundings and the decoding product add 3 * 2^-24 of at most 127.
-INT8_BOUND = (0.5 + 127 * 2.5 * 2.0**-23) / 127
+# In units of absmax / 127: rint is off by 1/2; inverse and product are rounded before it, the constant 1/127, the
+# scale and the decoding product after it, each by at most 2^-24 of at most 127.
+INT8_BOUND = (0.5 + 127 * 5 * 2.0**-24) / 127
 
 
 @pytest.fixture(params=BACKENDS)
@@ -269,20 +271,19 @@ def test_quantize_and_dequantize_other_dtypes(backend, memory, dtype):
 def _check_quantize(backend, memory, dtype, block, shards, with_residual):
     slots = slot_table(SIZES, block, [1, 0, 2], shards)
     tensors = int8_tensors(SIZES, dtype)
-    old = residual_of(slots) if with_residual else None
-    new = memory.empty(slots.total, torch.float32) if with_residual else None
-    wanted = torch.empty(slots.total) if with_residual else None
+    old, wanted = residual_of(slots), torch.empty(slots.total)
+    mine: list[Any] = [None, None]
+    if with_residual:
+        mine = [memory.copy(old), memory.empty(slots.total, torch.float32)]
     size = wire_size(slots, shards, block)
     wire, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
-    given_old = None if old is None else memory.copy(old)
-    backend.quantize(
-        [memory.copy(t, shards - 1) for t in tensors], slots, wire, shards, block, given_old, new
-    )
-    reference.quantize(tensors, slots, expected, shards, block, old, wanted)
+    backend.quantize([memory.copy(t, shards - 1) for t in tensors], slots, wire, shards, block, *mine)
+    theirs = [old, wanted] if with_residual else [None, None]
+    reference.quantize(tensors, slots, expected, shards, block, *theirs)
     assert_same_wire(wire, expected, shards, block)
-    if old is not None:
-        assert_same_bits(new, wanted, "new residual")
-        assert_same_bits(given_old, old, "old residual")
+    if with_residual:
+        assert_same_bits(mine[0], old, "old residual")
+        assert_same_bits(mine[1], wanted, "new residual")
 
     targets = [memory.like(tensor, shards - 1) for tensor in tensors]
     decoded = [torch.empty_like(tensor) for tensor in tensors]
@@ -309,18 +310,19 @@ def received_of(world_size: int, numel: int, block: int) -> Tensor:
 def test_reduce_quantized(backend, memory, block, world_size, with_residual):
     blocks = 2051 // block + 1
     received = received_of(world_size, blocks * block, block)
+    old, wanted = values(blocks * block, torch.float32, 77, special=False), torch.empty(blocks * block)
     for flag_block, scale in [(0, 1.0), (blocks // 2, 1 / world_size), (blocks + 5, 1 / 3)]:
-        old = values(blocks * block, torch.float32, 77, special=False) if with_residual else None
-        new = memory.empty(blocks * block, torch.float32) if with_residual else None
-        wanted = torch.empty(blocks * block) if with_residual else None
-        size = received.shape[1]
-        shard, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
-        given_old = None if old is None else memory.copy(old)
-        backend.reduce_quantized(memory.copy(received), shard, scale, block, flag_block, given_old, new)
-        reference.reduce_quantized(received, expected, scale, block, flag_block, old, wanted)
+        mine: list[Any] = [None, None]
+        if with_residual:
+            mine = [memory.copy(old), memory.empty(blocks * block, torch.float32)]
+        theirs = [old, wanted] if with_residual else [None, None]
+        shard = memory.empty(received.shape[1], torch.uint8)
+        expected = torch.empty(received.shape[1], dtype=torch.uint8)
+        backend.reduce_quantized(memory.copy(received), shard, scale, block, flag_block, *mine)
+        reference.reduce_quantized(received, expected, scale, block, flag_block, *theirs)
         assert_same_wire(shard, expected, 1, block)
-        if new is not None:
-            assert_same_bits(new, wanted, "new residual")
+        if with_residual:
+            assert_same_bits(mine[1], wanted, "new residual")
 
 
 def test_empty_quantized_wires(backend, memory):

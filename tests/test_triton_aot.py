@@ -11,7 +11,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,54 +23,66 @@ POINTERS = {
     "residual": "*fp32",
     "new_residual": "*fp32",
 }
-BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 
-def variants() -> list[tuple[str, Any, dict[str, str], dict[str, Any], tuple[int, int] | None]]:
-    """Name, kernel, types of arguments, constants, and the bytes a full tile loads and stores 16 at a time."""
+class Variant(NamedTuple):
+    """One specialisation of a kernel, and the bytes that a full tile loads and stores 16 and more at a time."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    wide: tuple[int, int] | None
+    targets: tuple[int, ...] = TARGETS
+
+
+def variants() -> list[Variant]:
+    """What is compiled: every kernel, with the dtypes and blocks that take another path."""
     import triton.language as tl
 
     from fastreduce.kernels import triton_cast, triton_int8
 
-    types = {"fp64": tl.float64, "fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
+    dtypes = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
     tile, found = triton_cast.TILE, []
-    for tensor, wire in [("fp32", "fp16"), ("fp32", "bf16"), ("bf16", "bf16")]:
-        for to_wire in (True, False):
-            moved = (tile * BYTES[tensor], tile * BYTES[wire])
-            constants = {"dtype": types[tensor], "TO_WIRE": to_wire, "TILE": tile}
-            name = f"flatten {tensor} to {wire}" if to_wire else f"unflatten {wire} to {tensor}"
-            wide = moved if to_wire else moved[::-1]
-            found.append((name, triton_cast._move, {"wire": f"*{wire}"}, constants, wide))
-    for wire in ("bf16", "fp32"):
-        arguments = {"received": f"*{wire}", "shard": f"*{wire}", "numel": "i32"}
-        size = tile * BYTES[wire]
+    for wire in ("fp16", "bf16"):
+        for name, to_wire, wide in [("flatten", True, (4, 2)), ("unflatten", False, (2, 4))]:
+            constants = {"dtype": dtypes["fp32"], "TO_WIRE": to_wire, "TILE": tile}
+            moved = (tile * wide[0], tile * wide[1])
+            found.append(Variant(f"{name} {wire}", triton_cast._move, {"wire": f"*{wire}"}, constants, moved))
+        types = {"received": f"*{wire}", "shard": f"*{wire}", "numel": "i32"}
         constants = {"RANKS": 2, "TILE": tile}
-        found.append((f"reduce {wire}", triton_cast._reduce, arguments, constants, (2 * size, size)))
-    arguments = {"received": "*bf16", "shard": "*bf16", "numel": "i64"}
-    found.append(("reduce, many", triton_cast._reduce, arguments, {"RANKS": 1000, "TILE": tile}, None))
+        moved = (2 * tile * 2, tile * 2)
+        found.append(Variant(f"reduce {wire}", triton_cast._reduce, types, constants, moved))
+    types = {"received": "*fp64", "shard": "*fp64", "numel": "i64"}
+    constants = {"RANKS": 1000, "TILE": tile}
+    found.append(Variant("reduce of many", triton_cast._reduce, types, constants, None, (90,)))
 
-    quantized = {"wire": "*u8", "received": "*u8", "shard": "*u8", "blocks": "i32", "shard_size": "i32"}
-    quantized["flag_block"] = "i32"
-    for block, tensor in [(128, "fp32"), (128, "bf16"), (48, "fp32"), (4096, "fp32")]:
+    types = {"wire": "*u8", "received": "*u8", "shard": "*u8", "blocks": "i32", "shard_size": "i32"}
+    types["flag_block"] = "i32"
+    for block, feedback, targets in [
+        (128, True, TARGETS),
+        (128, False, TARGETS),
+        (48, True, (80,)),
+        (4096, True, (90,)),
+    ]:
         shape: dict[str, Any] = triton_int8._tile_shape(block)
-        lanes, size = shape["ROWS"] * shape["WIDTH"], BYTES[tensor]
-        for feedback in (True, False) if block == 128 else (True,):
-            no_residual = {} if feedback else {"residual": None, "new_residual": None}
-            more = 4 * lanes if feedback else 0
-            name = f"{tensor}, blocks of {block}{', residual' if feedback else ''}"
-            constants = {**shape, **no_residual, "dtype": types[tensor]}
-            wide = (lanes * size + more, lanes + more)
-            found.append((f"quantize {name}", triton_int8._quantize, quantized, constants, wide))
-            if tensor == "fp32":
-                constants = {**shape, **no_residual, "RANKS": 2}
-                wide = (2 * lanes + more, lanes + more)
-                found.append((f"reduce_quantized {name}", triton_int8._reduce, quantized, constants, wide))
-        constants = {**shape, "dtype": types[tensor]}
-        wide = (lanes, lanes * size)
-        found.append((f"dequantize {name}", triton_int8._dequantize, quantized, constants, wide))
+        lanes, residual = shape["ROWS"] * shape["WIDTH"], {} if feedback else {"residual": None, "new_residual": None}
+        more = 4 * lanes if feedback else 0
+        name = f"blocks of {block}, {'' if feedback else 'no '}residual"
+        for dtype, size in [("fp32", 4), ("bf16", 2)]:
+            constants = {**shape, **residual, "dtype": dtypes[dtype]}
+            moved = (lanes * size + more, lanes + more)
+            found.append(Variant(f"quantize {dtype}, {name}", triton_int8._quantize, types, constants, moved, targets))
+            if not feedback:
+                constants = {**shape, "dtype": dtypes[dtype]}
+                moved = (lanes, lanes * size)
+                found.append(Variant(f"dequantize {dtype}", triton_int8._dequantize, types, constants, moved))
+        constants = {**shape, **residual, "RANKS": 2}
+        moved = (2 * lanes + more, lanes + more)
+        found.append(Variant(f"reduce_quantized, {name}", triton_int8._reduce, types, constants, moved, targets))
     return found
 
 
@@ -81,20 +93,21 @@ def compile_all() -> list[dict[str, Any]]:
     from triton.compiler import ASTSource
 
     results = []
-    for name, kernel, arguments, constants, wide in variants():
-        types = {**POINTERS, "scale_bits": "i64", **arguments}
+    for variant in variants():
+        kernel, constants = variant.kernel, variant.constants
+        types = {**POINTERS, "scale_bits": "i64", **variant.types}
         signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
         aligned = [arg for arg in kernel.arg_names if arg in ("numel", "shard_size") or "*" in signature[arg]]
         attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}
         values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
-        for target in TARGETS:
+        for target in variant.targets:
             with redirect_stdout(io.StringIO()) as log:
                 compiled = triton.compile(
                     ASTSource(kernel, signature, values, attributes),
                     target=GPUTarget("cuda", target, 32),
                     options={"num_warps": THREADS // 32, "enable_fp_fusion": False},
                 )
-            entry = {"name": f"{name}, sm_{target}", "wide": wide, "log": log.getvalue()}
+            entry = {"name": f"{variant.name}, sm_{target}", "wide": variant.wide, "log": log.getvalue()}
             results.append({**entry, "ptx": compiled.asm["ptx"]})
     return results
 
@@ -135,7 +148,7 @@ def test_arithmetic_is_rounded_as_written(kernels):
 
 def test_rounding_by_a_magic_sum_survives_the_compiler(kernels):
     for kernel in kernels:
-        if "quantize " in kernel["name"] and "dequantize" not in kernel["name"]:
+        if kernel["name"].startswith(("quantize", "reduce_quantized")):
             for number in ("0f4B400000", "0fCB400000"):
                 assert number in kernel["ptx"], kernel["name"]
 

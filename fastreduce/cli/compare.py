@@ -63,9 +63,7 @@ def compare(
     batch: Annotated[int, typer.Option(min=1, help="Images per rank and step.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; from 6 on, ratios have an interval.")] = 20,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round and setting.")] = 6,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Of the weights, the batches and the held-out digits.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the held-out digits.")] = 0,
     out: Annotated[Path, typer.Option(help="Where results.json and compare.png go.")] = Path("out/compare"),
 ) -> None:
     """Train under several compression settings side by side, and say whether compressing pays here.
@@ -108,9 +106,7 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     report.print_table(console, figures)
     report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
     plot.draw(out / "compare.png", experiment, figures, _title(experiment, records[0]))
-    console.print(
-        f"\n{seconds:.0f} s. Wrote {out / 'results.json'} and {out / 'compare.png'}.", highlight=False
-    )
+    console.print(f"\n{seconds:.0f} s. Wrote {out / 'results.json'} and {out / 'compare.png'}.", highlight=False)
 
 
 def _check(settings: list[str], ranks: int) -> tuple[str, ...]:
@@ -125,9 +121,7 @@ def _check(settings: list[str], ranks: int) -> tuple[str, ...]:
         _fail(str(error))
     most = RANKS_PER_CORE * (os.cpu_count() or 1)
     if ranks > most:
-        _fail(
-            f"--ranks {ranks} is more than this machine can time: at most {most}, {RANKS_PER_CORE} per core"
-        )
+        _fail(f"--ranks {ranks} is more than this machine can time: at most {most}, {RANKS_PER_CORE} per core")
     return tuple(specs if "none" in specs else ["none", *specs])
 
 

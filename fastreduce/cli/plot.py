@@ -75,9 +75,7 @@ def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
         left += lengths
     for row, f in zip(rows, figures, strict=True):
         ratio = "" if f.name == "none" else f"   {f.ratio.median:.2f}× none"
-        axes.annotate(
-            f"{f.step:.0f} ms{ratio}", (f.step, row - 0.18), (5, 0), textcoords="offset points", va="center"
-        )
+        axes.annotate(f"{f.step:.0f} ms{ratio}", (f.step, row - 0.18), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(rows, [f.name for f in figures])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max(max(f.step for f in figures), left.max()))

@@ -74,9 +74,7 @@ def _collect(
     limit = stall_seconds
     deadline = time.monotonic() + limit
     while len(values) + len(failures) < len(processes):
-        silent = {
-            pipe: rank for rank, pipe in enumerate(pipes) if rank not in values and rank not in failures
-        }
+        silent = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in values and rank not in failures}
         ready = wait(list(silent), max(0.0, deadline - time.monotonic()))
         if not ready:
             break

@@ -82,9 +82,7 @@ def summarise(experiment: Experiment, ranks: Sequence[Mapping[str, Record]]) -> 
         if name == BARE:
             continue
         records = [rank[name] for rank in ranks]
-        stages = (
-            np.mean([r.stage_seconds for r in records], axis=0) * 1e3
-        )  # rounds × steps × stages, or empty
+        stages = np.mean([r.stage_seconds for r in records], axis=0) * 1e3  # rounds × steps × stages, or empty
         medians = np.median(stages, axis=(0, 1)) if stages.size else (None, None, None)
         losses = np.mean([r.losses for r in records], axis=0)
         figures.append(
@@ -148,9 +146,7 @@ def _say_fastest(fastest: Figures, ours: Sequence[Figures]) -> str:
 def _say_torch(fastest: Figures, figures: Sequence[Figures]) -> str:
     torch_fp16 = next(f for f in figures if f.name == TORCH_FP16)
     verdict = _verdict(fastest.ratio_to_torch, "a real difference", "no real difference")
-    sentence = (
-        f"Against torch's DDP {fastest.name} takes {_times(fastest.ratio_to_torch)} the step, {verdict}"
-    )
+    sentence = f"Against torch's DDP {fastest.name} takes {_times(fastest.ratio_to_torch)} the step, {verdict}"
     return f"{sentence}; torch's DDP with its fp16 hook takes {_times(torch_fp16.ratio_to_torch)}."
 
 

@@ -63,11 +63,11 @@ class TorchProcessGroup(Transport):
             ) from error
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """gloo's all-reduce: the algorithm that torch's own wrapper uses."""
+        """Gloo's all-reduce: the algorithm that torch's own wrapper uses."""
         return _Works(self, "all_reduce", [self.call("all_reduce", self._gloo.allreduce, [tensor])])
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
-        """gloo's all-to-all on the bytes."""
+        """Gloo's all-to-all on the bytes."""
         into, out = received.view(-1).view(torch.uint8), wire.view(torch.uint8)
         return _Works(self, "all_to_all", [self.call("all_to_all", self._gloo.alltoall_base, into, out, [], [])])
 
@@ -102,5 +102,5 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout that the user gave to `group`."""
     for device in group._device_types:
         with contextlib.suppress(RuntimeError, AttributeError):
-            return group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+            return group._get_backend(device).options._timeout
     return dist.default_pg_timeout

@@ -1,0 +1,123 @@
+"""Which gradients of a backward have arrived: hooks on AccumulateGrad nodes, and what they count."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from .buckets import BucketPlan
+
+# More than any hook fires in a backward that nobody counts.
+_UNCOUNTED = 1 << 60
+
+
+class Arrivals:
+    """Counts gradients down to full buckets, a thousand of them in little over a millisecond.
+
+    A hook sits on each parameter's AccumulateGrad node, as torch's do: it runs after every hook of the
+    user, and leaks nothing. In a counted backward it calls `on_full` when a bucket's last gradient has
+    arrived. Where arrivals are to be reported, or a gradient arrives more often than `fires` tells, it
+    calls `on_report` with the parameter's index.
+
+    Attributes:
+        used: for each parameter, whether a gradient arrived since `forget_used`, counted or not.
+        order: parameter indices in the order of arrival, as far as they were noted in it.
+        fires: how often each parameter's hook fires in one backward.
+        waiting: for each bucket, how many slots it still waits for.
+        bucket_of: the bucket of each parameter.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], on_full: Callable[[], None], on_report: Callable[[int], None]
+    ) -> None:
+        count = len(parameters)
+        self.used, self.bucket_of, self.waiting = [False] * count, [0] * count, [0]
+        self.order: list[int] = []
+        self.fires = [1] * count
+        self._remaining = [_UNCOUNTED] * count
+        # Nodes die with their last reference, and hooks with their node.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        on_full, on_report = weakly(on_full), weakly(on_report)
+        self._hooks = [self._make_hook(i, on_full, on_report) for i in range(count)]
+        self._handles = [node.register_hook(hook) for node, hook in zip(self._nodes, self._hooks, strict=True)]
+
+    def _make_hook(self, i: int, on_full: Callable[[], None], on_report: Callable[[int], None]) -> Callable[..., None]:
+        # The lists are changed in place only, so that hooks can hold them and nothing else.
+        used, remaining, bucket_of, waiting = self.used, self._remaining, self.bucket_of, self.waiting
+
+        def gradient_arrived(*_: object) -> None:
+            used[i] = True
+            left = remaining[i] = remaining[i] - 1
+            if left == 0:
+                bucket = bucket_of[i]
+                waiting[bucket] -= 1
+                if waiting[bucket] == 0:
+                    on_full()
+            elif left < 0:
+                on_report(i)
+
+        return gradient_arrived
+
+    def lay_out(self, plan: BucketPlan) -> None:
+        """Count for the buckets of `plan` from now on."""
+        self._slots = [len(bucket.slots) for bucket in plan.buckets]
+        for bucket in plan.buckets:
+            for slot in bucket.slots:
+                self.bucket_of[slot.parameter] = bucket.index
+        self.stop()
+
+    def stop(self) -> None:
+        """Count no more until `report` or `count`."""
+        self._remaining[:] = [_UNCOUNTED] * len(self._remaining)
+        self.waiting[:] = self._slots
+
+    def report(self) -> None:
+        """Report every arrival."""
+        self._remaining[:] = [0] * len(self._remaining)
+
+    def count(self) -> None:
+        """Count a backward down from its beginning."""
+        self._remaining[:] = self.fires
+
+    @property
+    def counted_any(self) -> bool:
+        """Whether a gradient has arrived since `count`."""
+        return self._remaining != self.fires
+
+    def again(self, i: int) -> None:
+        """Treat the arrival of parameter `i` as if it had come now."""
+        self._hooks[i]()
+
+    def learn_fires(self) -> None:
+        """Take from `order` how often each hook fires: re-entrant checkpointing can make it more than once."""
+        for i, times in Counter(self.order).items():
+            self.fires[i] = times
+
+    def last_seen(self) -> list[int]:
+        """The parameters of `order`, each at its last arrival."""
+        return list(dict.fromkeys(reversed(self.order)))[::-1]
+
+    def forget_used(self) -> None:
+        """Start anew with what is used."""
+        self.used[:] = [False] * len(self.used)
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A bound method that does not keep its object alive, and does nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call

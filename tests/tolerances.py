@@ -1,0 +1,81 @@
+"""Every tolerance of the tests, each with its reason. What is not here is compared bit for bit.
+
+Bounds are analytic: elementwise, from the gradients of all ranks in FP64. u is the unit roundoff of a format
+(half its epsilon): rounding to nearest changes x by at most u·|x|, or by half the smallest subnormal.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastreduce import Compression
+
+U = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+HALF_SUBNORMAL = {dtype: torch.finfo(dtype).tiny * U[dtype] for dtype in U}
+
+SECOND_ORDER = 1.01
+"""Products of roundoffs, which the bounds below leave out: less than 1 % of them for up to three ranks."""
+
+INT8_STEP = 0.5 + 1e-4
+"""INT8 rounds to half a step; value · inverse and q · scale are FP32: 127 · 4 · 2^-24 < 1e-4 of a step more."""
+
+LONG_RUN = 0.03
+"""Of the error without feedback: with it the error of a mean over T steps is (residual now − residual then) / T,
+with T = 200 and both residuals within a step or so, while a constant input without feedback repeats its error."""
+
+
+def _memory_order(tensor: Tensor) -> Tensor:
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+
+
+def _absmax_by_block(values: Tensor, block: int) -> Tensor:
+    """For every element of `[ranks, n]` the largest magnitude in its block."""
+    n = values.shape[1]
+    padded = torch.nn.functional.pad(values.abs(), (0, -n % block)).view(len(values), -1, block)
+    largest = padded.amax(dim=2, keepdim=True) if n else padded
+    return largest.expand_as(padded).reshape(len(values), -1)[:, :n]
+
+
+def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
+    """How far one reduction under `setting` may be from the exact average of the ranks' gradients.
+
+    Elementwise, in memory order. Error feedback: with residuals of zero, so for a first step.
+    """
+    compression = Compression.parse(setting)
+    dtype = grads[0].dtype
+    ranks = len(grads)
+    if dtype.is_complex:
+        grads = [torch.view_as_real(g.resolve_conj()) for g in grads]
+        dtype = grads[0].dtype
+    values = torch.stack([_memory_order(g).double() for g in grads])
+    mean = values.mean(0).abs()
+    size = values.abs().mean(0)  # mean of magnitudes: what errors of single ranks are relative to
+    own, fp32 = U[dtype], U[torch.float32] if dtype is not torch.float64 else U[torch.float64]
+    if compression.block:
+        # Each rank is off by half a step of its own; then the average by half a step of its block.
+        fp32 = U[torch.float32]
+        first = (_absmax_by_block(values, compression.block) * (INT8_STEP / 127)).mean(0)
+        largest = _absmax_by_block((mean + first)[None], compression.block)[0]
+        error = first + largest * (INT8_STEP / 127) + (ranks + 2) * fp32 * size + own * (mean + first + largest / 127)
+        return SECOND_ORDER * error + HALF_SUBNORMAL[dtype]
+    wire = compression.wire_dtype(dtype)
+    u, tiny = U[wire], HALF_SUBNORMAL[wire]
+    if compression.two_shot:
+        # Into the wire format, N−1 additions and a product in FP32, into the wire format, into the gradient's.
+        error = (0 if wire is dtype else u) * size + (ranks + 2) * fp32 * size + u * mean + own * mean
+        return SECOND_ORDER * error + 2 * tiny + HALF_SUBNORMAL[dtype]
+    if wire is dtype:
+        # 1/N and its product are rounded, then N−1 sums, all in the gradient's dtype.
+        return SECOND_ORDER * (ranks + 1) * u * size + ranks * tiny
+    # Scaled by a power of two, into the wire format, N−1 sums there, a product in FP32, into the gradient's dtype.
+    return SECOND_ORDER * (ranks * u * size + 2 * fp32 * size + own * mean) + 2 * ranks * tiny + HALF_SUBNORMAL[dtype]
+
+
+def order_of_summation(grads: list[Tensor]) -> Tensor:
+    """How far two averages over three or more ranks in the gradients' dtype may be apart.
+
+    torch multiplies by 1/N or divides (views), and a ring adds in an order that depends on the place in the
+    bucket: both are within the bound of `none` of the exact average.
+    """
+    return 2 * error_bound("none", grads)

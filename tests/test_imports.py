@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 # ddp → reducer → {buckets, compression, ops, transports}; ops → backends → kernels; nothing below ddp
 # imports it. `kernels.slots` is the kernels' data type, no kernel; "" is fastreduce itself, the public names.
 BASE = {"errors", "buckets", "compression", "ops", "transports"}
-PARTS = BASE | {"agreement", "gradients", "pipeline", "residuals", "streams"}
+PARTS = BASE | {"agreement", "arrivals", "gradients", "pipeline", "residuals", "streams"}
 TOP = PARTS | {"ddp", "functional", "reducer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),

@@ -101,7 +101,8 @@ def record(benchmark: Any, times: Seconds, nbytes: Mapping[str, int] | None = No
     ours = next(iter(times))
     described: dict[str, Any] = {}
     for name, durations in times.items():
-        row: dict[str, Any] = {"median_s": statistics.median(durations), "rounds": len(durations)}
+        quartiles = statistics.quantiles(durations, method="inclusive")
+        row: dict[str, Any] = {"median_s": quartiles[1], "quartiles_s": quartiles, "rounds": len(durations)}
         if name != ours:
             row["ratio"] = ratio(times[ours], durations)
         if name in nbytes:

@@ -42,16 +42,14 @@ class Setting:
 
 
 class TinyParameters(nn.Module):
-    """A thousand parameters of 64 elements, used one after the other."""
+    """A thousand parameters of 64 elements, and next to no work."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scales = nn.ParameterList([torch.ones(64) + i / 1000 for i in range(1000)])
+        self.rows = nn.ParameterList([torch.randn(64) for _ in range(1000)])
 
     def forward(self, x: Tensor) -> Tensor:
-        for scale in self.scales:
-            x = x * scale
-        return x
+        return torch.stack(list(self.rows)) * x[0]
 
 
 def linear_layers(width: int) -> nn.Module:
@@ -88,41 +86,33 @@ class Contestant:
         return torch.cat([p.grad.flatten() for p in self.plain.parameters() if p.grad is not None])
 
 
-def prepare(settings: dict[str, Setting], model: nn.Module, x: Tensor) -> dict[str, Contestant]:
-    """Build the contestants and let each make its first steps."""
+def measure(
+    rank: int,
+    world_size: int,
+    settings: dict[str, Setting],
+    model: str,
+    width: int,
+    rounds: int,
+    tolerances: dict[str, float],
+    count: bool = False,
+) -> dict[str, Any]:
+    """Seconds of every step by contestant, alternating, our own stages' medians, and allocations.
+
+    First, gradients are held against torch's own wrapper: `tolerances` are by contestant, relative to
+    the gradients' norm, 0 for the same bits.
+    """
     torch.use_deterministic_algorithms(False)  # tests fill new memory with NaN, which takes time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    contestants = {name: Contestant(setting, model) for name, setting in settings.items()}
+    torch.manual_seed(0)
+    module, inputs = (TinyParameters(), 64) if model == "tiny" else (linear_layers(width), width)
+    torch.manual_seed(1 + rank)
+    x = torch.randn(8, inputs)
+    contestants = {name: Contestant(setting, module) for name, setting in settings.items()}
     for contestant in contestants.values():
         for _ in range(WARM_UP):
             contestant.step(x)
-    return contestants
-
-
-def make(model: str, width: int, rank: int) -> tuple[nn.Module, Tensor]:
-    """A model, the same on every rank, and this rank's data."""
-    torch.manual_seed(0)
-    made, inputs = (TinyParameters(), 64) if model == "tiny" else (linear_layers(width), width)
-    torch.manual_seed(1 + rank)
-    return made, torch.randn(8, inputs) / (1 if model == "tiny" else 1)
-
-
-def time_steps(
-    rank: int, world_size: int, settings: dict[str, Setting], model: str, width: int, rounds: int, tolerance: dict[str, float]
-) -> dict[str, Any]:
-    """Seconds of every step by contestant, alternating, and the medians of our own stages.
-
-    First, gradients are held against torch's own wrapper: `tolerance` is by contestant, relative to
-    the gradients' norm, 0 for the same bits.
-    """
-    module, x = make(model, width, rank)
-    contestants = prepare(settings, module, x)
-    expected = contestants["torch"].gradients()
-    for name, allowed in tolerance.items():
-        error = (contestants[name].gradients() - expected).norm() / expected.norm()
-        assert error <= allowed, f"{name}: gradients differ from torch's by {error:.2g}, more than {allowed:g}"
-    del expected
+    _check(contestants, tolerances)
 
     times: dict[str, list[float]] = {name: [] for name in settings}
     stages: dict[str, list[Any]] = {name: [] for name, s in settings.items() if s.wrapper == "fastreduce"}
@@ -138,35 +128,36 @@ def time_steps(
                 stages[name].append(contestant.wrapped.reducer.seconds)
     gc.enable()
     dist.barrier()
-    return {
-        "times": times,
-        "stages": {
-            name: {
-                stage: statistics.median(getattr(each, stage) for each in seen)
-                for stage in ("compress", "reduce", "decompress")
-            }
-            for name, seen in stages.items()
-        },
+    medians = {
+        name: {
+            stage: statistics.median(getattr(each, stage) for each in seen)
+            for stage in ("compress", "reduce", "decompress")
+        }
+        for name, seen in stages.items()
     }
+    allocations = _allocations(contestants, x, width * width) if count else {}
+    return {"times": times, "stages": medians, "allocations": allocations}
 
 
-def count_allocations(
-    rank: int, world_size: int, settings: dict[str, Setting], width: int, steps: int
-) -> dict[str, float]:
-    """Allocations a step that torch makes, of as many bytes as a weight has elements, by contestant.
+def _check(contestants: dict[str, Contestant], tolerances: dict[str, float]) -> None:
+    for name, allowed in tolerances.items():
+        expected, got = contestants["torch"].gradients(), contestants[name].gradients()
+        error = float((got - expected).norm() / expected.norm())
+        assert error <= allowed, f"{name}: gradients differ from torch's by {error:.2g}, more than {allowed:g}"
+
+
+def _allocations(contestants: dict[str, Contestant], x: Tensor, nbytes: int) -> dict[str, int]:
+    """Allocations of `nbytes` and more that torch makes in one more step.
 
     torch's profiler sees memory on its own thread only, so our communication happens there too.
     """
-    module, x = make("linear", width, rank)
     counts = {}
     with patch.object(ThreadStream, "submit", _at_once):
-        for name, contestant in prepare(settings, module, x).items():
+        for name, contestant in contestants.items():
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                for _ in range(steps):
-                    contestant.step(x)
+                contestant.step(x)
             events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-            sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
-            counts[name] = sum(size >= width * width for size in sizes) / steps
+            counts[name] = sum(e.nbytes() >= nbytes for e in events if e.name() == "[memory]")
     return counts
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from . import ops
 from .agreement import check_agreement, describe_tensor
 from .compression import Compression
-from .errors import FastreduceError, TensorError
+from .errors import FastreduceError, SettingError, TensorError
 from .gradients import Gradients
 from .torch_reducer import TorchLogger, TorchReducer
 from .transports import LocalTransport, TorchProcessGroup, Transport
@@ -49,6 +50,7 @@ class DistributedDataParallel(TorchDDP):
     """
 
     reducer: TorchReducer  # type: ignore[assignment]
+    logger: TorchLogger  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class DistributedDataParallel(TorchDDP):
         error = None
         try:
             self.compression = Compression.resolve(compression)
-            _check_module(module)
+            _check_module(module, arguments)
         except (FastreduceError, RuntimeError) as found:
             error = found
         check_agreement(self._transport, {} if error else _describe(module, self.compression, arguments), error)
@@ -103,9 +105,8 @@ class DistributedDataParallel(TorchDDP):
             bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        logger = TorchLogger(self.reducer)
-        self.logger = logger  # type: ignore[assignment]
-        logger.set_construction_data_and_log(
+        self.logger = TorchLogger(self.reducer)
+        self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
             -1 if self.output_device is None else self.output_device,
@@ -117,8 +118,36 @@ class DistributedDataParallel(TorchDDP):
 
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
-        self.reducer.watch(_find_tensors(output))
+        if not self._delay_all_reduce_all_params:  # else torch has built no reducer
+            self.reducer.watch(_find_tensors(output))
         return output
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Let `hook` reduce the buckets, as in torch; it receives a duck type of `dist.GradBucket`.
+
+        Raises:
+            RuntimeError: if a hook is registered already, or a compression is set.
+            TypeError, ValueError: if it is not a hook (torch's checks).
+        """
+        self._check_comm_hook(hook)
+        self.reducer.use_hook(state, hook)
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Use the Python hook of the same meaning as torch's built-in one."""
+        builtin = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.reducer.use_hook(self.process_group, builtin[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self.reducer.shadow_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Used-flags travel with the gradients."""
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -151,13 +180,15 @@ def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:
     return {name: tensor for name, tensor in named if name not in ignored}
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     parameters = _managed(module.named_parameters(), module)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
     Gradients(list(trainable.values()), list(trainable))
     for name, parameter in trainable.items():
         if parameter.device.type != "cpu":
             raise TensorError(f"parameter {name!r} is on {parameter.device}; this version reduces CPU tensors")
+    if arguments["mixed_precision"] is not None:
+        raise SettingError("mixed_precision= is not supported: use torch.autocast, or torch's class")
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
             raise TensorError(f"module {name!r} makes sparse gradients, which are not reduced: set sparse=False")

@@ -111,10 +111,14 @@ class Gradients:
             any(self.parameters[i].is_complex() for i in indices),
         )
 
+    def layouts(self, members: Members) -> list[Tensor]:
+        """Tensors without memory that have the sizes and strides of a bucket's gradients."""
+        return [self._layout(i) for i in members.indices]
+
     @torch.no_grad()
     def install_views(self, members: Members, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them."""
-        members.views = make_views([self._layout(i) for i in members.indices])
+        members.views = make_views(self.layouts(members))
         for i, view in zip(members.indices, members.views, strict=True):
             grad, self.views[i] = self.parameters[i].grad, view
             if grad is not None:

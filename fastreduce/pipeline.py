@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from . import ops
 from .buckets import Bucket
 from .compression import Compression
 from .errors import TransportError
+from .streams import ThreadStream
 from .transports import LocalTransport, Transport
 
 
@@ -24,6 +26,16 @@ class Seconds:
     compress: float = 0.0
     reduce: float = 0.0
     decompress: float = 0.0
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def result(self) -> None:
+        """Wait for its end; raises what it raised."""
+
+    def cancel(self) -> object:
+        """Leave it out if it has not begun."""
 
 
 class BucketPipeline:
@@ -99,6 +111,12 @@ class BucketPipeline:
             flat.as_strided(tensor.size(), tensor.stride(), slot.offset)
             for tensor, slot in zip(like, self.bucket.slots, strict=True)
         ]
+
+    def launch(
+        self, stream: ThreadStream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+    ) -> Pending:
+        """`run` on `stream`."""
+        return stream.submit(lambda: self.run(grads, averaged, unused))
 
     def run_broken(self) -> None:
         """Take part in a reduction that the other ranks may be in, with NaN: this rank's backward raised."""

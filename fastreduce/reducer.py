@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from .buckets import BucketPlan, build_plan, group_by_size
 from .compression import Compression
 from .errors import ReducerError, TransportError
 from .gradients import Collected, Gradients
-from .pipeline import BucketPipeline, Seconds, warm_up
+from .pipeline import BucketPipeline, Pending, Seconds, warm_up
 from .streams import ThreadStream
 from .transports import Transport
 
@@ -27,19 +26,19 @@ BUCKET_BYTES = 25 << 20
 
 
 @dataclass
-class _Job:
+class Job:
     """One bucket's reduction in one backward."""
 
     pipeline: BucketPipeline
     found: Collected
 
-    def run(self) -> None:
-        self.pipeline.run(self.found.sources, self.found.targets, self.found.unused)
+    def launch(self, stream: ThreadStream) -> Pending:
+        """Run it on `stream`."""
+        return self.pipeline.launch(stream, self.found.sources, self.found.targets, self.found.unused)
 
-    def settle(self) -> set[int]:
-        """Store what arrived; returns the parameters that no rank used."""
-        slots = self.pipeline.bucket.slots
-        return {slots[position].parameter for position in self.found.settle(self.pipeline.used_by_any)}
+    def run(self) -> None:
+        """Run it here."""
+        self.pipeline.run(self.found.sources, self.found.targets, self.found.unused)
 
 
 class GradientReducer:
@@ -102,16 +101,17 @@ class GradientReducer:
     # Buckets
 
     def _install(self, groups: Iterable[Sequence[int]]) -> None:
-        self.plan: BucketPlan = build_plan(
-            self._specs, groups, alignment=self.compression.alignment, shards=self.transport.world_size
-        )
-        self.pipelines = [BucketPipeline(b, self.compression, self.transport) for b in self.plan.buckets]
+        self.plan, self.pipelines = self._build(groups)
         self._arrivals.lay_out(self.plan)
         self._members = [self._gradients.members(bucket) for bucket in self.plan.buckets]
         if self._as_views:
             for members, pipeline in zip(self._members, self.pipelines, strict=True):
                 self._gradients.install_views(members, pipeline.make_views)
         self._forget_backward()
+
+    def _build(self, groups: Iterable[Sequence[int]]) -> tuple[BucketPlan, list[BucketPipeline]]:
+        plan = build_plan(self._specs, groups, alignment=self.compression.alignment, shards=self.transport.world_size)
+        return plan, [BucketPipeline(bucket, self.compression, self.transport) for bucket in plan.buckets]
 
     def rebuild_buckets(self) -> bool:
         """After the first reduced backward, once: lay buckets out in the order that rank 0 observed.
@@ -162,7 +162,7 @@ class GradientReducer:
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._launches: list[tuple[_Job, Future[None]]] = []
+        self._launches: list[tuple[Job, Pending]] = []
         self._arrivals.stop()
         if not self._reduced_once:
             self._arrivals.order.clear()
@@ -201,11 +201,11 @@ class GradientReducer:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
         while (index := len(self._launches)) < len(self.pipelines) - 1 and not self._arrivals.waiting[index]:
             job = self._collect(index)
-            self._launches.append((job, self._stream.submit(job.run)))
+            self._launches.append((job, job.launch(self._stream)))
 
     @torch.no_grad()
-    def _collect(self, index: int) -> _Job:
-        return _Job(self.pipelines[index], self._gradients.collect(self._members[index], self._arrivals.used))
+    def _collect(self, index: int) -> Job:
+        return Job(self.pipelines[index], self._gradients.collect(self._members[index], self._arrivals.used))
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -224,7 +224,7 @@ class GradientReducer:
         try:
             for job, future in self._launches:
                 future.result()
-                self._left_over |= job.settle()
+                self._left_over |= self._settle(job)
             for index in range(len(self._launches), len(self.pipelines)):
                 self._left_over |= self._run_here(index)
         finally:
@@ -239,7 +239,12 @@ class GradientReducer:
     def _run_here(self, index: int) -> set[int]:
         job = self._collect(index)
         job.run()
-        return job.settle()
+        return self._settle(job)
+
+    def _settle(self, job: Job) -> set[int]:
+        """Store what arrived; returns the parameters that no rank used."""
+        slots = job.pipeline.bucket.slots
+        return {slots[position].parameter for position in job.found.settle(job.pipeline.used_by_any)}
 
     def _reduce_left_over(self) -> None:
         """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.

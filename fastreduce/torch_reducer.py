@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from .reducer import GradientReducer
+from .buckets import BucketPlan, build_plan
+from .comm_hook import GradBucket, Hook, HookPipeline
+from .compression import NoCompression
+from .pipeline import BucketPipeline
+from .reducer import GradientReducer, Job
 
 
 class TorchReducer(GradientReducer):
-    """A GradientReducer that takes the place of torch's C++ reducer."""
+    """A GradientReducer in the place of torch's C++ reducer, with what only its class needs: hooks and join."""
+
+    _hook: tuple[object, Hook] | None = None
+    _flags: Tensor | None = None
+    _join: tuple[Any, bool] | None = None
 
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised; there is nothing to prepare."""
@@ -21,7 +31,7 @@ class TorchReducer(GradientReducer):
         self.arm()
 
     def _rebuild_buckets(self) -> bool:
-        """Called before every forward with gradients enabled."""
+        """Called before every forward with gradients enabled, and by ranks that have joined."""
         self.drop_broken_backward()
         return self.rebuild_buckets()
 
@@ -30,6 +40,116 @@ class TorchReducer(GradientReducer):
 
     def _delay_all_reduce(self) -> None:
         """Called at the end of a static graph's first backward, where our own callback has done the work."""
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Called where optimizers run in a hook; nothing to prepare."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward was not reduced to its end.
+
+        Raises:
+            RuntimeError: if a backward raised, and no forward came after it.
+        """
+        if self._in_backward:
+            raise RuntimeError("the last backward raised before its gradients were reduced")
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the hooks off the parameters: gradients stay local from now on."""
+        self._arrivals.remove()
+
+    # Communication hooks
+
+    def use_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook` reduce buckets from now on.
+
+        Raises:
+            RuntimeError: if there is a hook already (torch's error), or a compression for it to replace.
+        """
+        if self._hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if not isinstance(self.compression, NoCompression):
+            raise RuntimeError(
+                f"compression={str(self.compression)!r} and a communication hook exclude each other: "
+                "both decide what goes on the wire"
+            )
+        self._hook = (state, hook)
+        self._install([[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets])
+
+    def _build(self, groups: Iterable[Sequence[int]]) -> tuple[BucketPlan, list[BucketPipeline]]:
+        if self._hook is None:
+            return super()._build(groups)
+        state, hook = self._hook
+        plan = build_plan(self._specs, groups, alignment=1, shards=1)
+        last = len(plan.buckets) - 1
+        pipelines: list[BucketPipeline] = []
+        for bucket in plan.buckets:
+            members = self._gradients.members(bucket)
+            layouts = self._gradients.layouts(members)
+            pipelines.append(HookPipeline(bucket, state, hook, members.parameters, layouts, last=bucket.index == last))
+        return plan, pipelines
+
+    def _forget_backward(self) -> None:
+        super()._forget_backward()
+        self._flags = None
+
+    def _settle(self, job: Job) -> set[int]:
+        if self._hook is not None:
+            indices = [slot.parameter for slot in job.pipeline.bucket.slots]
+            job.pipeline.used_by_any.copy_(self._used_by_any()[indices])
+        active = self._active_ranks()
+        if active != self.transport.world_size:
+            torch._foreach_mul_(job.found.targets, self.transport.world_size / active)
+        return super()._settle(job)
+
+    def _used_by_any(self) -> Tensor:
+        """One flag a parameter, summed over the ranks once a backward: a hook's buffer has no room for them."""
+        if self._flags is None:
+            self._flags = torch.tensor(self._arrivals.used, dtype=torch.float32)
+            self.transport.all_reduce(self._flags).wait()
+        return self._flags
+
+    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The future of the user's hook, or of the sum over the ranks where there is none."""
+        if self._hook is None:
+            return self._run_allreduce_hook(bucket)
+        state, hook = self._hook
+        future: torch.futures.Future[Tensor] = hook(state, bucket)
+        return future
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The sum of the bucket's buffer over the ranks, in place and not divided."""
+        self.transport.all_reduce(bucket.buffer()).wait()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    # Uneven inputs
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        """Called in a join context: `work` sums up how many ranks still have inputs."""
+        self._join = (work, use_static_world_size)
+
+    def _active_ranks(self) -> int:
+        """Ranks to divide by."""
+        if self._join is None or self._join[1]:
+            return self.transport.world_size
+        work = self._join[0]
+        work.wait()
+        return int(work.result()[0].item())
+
+    def shadow_backward(self) -> None:
+        """Take part with zeros in the reduction of one backward, for ranks that have joined."""
+        for pipeline in self.pipelines:
+            zeros = [torch.zeros(slot.numel, dtype=pipeline.bucket.dtype) for slot in pipeline.bucket.slots]
+            pipeline.run(zeros, zeros, range(len(zeros)))
+        if self._hook is not None:
+            self._arrivals.forget_used()
+            self._used_by_any()
+        self._reduced_once = True
+        self._forget_backward()
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Called on joined ranks; the order of buckets is exchanged when they are rebuilt."""
 
 
 @dataclass
@@ -88,6 +208,9 @@ class TorchLogger:
 
     def _set_static_graph(self) -> None:
         self._data.ints_map["static_graph"] = True
+
+    def _set_uneven_input_join(self) -> None:
+        self._data.ints_map["join_uneven_inputs"] = True
 
     def _set_comm_hook_name(self, name: str) -> None:
         self._data.strs_map["comm_hook"] = name

@@ -346,6 +346,25 @@ def test_int8_error_stays_in_its_bound(backend, memory):
         assert_same_bits((back[largest] / tensor[largest]).round(), torch.ones(int(largest.sum())))
 
 
+def test_int8_arithmetic_step_by_step(backend, memory):
+    """The payload where it is hardest to hit, at ties of v * inverse and one ulp beside them, as numpy rounds."""
+    block, blocks = 16, 1500
+    random = np.random.default_rng(0)
+    absmax = random.uniform(1, 2, (blocks, 1)).astype(np.float32)
+    numbers = ((random.integers(-126, 126, (blocks, block)) + 0.5) * (absmax / 127.0)).astype(np.float32)
+    numbers = (numbers.view(np.int32) + random.integers(-1, 2, numbers.shape, np.int32)).view(np.float32)
+    numbers[:, 5] = -absmax[:, 0]
+    slots = slot_table([blocks * block], block)
+    old, zeros = torch.zeros(slots.total), np.zeros(numbers.shape, np.float32)
+    _, new, wire = _round_trip(backend, memory, [torch.from_numpy(numbers.flatten())], slots, block, old)
+    payload, scales, _ = split_wire(wire, 1, block)
+    scale, inverse = absmax * np.float32(1 / 127), np.float32(127) / absmax
+    quantized = np.rint(numbers * inverse)
+    assert_same_bits(scales, torch.from_numpy(scale.reshape(1, blocks)), "scales")
+    assert_same_bits(payload, torch.from_numpy(quantized.astype(np.int8)), "payload")
+    assert_same_bits(new, torch.from_numpy((numbers - (quantized + zeros) * scale).flatten()), "residual")
+
+
 def test_blocks_that_are_not_finite_arrive_so_and_no_others(backend, memory):
     block, slots = 128, slot_table([1000, 300], 128)
     tensors = tensors_of([1000, 300], torch.float32, special=False)
@@ -370,6 +389,14 @@ def test_residual_is_what_was_lost(backend, memory):
     assert bool(((kept + back.double() - sent).abs() <= kept.abs() * 2.0**-24).all())
     assert bool((kept != 0).any())
     assert_same_bits(new[4099:], torch.zeros(slots.total - 4099), "padding of the residual")
+
+
+def test_padding_of_a_residual_is_not_read(backend, memory):
+    slots, old = slot_table([100], 128), torch.full((128,), torch.nan)
+    tensor, old[:100] = values(100, torch.float32, 1, special=False), 0.0
+    (back,), new, _ = _round_trip(backend, memory, [tensor], slots, 128, old)
+    assert bool(back.isfinite().all())
+    assert_same_bits(new[100:], torch.zeros(28))
 
 
 def test_tiny_blocks_wait_in_the_residual(backend, memory):

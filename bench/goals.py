@@ -1,0 +1,81 @@
+"""What the benchmarks are to reach, held against what was measured. Goals are never tuned to measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Results = dict[str, dict[str, Any]]  # a benchmark's name → its extra_info
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One line of the table: `measured` is what is judged, `where` it was worst, `note` what else to know."""
+
+    what: str
+    at_least: bool
+    limit: float
+    measured: float
+    where: str
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+
+def _kernel(operation: str, dtype: str) -> str:
+    return f"test_kernel[{operation}-resnet50-dtype={dtype}-scale=0.5-numba_cpu]"
+
+
+CASTS = {f"{o} {d}": _kernel(o, d) for o in ("flatten", "unflatten") for d in ("fp16", "bf16")}
+INT8 = {operation: f"test_kernel[{operation}-resnet50-numba_cpu]" for operation in ("quantize", "dequantize")}
+ALLOCATING = ("cat, cast, divide", "cast, divide, copy_")
+NOT_PLAIN = ("numba_cpu", "reference", "copy")
+
+
+def goals(results: Results) -> Iterator[Goal]:
+    """Goals for which there are results."""
+    casts = {label: results[name]["contestants"] for label, name in CASTS.items() if name in results}
+    if casts:
+        low = "FP32 ↔ FP16/BF16, 25 M elements: "
+        yield _worst(low + "bandwidth / copy's", 0.9, {k: c["numba_cpu"]["of_copy"][0] for k, c in casts.items()})
+        allocating = {k: 1 / c[way]["ratio"][0] for k, c in casts.items() for way in ALLOCATING if way in c}
+        yield _worst(low + "times as fast as allocating", 3, allocating)
+        plain = {
+            f"{k}; {way}": 1 / row["ratio"][0] for k, c in casts.items() for way, row in c.items() if way not in NOT_PLAIN
+        }
+        yield _worst(low + "times as fast as the best of torch", 1.15, plain)
+    int8 = {
+        label: results[name]["contestants"]["numba_cpu"]["of_copy"][0] for label, name in INT8.items() if name in results
+    }
+    if int8:
+        yield _worst("INT8, 25 M elements: bandwidth / copy's", 0.6, int8)
+    for world_size, limit in ((1, 0.6), (2, 0.8)):
+        if (name := f"test_overhead[{world_size}]") in results:
+            figure = results[name]["contestants"]["torch"]["overhead_ratio"]
+            what = f"host overhead / torch's, 1,000 parameters, world size {world_size}"
+            yield Goal(what, False, limit, figure[0], _interval(figure))
+    for compression, limit in (("none", 1.05), ("fp16", 0.75)):
+        if (name := f"test_step[{compression}]") in results:
+            best = results[name]["best_of_torch"]
+            figure = results[name]["contestants"][best]["ratio"]
+            what = f"step {compression} / {best}, 25 M parameters: upper 95 % bound"
+            yield Goal(what, False, limit, figure[2], f"median {figure[0]:.2f}, {_interval(figure)}")
+    if "test_step[none]" in results:
+        rows = results["test_step[none]"]["contestants"].items()
+        counts = {
+            name: row["allocations"] for name, row in rows if row["stages_s"] and "reference" not in name
+        }
+        most = max(counts, key=lambda name: counts[name])
+        yield Goal("gradient-sized allocations a step", False, 0, counts[most], most if counts[most] else "any setting")
+
+
+def _worst(what: str, limit: float, measured: dict[str, float]) -> Goal:
+    where = min(measured, key=lambda name: measured[name])
+    return Goal(what, True, limit, measured[where], f"worst of {len(measured)}: {where}")
+
+
+def _interval(figure: Iterable[float]) -> str:
+    _, low, high = figure
+    return f"95 %: {low:.2f} to {high:.2f}"

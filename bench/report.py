@@ -1,0 +1,128 @@
+"""pytest-benchmark's JSON → tables on the terminal, CSV rows that are kept, and a plot."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .goals import NOT_PLAIN, Results, goals
+from .plot import draw
+
+COLUMNS = (
+    "date commit cpu cores load python torch numba numpy benchmark params contestant rounds median_s bytes gb_per_s "
+    "of_copy ratio ratio_low ratio_high overhead_s overhead_ratio overhead_ratio_low overhead_ratio_high allocations"
+).split()
+
+
+def show(source: Path, picture: Path, rows: Path) -> None:
+    """Print the tables, draw the plot and append the rows."""
+    document = json.loads(source.read_text())
+    results: Results = {each["name"]: each["extra_info"] for each in document["benchmarks"]}
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=170)
+    for table in tables(results):
+        console.print(table)
+    if document["machine_info"]["quick"]:
+        console.print("[red]A quick run: sizes are too small for the goals, and rounds too few for the intervals.")
+    keep(document, rows)
+    draw(results, picture)
+    console.print(f"{source}, {picture}, and rows added to {rows}", soft_wrap=True)
+
+
+def tables(results: Results) -> Iterator[Table]:
+    """One for kernels, one for steps, one for overheads, and the goals last."""
+    kernels = Table("operation", "ms", "GB/s", "/ copy", "× best of torch", "", "× reference", title="Kernels (numba_cpu)")
+    for name, info in results.items():
+        if name.startswith("test_kernel"):
+            kernels.add_row(*_kernel_row(name, info["contestants"], info["ours"]))
+    steps = Table("25 M parameters, 2 ranks", "ms", "none / it", "fp16 / it", "compress, reduce, decompress ms", "allocations", title="Steps")
+    both = [results.get(f"test_step[{compression}]", {}).get("contestants", {}) for compression in ("none", "fp16")]
+    for name, row in both[0].items():
+        stages = ", ".join(f"{1e3 * s:.1f}" for s in (row["stages_s"] or {}).values())
+        figures = [_figure(rows.get(name, {}).get("ratio")) for rows in both]
+        steps.add_row(name, f"{1e3 * row['median_s']:.1f}", *figures, stages, str(row["allocations"]))
+    overheads = Table("1,000 parameters of 64", "wrapper", "step ms", "wrapper adds ms", "ours / it", title="Host overhead")
+    for name, info in results.items():
+        if name.startswith("test_overhead"):
+            for contestant, row in info["contestants"].items():
+                added = [1e3 * s for s in row.get("overhead_s", ())]
+                figures = [_figure(added), _figure(row.get("overhead_ratio"))]
+                overheads.add_row(OVERHEADS[name], contestant, f"{1e3 * row['median_s']:.2f}", *figures)
+            overheads.add_section()
+    reached = Table("goal", "", "measured", "", "", title="Goals")
+    for goal in goals(results):
+        verdict = "[green]met" if goal.met else "[red]missed"
+        limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
+        reached.add_row(goal.what, limit, f"{goal.measured:.2f}", verdict, goal.where)
+    for table in (kernels, steps, overheads, reached):
+        if table.row_count:
+            yield table
+
+
+OVERHEADS = {
+    "test_overhead[1]": "world size 1",
+    "test_overhead[2]": "2 ranks",
+    "test_overhead_of_hooks": "world size 1, no_sync",
+}
+
+
+def _kernel_row(name: str, rows: dict[str, Any], ours: str) -> Iterator[str]:
+    yield name.removeprefix("test_kernel[").removesuffix(f"-{ours}]").replace("-", " ")
+    yield f"{1e3 * rows[ours]['median_s']:.2f}"
+    yield f"{rows[ours]['gb_per_s']:.1f}"
+    yield f"{rows[ours]['of_copy'][0]:.2f}"
+    plain = {way: row["ratio"] for way, row in rows.items() if way not in NOT_PLAIN}
+    best = max(plain, key=lambda way: plain[way][0], default="")
+    yield _figure(_inverse(plain.get(best)))
+    yield best
+    yield _figure(_inverse(rows["reference"]["ratio"]))
+
+
+def _inverse(figure: list[float] | None) -> list[float]:
+    median, low, high = figure or (0, 0, 0)
+    return [1 / median, 1 / high, 1 / low] if figure else []
+
+
+def _figure(figure: list[float] | None) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*figure) if figure else ""
+
+
+def keep(document: dict[str, Any], path: Path) -> None:
+    """Append a row for each contestant of each benchmark."""
+    machine, commit = document["machine_info"], document["commit_info"]
+    run = {
+        "date": document["datetime"],
+        "commit": f"{commit.get('id', '')[:12]}{'+changes' if commit.get('dirty') else ''}",
+        "cpu": machine["cpu"].get("brand_raw", ""),
+        "cores": machine["cores"],
+        "load": round(machine["load"], 2),
+        "python": machine["python_version"],
+        **machine["versions"],
+    }
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for each in document["benchmarks"]:
+            benchmark, _, params = each["name"].removesuffix("]").partition("[")
+            for contestant, row in each["extra_info"]["contestants"].items():
+                writer.writerow({**run, "benchmark": benchmark, "params": params, "contestant": contestant, **dict(_cells(row))})
+
+
+def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if key in ("ratio", "overhead_ratio"):
+            for suffix, number in zip(("", "_low", "_high"), value, strict=True):
+                yield key + suffix, f"{number:.4g}"
+        elif key in COLUMNS:
+            number = value[0] if isinstance(value, list) else value
+            yield key, f"{number:.6g}" if isinstance(number, float) else number

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+from llvmlite.binding import get_host_cpu_features
 
 from .errors import BackendUnavailableError, SettingError
 
@@ -46,6 +48,8 @@ def why_not(name: str, device: torch.device) -> str | None:
         raise SettingError(f"unknown kernel backend {name!r}; allowed: {', '.join(NAMES)}")
     if name == "numba_cpu" and device.type != "cpu":
         return f"numba_cpu works on CPU tensors, not on {device}"
+    if name == "numba_cpu" and platform.machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
+        return "this processor has no F16C instructions, which the FP16 kernels need; set FASTREDUCE_KERNELS=reference"
     if name == "triton":
         try:
             importlib.import_module("triton")

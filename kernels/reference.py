@@ -73,7 +73,8 @@ def _encode(values: Tensor, shard: Tensor, block: int, old: Tensor | None) -> Te
     absmax = values.abs().amax(dim=1) if values.numel() else values.new_zeros(0)
     finite = values.isfinite().all(dim=1)
     normal = finite & (absmax >= TINY)
-    inverse = 127.0 / torch.where(normal, absmax, 1.0)
+    # Not `127.0 / …`: torch computes that as 127 times a rounded reciprocal.
+    inverse = torch.full_like(absmax, 127.0) / torch.where(normal, absmax, 1.0)
     quantized = torch.where(normal[:, None], (values * inverse[:, None]).round(), 0.0).to(torch.int8)
     scale = torch.where(finite, torch.where(normal, absmax * RECIPROCAL_127, 0.0), torch.nan)
     payload.copy_(quantized)
@@ -99,6 +100,8 @@ def quantize(
     new_residual: Tensor | None,
 ) -> None:
     """Many tensors (+ residual) → one quantized wire, and the new residual."""
+    if not slots.total:
+        return
     values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         slot = slice(offset, offset + numel)
@@ -115,6 +118,8 @@ def quantize(
 
 def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
     """One quantized wire → many tensors in their dtypes."""
+    if not slots.total:
+        return
     values = torch.cat([_decode(shard, block) for shard in wire.view(shards, -1)])
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         _memory_order(tensor).copy_(values[offset : offset + numel])

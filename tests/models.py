@@ -46,8 +46,7 @@ def wrap(kind: str, model: nn.Module, **options: Any) -> Any:
 def grads_of(model: nn.Module) -> Grads:
     """Copies of all gradients by name; a gradient of None stays None."""
     return {
-        name: None if p.grad is None else p.grad.detach().resolve_conj().clone()
-        for name, p in model.named_parameters()
+        name: None if p.grad is None else p.grad.detach().resolve_conj().clone() for name, p in model.named_parameters()
     }
 
 
@@ -201,9 +200,10 @@ class Checkpointed(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm, whose buffers rank 0 broadcasts, and a counter that only forward changes."""
+    """BatchNorm, whose buffers rank 0 broadcasts, and a sum whose value before forward is kept in `seen`."""
 
     steps: Tensor
+    seen: Tensor
 
     def __init__(self, width: int = 20) -> None:
         super().__init__()
@@ -211,6 +211,7 @@ class Normed(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.steps.clone()
         self.steps += x[0, 0].detach()
         return self.last(torch.relu(self.norm(self.first(x))))
 

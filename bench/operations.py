@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastreduce import ops
+from fastreduce import backends, ops
+from fastreduce.backends import Backend
 from fastreduce.buckets import Bucket
 
 from .shapes import buckets_of
 
 BLOCK, RANKS = 128, 2
+REFERENCE = backends.load("reference")
 
 Way = Callable[[], list[Tensor] | None]
 
@@ -40,13 +42,13 @@ class Gradients:
     def filled_wire(self, dtype: torch.dtype) -> Tensor:
         """The gradients as a wire."""
         wire = self.flat(dtype)
-        ops.flatten([*self.grads, self.used], self.bucket.table, wire)
+        REFERENCE.flatten([*self.grads, self.used], self.bucket.table, wire, 1.0)
         return wire
 
     def quantized_wire(self) -> Tensor:
         """The gradients as an INT8 wire."""
         wire = self.int8_wire()
-        ops.quantize([*self.grads, self.used], self.bucket.table, wire, shards=RANKS, block=BLOCK)
+        REFERENCE.quantize([*self.grads, self.used], self.bucket.table, wire, RANKS, BLOCK, None, None)
         return wire
 
     def int8_wire(self) -> Tensor:
@@ -62,11 +64,11 @@ Model = list[Gradients]
 class Case:
     """One operation over all buckets of a model.
 
-    `run` goes through `fastreduce.ops`; `plain` are torch's ways. All of them fill `outputs`, but an
-    allocating way returns what it makes instead.
+    `run` calls a backend's kernels as a step does, without checks; `plain` are torch's ways. All of
+    them fill `outputs`, but an allocating way returns what it makes instead.
     """
 
-    run: Callable[[], None]
+    run: Callable[[Backend], None]
     outputs: list[Tensor]
     nbytes: int
     plain: dict[str, Way] = field(default_factory=dict)
@@ -100,9 +102,9 @@ def flatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     wires = [each.flat(dtype) for each in model]
     views = [each.views(wire) for each, wire in zip(model, wires, strict=True)]
 
-    def run() -> None:
+    def run(kernels: Backend) -> None:
         for each, wire in zip(model, wires, strict=True):
-            ops.flatten([*each.grads, each.used], each.bucket.table, wire, scale)
+            kernels.flatten([*each.grads, each.used], each.bucket.table, wire, scale)
 
     def cat_cast_divide() -> list[Tensor]:
         flats = [torch.cat([grad.view(-1) for grad in each.grads]).to(dtype) for each in model]
@@ -143,9 +145,9 @@ def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     views = [each.views(wire) for each, wire in zip(model, wires, strict=True)]
     targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
 
-    def run() -> None:
+    def run(kernels: Backend) -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
-            ops.unflatten(wire, each.bucket.table, [*grads, each.used], scale)
+            kernels.unflatten(wire, each.bucket.table, [*grads, each.used], scale)
 
     def cast_divide_copy() -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
@@ -190,9 +192,9 @@ def reduce_shards(model: Model, dtype: torch.dtype, scale: float) -> Case:
     shards = [torch.zeros_like(rows[0]) for rows in received]
     totals = [torch.zeros_like(shard, dtype=torch.float32) for shard in shards]
 
-    def run() -> None:
+    def run(kernels: Backend) -> None:
         for rows, shard in zip(received, shards, strict=True):
-            ops.reduce_shards(rows, shard, scale)
+            kernels.reduce_shards(rows, shard, scale)
 
     def sum_and_scale() -> None:
         for rows, shard in zip(received, shards, strict=True):
@@ -212,10 +214,9 @@ def quantize(model: Model, error_feedback: bool = False) -> Case:
     residuals = [each.flat(torch.float32).normal_(std=0.01) if error_feedback else None for each in model]
     lost = [each.flat(torch.float32) if error_feedback else None for each in model]
 
-    def run() -> None:
+    def run(kernels: Backend) -> None:
         for each, wire, old, new in zip(model, wires, residuals, lost, strict=True):
-            tensors, table = [*each.grads, each.used], each.bucket.table
-            ops.quantize(tensors, table, wire, shards=RANKS, block=BLOCK, residual=old, new_residual=new)
+            kernels.quantize([*each.grads, each.used], each.bucket.table, wire, RANKS, BLOCK, old, new)
 
     outputs = [*wires, *(new for new in lost if new is not None)]
     nbytes = elements(model) * 4 + _nbytes(outputs) + _nbytes([old for old in residuals if old is not None])
@@ -227,9 +228,9 @@ def dequantize(model: Model) -> Case:
     wires = [each.quantized_wire() for each in model]
     targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
 
-    def run() -> None:
+    def run(kernels: Backend) -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
-            ops.dequantize(wire, each.bucket.table, [*grads, each.used], shards=RANKS, block=BLOCK)
+            kernels.dequantize(wire, RANKS, BLOCK, each.bucket.table, [*grads, each.used])
 
     outputs = [grad for grads in targets for grad in grads]
     return Case(run, outputs, _nbytes(wires) + _nbytes(outputs))
@@ -240,9 +241,9 @@ def reduce_quantized(model: Model) -> Case:
     received = [each.quantized_wire().view(RANKS, -1) for each in model]
     shards = [torch.zeros_like(rows[0]) for rows in received]
 
-    def run() -> None:
+    def run(kernels: Backend) -> None:
         for rows, shard in zip(received, shards, strict=True):
             after_the_last = shard.numel() // (BLOCK + 4)  # no block holds used-flags
-            ops.reduce_quantized(rows, shard, 1 / RANKS, block=BLOCK, flag_block=after_the_last)
+            kernels.reduce_quantized(rows, shard, 1 / RANKS, BLOCK, after_the_last, None, None)
 
     return Case(run, shards, _nbytes(received) + _nbytes(shards))

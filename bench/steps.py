@@ -76,7 +76,6 @@ class Contestant:
 
     def step(self, x: Tensor) -> None:
         """Forward and backward; no optimizer."""
-        os.environ[ENVIRONMENT_VARIABLE] = self.setting.kernels
         self.plain.zero_grad(set_to_none=not self.setting.zero_in_place)
         with self.wrapped.no_sync() if self.setting.no_sync else nullcontext():
             self.wrapped(x).square().mean().backward()

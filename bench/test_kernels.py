@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastreduce.backends import ENVIRONMENT_VARIABLE
+from fastreduce import backends
+from fastreduce.backends import Backend
 
 from . import operations, shapes
 from .conftest import Size
-from .operations import Case, Way, elements
+from .operations import REFERENCE, Case, Way, elements
 from .paired import Contestant, alternate, record
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -50,24 +50,21 @@ def _id(case: tuple[str, str, Options]) -> str:
 
 @pytest.mark.parametrize("backend", DEVICES)
 @pytest.mark.parametrize("case", CASES, ids=_id)
-def test_kernel(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch, size: Size, case: tuple[str, str, Options], backend: str
-) -> None:
+def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], backend: str) -> None:
     operation, name, options = case
-    device = DEVICES[backend]
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, backend)
+    device, kernels = DEVICES[backend], backends.load(backend)
     model = operations.model_of(name, 128 if "quantize" in operation else 8, size.elements, device)
     if "dtype" in options:
         options = {**options, "dtype": DTYPES[options["dtype"]]}
     made: Case = getattr(operations, operation)(model, **options)
-    check(made, backend)
+    check(made, kernels)
 
     source = torch.randn(elements(model), device=device)
     target = torch.zeros_like(source)
     contestants = {
-        backend: Contestant(on(backend, made.run), made.nbytes),
-        "reference": Contestant(on("reference", made.run), made.nbytes),
-        **{name: Contestant(way, made.nbytes) for name, way in made.plain.items()},
+        backend: Contestant(lambda: made.run(kernels), made.nbytes),
+        "reference": Contestant(lambda: made.run(REFERENCE), made.nbytes),
+        **{way: Contestant(call, made.nbytes) for way, call in made.plain.items()},
         "copy": Contestant(lambda: target.copy_(source), source.nbytes + target.nbytes),
     }
     times = alternate(contestants, size.seconds, torch.cuda.synchronize if device == "cuda" else lambda: None)
@@ -75,24 +72,13 @@ def test_kernel(
     record(benchmark, times, {name: contestant.nbytes for name, contestant in contestants.items()})
 
 
-def on(backend: str, run: Way) -> Way:
-    """`run` on a kernel backend."""
-
-    def call() -> list[Tensor] | None:
-        os.environ[ENVIRONMENT_VARIABLE] = backend
-        return run()
-
-    return call
-
-
-def check(case: Case, backend: str) -> None:
-    """Hold the backend's bits against the reference's, and torch's ways against those."""
-    expected = _results(case, on("reference", case.run))
-    for got, want in zip(_results(case, on(backend, case.run)), expected, strict=True):
-        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{backend} differs from reference"
+def check(case: Case, kernels: Backend) -> None:
+    """Hold the kernels' bits against the reference's, and torch's ways against those."""
+    expected = _results(case, lambda: case.run(REFERENCE))
+    for got, want in zip(_results(case, lambda: case.run(kernels)), expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{kernels.name} differs from reference"
     for way in case.plain.values():
-        results = _results(case, way)
-        whole = [torch.cat([tensor.flatten() for tensor in tensors]) for tensors in (results, expected)]
+        whole = [torch.cat(tensors) for tensors in (_results(case, way), expected)]
         torch.testing.assert_close(*whole, rtol=2**-7, atol=1e-6)
 
 
@@ -100,4 +86,4 @@ def _results(case: Case, way: Way) -> list[Tensor]:
     for output in case.outputs:
         output.fill_(97)
     returned = way()
-    return [tensor.detach().clone().contiguous().flatten() for tensor in returned or case.outputs]
+    return [tensor.detach().clone().flatten() for tensor in returned or case.outputs]

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from llvmlite.binding import get_host_cpu_features
-
 from .errors import BackendUnavailableError, SettingError
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
@@ -38,6 +36,12 @@ class Backend:
     reduce_quantized: Callable[..., None]
 
 
+@cache
+def _lacks_f16c() -> bool:
+    features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
+    return platform.machine() == "x86_64" and not features.get("f16c")
+
+
 def why_not(name: str, device: torch.device) -> str | None:
     """The reason why backend `name` cannot serve `device` here, or None if it can.
 
@@ -48,7 +52,7 @@ def why_not(name: str, device: torch.device) -> str | None:
         raise SettingError(f"unknown kernel backend {name!r}; allowed: {', '.join(NAMES)}")
     if name == "numba_cpu" and device.type != "cpu":
         return f"numba_cpu works on CPU tensors, not on {device}"
-    if name == "numba_cpu" and platform.machine() == "x86_64" and not get_host_cpu_features().get("f16c"):
+    if name == "numba_cpu" and _lacks_f16c():
         return "this processor has no F16C instructions, which the FP16 kernels need; set FASTREDUCE_KERNELS=reference"
     if name == "triton":
         try:

@@ -128,7 +128,7 @@ class Gradients:
     def collect(self, members: Members, used: Sequence[bool]) -> Collected:
         """The gradients of one bucket; `used` tells by parameter whether a backward reached it on this rank."""
         grads: list[Any] = [parameter.grad for parameter in members.parameters]
-        if all(used[i] for i in members.indices) and members.fit(grads):
+        if all(map(used.__getitem__, members.indices)) and members.fit(grads):
             if members.views is None:
                 return Collected(grads, grads)
             return Collected(grads, members.views, repoint=members.parameters)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+
 from .errors import BackendUnavailableError, SettingError
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"

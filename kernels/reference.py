@@ -135,6 +135,8 @@ def reduce_quantized(
     new_residual: Tensor | None,
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    if not shard.numel():
+        return
     total = _decode(received[0], block)
     for row in received[1:]:
         total = total + _decode(row, block)

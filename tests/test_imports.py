@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reducer": PARTS,
     "comm_hook": BASE | {"pipeline", "streams"},
     "torch_reducer": PARTS | {"comm_hook", "reducer"},
+    "hooks": PARTS,
     "functional": PARTS | {"reducer"},
     "ddp": PARTS | {"reducer", "torch_reducer"},
     "": TOP,

@@ -1,0 +1,137 @@
+"""The same compression for those who keep torch's class: a communication hook for stock DDP.
+
+state = CompressState("int8:error_feedback", named_parameters=model.named_parameters())
+ddp.register_comm_hook(state, compress)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import residuals
+from .agreement import check_agreement
+from .buckets import BucketPlan, ParameterSpec, build_plan
+from .compression import Compression
+from .errors import SettingError
+from .pipeline import BucketPipeline
+from .streams import ThreadStream
+from .transports import LocalTransport, TorchProcessGroup, Transport
+
+
+class CompressState:
+    """What `compress` keeps between calls: the setting, buffers for each bucket, residuals by parameter name.
+
+    Args:
+        compression: as in `fastreduce.DistributedDataParallel`.
+        process_group: the group that DDP uses; None means the default group.
+        named_parameters: names for saved residuals; without them parameters are numbered in the order in
+            which the hook first sees them.
+
+    Raises:
+        SettingError: if `compression` is no setting.
+    """
+
+    def __init__(
+        self,
+        compression: Compression | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+    ) -> None:
+        self.compression = Compression.resolve(compression)
+        self._group = process_group
+        self._names = {parameter: name for name, parameter in named_parameters}
+        self._transport: Transport | None = None
+        self._pipelines: dict[int, BucketPipeline] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._stream = ThreadStream()
+
+    def pipeline(self, bucket: Any) -> BucketPipeline:
+        """The buffers for a `dist.GradBucket`; new ones when DDP has laid its buckets out anew."""
+        names = [self._names.setdefault(p, f"parameter {len(self._names)}") for p in bucket.parameters()]
+        known = self._pipelines.get(bucket.index())
+        if known is not None and [slot.name for slot in known.bucket.slots] == names:
+            return known
+        if known is not None:  # every bucket changes at once; second-stage residuals start anew
+            self._kept = residuals.collect(list(self._pipelines.values()))
+            self._pipelines.clear()
+        buffer = bucket.buffer()
+        specs = [
+            ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device)
+            for name, grad in zip(names, bucket.gradients(), strict=True)
+        ]
+        transport = self._connect()
+        plan = build_plan(specs, [range(len(specs))], alignment=self.compression.alignment, shards=transport.world_size)
+        made = BucketPipeline(plan.buckets[0], self.compression, transport)
+        residuals.restore(self._kept, [made])
+        self._pipelines[bucket.index()] = made
+        return made
+
+    def _connect(self) -> Transport:
+        if self._transport is None:
+            group = self._group or dist.group.WORLD
+            if group is None:
+                raise ValueError(
+                    "Default process group has not been initialized: call torch.distributed.init_process_group first"
+                )
+            self._transport = LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
+            check_agreement(self._transport, {"compression": str(self.compression)})
+        return self._transport
+
+    def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Average a bucket on the communication thread; the future holds its buffer."""
+        pipeline = self.pipeline(bucket)
+        gradients, buffer = bucket.gradients(), bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def job() -> None:
+            try:
+                pipeline.run(gradients, gradients)
+            except Exception as error:  # torch raises it at the end of backward
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(buffer)
+
+        self._stream.submit(job)
+        return future
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals by parameter name; each rank saves its own."""
+        transport = self._connect()
+        buckets = [self._pipelines[index] for index in sorted(self._pipelines)]
+        plan = BucketPlan(tuple(p.bucket for p in buckets), self.compression.alignment, transport.world_size)
+        state = residuals.save(plan, buckets, transport.rank, str(self.compression))
+        return {**state, "residuals": self._kept | state["residuals"], "shard_residuals": []}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
+
+        Second-stage residuals start anew, because torch lays its buckets out anew.
+
+        Raises:
+            SettingError: if the state is of another compression, or ranks are missing.
+        """
+        transport = self._connect()
+        states = [state] if isinstance(state, Mapping) else list(state)
+        chosen = residuals.pick(states, transport.rank, transport.world_size, str(self.compression))
+        self._kept = dict(chosen["residuals"])
+        residuals.restore(self._kept, list(self._pipelines.values()))
+
+
+def compress(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of torch's DDP under `state`'s compression; register it with `register_comm_hook`.
+
+    Raises:
+        SettingError: if `state` is no CompressState.
+    """
+    if not isinstance(state, CompressState):
+        raise SettingError(f"compress needs a CompressState, got {type(state).__name__}: {state!r}")
+    return state.average(bucket)
+
+
+# torch compares annotations with its own classes, and does not take strings.
+compress.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}

@@ -1,0 +1,80 @@
+"""`fastreduce.hooks` on torch's own class gives the gradients that our class gives."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from fastreduce import DistributedDataParallel, SettingError
+from fastreduce.hooks import CompressState, compress
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 50), nn.ReLU(), nn.Linear(50, 50), nn.Linear(50, 10))
+
+
+def _steps(ddp: TorchDDP, rank: int, first: int, last: int) -> None:
+    for step in range(first, last):
+        inputs = torch.randn(16, 30, generator=torch.Generator().manual_seed(100 * step + rank))
+        ddp.zero_grad()
+        ddp(inputs).square().mean().backward()
+
+
+def _same_as_ours(rank: int, world_size: int, spec: str) -> bool:
+    stock, ours = TorchDDP(_model(), bucket_cap_mb=0.005), DistributedDataParallel(_model(), compression=spec)
+    stock.register_comm_hook(CompressState(spec), compress)
+    for ddp in (stock, ours):
+        _steps(ddp, rank, 0, 4)
+    return all(torch.equal(p.grad, q.grad) for p, q in zip(stock.parameters(), ours.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "int8", "int8:block=64"])
+def test_hook_on_torchs_class_gives_the_bits_of_ours(ranks2, spec: str):
+    assert ranks2.run(_same_as_ours, spec) == [True, True]
+
+
+def _residuals_survive(rank: int, world_size: int) -> tuple[bool, bool]:
+    def wrapped() -> tuple[TorchDDP, CompressState]:
+        model = _model()
+        state = CompressState("int8:error_feedback", named_parameters=model.named_parameters())
+        ddp = TorchDDP(model, bucket_cap_mb=0.005)
+        ddp.register_comm_hook(state, compress)
+        return ddp, state
+
+    ddp, state = wrapped()
+    _steps(ddp, rank, 0, 3)
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    named = sorted(saved["residuals"]) == sorted(name for name, _ in _model().named_parameters())
+
+    again, resumed = wrapped()
+    resumed.load_state_dict(saved)
+    fresh, _ = wrapped()
+    for each in (ddp, again, fresh):
+        _steps(each, rank, 3, 4)
+    grads = [torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (ddp, again, fresh)]
+    closer = (grads[0] - grads[1]).norm() < (grads[0] - grads[2]).norm()
+    return named, bool(closer)
+
+
+def test_residuals_are_saved_by_name_and_loaded(ranks2):
+    assert ranks2.run(_residuals_survive) == [(True, True)] * 2
+
+
+def _refuses(rank: int, world_size: int) -> str:
+    ddp = TorchDDP(_model())
+    ddp.register_comm_hook("fp16", compress)
+    with pytest.raises(SettingError) as error:
+        ddp(torch.ones(2, 30)).sum().backward()
+    return str(error.value)
+
+
+def test_a_state_that_is_none_is_refused(ranks2):
+    assert all("CompressState" in text for text in ranks2.run(_refuses))

@@ -20,7 +20,9 @@ OURS, TORCH, NEITHER = "#0b6e99", "#e07b39", "#8a8a8a"
 def draw(results: Results, path: Path) -> None:
     """Write the plot: a panel for whatever was measured."""
     kernels = {
-        name.removeprefix("test_kernel[").split("-numba_cpu")[0].replace("-resnet50", "").replace("-", " "): info["contestants"]
+        name.removeprefix("test_kernel[").split("-numba_cpu")[0].replace("-resnet50", "").replace("-", " "): info[
+            "contestants"
+        ]
         for name, info in results.items()
         if "-resnet50" in name and "-numba_cpu" in name
     }
@@ -55,7 +57,9 @@ def _kernels(axis: Axes, kernels: dict[str, dict[str, Any]]) -> None:
         axis.plot(reference, y, "d", color=NEITHER, mec="white", label="reference" if y == 0 else None)
     axis.axvline(1, color="black", lw=0.8, ls=":")
     axis.set_yticks(range(len(kernels)), list(kernels))
-    axis.set(title="Kernels, gradients of ResNet-50, one thread", xlabel="bytes a second / those of a copy in the same run")
+    axis.set(
+        title="Kernels, gradients of ResNet-50, one thread", xlabel="bytes a second / those of a copy in the same run"
+    )
     axis.legend(loc="lower right", frameon=False)
 
 

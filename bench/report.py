@@ -14,10 +14,33 @@ from rich.table import Table
 from .goals import NOT_PLAIN, Results, goals
 from .plot import draw
 
-COLUMNS = (
-    "date commit cpu cores load python torch numba numpy benchmark params contestant rounds median_s bytes gb_per_s "
-    "of_copy ratio ratio_low ratio_high overhead_s overhead_ratio overhead_ratio_low overhead_ratio_high allocations"
-).split()
+COLUMNS = [
+    "date",
+    "commit",
+    "cpu",
+    "cores",
+    "load",
+    "python",
+    "torch",
+    "numba",
+    "numpy",
+    "benchmark",
+    "params",
+    "contestant",
+    "rounds",
+    "median_s",
+    "bytes",
+    "gb_per_s",
+    "of_copy",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "overhead_s",
+    "overhead_ratio",
+    "overhead_ratio_low",
+    "overhead_ratio_high",
+    "allocations",
+]
 
 
 def show(source: Path, picture: Path, rows: Path) -> None:
@@ -38,17 +61,29 @@ def show(source: Path, picture: Path, rows: Path) -> None:
 
 def tables(results: Results) -> Iterator[Table]:
     """One for kernels, one for steps, one for overheads, and the goals last."""
-    kernels = Table("operation", "ms", "GB/s", "/ copy", "× best of torch", "", "× reference", title="Kernels (numba_cpu)")
+    kernels = Table(
+        "operation", "ms", "GB/s", "/ copy", "× best of torch", "", "× reference", title="Kernels (numba_cpu)"
+    )
     for name, info in results.items():
         if name.startswith("test_kernel"):
             kernels.add_row(*_kernel_row(name, info["contestants"], info["ours"]))
-    steps = Table("25 M parameters, 2 ranks", "ms", "none / it", "fp16 / it", "compress, reduce, decompress ms", "allocations", title="Steps")
+    steps = Table(
+        "25 M parameters, 2 ranks",
+        "ms",
+        "none / it",
+        "fp16 / it",
+        "compress, reduce, decompress ms",
+        "allocations",
+        title="Steps",
+    )
     both = [results.get(f"test_step[{compression}]", {}).get("contestants", {}) for compression in ("none", "fp16")]
     for name, row in both[0].items():
         stages = ", ".join(f"{1e3 * s:.1f}" for s in (row["stages_s"] or {}).values())
         figures = [_figure(rows.get(name, {}).get("ratio")) for rows in both]
         steps.add_row(name, f"{1e3 * row['median_s']:.1f}", *figures, stages, str(row["allocations"]))
-    overheads = Table("1,000 parameters of 64", "wrapper", "step ms", "wrapper adds ms", "ours / it", title="Host overhead")
+    overheads = Table(
+        "1,000 parameters of 64", "wrapper", "step ms", "wrapper adds ms", "ours / it", title="Host overhead"
+    )
     for name, info in results.items():
         if name.startswith("test_overhead"):
             for contestant, row in info["contestants"].items():
@@ -98,7 +133,7 @@ def keep(document: dict[str, Any], path: Path) -> None:
     """Append a row for each contestant of each benchmark."""
     machine, commit = document["machine_info"], document["commit_info"]
     run = {
-        "date": document["datetime"],
+        "date": document["datetime"][:19],
         "commit": f"{commit.get('id', '')[:12]}{'+changes' if commit.get('dirty') else ''}",
         "cpu": machine["cpu"].get("brand_raw", ""),
         "cores": machine["cores"],
@@ -115,7 +150,9 @@ def keep(document: dict[str, Any], path: Path) -> None:
         for each in document["benchmarks"]:
             benchmark, _, params = each["name"].removesuffix("]").partition("[")
             for contestant, row in each["extra_info"]["contestants"].items():
-                writer.writerow({**run, "benchmark": benchmark, "params": params, "contestant": contestant, **dict(_cells(row))})
+                writer.writerow(
+                    {**run, "benchmark": benchmark, "params": params, "contestant": contestant, **dict(_cells(row))}
+                )
 
 
 def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:

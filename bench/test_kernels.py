@@ -34,11 +34,7 @@ CASES: list[tuple[str, str, Options]] = [
     ("unflatten", "resnet50", {"dtype": "fp32", "scale": 1.0}),
     *(("reduce_shards", name, {"dtype": "fp16", "scale": 0.5}) for name in shapes.LISTS),
     ("reduce_shards", "resnet50", {"dtype": "bf16", "scale": 0.5}),
-    *(
-        (operation, name, {})
-        for operation in ("quantize", "dequantize", "reduce_quantized")
-        for name in shapes.LISTS
-    ),
+    *((operation, name, {}) for operation in ("quantize", "dequantize", "reduce_quantized") for name in shapes.LISTS),
     ("quantize", "resnet50", {"error_feedback": True}),
 ]
 

@@ -62,8 +62,7 @@ def _quantize(
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
-    place = tl.multiple_of(place, 16)
-
+    first = place // BLOCK  # and first * BLOCK, unlike place, is seen to be a multiple of 16
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     element = row[:, None] * BLOCK + column
     inside = row * BLOCK < extent
@@ -79,15 +78,15 @@ def _quantize(
     old = tl.zeros_like(values)
     owned = inside[:, None] & (column < BLOCK)
     if residual is not None:
-        old = tl.where(valid, tl.load(residual + place + element, mask=owned, other=0.0), 0.0)
+        old = tl.where(valid, tl.load(residual + first * BLOCK + element, mask=owned, other=0.0), 0.0)
         values += old
 
-    block = (place // BLOCK).to(tl.int32) + row
+    block = first.to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH)
     if new_residual is not None:
-        tl.store(new_residual + place + element, lost, mask=owned)
+        tl.store(new_residual + first * BLOCK + element, lost, mask=owned)
 
 
 def quantize(
@@ -125,7 +124,6 @@ def _dequantize(
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
     tensor, place, count, _ = load_tile(tiles, addresses, dtype)
-
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     element = row[:, None] * BLOCK + column
     block = (place // BLOCK).to(tl.int32) + row

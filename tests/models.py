@@ -7,6 +7,7 @@ no operation rounds, in any order, and bits can be compared.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ def mlp(width: int = 20, depth: int = 5) -> nn.Module:
     """Many layers of different sizes, so that small caps make many buckets."""
     sizes = [width + 3 * i for i in range(depth)]
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers)
 

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm_hook": BASE | {"pipeline", "streams"},
     "torch_reducer": PARTS | {"comm_hook", "reducer"},
     "hooks": PARTS,
+    "run": {"compression", "ddp"},
     "functional": PARTS | {"reducer"},
     "ddp": PARTS | {"reducer", "torch_reducer"},
     "": TOP,

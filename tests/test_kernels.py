@@ -180,10 +180,10 @@ def test_bf16_conversion_is_torchs(backend, memory):
 
 
 def test_fp64_reaches_16_bits_through_fp32(backend, memory):
-    """Just above a tie of FP16 in FP64, a tie in FP32: two roundings give the even neighbour."""
-    inputs = torch.tensor([1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-8 + 2.0**-40], dtype=torch.float64)
-    for dtype in (torch.float16, torch.bfloat16):
-        assert_same_bits(_cast(backend, memory, inputs, dtype)[:1], torch.ones(1, dtype=dtype))
+    """Just above a tie of the 16-bit format in FP64, a tie in FP32: two roundings give the even neighbour."""
+    for dtype, digits in [(torch.float16, 11), (torch.bfloat16, 8)]:
+        inputs = torch.tensor([1 + 2.0**-digits + 2.0**-40], dtype=torch.float64)
+        assert_same_bits(_cast(backend, memory, inputs, dtype), torch.ones(1, dtype=dtype))
 
 
 def test_fp64_scale_is_not_rounded_to_fp32(backend, memory):
@@ -342,8 +342,6 @@ def test_int8_error_stays_in_its_bound(backend, memory):
         padded[: tensor.numel()] = tensor
         absmax = padded.view(-1, block).abs().amax(dim=1).repeat_interleave(block)[: tensor.numel()]
         assert bool(((back.double() - tensor.double()).abs() <= absmax * INT8_BOUND).all())
-        largest = tensor.abs() == absmax
-        assert_same_bits((back[largest] / tensor[largest]).round(), torch.ones(int(largest.sum())))
 
 
 def test_int8_arithmetic_step_by_step(backend, memory):
@@ -355,14 +353,14 @@ def test_int8_arithmetic_step_by_step(backend, memory):
     numbers = (numbers.view(np.int32) + random.integers(-1, 2, numbers.shape, np.int32)).view(np.float32)
     numbers[:, 5] = -absmax[:, 0]
     slots = slot_table([blocks * block], block)
-    old, zeros = torch.zeros(slots.total), np.zeros(numbers.shape, np.float32)
-    _, new, wire = _round_trip(backend, memory, [torch.from_numpy(numbers.flatten())], slots, block, old)
+    inputs = [torch.from_numpy(numbers.flatten())]
+    _, new, wire = _round_trip(backend, memory, inputs, slots, block, torch.zeros(slots.total))
     payload, scales, _ = split_wire(wire, 1, block)
     scale, inverse = absmax * np.float32(1 / 127), np.float32(127) / absmax
     quantized = np.rint(numbers * inverse)
     assert_same_bits(scales, torch.from_numpy(scale.reshape(1, blocks)), "scales")
     assert_same_bits(payload, torch.from_numpy(quantized.astype(np.int8)), "payload")
-    assert_same_bits(new, torch.from_numpy((numbers - (quantized + zeros) * scale).flatten()), "residual")
+    assert_same_bits(new, torch.from_numpy((numbers - quantized * scale).flatten()), "residual")
 
 
 def test_blocks_that_are_not_finite_arrive_so_and_no_others(backend, memory):
@@ -440,7 +438,7 @@ def test_one_rank_of_many_keeps_its_flag(backend, memory):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_shape(name, data):
     backend, memory = backends.load(name), Memory(device_of(name))

@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .compare import CompareCommand, compare
+from .run import run
 
 main = typer.Typer(
     name="fastreduce",
@@ -17,6 +18,7 @@ main = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 main.command(cls=CompareCommand)(compare)
+main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(run)
 
 
 def _show_version(wanted: bool) -> None:

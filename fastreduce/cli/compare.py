@@ -61,8 +61,8 @@ def compare(
         int, typer.Option(min=1, help="Channels of the network; gradients have 4,500 × width² bytes.")
     ] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Images per rank and step.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; from 6 on, ratios have an interval.")] = 20,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round and setting.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; from 6 on, ratios have an interval.")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per round and setting.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the held-out digits.")] = 0,
     out: Annotated[Path, typer.Option(help="Where results.json and compare.png go.")] = Path("out/compare"),
 ) -> None:
@@ -105,7 +105,7 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     seconds = time.monotonic() - start
     report.print_table(console, figures)
     report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
-    plot.draw(out / "compare.png", experiment, figures, _title(experiment, records[0]))
+    plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
     console.print(f"\n{seconds:.0f} s. Wrote {out / 'results.json'} and {out / 'compare.png'}.", highlight=False)
 
 
@@ -159,10 +159,11 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def on_report(self, round_number: int) -> None:
-        """Rank 0 took a step in this round; 0 is warm-up."""
+    def on_report(self, done: tuple[int, int]) -> None:
+        """Rank 0 has taken so many steps in a round; round 0 is the warm-up."""
+        round_number, steps = done
         text = f"round {round_number} of {self._rounds}" if round_number else "warming up"
-        self._bar.update(self._task, advance=1, description=text)
+        self._bar.update(self._task, advance=steps, description=text)
         quarter = -(-self._rounds // 4)
         if round_number != self._round and round_number % quarter == 0 and not self._console.is_terminal:
             self._console.print(text, highlight=False)

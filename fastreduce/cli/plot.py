@@ -2,85 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .statistics import Figures
-from .training import TORCH, TORCH_FP16, WARM_UP_STEPS, Experiment
+from .statistics import Figures, Floats, say_ratio
+from .training import TORCH, TORCH_FP16
 
 # Okabe and Ito's colours, which readers with any colour vision can tell apart.
 CURVES = ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00")
+STRETCHES = 24
+LEGEND: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "frameon": False}
 COMPUTE, EXPOSED = "#999999", "#D55E00"
-STAGES = {"compress": "#0072B2", "reduce": "#56B4E9", "decompress": "#009E73"}
+STAGE_COLOURS = {"compress": "#0072B2", "reduce": "#56B4E9", "decompress": "#009E73"}
 
 
-def draw(path: Path, experiment: Experiment, figures: Sequence[Figures], title: str) -> None:
+def draw(path: Path, figures: Sequence[Figures], title: str) -> None:
     """Write the PNG."""
     figure = Figure(figsize=(13, 2.6 + 0.62 * len(figures)), layout="constrained")
     figure.suptitle(title, fontsize=13)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    _draw_losses(left, experiment, figures)
+    _draw_losses(left, figures)
     _draw_steps(right, figures)
     figure.savefig(path, dpi=130)
 
 
-def _draw_losses(axes: Axes, experiment: Experiment, figures: Sequence[Figures]) -> None:
-    """The mean of each round: single batches are too noisy to compare."""
-    length = experiment.steps + 1
-    middle = WARM_UP_STEPS + length * (np.arange(experiment.rounds) + 0.5)
+def _draw_losses(axes: Axes, figures: Sequence[Figures]) -> None:
+    """Means over stretches of the training: single batches are too noisy to compare."""
     for i, f in enumerate(figures):
-        means = np.reshape(f.losses[WARM_UP_STEPS:], (experiment.rounds, length)).mean(axis=1)
-        style = "--" if f.name in (TORCH, TORCH_FP16) else "-"
+        stretches = np.array_split(np.arange(len(f.losses)), min(STRETCHES, len(f.losses)))
+        means = [np.take(f.losses, steps).mean() for steps in stretches]
         axes.plot(
-            middle,
+            [steps.mean() for steps in stretches],
             means,
-            style,
+            "--" if f.name in (TORCH, TORCH_FP16) else "-",
             color=CURVES[i % len(CURVES)],
-            linewidth=1.8,
             label=f"{f.name}  {f.accuracy:.1%}",
         )
-    axes.set(title="Training loss, mean of each round", xlabel="step", ylabel="cross-entropy", yscale="log")
-    axes.grid(alpha=0.3)
-    axes.legend(
-        title="accuracy on held-out digits",
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.13),
-        ncols=2,
-        frameon=False,
-    )
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(title="Training loss", xlabel="step", ylabel="cross-entropy, mean over ranks", yscale="log")
+    axes.legend(title="accuracy on held-out digits", ncols=2, **LEGEND)
+    _tidy(axes)
 
 
 def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
     """Two bars per setting: the step, and below it the communication thread, which runs beside it."""
     rows = np.arange(len(figures))
-    compute = [f.step - f.communication for f in figures]
-    axes.barh(rows - 0.18, compute, 0.36, color=COMPUTE, label="compute (step without wrapper)")
-    axes.barh(
-        rows - 0.18,
-        [f.communication for f in figures],
-        0.36,
-        left=compute,
-        color=EXPOSED,
-        label="exposed communication",
-    )
-    left = np.zeros(len(figures))
-    for stage, colour in STAGES.items():
-        lengths = [getattr(f, stage) or 0.0 for f in figures]
-        axes.barh(rows + 0.18, lengths, 0.3, left=left, color=colour, label=f"{stage} (thread)")
-        left += lengths
-    for row, f in zip(rows, figures, strict=True):
-        ratio = "" if f.name == "none" else f"   {f.ratio.median:.2f}× none"
-        axes.annotate(f"{f.step:.0f} ms{ratio}", (f.step, row - 0.18), (5, 0), textcoords="offset points", va="center")
+    step, thread = rows - 0.18, rows + 0.18
+    parts = {"compute (step without wrapper)": COMPUTE, "exposed communication": EXPOSED}
+    _stack(axes, step, parts, [[f.compute, f.exposed] for f in figures])
+    parts = {f"{stage} (thread)": colour for stage, colour in STAGE_COLOURS.items()}
+    _stack(axes, thread, parts, [[f.stages.get(stage, 0.0) for stage in STAGE_COLOURS] for f in figures])
+    for row, f in zip(step, figures, strict=True):
+        text = f"{f.step:.0f} ms" + ("" if f.name == "none" else f",  {say_ratio(f.ratio, 'none')}")
+        axes.annotate(text, (max(f.step, f.compute), row), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(rows, [f.name for f in figures])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(max(f.step for f in figures), left.max()))
+    axes.set_xlim(0, 1.6 * max(f.step for f in figures))
     axes.set(title="A step, and the communication thread beside it", xlabel="milliseconds")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.13), ncols=3, frameon=False)
-    axes.grid(axis="x", alpha=0.3)
+    axes.legend(ncols=3, **LEGEND)
+    _tidy(axes)
+
+
+def _stack(axes: Axes, rows: Floats, parts: Mapping[str, str], lengths: Sequence[Sequence[float]]) -> None:
+    """Stacked bars, one per row; `parts` are labels with their colours."""
+    left = np.zeros(len(rows))
+    for (label, colour), widths in zip(parts.items(), np.transpose(lengths), strict=True):
+        axes.barh(rows, widths, 0.34, left=left, color=colour, label=label)
+        left += widths
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

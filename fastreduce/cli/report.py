@@ -18,42 +18,43 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import __version__, backends
-from .statistics import Figures, conclude, step_seconds
+from .statistics import STAGES, Figures, conclude, step_seconds
 from .training import BARE, Experiment, Record
 
 NOTES = (
-    "Step: the slowest rank, median and quartiles. Over none: median of the ratios round by round, with its\n"
-    "95 % interval (order statistics). Exposed: step minus the step without a wrapper in the same round.\n"
-    "Compress, reduce, decompress: time on the communication thread, largely beside backward, so they do not\n"
-    "add up to exposed; torch does not tell its own. Sent: megabytes per rank and step. Gradient error: relative\n"
-    "L2 distance to the exact average at the same weights, median over rounds; error feedback adds to one step\n"
-    "what the last one lost, so one step's error is larger while the sum over steps is closer."
+    "Times are medians in ms. step: slowest rank, with quartiles. over none: median ratio to none round by round, "
+    "with its 95 % interval from order statistics. exposed: step minus the step without a wrapper. "
+    "compress, reduce, decompress: on the communication thread, largely beside backward, so they do not add up "
+    "to exposed; torch does not tell its own. sent: MB per rank and step. gradient error: relative L2 distance "
+    "to the exact average at the same weights. Error feedback adds what the last step lost to the next, "
+    "which makes one step's error larger and the sum over steps closer."
+)
+COLUMNS = (
+    "step\n(quartiles)",
+    "over none\n(95 % interval)",
+    "ex-\nposed",
+    "com-\npress",
+    "reduce",
+    "decom-\npress",
+    "sent\nMB",
+    "grad.\nerror",
+    "accu-\nracy",
 )
 
 
 def print_table(console: Console, figures: Sequence[Figures]) -> None:
     """The table, its notes and the conclusion."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("setting", no_wrap=True, vertical="bottom")
-    for header in (
-        "step\nms",
-        "over none",
-        "exposed\nms",
-        "compress\nms",
-        "reduce\nms",
-        "decom-\npress ms",
-        "sent\nMB",
-        "gradient\nerror",
-        "final\nloss",
-        "accuracy",
-    ):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("\nsetting", overflow="fold")
+    for header in COLUMNS:
         table.add_column(header, justify="right", no_wrap=True)
     fastest = min(figures, key=lambda f: f.ratio.median)
     for f in figures:
         table.add_row(*_row(f), style="bold" if f is fastest else None)
     table.add_row(BARE, f"{figures[0].compute:.1f}", style="dim")
+    console.print()
     console.print(table)
-    console.print(NOTES, style="dim", highlight=False)
+    console.print(f"\n{NOTES}", style="dim", highlight=False)
     console.print()
     for sentence in conclude(figures):
         console.print(sentence, highlight=False)
@@ -69,11 +70,10 @@ def _row(f: Figures) -> list[str]:
         f.name,
         f"{f.step:.1f} ({f.quartiles[0]:.0f}–{f.quartiles[1]:.0f})",
         ratio,
-        f"{f.communication:.1f}",
-        *("–" if stage is None else f"{stage:.1f}" for stage in (f.compress, f.reduce, f.decompress)),
-        f"{f.sent_bytes / 1e6:.2f}",
-        f"{f.gradient_error:.0e}",
-        f"{f.final_loss:.3f}",
+        f"{f.exposed:.1f}",
+        *(f"{f.stages[stage]:.1f}" if f.stages else "–" for stage in STAGES),
+        f"{f.sent_bytes / 1e6:.3g}",
+        f"{f.gradient_error:.1e}",
         f"{f.accuracy:.1%}",
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .. import DistributedDataParallel
 
 TORCH = "torch DDP"
-TORCH_FP16 = "torch DDP fp16 hook"
+TORCH_FP16 = "torch fp16 hook"
 BARE = "no wrapper"
 
 WARM_UP_STEPS = 3  # the first step learns the order of gradients, the second lays the buckets out anew
+INSPECTIONS = 10  # rounds, evenly spread, in which gradients are compared
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,12 @@ class Experiment:
 
     @property
     def steps_each(self) -> int:
-        """Steps that each contender takes: warm-up, then per round one that is inspected, then the timed ones."""
+        """Steps that each contender takes: warm-up, then in every round an untimed one and the timed ones."""
         return WARM_UP_STEPS + self.rounds * (1 + self.steps)
+
+    def inspects(self, round_number: int) -> bool:
+        """Whether the untimed step of a round is inspected."""
+        return round_number % -(-self.rounds // INSPECTIONS) == 0
 
 
 @dataclass
@@ -76,7 +82,8 @@ def load_digits(seed: int) -> Digits:
     from sklearn.model_selection import train_test_split
 
     pixels, labels = load_digits(return_X_y=True)
-    split = train_test_split(pixels / 16, labels, test_size=0.2, stratify=labels, random_state=seed)
+    scaled = (pixels - pixels.mean()) / pixels.std()
+    split = train_test_split(scaled, labels, test_size=0.2, stratify=labels, random_state=seed)
     train_images, test_images = (torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) for x in split[:2])
     train_labels, test_labels = (torch.tensor(y) for y in split[2:])
     return Digits(train_images, train_labels, test_images, test_labels)
@@ -108,6 +115,7 @@ class Contender:
         self.network = make_network(experiment.width)
         self.model = _wrap(name, self.network)
         self._optimizer = torch.optim.SGD(self.network.parameters(), lr=0.05, momentum=0.9, fused=True)
+        self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.0, experiment.steps_each)
         self._batches = iter(batches)
         parameters = sum(p.numel() for p in self.network.parameters())
         self.record = Record(parameters, _sent_bytes(name, self.model, parameters, experiment.ranks))
@@ -115,18 +123,21 @@ class Contender:
     def step(self) -> None:
         """An ordinary step."""
         self._forward_backward(*next(self._batches))
-        self._optimizer.step()
+        self._update()
 
-    def timed_step(self) -> None:
-        """An ordinary step, with its time and the communication thread's added to the current round."""
-        batch = next(self._batches)
-        start = time.perf_counter()
-        self._forward_backward(*batch)
-        self._optimizer.step()
-        self.record.step_seconds[-1].append(time.perf_counter() - start)
-        if isinstance(self.model, DistributedDataParallel):
-            seconds = self.model.reducer.seconds
-            self.record.stage_seconds[-1].append((seconds.compress, seconds.reduce, seconds.decompress))
+    def timed_steps(self, count: int) -> None:
+        """Ordinary steps: a round's times, of the steps and of the communication thread."""
+        steps, stages = [], []
+        for images, labels in itertools.islice(self._batches, count):
+            start = time.perf_counter()
+            self._forward_backward(images, labels)
+            self._update()
+            steps.append(time.perf_counter() - start)
+            if isinstance(self.model, DistributedDataParallel):
+                seconds = self.model.reducer.seconds
+                stages.append((seconds.compress, seconds.reduce, seconds.decompress))
+        self.record.step_seconds.append(steps)
+        self.record.stage_seconds.append(stages)
 
     def inspected_step(self, twin: nn.Module) -> None:
         """An ordinary step, whose averaged gradient is compared with an exact average from the same weights.
@@ -144,13 +155,17 @@ class Contender:
         self._forward_backward(images, labels)
         error = (_gradient(self.network) - exact).norm() / exact.norm()
         self.record.gradient_errors.append(error.item())
-        self._optimizer.step()
+        self._update()
 
     def _forward_backward(self, images: Tensor, labels: Tensor) -> None:
         self._optimizer.zero_grad()
         loss = cross_entropy(self.model(images), labels)
         loss.backward()
         self.record.losses.append(loss.item())
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._schedule.step()
 
     @torch.no_grad()
     def finish(self, digits: Digits) -> Record:
@@ -164,40 +179,38 @@ class Contender:
         return self.record
 
 
-def train(rank: int, report: Callable[[int], None], experiment: Experiment) -> dict[str, Record]:
-    """Train every contender on this rank's share of the digits; rank 0 reports each step by its round.
+def train(rank: int, report: Callable[[tuple[int, int]], None], experiment: Experiment) -> dict[str, Record]:
+    """Train every contender on this rank's share of the digits; rank 0 reports the round after each step.
 
-    In each round every contender takes one inspected step and then `steps` timed ones. All start together
-    and take the same batches.
+    1. Warm-up steps, so that what happens once is over: kernels compile, buckets find their order.
+    2. Rounds. In each, every contender takes an untimed step, in some rounds inspected, which also brings its
+       weights back into the caches; then all ranks start `steps` timed ones together. All contenders see
+       the same batches.
+    3. The trained networks are tested.
     """
-
-    def tell(round_number: int) -> None:
-        if rank == 0:
-            report(round_number)
-
     digits = load_digits(experiment.seed)
     batches = _batches(digits, experiment, rank)
     contenders = {name: Contender(name, experiment, batches) for name in experiment.contenders}
     twin = make_network(experiment.width)
+
+    def tell(round_number: int, steps: int) -> None:
+        if rank == 0:
+            report((round_number, steps))
+
     for contender in contenders.values():
         for _ in range(WARM_UP_STEPS):
             contender.step()
-            tell(0)
-
+        tell(0, WARM_UP_STEPS)
     for round_number in range(experiment.rounds):
         for name in order(experiment.contenders, round_number):
             contender = contenders[name]
-            if name == BARE:
-                contender.step()
-            else:
+            if experiment.inspects(round_number) and name != BARE:
                 contender.inspected_step(twin)
-            tell(round_number + 1)
-            contender.record.step_seconds.append([])
-            contender.record.stage_seconds.append([])
+            else:
+                contender.step()
             dist.barrier()
-            for _ in range(experiment.steps):
-                contender.timed_step()
-                tell(round_number + 1)
+            contender.timed_steps(experiment.steps)
+            tell(round_number + 1, 1 + experiment.steps)
     return {name: contender.finish(digits) for name, contender in contenders.items()}
 
 

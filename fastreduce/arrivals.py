@@ -49,8 +49,9 @@ class Arrivals:
         # The lists are changed in place only, so that hooks can hold them and nothing else.
         used, remaining, bucket_of, waiting = self.used, self._remaining, self.bucket_of, self.waiting
 
-        def gradient_arrived(*_: object) -> None:
-            used[i] = True
+        def gradient_arrived(_: object = None, grads: Sequence[Tensor | None] = (None,)) -> None:
+            if grads[0] is not None:  # else an output was left out of the loss: the node runs, and accumulates nothing
+                used[i] = True
             left = remaining[i] = remaining[i] - 1
             if left == 0:
                 bucket = bucket_of[i]

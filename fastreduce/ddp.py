@@ -105,7 +105,7 @@ class DistributedDataParallel(TorchDDP):
             bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        self.logger = TorchLogger(self.reducer)
+        self.logger = self.reducer.logger = TorchLogger(self.reducer)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],

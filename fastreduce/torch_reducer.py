@@ -22,6 +22,11 @@ class TorchReducer(GradientReducer):
     _hook: tuple[object, Hook] | None = None
     _flags: Tensor | None = None
     _join: tuple[Any, bool] | None = None
+    logger: TorchLogger
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._after_backward: list[Any] = []
+        super().__init__(*args, **kwargs)
 
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised; there is nothing to prepare."""
@@ -36,7 +41,24 @@ class TorchReducer(GradientReducer):
         return self.rebuild_buckets()
 
     def _set_static_graph(self) -> None:
-        """Called for `static_graph=True`; the reducer handles static and changing graphs alike."""
+        """Called for `static_graph=True`; the reducer handles static and changing graphs alike.
+
+        Raises:
+            RuntimeError: if training has begun (as torch).
+        """
+        if self._reduced_once:
+            error = "_set_static_graph() should be called before training loop starts"
+            self.logger.set_error_and_log(error)
+            raise RuntimeError(error)
+
+    def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
+        """Called with the futures of a hook that reduces buffers: wait for them at the end of backward."""
+        self._after_backward += futures
+
+    def _reduce_all(self) -> None:
+        super()._reduce_all()
+        while self._after_backward:
+            self._after_backward.pop().wait()
 
     def _delay_all_reduce(self) -> None:
         """Called at the end of a static graph's first backward, where our own callback has done the work."""
@@ -91,6 +113,7 @@ class TorchReducer(GradientReducer):
     def _forget_backward(self) -> None:
         super()._forget_backward()
         self._flags = None
+        self._after_backward.clear()
 
     def _settle(self, job: Job) -> set[int]:
         if self._hook is not None:
@@ -168,7 +191,6 @@ class TorchLogger:
         plan = reducer.plan
         self._data.strs_map.update(
             backend_name=reducer.transport.name,
-            comm_hook="",
             compression=str(reducer.compression),
             bucket_sizes=", ".join(str(bucket.nbytes) for bucket in plan.buckets),
         )
@@ -205,6 +227,7 @@ class TorchLogger:
     def set_error_and_log(self, error: str) -> None:
         """Note an error that is about to be raised."""
         self._data.strs_map["error"] = error
+        self._data.ints_map["has_error"] = True
 
     def _set_static_graph(self) -> None:
         self._data.ints_map["static_graph"] = True

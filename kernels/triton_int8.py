@@ -78,8 +78,8 @@ def _quantize(
     old = tl.zeros_like(values)
     owned = inside[:, None] & (column < BLOCK)
     if residual is not None:
-        old = tl.where(valid, tl.load(residual + first * BLOCK + element, mask=owned, other=0.0), 0.0)
-        values += old
+        old = tl.load(residual + first * BLOCK + element, mask=owned, other=0.0)
+        values += tl.where(valid, old, 0.0)
 
     block = first.to(tl.int32) + row
     rank = block // blocks

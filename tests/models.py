@@ -137,6 +137,7 @@ class OddShapes(nn.Module):
         self.empty = nn.Parameter(torch.randn(0, 3))
         self.one = nn.Parameter(torch.randn(1))
         self.turn = nn.Parameter(torch.randn(7, dtype=torch.complex64))
+        self.flip = nn.Parameter(torch.randn(1))
         self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.sizes = nn.ParameterList([torch.randn(n) for n in (127, 128, 129)])
         self.matrix = nn.Parameter(torch.randn(5, 6).t())  # dense, not contiguous
@@ -144,6 +145,7 @@ class OddShapes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         images = x[:, :12].reshape(-1, 3, 2, 2).repeat(1, 1, 3, 3)
         turned = torch.view_as_real(self.turn.conj() * (1 + 2j)).sum()  # gives a lazily conjugated gradient
+        flipped = torch.complex(x[:1, 0], self.flip).conj().imag.sum()  # gives a lazily negated one
         parts = [torch.tanh(x[0, 0] * p).sum() for p in self.sizes]
         total = (
             self.conv(images).square().sum()
@@ -151,6 +153,7 @@ class OddShapes(nn.Module):
             + self.empty.sum() * x.sum()
             + self.one.square().sum() * x[0, 0]
             + turned * x[0, 1]
+            + flipped * x[0, 2]
             + (x[:, :6] @ self.matrix).sum()
             + sum(parts)
         )

@@ -39,7 +39,9 @@ class CompareCommand(TyperCommand):
         """Repeat `--settings` before each further value; the command has no positional arguments."""
         spread: list[str] = []
         inside = False
-        for word in args:
+        for word, following in zip(args, [*args[1:], "-"], strict=True):
+            if word == "--settings" and following.startswith("-"):
+                ctx.fail("--settings needs at least one setting")
             if word.startswith("-"):
                 inside = word.partition("=")[0] == "--settings"
             elif inside and spread[-1] != "--settings":
@@ -63,7 +65,9 @@ def compare(
     batch: Annotated[int, typer.Option(min=1, help="Images per rank and step.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; from 6 on, ratios have an interval.")] = 40,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per round and setting.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the held-out digits.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the weights, the batches and the held-out digits.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Where results.json and compare.png go.")] = Path("out/compare"),
 ) -> None:
     """Train under several compression settings side by side, and say whether compressing pays here.
@@ -80,6 +84,8 @@ def compare(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _fail(f"cannot write to {out}: {error.strerror}")
+    if not os.access(out, os.W_OK):
+        _fail(f"cannot write to {out}: permission denied")
     experiment = Experiment(specs, ranks, width, batch, rounds, steps, seed)
     console = Console()
     if not console.is_terminal:
@@ -119,7 +125,7 @@ def _check(settings: list[str], ranks: int) -> tuple[str, ...]:
         backends.choose(torch.device("cpu"))
     except FastreduceError as error:
         _fail(str(error))
-    most = RANKS_PER_CORE * (os.cpu_count() or 1)
+    most = RANKS_PER_CORE * len(os.sched_getaffinity(0))
     if ranks > most:
         _fail(f"--ranks {ranks} is more than this machine can time: at most {most}, {RANKS_PER_CORE} per core")
     return tuple(specs if "none" in specs else ["none", *specs])
@@ -134,25 +140,30 @@ class _Watch:
     """A progress bar on a terminal; elsewhere a line for each quarter of the rounds."""
 
     def __init__(self, experiment: Experiment, console: Console) -> None:
-        names = len(experiment.contenders)
-        self._rounds, self._console, self._round = experiment.rounds, console, 0
+        self._experiment, self._console, self._round = experiment, console, 0
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("steps"),
+            TextColumn("steps,"),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            TextColumn("so far,"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=console,
             disable=not console.is_terminal,
             transient=True,
         )
-        self._task = self._bar.add_task("starting ranks", total=names * experiment.steps_each)
-        self._announce = f"{experiment.ranks} ranks, {names} contenders, {experiment.rounds} rounds of {experiment.steps} timed steps"
+        total = len(experiment.contenders) * experiment.steps_each
+        self._task = self._bar.add_task("starting ranks", total=total)
 
     def __enter__(self) -> _Watch:
-        self._console.print(self._announce, highlight=False)
+        e = self._experiment
+        self._console.print(
+            f"Training on {e.ranks} ranks, {e.rounds} rounds of {e.steps} timed steps under each of: "
+            f"{', '.join(e.contenders)}.",
+            highlight=False,
+        )
         self._bar.start()
         return self
 
@@ -162,17 +173,18 @@ class _Watch:
     def on_report(self, done: tuple[int, int]) -> None:
         """Rank 0 has taken so many steps in a round; round 0 is the warm-up."""
         round_number, steps = done
-        text = f"round {round_number} of {self._rounds}" if round_number else "warming up"
+        rounds = self._experiment.rounds
+        text = f"round {round_number} of {rounds}" if round_number else "warming up"
         self._bar.update(self._task, advance=steps, description=text)
-        quarter = -(-self._rounds // 4)
-        if round_number != self._round and round_number % quarter == 0 and not self._console.is_terminal:
-            self._console.print(text, highlight=False)
+        begun = round_number != self._round
+        if begun and round_number % -(-rounds // 4) == 0 and not self._console.is_terminal:
+            self._console.print(text)
         self._round = round_number
 
 
 def _title(experiment: Experiment, records: Mapping[str, Record]) -> str:
     megabytes = records[BARE].parameters * 4 / 1e6
     return (
-        f"{experiment.ranks} ranks on {os.cpu_count()} cores, {records[BARE].parameters:,} parameters "
+        f"{experiment.ranks} ranks on {len(os.sched_getaffinity(0))} cores, {records[BARE].parameters:,} parameters "
         f"({megabytes:.1f} MB of gradients), {experiment.batch} digits per rank and step"
     )

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .statistics import Figures, Floats, say_ratio
+from .statistics import Figures, say_ratio
 from .training import TORCH, TORCH_FP16
 
 # Okabe and Ito's colours, which readers with any colour vision can tell apart.
 CURVES = ("#000000", "#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00")
 STRETCHES = 24
-LEGEND: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "frameon": False}
 COMPUTE, EXPOSED = "#999999", "#D55E00"
 STAGE_COLOURS = {"compress": "#0072B2", "reduce": "#56B4E9", "decompress": "#009E73"}
 
@@ -25,9 +24,12 @@ def draw(path: Path, figures: Sequence[Figures], title: str) -> None:
     """Write the PNG."""
     figure = Figure(figsize=(13, 2.6 + 0.62 * len(figures)), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    _draw_losses(left, figures)
-    _draw_steps(right, figures)
+    grid = figure.add_gridspec(1, 2, width_ratios=(1, 1.25))
+    left, right = (figure.add_subfigure(grid[column]) for column in (0, 1))
+    _draw_losses(left.subplots(), figures)
+    left.legend(loc="outside lower center", ncols=2, frameon=False, title="accuracy on held-out digits")
+    _draw_steps(right.subplots(), figures)
+    right.legend(loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130)
 
 
@@ -44,14 +46,13 @@ def _draw_losses(axes: Axes, figures: Sequence[Figures]) -> None:
             label=f"{f.name}  {f.accuracy:.1%}",
         )
     axes.set(title="Training loss", xlabel="step", ylabel="cross-entropy, mean over ranks", yscale="log")
-    axes.legend(title="accuracy on held-out digits", ncols=2, **LEGEND)
     _tidy(axes)
 
 
 def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
     """Two bars per setting: the step, and below it the communication thread, which runs beside it."""
-    rows = np.arange(len(figures))
-    step, thread = rows - 0.18, rows + 0.18
+    rows = range(len(figures))
+    step, thread = [row - 0.18 for row in rows], [row + 0.18 for row in rows]
     parts = {"compute (step without wrapper)": COMPUTE, "exposed communication": EXPOSED}
     _stack(axes, step, parts, [[f.compute, f.exposed] for f in figures])
     parts = {f"{stage} (thread)": colour for stage, colour in STAGE_COLOURS.items()}
@@ -61,13 +62,12 @@ def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
         axes.annotate(text, (max(f.step, f.compute), row), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(rows, [f.name for f in figures])
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.6 * max(f.step for f in figures))
+    axes.set_xlim(0, 1.7 * max(f.step for f in figures))
     axes.set(title="A step, and the communication thread beside it", xlabel="milliseconds")
-    axes.legend(ncols=3, **LEGEND)
-    _tidy(axes)
+    _tidy(axes, grid="x")
 
 
-def _stack(axes: Axes, rows: Floats, parts: Mapping[str, str], lengths: Sequence[Sequence[float]]) -> None:
+def _stack(axes: Axes, rows: Sequence[float], parts: Mapping[str, str], lengths: Sequence[Sequence[float]]) -> None:
     """Stacked bars, one per row; `parts` are labels with their colours."""
     left = np.zeros(len(rows))
     for (label, colour), widths in zip(parts.items(), np.transpose(lengths), strict=True):
@@ -75,7 +75,7 @@ def _stack(axes: Axes, rows: Floats, parts: Mapping[str, str], lengths: Sequence
         left += widths
 
 
-def _tidy(axes: Axes) -> None:
-    axes.grid(alpha=0.3)
+def _tidy(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
+    axes.grid(axis=grid, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

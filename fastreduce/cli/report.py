@@ -29,9 +29,9 @@ NOTES = (
     "to the exact average at the same weights. Error feedback adds what the last step lost to the next, "
     "which makes one step's error larger and the sum over steps closer."
 )
-COLUMNS = (
+HEADERS = (
     "step\n(quartiles)",
-    "over none\n(95 % interval)",
+    "over none\n(95 %)",
     "ex-\nposed",
     "com-\npress",
     "reduce",
@@ -40,21 +40,32 @@ COLUMNS = (
     "grad.\nerror",
     "accu-\nracy",
 )
+OPTIONAL = slice(3, 6)  # columns left out where they do not fit
+WIDTH = 102
 
 
 def print_table(console: Console, figures: Sequence[Figures]) -> None:
     """The table, its notes and the conclusion."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("\nsetting", overflow="fold")
-    for header in COLUMNS:
+    left_out = OPTIONAL if console.width < WIDTH else slice(0)
+
+    def shown(cells: Sequence[str]) -> list[str]:
+        chosen = list(cells)
+        del chosen[left_out]
+        return chosen
+
+    for header in shown(HEADERS):
         table.add_column(header, justify="right", no_wrap=True)
     fastest = min(figures, key=lambda f: f.ratio.median)
     for f in figures:
-        table.add_row(*_row(f), style="bold" if f is fastest else None)
+        table.add_row(f.name, *shown(_row(f)), style="bold" if f is fastest else None)
     table.add_row(BARE, f"{figures[0].compute:.1f}", style="dim")
     console.print()
     console.print(table)
     console.print(f"\n{NOTES}", style="dim", highlight=False)
+    if console.width < WIDTH:
+        console.print(f"Terminal below {WIDTH} columns: compress, reduce, decompress are in results.json only.")
     console.print()
     for sentence in conclude(figures):
         console.print(sentence, highlight=False)
@@ -67,13 +78,12 @@ def _row(f: Figures) -> list[str]:
     elif not np.isnan(f.ratio.low):
         ratio += f" ({f.ratio.low:.2f}–{f.ratio.high:.2f})"
     return [
-        f.name,
         f"{f.step:.1f} ({f.quartiles[0]:.0f}–{f.quartiles[1]:.0f})",
         ratio,
         f"{f.exposed:.1f}",
         *(f"{f.stages[stage]:.1f}" if f.stages else "–" for stage in STAGES),
         f"{f.sent_bytes / 1e6:.3g}",
-        f"{f.gradient_error:.1e}",
+        f"{f.gradient_error:.0e}",
         f"{f.accuracy:.1%}",
     ]
 
@@ -101,7 +111,7 @@ def write_results(
         },
         "machine": {
             "processor": _processor(),
-            "cores": os.cpu_count(),
+            "cores": len(os.sched_getaffinity(0)),
             "system": platform.platform(),
             "kernels": backends.choose(torch.device("cpu")).name,
         },

@@ -152,7 +152,11 @@ def _say_accuracy(figures: Sequence[Figures]) -> str:
         return f"Accuracy on the held-out digits is {low.accuracy:.1%} under every setting."
     limit = SIGNIFICANT / (len(figures) - 1)  # as many chances as comparisons with none
     different = [f.name for f in figures if f.chance < limit]
-    verdict = "beyond chance differ from none: " + ", ".join(different) if different else "no more than chance"
+    verdict = (
+        "different from none beyond chance: " + ", ".join(different)
+        if different
+        else "the differences are within chance"
+    )
     return (
         f"Accuracy on the held-out digits is {low.accuracy:.1%} ({low.name}) to {high.accuracy:.1%} "
         f"({high.name}): {verdict} (McNemar's exact test)."

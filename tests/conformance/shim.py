@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -26,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.overrides import TorchFunctionMode
 
 from fastreduce import DistributedDataParallel as OurDDP
+
+from . import sync_batchnorm
 
 CLASSES: dict[str, type[TorchDDP]] = {"torch": TorchDDP, "fastreduce": OurDDP}
 CPU = torch.device("cpu")
@@ -88,6 +91,7 @@ def install(which: str) -> None:
         ddp.__init__ = _without_devices(ddp.__init__)  # type: ignore[method-assign]
     for module in (nn.parallel, tests):  # not torch.nn.parallel.distributed: Dynamo looks there
         module.DistributedDataParallel = CLASSES[which]
+    TorchDDP._passing_sync_batchnorm_handle = lambda *_: None  # type: ignore[method-assign]  # it refuses the CPU
     tests.init_multigpu_helper = lambda world_size, _: {rank: [rank] for rank in range(world_size)}
     tests.Barrier.sync.__func__.__defaults__ = (None, 60)  # wait_for, timeout: machines may be busy
 
@@ -119,6 +123,8 @@ class _ToCPU(TorchFunctionMode):
             kwargs["device"] = _on_cpu(kwargs["device"])
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device and isinstance(args[0], int):
+            return CPU
         if func is torch.Tensor.to:
             args = (args[0], *map(_on_cpu, args[1:]))
         return func(*args, **kwargs)
@@ -136,16 +142,6 @@ class _Nothing:
         return lambda *_, **__: None
 
 
-class _DeviceType(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, type(CPU))
-
-
-class _Device(metaclass=_DeviceType):
-    def __new__(cls, kind: Any, index: int | None = None) -> Any:
-        return _on_cpu(kind) if index is None else CPU
-
-
 @contextlib.contextmanager
 def _no_context(*_: Any, **__: Any) -> Iterator[None]:
     yield
@@ -156,18 +152,35 @@ def _map_devices() -> None:
     cuda: Any = torch.cuda
     cuda.device_count = lambda: world_size
     cuda.current_device = lambda: CPU
-    cuda.set_device = cuda.synchronize = cuda.manual_seed = lambda *_, **__: None
-    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = _Nothing
+    for name in ("set_device", "synchronize", "manual_seed"):  # each its own function: Dynamo wants that
+        setattr(cuda, name, lambda *_, **__: None)
     cuda.stream = cuda.device = _no_context
+    for owner, name in itertools.product((cuda, torch, torch.accelerator), ("Stream", "Event", "current_stream")):
+        if hasattr(owner, name):
+            setattr(owner, name, type(name, (_Nothing,), {}))
     module: Any = nn.Module
     to = module.to
     module.cuda = lambda self, *_: self
     module.to = lambda self, *args, **kwargs: to(self, *map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
     _ToCPU().__enter__()
+    sync_batchnorm.install(CPU)
+
+
+# Sizes in tests that would run for minutes on a CPU.
+SMALLER = {"test_ddp_uneven_inputs": {1000: 40}}
+
+
+def _shrink(test: str) -> None:
+    function: Any = inspect.unwrap(getattr(_Base, test))
+    code = function.__code__
+    constants = tuple(SMALLER[test].get(c, c) if type(c) is int else c for c in code.co_consts)
+    function.__code__ = code.replace(co_consts=constants)
 
 
 def call(test: str, rank: int, rendezvous: str) -> None:
     """Run one test as this rank, as torch's `TestDistBackend._run` does."""
+    if test in SMALLER:
+        _shrink(test)
     case = Case(test)
     case.rank, case.file_name = rank, rendezvous
     seconds = tests.CUSTOM_PG_TIMEOUT.get(test, tests.default_pg_timeout)

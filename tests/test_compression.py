@@ -1,0 +1,155 @@
+"""Compression settings: what strings mean, print and refuse, and where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from fastreduce import BF16, FP16, INT8, Compression, NoCompression, SettingError
+
+plain = st.one_of(
+    st.builds(NoCompression, accumulate=st.sampled_from(["fp32", "wire"])),
+    st.builds(FP16, accumulate=st.sampled_from(["fp32", "wire"])),
+    st.builds(BF16, accumulate=st.sampled_from(["fp32", "wire"])),
+)
+int8 = st.builds(INT8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
+settings = st.one_of(plain, int8)
+
+
+@given(settings)
+def test_what_a_setting_prints_it_parses_back(setting: Compression):
+    assert Compression.parse(str(setting)) == setting
+    assert Compression.resolve(setting) is setting
+    assert Compression.resolve(str(setting)) == setting
+
+
+@pytest.mark.parametrize(
+    ("spec", "setting", "prints"),
+    [
+        ("none", NoCompression(), "none"),
+        ("none:accumulate=fp32", NoCompression(accumulate="fp32"), "none:accumulate=fp32"),
+        ("none:accumulate=wire", NoCompression(), "none"),
+        ("fp16", FP16(), "fp16"),
+        ("fp16:accumulate=fp32", FP16(), "fp16"),
+        (" bf16 : accumulate=wire ".replace(" :", ":"), BF16(accumulate="wire"), "bf16:accumulate=wire"),
+        ("int8", INT8(), "int8"),
+        ("int8:block=128,error_feedback", INT8(error_feedback=True), "int8:error_feedback"),
+        ("int8:error_feedback=true, block=64", INT8(64, True), "int8:block=64,error_feedback"),
+        ("int8:error_feedback=0", INT8(), "int8"),
+    ],
+)
+def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
+    assert Compression.parse(spec) == setting
+    assert str(setting) == prints
+
+
+@pytest.mark.parametrize(
+    ("spec", "names", "allowed"),
+    [
+        ("", "''", "none, fp16, bf16, int8"),
+        ("fp32", "'fp32'", "none, fp16, bf16, int8"),
+        ("FP16", "'FP16'", "none, fp16, bf16, int8"),
+        ("fp16:", "''", "accumulate"),
+        ("fp16:block=64", "'block=64'", "accumulate"),
+        ("int8:accumulate=wire", "'accumulate=wire'", "block, error_feedback"),
+        ("int8:blok=64", "'blok=64'", "block, error_feedback"),
+        ("fp16:accumulate=fp64", "'fp64'", "fp32, wire"),
+        ("fp16:accumulate", "'accumulate'", "accumulate="),
+        ("fp16:accumulate=", "''", "fp32, wire"),
+        ("int8:block", "'block'", "block="),
+        ("int8:block=", "'block='", "whole number"),
+        ("int8:block=1e2", "'block=1e2'", "whole number"),
+        ("int8:block=-16", "'block=-16'", "whole number"),
+        ("int8:block=²", "'block=²'", "whole number"),
+        ("int8:block=0", "0", "multiples of 16 from 16 to 4096"),
+        ("int8:block=100", "100", "multiples of 16 from 16 to 4096"),
+        ("int8:block=8192", "8192", "multiples of 16 from 16 to 4096"),
+        ("int8:block=64,block=128", "'block'", "twice"),
+        ("int8:error_feedback=perhaps", "'error_feedback=perhaps'", "=true or =false"),
+        ("int8:block=64,,error_feedback", "''", "block, error_feedback"),
+        ("int8:block=64;error_feedback", "'block=64;error_feedback'", "whole number"),
+    ],
+)
+def test_a_bad_spec_names_the_piece_and_what_is_allowed(spec: str, names: str, allowed: str):
+    with pytest.raises(SettingError) as caught:
+        Compression.parse(spec)
+    assert names in str(caught.value) and allowed in str(caught.value)
+
+
+@given(st.text(max_size=30))
+@example("int8:block=٣٢")
+@example("int8:\x00")
+def test_any_text_parses_or_is_a_setting_error(text: str):
+    try:
+        setting = Compression.parse(text)
+    except SettingError:
+        return
+    assert Compression.parse(str(setting)) == setting
+
+
+@given(
+    st.sampled_from(["none", "fp16", "bf16", "int8"]),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["block", "accumulate", "error_feedback"]),
+            st.one_of(st.sampled_from(["", "=", "=fp32", "=wire", "=64", "=true"]), st.text(max_size=5)),
+        ),
+        max_size=3,
+    ),
+)
+def test_any_options_parse_or_are_a_setting_error(name: str, options: list[tuple[str, str]]):
+    try:
+        setting = Compression.parse(name + ":" + ",".join(key + value for key, value in options))
+    except SettingError:
+        return
+    assert Compression.parse(str(setting)) == setting
+
+
+@pytest.mark.parametrize("make", [lambda: INT8(block=100), lambda: INT8(block=64.0), lambda: INT8(block=True)])  # type: ignore[arg-type]
+def test_dataclasses_refuse_what_specs_refuse(make: Any):
+    with pytest.raises(SettingError, match="multiples of 16"):
+        make()
+
+
+def test_dataclasses_refuse_an_unknown_accumulator():
+    with pytest.raises(SettingError, match="fp32, wire"):
+        FP16(accumulate="fp64")
+
+
+def test_settings_are_values():
+    assert INT8() == INT8() and hash(INT8()) == hash(INT8()) and INT8() != INT8(64)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        INT8().block = 64  # type: ignore[misc]
+
+
+def test_without_a_setting_the_environment_decides_and_else_nothing_is_compressed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FASTREDUCE_COMPRESSION", raising=False)
+    assert Compression.resolve(None) == NoCompression()
+    monkeypatch.setenv("FASTREDUCE_COMPRESSION", "")
+    assert Compression.resolve(None) == NoCompression()
+    monkeypatch.setenv("FASTREDUCE_COMPRESSION", "int8:block=64")
+    assert Compression.resolve(None) == INT8(64)
+    assert Compression.resolve("fp16") == FP16(), "an argument comes first"
+    monkeypatch.setenv("FASTREDUCE_COMPRESSION", "int9")
+    with pytest.raises(SettingError, match="int9"):
+        Compression.resolve(None)
+
+
+@pytest.mark.parametrize("value", [16, b"fp16", FP16, ["fp16"], True])
+def test_what_is_neither_text_nor_a_setting_is_refused(value: Any):
+    with pytest.raises(SettingError, match=type(value).__name__):
+        Compression.resolve(value)
+
+
+@given(settings, st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
+def test_what_a_setting_tells_the_pipeline_fits_together(setting: Compression, dtype: torch.dtype):
+    wire = setting.wire_dtype(dtype)
+    assert (wire is torch.uint8) == (setting.block > 0)
+    assert setting.alignment % max(setting.block, 1) == 0 and setting.alignment >= 8
+    assert setting.two_shot or not setting.block, "a transport cannot sum quantized wires"
+    assert not setting.error_feedback or setting.two_shot

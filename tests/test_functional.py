@@ -1,0 +1,281 @@
+"""all_reduce_gradients: plain tensors and parameters, any layout, under every setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastreduce
+from fastreduce import MismatchError, SettingError, TensorError, TransportError, all_reduce_gradients
+from fastreduce.transports import local_ranks
+from tests import tolerances
+from tests.models import SETTINGS, assert_same_bits, batch, mlp
+from tests.ranks import RankPool
+from tests.test_reducer import in_threads
+
+
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
+    return pool
+
+
+def make_tensors(rank: int) -> list[Tensor]:
+    """Many dtypes, sizes and layouts: contiguous, transposed, channels_last, strided, expanded from one, views."""
+    return [
+        batch(rank, 0, 1000),
+        batch(rank, 1, 7, 9).t(),
+        batch(rank, 2, 2, 3, 4, 5).to(memory_format=torch.channels_last),
+        batch(rank, 3, 40)[::2],
+        batch(rank, 4, 6, 6)[:, 1:3],
+        batch(rank, 5),
+        batch(rank, 6, 0),
+        batch(rank, 7, 129, dtype=torch.float64),
+        batch(rank, 8, 129, dtype=torch.float16),
+        batch(rank, 9, 129, dtype=torch.bfloat16),
+        torch.complex(batch(rank, 10, 5), batch(rank, 11, 5)),
+        torch.view_as_complex(batch(rank, 12, 4, 3, 2)).t(),
+    ]
+
+
+def _averaged(rank: int, world_size: int, setting: str) -> list[Tensor]:
+    tensors = make_tensors(rank)
+    addresses = [t.data_ptr() for t in tensors]
+    all_reduce_gradients(tensors, setting)
+    assert [t.data_ptr() for t in tensors] == addresses, "in place"
+    return [t.contiguous() for t in tensors]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tensors_are_averaged_in_place_within_the_bound_and_alike_on_all_ranks(ranks: RankPool, setting: str):
+    found = ranks.run(_averaged, setting)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+    of_ranks = [make_tensors(r) for r in range(ranks.world_size)]
+    for i, tensor in enumerate(found[0]):
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        exact = torch.stack([tensors[i].to(wide) for tensors in of_ranks]).mean(0)
+        dense = [tensors[i] if i not in (3, 4) else tensors[i].contiguous() for tensors in of_ranks]
+        far = exact - tensor
+        far = torch.view_as_real(far) if far.is_complex() else far
+        bound = tolerances.error_bound(setting, dense)
+        in_memory_order = torch.empty_like(dense[0], dtype=wide).copy_(exact - tensor)
+        if tensor.is_complex():
+            in_memory_order = torch.view_as_real(in_memory_order)
+        flat = in_memory_order.as_strided((in_memory_order.numel(),), (1,)).abs()
+        assert (flat <= bound).all(), f"tensor {i}: {far.abs().max()}"
+
+
+def _elements_between(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    base = torch.full((40,), float(rank + 1))
+    all_reduce_gradients([base[::2]])
+    return base[::2].clone(), base[1::2].clone()
+
+
+def test_elements_between_those_of_a_strided_tensor_are_not_touched(ranks2: RankPool):
+    for rank, (inside, between) in enumerate(ranks2.run(_elements_between)):
+        assert (inside == 1.5).all() and (between == rank + 1).all()
+
+
+def _parameters(rank: int, world_size: int) -> dict[str, Any]:
+    used, some, none = (nn.Parameter(torch.zeros(5)) for _ in range(3))
+    leaf = torch.zeros(3, requires_grad=True)
+    used.grad = torch.full((5,), rank + 1.0)
+    leaf.grad = torch.full((3,), rank + 1.0)
+    if rank == 0:
+        some.grad = torch.full((5,), 4.0)
+    plain = torch.full((2,), rank + 1.0)
+    all_reduce_gradients([used, some, none, leaf, plain])
+    return {
+        "used": used.grad,
+        "some": some.grad,
+        "none": none.grad,
+        "leaf": leaf.grad,
+        "plain": plain,
+        "value": used.data,
+    }
+
+
+def test_parameters_are_averaged_in_their_grad_and_none_counts_as_zeros(ranks2: RankPool):
+    for found in ranks2.run(_parameters):
+        assert (found["used"] == 1.5).all() and (found["leaf"] == 1.5).all() and (found["plain"] == 1.5).all()
+        assert (found["some"] == 2.0).all(), "one rank's 4 and the other's None"
+        assert found["none"] is None, "None everywhere stays None"
+        assert not found["value"].any()
+
+
+def _loop(rank: int, world_size: int, setting: str) -> tuple[list[Tensor], list[Tensor]]:
+    seen = []
+    for kind in ("functional", "ddp"):
+        torch.manual_seed(0)
+        model: Any = mlp()
+        if kind == "ddp":
+            model = fastreduce.DistributedDataParallel(model, compression=setting)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(rank, step, 4, 20)).square().mean().backward()
+            if kind == "functional":
+                all_reduce_gradients(model.parameters(), setting)
+            optimizer.step()
+        seen.append([p.detach().clone() for p in model.parameters()])
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("setting", ["none", "fp16", "int8"])
+def test_a_loop_without_a_wrapper_trains_to_the_wrappers_bits(ranks2: RankPool, setting: str):
+    for functional, wrapped in ranks2.run(_loop, setting):
+        assert_same_bits(functional, wrapped)
+
+
+def _feedback(rank: int, world_size: int, setting: str) -> Tensor:
+    """Mean over calls with the same gradients."""
+    total = torch.zeros(500, dtype=torch.float64)
+    for _ in range(100):
+        gradient = batch(rank, 0, 500) * torch.logspace(-3, 0, 500)
+        all_reduce_gradients([gradient], setting)
+        total += gradient
+    return total / 100
+
+
+def test_residuals_persist_across_calls(ranks2: RankPool):
+    exact = torch.stack([batch(r, 0, 500) * torch.logspace(-3, 0, 500) for r in range(2)]).double().mean(0)
+    without, with_feedback = (
+        (ranks2.run(_feedback, setting)[0] - exact).abs().sum() for setting in ("int8", "int8:error_feedback")
+    )
+    assert with_feedback < 2 * tolerances.LONG_RUN * without  # half the steps of that entry
+
+
+def _kept(rank: int, world_size: int) -> list[int]:
+    from fastreduce import functional
+
+    gradients = [torch.ones(3), torch.ones(4)]
+    sizes = []
+    for setting in ("fp16", "fp16", "int8", "fp16"):
+        all_reduce_gradients(gradients, setting)
+        sizes.append(sum(len(kept) for kept in functional._reductions.values()))
+    return [size - sizes[0] for size in sizes]
+
+
+def test_buffers_are_kept_per_setting_and_shapes(ranks2: RankPool):
+    assert ranks2.run(_kept) == [[0, 0, 1, 1]] * 2
+
+
+def test_nothing_to_average_is_fine(ranks2: RankPool):
+    assert ranks2.run(_nothing) == [None, None]
+
+
+def _nothing(rank: int, world_size: int) -> None:
+    all_reduce_gradients([])
+    all_reduce_gradients(p for p in [torch.ones(0)])
+
+
+def test_it_takes_a_transport_and_a_group(ranks3: RankPool):
+    def run(rank: int, transport: Any) -> Tensor:
+        tensor = torch.full((4,), rank + 1.0)
+        all_reduce_gradients([tensor], transport=transport)
+        return tensor
+
+    assert all((t == 2.5).all() for t in in_threads(4, run))
+    assert ranks3.run(_in_group) == [2.0, 2.0, 2.0]
+
+
+def _in_group(rank: int, world_size: int) -> float:
+    group = dist.new_group([0, 2])
+    tensor = torch.full((4,), rank + 1.0)
+    if rank != 1:
+        all_reduce_gradients([tensor], group=group)
+    return float(tensor[0])
+
+
+def test_one_rank_alone_needs_no_transport():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = batch(0, 0, 10)
+        kept = tensor.clone()
+        all_reduce_gradients([tensor])
+        assert_same_bits(tensor, kept)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_a_process_group_it_says_what_to_call():
+    with pytest.raises(ValueError, match="init_process_group"):
+        all_reduce_gradients([torch.ones(3)])
+
+
+# Bad input
+
+
+def alone(*tensors: Any, setting: Any = None) -> None:
+    all_reduce_gradients(tensors, setting, transport=local_ranks(1)[0])
+
+
+def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
+    with pytest.raises(TensorError, match="int32"):
+        alone(torch.ones(3, dtype=torch.int32))
+    with pytest.raises(TensorError, match="sparse"):
+        alone(torch.ones(3).to_sparse())
+    with pytest.raises(TensorError, match="conj"):
+        alone(torch.ones(3, dtype=torch.complex64).conj())
+    with pytest.raises(TensorError, match="detach"):
+        alone(torch.ones(3, requires_grad=True) * 2)
+    with pytest.raises(SettingError, match="int9"):
+        alone(torch.ones(3), setting="int9")
+
+
+def _differ(rank: int, world_size: int, what: str) -> str:
+    tensor, setting = torch.ones(2, 3, 2, 2), "fp16"
+    if rank == 1:
+        if what == "shape":
+            tensor = torch.ones(2, 3, 4)
+        elif what == "dtype":
+            tensor = tensor.double()
+        elif what == "strides":
+            tensor = tensor.to(memory_format=torch.channels_last)
+        elif what == "setting":
+            setting = "bf16"
+        elif what == "bad setting":
+            setting = "int9"
+    tensors = [torch.ones(1), tensor] + [torch.ones(1)] * (what == "number" and rank == 1)
+    try:
+        all_reduce_gradients(tensors, setting)
+    except (MismatchError, SettingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("shape", "tensor 1"),
+        ("dtype", "float64"),
+        ("strides", "strides"),
+        ("setting", "bf16"),
+        ("number", "tensor 2"),
+        ("bad setting", "int9"),
+    ],
+)
+def test_ranks_that_differ_get_one_error_each(ranks2: RankPool, what: str, says: str):
+    first, second = ranks2.run(_differ, what, timeout=20)
+    assert says in first and says in second
+    assert "MismatchError" in first
+    assert what == "bad setting" or first == second
+
+
+def test_ranks_that_differ_in_a_later_call_do_not_hang_for_ever():
+    """One rank knows its shapes already and the other does not: what is told is a transport's error, in time."""
+
+    def run(rank: int, transport: Any) -> str:
+        all_reduce_gradients([torch.ones(1000)], transport=transport)
+        try:
+            all_reduce_gradients([torch.ones(1000 if rank == 0 else 10)], transport=transport)
+        except (MismatchError, TransportError, RuntimeError) as error:
+            return type(error).__name__
+        return "no error"
+
+    assert "no error" not in in_threads(2, run, timeout=3)

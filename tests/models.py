@@ -83,7 +83,7 @@ def assert_same_bits(found: Any, expected: Any, where: str = "") -> None:
 def batch(rank: int, step: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random data that only depends on rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def whole_batch(rank: int, step: int, *shape: int) -> Tensor:

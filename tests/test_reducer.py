@@ -192,7 +192,7 @@ def test_every_rank_launches_in_index_order_whatever_it_used(setting: str):
         return logs, plans
 
     for logs, plans in in_threads(3, run):
-        assert len(set(plans[-1])) > 4, "wires of different sizes, to tell the buckets apart"
+        assert len(set(plans[-1])) >= 4, "wires of different sizes, to tell the buckets apart"
         for log, wires in zip(logs, plans, strict=True):
             operations = ["all_reduce"] if setting == "none" else ["all_to_all", "all_gather"]
             assert log == [(operation, wire) for wire in wires for operation in operations]
@@ -335,7 +335,7 @@ def test_a_peer_that_leaves_is_a_transport_error_with_bucket_and_parameters():
             output.sum().backward()
         return str(caught.value)
 
-    message = in_threads(2, run)[0]
+    message = in_threads(2, run, timeout=5)[0]
     assert "rank 0" in message and "Bucket 0 holds" in message and "6.weight" in message
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
-import time
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GRACE_SECONDS = 2.0
-
 Report = Callable[[Any], None]
 RankFunction = Callable[..., Any]
 
 
 class RanksFailedError(Exception):
-    """A rank raised, died or hung; the message holds the first rank's traceback."""
+    """A rank raised, died or hung; the message holds the rank and its traceback."""
 
 
 def run_ranks(
@@ -70,30 +67,24 @@ def _collect(
     processes: list[SpawnProcess], pipes: list[Connection], on_report: Report, stall_seconds: float
 ) -> list[Any]:
     values: dict[int, Any] = {}
-    failures: dict[int, str] = {}  # in order of arrival: the first one is the cause
-    limit = stall_seconds
-    deadline = time.monotonic() + limit
-    while len(values) + len(failures) < len(processes):
-        silent = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in values and rank not in failures}
-        ready = wait(list(silent), max(0.0, deadline - time.monotonic()))
+    while len(values) < len(processes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in values}
+        ready = wait(list(waiting), stall_seconds)
         if not ready:
-            break
+            raise RanksFailedError(f"no rank has reported anything for {stall_seconds:g} s: they hang")
+        failures = []
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            rank = silent[pipe]
+            rank = waiting[pipe]
             kind, value = _receive(pipe, processes[rank])
             if kind == "report":
                 on_report(value)
             elif kind == "value":
                 values[rank] = value
             else:
-                failures[rank] = value
-                limit = GRACE_SECONDS
-        deadline = time.monotonic() + limit if not failures else min(deadline, time.monotonic() + limit)
-    if failures:
-        raise RanksFailedError(_describe(failures))
-    if len(values) < len(processes):
-        raise RanksFailedError(f"no rank has reported anything for {stall_seconds:g} s: ranks hang")
+                failures.append(f"rank {rank} {value}")
+        if failures:  # the first to arrive: others fail because of it
+            raise RanksFailedError("\n".join(failures))
     return [values[rank] for rank in range(len(processes))]
 
 
@@ -103,19 +94,9 @@ def _receive(pipe: Connection, process: SpawnProcess) -> tuple[str, Any]:
     except EOFError:
         process.join()
         code = process.exitcode or 0
-        return (
-            "failure",
-            f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}",
-        )
+        fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return "failure", fate
     return kind, value
-
-
-def _describe(failures: dict[int, str]) -> str:
-    """The first failure in full; the last lines of those that followed from it."""
-    (first, text), *others = failures.items()
-    lines = [f"rank {first} failed:", text.rstrip()]
-    lines += [f"then rank {rank}: {other.rstrip().splitlines()[-1]}" for rank, other in others]
-    return "\n".join(lines)
 
 
 def _work(
@@ -127,6 +108,7 @@ def _work(
     function: RankFunction,
     args: tuple[object, ...],
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -139,8 +121,15 @@ def _work(
         )
         message = "value", function(rank, lambda value: pipe.send(("report", value)), *args)
     except BaseException:
-        message = "failure", traceback.format_exc()
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone
-        pipe.send(message)
+        message = "failure", f"failed:\n{traceback.format_exc().rstrip()}"
+    pipe.send(message)
     # Not by way of the interpreter's end: there torch's own DDP over gloo aborts now and then.
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """However it ended: without it, a rank would wait for its peers until their timeout."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

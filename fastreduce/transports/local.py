@@ -18,11 +18,43 @@ class _Done:
 
 
 class _Meeting:
-    """Where the ranks of one process lay out what they bring to a collective."""
+    """Where the ranks of one process lay out what they bring to a collective.
+
+    `threading.Barrier` would do but for one thing: aborted, it also breaks ranks that are still on their
+    way out of a complete meeting.
+    """
 
     def __init__(self, world_size: int, timeout: float) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=timeout)
         self.brought: list[Any] = [None] * world_size
+        self._world_size, self._timeout = world_size, timeout
+        self._changed = threading.Condition()
+        self._waiting = self._generation = 0
+        self._left = False
+
+    def wait(self, rank: int) -> None:
+        """Wait, as `rank`, for all ranks.
+
+        Raises:
+            TransportError: if one has left, or has not come within the timeout.
+        """
+        with self._changed:
+            generation = self._generation
+            self._waiting += 1
+            if self._waiting == self._world_size:
+                self._waiting, self._generation = 0, generation + 1
+                self._changed.notify_all()
+                return
+            self._changed.wait_for(lambda: self._generation != generation or self._left, self._timeout)
+            if self._generation == generation:
+                self._left = True
+                self._changed.notify_all()
+                raise TransportError(f"rank {rank}: another local rank did not come or left")
+
+    def leave(self) -> None:
+        """Let nobody wait for a rank that is gone."""
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
 
 
 class LocalTransport(Transport):
@@ -38,12 +70,9 @@ class LocalTransport(Transport):
         """Lay `value` out, use what everybody brought, and leave when all have."""
         meeting = self._meeting
         meeting.brought[self.rank] = value
-        try:
-            meeting.barrier.wait()
-            use(meeting.brought)
-            meeting.barrier.wait()
-        except threading.BrokenBarrierError as error:
-            raise TransportError(f"rank {self.rank}: another local rank did not come or left") from error
+        meeting.wait(self.rank)
+        use(meeting.brought)
+        meeting.wait(self.rank)
         return _Done()
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -53,7 +82,7 @@ class LocalTransport(Transport):
             total = brought[0].clone()
             for other in brought[1:]:
                 total += other
-            self._meeting.barrier.wait()
+            self._meeting.wait(self.rank)
             tensor.copy_(total)
 
         return _Done() if self.world_size == 1 else self._meet(tensor, use)
@@ -84,7 +113,8 @@ class LocalTransport(Transport):
         return values
 
     def close(self) -> None:
-        """Give nothing back: ranks that are still leaving their last collective need the meeting."""
+        """Leave; others that wait for this rank are told."""
+        self._meeting.leave()
 
 
 def local_ranks(world_size: int, timeout: float = 60.0) -> list[LocalTransport]:

@@ -1,23 +1,33 @@
-"""Runs torch's DDP tests against torch's class and ours: `python -m tests.conformance.run [test …]`."""
+"""Runs torch's own DDP tests, each on fresh ranks, with torch's class and with ours."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .known_differences import KNOWN_DIFFERENCES, WITHOUT_BASELINE
+
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 120.0
+START_SECONDS = 120.0  # the server imports torch's tests
+TIMEOUT = 180.0  # of one test; torch.compile can take a minute
 
 
 @dataclass
 class Result:
+    """What became of one test with one class: `passed`, `skipped` or `failed`."""
+
     test: str
     which: str
     outcome: str
@@ -26,20 +36,19 @@ class Result:
 
 
 class Server:
-    """The process that forks ranks (`tests.conformance.ranks`), and dies with this object's context."""
+    """A process of `tests.conformance.ranks`, which forks the ranks of each test."""
 
     def __init__(self, world_size: int = 2) -> None:
-        environment = {**os.environ, "BACKEND": "gloo", "WORLD_SIZE": str(world_size), "TEMP_DIR": "/nonexistent"}
-        environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-        environment.update(PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
-        environment.pop("FASTREDUCE_COMPRESSION", None)
-        environment.pop("TORCH_DISTRIBUTED_DEBUG", None)
+        ours = ("FASTREDUCE_", "TORCH_DISTRIBUTED_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        environment.update(BACKEND="gloo", WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+        environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.conformance.ranks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            bufsize=1,
             cwd=ROOT,
             env=environment,
             start_new_session=True,
@@ -50,10 +59,11 @@ class Server:
             self.close()
             raise
 
-    def run(self, test: str, which: str, timeout: float = 60.0) -> Result:
+    def run(self, test: str, which: str, timeout: float = TIMEOUT) -> Result:
+        """One test with `torch`'s class or with `fastreduce`'s."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"test": test, "which": which, "timeout": timeout}) + "\n")
-        return Result(**self._read(timeout + 30))
+        print(json.dumps({"test": test, "which": which, "timeout": timeout}), file=self._process.stdin, flush=True)
+        return Result(**self._read(timeout + 60))
 
     def _read(self, timeout: float) -> Any:
         assert self._process.stdout is not None
@@ -65,11 +75,9 @@ class Server:
 
     def close(self) -> None:
         """End the server and its ranks."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
+        self._process.communicate()
 
     def __enter__(self) -> Server:
         return self
@@ -78,17 +86,63 @@ class Server:
         self.close()
 
 
-def main() -> None:
-    with Server() as server:
-        names = sys.argv[1:] or server.tests
-        print(len(names), "tests", flush=True)
-        for name in names:
-            for which in os.environ.get("WHICH", "torch,fastreduce").split(","):
-                r = server.run(name, which, float(os.environ.get("TIMEOUT", "60")))
-                print(f"{r.outcome:8s} {which:10s} {r.seconds:6.1f} {name}", flush=True)
-                if r.outcome == "failed":
-                    print(r.message[-int(os.environ.get("TAIL", "1500")):], flush=True)
+@dataclass
+class Verdict:
+    """What a test's results with both classes mean; `good` is false where something is to be done."""
+
+    test: str
+    text: str
+    good: bool
+    results: list[Result]
 
 
-if __name__ == "__main__":
-    main()
+def judge(server: Server, test: str, timeout: float = TIMEOUT) -> Verdict:
+    """Run one test with torch's class, then with ours."""
+    theirs = server.run(test, "torch", timeout)
+    if theirs.outcome != "passed":
+        return Verdict(test, "no baseline", False, [theirs])
+    ours = server.run(test, "fastreduce", timeout)
+    known = test in KNOWN_DIFFERENCES
+    if ours.outcome == "passed":
+        return Verdict(test, "STALE" if known else "same", not known, [theirs, ours])
+    return Verdict(test, "known difference" if known else "DIFFERENT", known, [theirs, ours])
+
+
+def judge_all(server: Server, tests: list[str], timeout: float) -> Iterator[Verdict]:
+    """Verdicts one by one, with progress on stdout."""
+    for number, test in enumerate(tests, 1):
+        verdict = judge(server, test, timeout)
+        seconds = " ".join(f"{result.seconds:6.1f}" for result in verdict.results)
+        print(f"{number:3d}/{len(tests)}  {verdict.text:16s}  {seconds:13s}  {test}", flush=True)
+        yield verdict
+
+
+def is_chosen(test: str, parts: list[str]) -> bool:
+    """Whether to run a test, given what the user asked for: names, parts of names, or nothing."""
+    if test in WITHOUT_BASELINE:
+        return test in parts
+    return not parts or any(part in test for part in parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit status: 1 if a verdict is not good."""
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("tests", nargs="*", help="names, or parts of names; all if there are none")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for one test with one class")
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+    with Server(options.world_size) as server:
+        chosen = [test for test in server.tests if is_chosen(test, options.tests)]
+        verdicts = list(judge_all(server, chosen, options.timeout))
+    for verdict in verdicts:
+        if verdict.text == "known difference":
+            print(f"\n{verdict.test}: {KNOWN_DIFFERENCES[verdict.test]}")
+        elif verdict.text == "STALE":
+            print(f"\n{verdict.test} passes now: remove it from known_differences.py")
+        elif not verdict.good:
+            print(f"\n===== {verdict.test}: {verdict.text}\n{verdict.results[-1].message}")
+    counts = Counter(verdict.text for verdict in verdicts)
+    print(f"\n{len(verdicts)} tests in {time.monotonic() - start:.0f} s: ", end="")
+    print(", ".join(f"{count} {text}" for text, count in counts.most_common()))
+    return 0 if all(verdict.good for verdict in verdicts) else 1

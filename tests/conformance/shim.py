@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.overrides import TorchFunctionMode
 
 from fastreduce import DistributedDataParallel as OurDDP
+from fastreduce import pipeline
+from fastreduce.compression import NoCompression
 
 from . import sync_batchnorm
 
@@ -60,14 +62,21 @@ def _import_tests() -> Any:
 
 
 tests = _import_tests()
+set_rng_seed = importlib.import_module("torch.testing._internal.common_utils").set_rng_seed
+_Backend: Any = tests.TestDistBackend
 _Base: Any = tests.DistributedTest._DistTestBase
 
 
-class Case(tests.TestDistBackend, _Base):  # type: ignore[misc]
+class Case(_Backend, _Base):  # type: ignore[misc]
     """All of torch's distributed tests, each to be called on every rank."""
 
     def runTest(self) -> None:
         """unittest wants it."""
+
+
+def warm_up() -> None:
+    """Load our kernels, before ranks are forked: no thread is started by it."""
+    pipeline.warm_up(torch.float32, CPU, NoCompression())
 
 
 def ddp_tests() -> list[str]:
@@ -114,13 +123,15 @@ def _on_cpu(device: Any) -> Any:
     return device
 
 
+def _on_cpu_too(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": _on_cpu(kwargs["device"])} if "device" in kwargs else kwargs
+
+
 class _ToCPU(TorchFunctionMode):
     """Every `device=` is the CPU, and so is what `.to` and `.cuda` are given."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs = _on_cpu_too(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.device and isinstance(args[0], int):
@@ -161,7 +172,7 @@ def _map_devices() -> None:
     module: Any = nn.Module
     to = module.to
     module.cuda = lambda self, *_: self
-    module.to = lambda self, *args, **kwargs: to(self, *map(_on_cpu, args), **{k: _on_cpu(v) for k, v in kwargs.items()})
+    module.to = lambda self, *args, **kwargs: to(self, *map(_on_cpu, args), **_on_cpu_too(kwargs))
     _ToCPU().__enter__()
     sync_batchnorm.install(CPU)
 
@@ -192,14 +203,8 @@ def call(test: str, rank: int, rendezvous: str) -> None:
         timeout=tests.timedelta(seconds=seconds),
     )
     case._barrier()
-    _seed()
+    set_rng_seed()
     getattr(case, test)()
     case._barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _seed() -> None:
-    from torch.testing._internal.common_utils import set_rng_seed
-
-    set_rng_seed()

@@ -31,6 +31,14 @@ class Collected:
     repoint: list[Tensor] = field(default_factory=list)
     late: list[tuple[int, Action | None, Action | None]] = field(default_factory=list)
 
+    def point_used(self) -> None:
+        """Let `.grad` of what this rank used be the views already: hooks that read it take that for granted."""
+        for parameter, view in zip(self.repoint, self.targets, strict=False):
+            parameter.grad = view
+        for _, if_used, if_unused in self.late:
+            if if_used is not None and if_used is if_unused:
+                if_used()
+
     def settle(self, used_by_any: Tensor) -> list[int]:
         """Do what was to be done on arrival; returns the positions of slots that no rank used."""
         for parameter, view in zip(self.repoint, self.targets, strict=False):

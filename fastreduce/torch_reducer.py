@@ -113,7 +113,18 @@ class TorchReducer(GradientReducer):
     def _forget_backward(self) -> None:
         super()._forget_backward()
         self._flags = None
-        self._after_backward.clear()
+
+    def drop_broken_backward(self) -> None:
+        """Forget a backward that raised before its end, and the futures that it was to wait for."""
+        if self._in_backward:
+            self._after_backward.clear()
+        super().drop_broken_backward()
+
+    def _collect(self, index: int) -> Job:
+        job = super()._collect(index)
+        if self._hook is not None and self._as_views:
+            job.found.point_used()
+        return job
 
     def _settle(self, job: Job) -> set[int]:
         if self._hook is not None:

@@ -39,7 +39,7 @@ class CompareCommand(TyperCommand):
         """Repeat `--settings` before each further value; the command has no positional arguments."""
         spread: list[str] = []
         inside = False
-        for word, following in zip(args, [*args[1:], "-"], strict=True):
+        for word, following in zip(args, [*args[1:], "-"], strict=False):
             if word == "--settings" and following.startswith("-"):
                 ctx.fail("--settings needs at least one setting")
             if word.startswith("-"):

@@ -318,5 +318,4 @@ class GradientReducer:
 
 
 def _close(stream: ThreadStream, transport: Transport) -> None:
-    stream.close()
-    transport.close()
+    stream.close(transport.close)

@@ -17,7 +17,7 @@ class ThreadStream:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stop = weakref.finalize(self, self._jobs.put, None)
+        weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         """Enqueue `job`; the future holds its end or its exception."""
@@ -30,9 +30,13 @@ class ThreadStream:
         self._jobs.put((job, future))
         return future
 
-    def close(self) -> None:
-        """End the thread after the jobs already enqueued."""
-        self._stop()
+    def close(self, last: Callable[[], None]) -> None:
+        """Run `last` after the jobs already enqueued, and end the thread."""
+        if self._thread is None:
+            last()
+        else:
+            self.submit(last)
+            self._jobs.put(None)
 
 
 def _work(jobs: queue.SimpleQueue[Job | None]) -> None:

@@ -340,21 +340,19 @@ def test_a_peer_that_leaves_is_a_transport_error_with_bucket_and_parameters():
 
 
 def test_figures_say_what_was_sent_and_how_long_stages_took():
-    def run(rank: int, transport: LocalTransport) -> tuple[int, int, float]:
+    def run(rank: int, transport: LocalTransport, setting: str) -> tuple[int, float]:
         model = seeded(mlp)
-        sent = {}
-        for setting in ("none", "fp16"):
-            reducer = make_reducer(model, transport, setting)
-            sent[setting] = reducer.sent_bytes
+        reducer = make_reducer(model, transport, setting)
         output = model(batch(rank, 0, 4, 20))
         reducer.arm()
         reducer.watch([output])
         output.sum().backward()
         seconds = reducer.seconds
-        return sent["none"], sent["fp16"], min(seconds.compress, seconds.reduce, seconds.decompress)
+        return reducer.sent_bytes, min(seconds.compress, seconds.reduce, seconds.decompress)
 
     numel = sum(p.numel() for p in mlp().parameters())
-    for none, fp16, shortest in in_threads(2, run):
+    found = {s: in_threads(2, lambda rank, transport, s=s: run(rank, transport, s)) for s in ("none", "fp16")}
+    for (none, shortest), (fp16, _) in zip(found["none"], found["fp16"], strict=True):
         assert 4 * numel <= none < 4.2 * numel
         assert none == 2 * fp16
         assert shortest > 0

@@ -160,7 +160,7 @@ class _Watch:
     def __enter__(self) -> _Watch:
         e = self._experiment
         self._console.print(
-            f"Training on {e.ranks} ranks, {e.rounds} rounds of {e.steps} timed steps under each of: "
+            f"--ranks {e.ranks} --width {e.width} --rounds {e.rounds} --steps {e.steps}, side by side: "
             f"{', '.join(e.contenders)}.",
             highlight=False,
         )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from .. import __version__, backends
@@ -25,9 +26,9 @@ NOTES = (
     "Times are medians in ms. step: slowest rank, with quartiles. over none: median ratio to none round by round, "
     "with its 95 % interval from order statistics. exposed: step minus the step without a wrapper. "
     "compress, reduce, decompress: on the communication thread, largely beside backward, so they do not add up "
-    "to exposed; torch does not tell its own. sent: MB per rank and step. gradient error: relative L2 distance "
-    "to the exact average at the same weights. Error feedback adds what the last step lost to the next, "
-    "which makes one step's error larger and the sum over steps closer."
+    "to exposed; reduce includes waiting for the slower rank; torch does not tell its own. sent: MB per rank and "
+    "step. grad. error: relative L2 distance to the exact average at the same weights. Error feedback adds what "
+    "the last step lost to the next, which makes one step's error larger and the sum over steps closer."
 )
 HEADERS = (
     "step\n(quartiles)",
@@ -40,35 +41,39 @@ HEADERS = (
     "grad.\nerror",
     "accu-\nracy",
 )
-OPTIONAL = slice(3, 6)  # columns left out where they do not fit
-WIDTH = 102
+WIDE = slice(3, 6)  # columns left out where they do not fit
 
 
 def print_table(console: Console, figures: Sequence[Figures]) -> None:
     """The table, its notes and the conclusion."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("\nsetting", overflow="fold")
-    left_out = OPTIONAL if console.width < WIDTH else slice(0)
-
-    def shown(cells: Sequence[str]) -> list[str]:
-        chosen = list(cells)
-        del chosen[left_out]
-        return chosen
-
-    for header in shown(HEADERS):
-        table.add_column(header, justify="right", no_wrap=True)
-    fastest = min(figures, key=lambda f: f.ratio.median)
-    for f in figures:
-        table.add_row(f.name, *shown(_row(f)), style="bold" if f is fastest else None)
-    table.add_row(BARE, f"{figures[0].compute:.1f}", style="dim")
+    rows = {f.name: _row(f) for f in figures}
+    table = _make_table(figures, HEADERS, rows)
+    fits = Measurement.get(console, console.options.update_width(1000), table).maximum <= console.width
+    if not fits:
+        headers = list(HEADERS)
+        for cells in (headers, *rows.values()):
+            del cells[WIDE]
+        table = _make_table(figures, headers, rows)
     console.print()
     console.print(table)
     console.print(f"\n{NOTES}", style="dim", highlight=False)
-    if console.width < WIDTH:
-        console.print(f"Terminal below {WIDTH} columns: compress, reduce, decompress are in results.json only.")
+    if not fits:
+        console.print("The terminal is too narrow for compress, reduce, decompress: see results.json.", style="dim")
     console.print()
     for sentence in conclude(figures):
         console.print(sentence, highlight=False)
+
+
+def _make_table(figures: Sequence[Figures], headers: Sequence[str], rows: Mapping[str, list[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("\nsetting", overflow="fold")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    fastest = min(figures, key=lambda f: f.ratio.median).name
+    for name, cells in rows.items():
+        table.add_row(name, *cells, style="bold" if name == fastest else None)
+    table.add_row(BARE, f"{figures[0].compute:.1f}", style="dim")
+    return table
 
 
 def _row(f: Figures) -> list[str]:

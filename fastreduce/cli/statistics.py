@@ -129,7 +129,9 @@ def _say_fastest(fastest: Figures, ours: Sequence[Figures]) -> str:
     if not others:
         return "Only none was run."
     if fastest.name != "none":
-        verdict = _verdict(fastest.ratio, unreal="no real difference: none does as well")
+        sure = [f"{f.name} with {say_ratio(f.ratio)}" for f in others if f.ratio.high < 1]
+        instead = f"; really faster than none: {', '.join(sure)}" if sure else ": none does as well"
+        verdict = _verdict(fastest.ratio, unreal=f"no real difference{instead}")
         return f"Fastest here was {fastest.name}: a step takes {say_ratio(fastest.ratio, 'none')}, {verdict}."
     second = min(others, key=lambda f: f.ratio.median)
     return (

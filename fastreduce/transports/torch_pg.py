@@ -17,8 +17,21 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from ..errors import TransportError
 from .base import Transport, Work
 
-# How many groups of ours stand on each of the user's: the same number on every rank, so it names the next.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+class _Connections:
+    """What stands beside one group of the user: a control connection, and one for each transport in use.
+
+    They live as long as the group. Taking one down while a peer is still at work has crashed gloo's
+    threads (seen, 2 in 300), and a new wrapper over the same ranks can use those that are free.
+    """
+
+    def __init__(self) -> None:
+        self.control: Any = None
+        self.made: list[Any] = []
+        self.free: set[int] = set()
+
+
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Connections] = weakref.WeakKeyDictionary()
 
 
 class _Works:
@@ -46,9 +59,27 @@ class TorchProcessGroup(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        number = _made[group] = _made.get(group, 0) + 1
-        store = dist.PrefixStore(f"fastreduce/{number}", _get_process_group_store(group))
-        self._gloo: Any = self.call(
+        self._connections = _beside.setdefault(group, _Connections())
+        self._failed = False
+        self._number = self._take(group)
+        self._gloo: Any = self._connections.made[self._number]
+
+    def _take(self, group: dist.ProcessGroup) -> int:
+        """The first connection that is free on every rank, or a new one."""
+        ours = self._connections
+        if ours.control is None:
+            ours.control = self._connect(group, "control")
+        self._gloo = ours.control
+        free = set[int].intersection(*self.exchange(ours.free))
+        number = min(free, default=len(ours.made))
+        if not free:
+            ours.made.append(self._connect(group, str(number)))
+        ours.free.discard(number)
+        return number
+
+    def _connect(self, group: dist.ProcessGroup, name: str) -> Any:
+        store = dist.PrefixStore(f"fastreduce/{name}", _get_process_group_store(group))
+        return self.call(
             "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=_timeout_of(group)
         )
 
@@ -57,6 +88,7 @@ class TorchProcessGroup(Transport):
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
+            self._failed = True
             raise TransportError(
                 f"rank {self.rank} of {self.world_size}: {operation} over gloo failed: {error}. "
                 "A peer has exited, takes no part, or did not come within the timeout."
@@ -94,8 +126,10 @@ class TorchProcessGroup(Transport):
         return gathered
 
     def close(self) -> None:
-        """Close our connections."""
+        """Leave the connection to the next transport over these ranks, unless it has failed."""
         self._gloo = None
+        if not self._failed:
+            self._connections.free.add(self._number)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -27,8 +27,8 @@ KNOWN_DIFFERENCES: dict[str, str] = {
     ),
     "test_invalid_static_graph": "expects an error for a graph that changes under static_graph=True, which works here",
     "test_different_graph_across_ranks": (
-        "expects buckets never to be rebuilt under find_unused_parameters=True; ours are, since no rank waits for "
-        "another's order"
+        "expects that buckets are never rebuilt under find_unused_parameters=True; ours are, once, in an order that "
+        "all ranks agree on"
     ),
     "test_skip_all_reduce_unused_parameters": (
         "counts reduced buckets, of which skip_all_reduce_unused_params=True saves one; it is accepted here, and "

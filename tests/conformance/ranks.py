@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 3.0  # for the other ranks to report too, once one has failed
+FAILED = 3  # exit code of a rank that says why
 
 
 def serve() -> None:
@@ -87,7 +88,7 @@ def _be_rank(rank: int, test: str, which: str, folder: Path) -> int:
     except BaseException:
         outcome, message = "failed", traceback.format_exc()
     (folder / f"{rank}.json").write_text(json.dumps([outcome, message]))
-    return 0
+    return FAILED if outcome == "failed" else 0
 
 
 def _wait(pids: dict[int, int], deadline: float) -> dict[int, int]:
@@ -99,7 +100,8 @@ def _wait(pids: dict[int, int], deadline: float) -> dict[int, int]:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[rank] = os.waitstatus_to_exitcode(status)
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS + 60 * (codes[rank] == 0))
+                    if codes[rank] != 0:
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 elif time.monotonic() > deadline:
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -108,7 +110,7 @@ def _wait(pids: dict[int, int], deadline: float) -> dict[int, int]:
 
 def _report(folder: Path, rank: int, code: int) -> tuple[str, str]:
     result, log = folder / f"{rank}.json", folder / f"{rank}.log"
-    if result.exists() and code == 0:
+    if result.exists() and code in (0, FAILED):
         outcome, message = json.loads(result.read_text())
         return outcome, message
     tail = log.read_text(errors="replace")[-6000:] if log.exists() else ""

@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-.PHONY: help demo test bench lint
+.PHONY: help demo test bench lint conformance
 .NOTPARALLEL:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    the tests"
 	@echo "make bench   the benchmarks, results in out/bench and bench/results"
 	@echo "make lint    ruff and mypy"
+	@echo "make conformance   torch's own DDP tests against our class, all of them"
 
 demo: .venv/.stamp-demo
 	$(BIN)/fastreduce compare --ranks 2 --settings none fp16 bf16 int8 int8:error_feedback --out out/demo
@@ -24,6 +25,9 @@ test: .venv/.stamp-dev
 
 bench: .venv/.stamp-dev
 	$(BIN)/python -m bench
+
+conformance: .venv/.stamp-dev
+	$(BIN)/python -m tests.conformance
 
 lint: .venv/.stamp-dev
 	$(BIN)/ruff check

@@ -160,6 +160,10 @@ class DistributedDataParallel(TorchDDP):
 
 
 def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is not None and mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
     if mesh is not None:
         found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
         return found

@@ -7,6 +7,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class _Works:
 class TorchProcessGroup(Transport):
     """gloo over the same ranks as `group`, in a group of its own so that our collectives never mix with the user's.
 
-    Ranks, store and timeout come from `group`. Making one is collective: every rank of `group` does it.
+    Ranks, store and timeout come from `group`. The first collective connects.
 
     Raises:
         TransportError: if ranks do not come within the timeout.
@@ -59,28 +60,29 @@ class TorchProcessGroup(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._connections = _beside.setdefault(group, _Connections())
-        self._failed = False
-        self._number = self._take(group)
-        self._gloo: Any = self._connections.made[self._number]
+        self._group, self._failed = group, False
+        self._number: int | None = None
 
-    def _take(self, group: dist.ProcessGroup) -> int:
-        """The first connection that is free on every rank, or a new one."""
-        ours = self._connections
+    @cached_property
+    def _gloo(self) -> Any:
+        """Taken at the first collective, so that a copied or loaded wrapper needs nobody until it trains.
+
+        All ranks take the first connection that is free on every one of them, or make a new one.
+        """
+        ours = _beside.setdefault(self._group, _Connections())
         if ours.control is None:
-            ours.control = self._connect(group, "control")
-        self._gloo = ours.control
-        free = set[int].intersection(*self.exchange(ours.free))
-        number = min(free, default=len(ours.made))
+            ours.control = self._connect("control")
+        free = set[int].intersection(*self._exchange(ours.control, ours.free))
+        self._number = min(free, default=len(ours.made))
         if not free:
-            ours.made.append(self._connect(group, str(number)))
-        ours.free.discard(number)
-        return number
+            ours.made.append(self._connect(str(self._number)))
+        ours.free.discard(self._number)
+        return ours.made[self._number]
 
-    def _connect(self, group: dist.ProcessGroup, name: str) -> Any:
-        store = dist.PrefixStore(f"fastreduce/{name}", _get_process_group_store(group))
+    def _connect(self, name: str) -> Any:
+        store = dist.PrefixStore(f"fastreduce/{name}", _get_process_group_store(self._group))
         return self.call(
-            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=_timeout_of(group)
+            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=_timeout_of(self._group)
         )
 
     def call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,23 +115,26 @@ class TorchProcessGroup(Transport):
 
     def exchange(self, value: Any) -> list[Any]:
         """Pickle, gather the lengths, gather the bytes padded to the longest."""
+        return self._exchange(self._gloo, value)
+
+    def _exchange(self, gloo: Any, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(t) for t in self._gather(torch.tensor([mine.numel()]))]
+        lengths = [int(t) for t in self._gather(gloo, torch.tensor([mine.numel()]))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: mine.numel()] = mine
-        gathered = self._gather(padded)
+        gathered = self._gather(gloo, padded)
         return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(gathered, lengths, strict=True)]
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
+    def _gather(self, gloo: Any, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self.call("exchange", lambda: self._gloo.allgather([gathered], [tensor]).wait())
+        self.call("exchange", lambda: gloo.allgather([gathered], [tensor]).wait())
         return gathered
 
     def close(self) -> None:
         """Leave the connection to the next transport over these ranks, unless it has failed."""
-        self._gloo = None
-        if not self._failed:
-            self._connections.free.add(self._number)
+        self.__dict__["_gloo"] = None
+        if self._number is not None and not self._failed and self._group in _beside:
+            _beside[self._group].free.add(self._number)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -78,9 +78,7 @@ class RankPool:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         reports = [
-            f"rank {rank}: {self._fate(rank)}"
-            for rank, process in enumerate(self._processes)
-            if process.exitcode != 0
+            f"rank {rank}: {self._fate(rank)}" for rank, process in enumerate(self._processes) if process.exitcode != 0
         ]
         self.kill()
         if reports and self.check_exit:

@@ -57,9 +57,7 @@ RUN = [
     for line in COMMANDS
     if _program(line) in ("torchrun", "fastreduce", "python") and not line.endswith("# not run")
 ]
-FILES = {
-    match[1]: body for body in _blocks(TEXT, "python") if (match := re.match(r"# file: (\S+)\s*\n", body))
-}
+FILES = {match[1]: body for body in _blocks(TEXT, "python") if (match := re.match(r"# file: (\S+)\s*\n", body))}
 SCRIPTS = [body for body in _blocks(TEXT, "python") if body not in FILES.values()]
 SCRIPTS += [body for name, body in FILES.items() if not any(name in shlex.split(line) for line in RUN)]
 

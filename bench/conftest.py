@@ -56,7 +56,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def size(pytestconfig: pytest.Config) -> Size:
     if pytestconfig.getoption("--quick"):
         return Size(elements=100_000, seconds=0.05, rounds=3, width=96)
-    return Size(elements=shapes.MOST_ELEMENTS, seconds=2.0, rounds=15, width=1440)
+    return Size(elements=shapes.MOST_ELEMENTS, seconds=2.0, rounds=21, width=1440)
 
 
 @pytest.fixture(scope="session")

@@ -117,4 +117,5 @@ def record_overhead(
     over = {name: [a - b for a, b in zip(each, unwrapped, strict=True)] for name, each in times.items()}
     for name in over:
         rows[name]["overhead_s"] = difference(times[name], unwrapped)
-        rows[name]["overhead_ratio"] = ratio(over["fastreduce"], over[name])
+        if rows[name]["overhead_s"][1] > 0:  # else there is nothing to divide by
+            rows[name]["overhead_ratio"] = ratio(over["fastreduce"], over[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -42,21 +43,23 @@ class Arrivals:
         # Nodes die with their last reference, and hooks with their node.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         on_full, on_report = weakly(on_full), weakly(on_report)
-        self._hooks = [self._make_hook(i, on_full, on_report) for i in range(count)]
+        hook = self._make_hook(on_full, on_report)
+        self._hooks = [partial(hook, i) for i in range(count)]
         self._handles = [node.register_hook(hook) for node, hook in zip(self._nodes, self._hooks, strict=True)]
 
-    def _make_hook(self, i: int, on_full: Callable[[], None], on_report: Callable[[int], None]) -> Callable[..., None]:
-        # The lists are changed in place only, so that hooks can hold them and nothing else.
+    def _make_hook(self, on_full: Callable[[], None], on_report: Callable[[int], None]) -> Callable[..., None]:
+        # One function for all parameters stays in the processor's cache where a thousand closures do not.
+        # The lists are changed in place only, so that it can hold them and nothing else.
         used, remaining, bucket_of, waiting = self.used, self._remaining, self.bucket_of, self.waiting
 
-        def gradient_arrived(_: object = None, grads: Sequence[Tensor | None] = (None,)) -> None:
+        def gradient_arrived(i: int, _: object = None, grads: Sequence[Tensor | None] = (None,)) -> None:
             if grads[0] is not None:  # else an output was left out of the loss: the node runs, and accumulates nothing
                 used[i] = True
             left = remaining[i] = remaining[i] - 1
             if left == 0:
                 bucket = bucket_of[i]
-                waiting[bucket] -= 1
-                if waiting[bucket] == 0:
+                missing = waiting[bucket] = waiting[bucket] - 1
+                if missing == 0:
                     on_full()
             elif left < 0:
                 on_report(i)

@@ -78,6 +78,7 @@ class HookPipeline(BucketPipeline):
     ) -> None:
         super().__init__(bucket, NoCompression(), LocalTransport())
         self._state, self._hook, self._parameters, self._last = state, hook, parameters, last
+        self.alone = False
         self._buffer = self.wire[: bucket.flags_offset]
         self._gradients = self.make_views(layouts)
 

@@ -74,7 +74,7 @@ class BucketPipeline:
         # Where the wire is the flat in the gradients' own dtype, bucket views can lie in it.
         self._in_place = self._block == 0 and wire_dtype == bucket.dtype
         # One rank's average in the gradients' own dtype is what it has.
-        self._alone = shards == 1 and self._in_place
+        self.alone = shards == 1 and self._in_place
         self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
         self.residual: Tensor | None = None
         self._new_residual: Tensor | None = None
@@ -132,10 +132,6 @@ class BucketPipeline:
         Raises:
             TransportError: naming rank, operation, bucket and parameters, if the reduction failed.
         """
-        if self._alone and averaged is grads:
-            self.used_by_any.fill_(1)
-            self.used_by_any[list(unused)] = 0
-            return
         start = time.perf_counter()
         for position in unused:
             self.used[position] = 0

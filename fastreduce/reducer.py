@@ -237,6 +237,8 @@ class GradientReducer:
             self._forget_backward()
 
     def _run_here(self, index: int) -> set[int]:
+        if self.pipelines[index].alone and not self._as_views:  # nothing to average, nothing to move
+            return {i for i in self._members[index].indices if not self._arrivals.used[i]}
         job = self._collect(index)
         job.run()
         return self._settle(job)

@@ -236,24 +236,27 @@ def _hang(rank: int, report: object) -> None:
 
 
 def test_a_rank_that_raises_ends_the_command_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before = set(multiprocessing.active_children())
     with pytest.raises(typer.Exit) as ended:
         compare.run(EXPERIMENT, tmp_path, Console(), _raise_on_one)
     assert ended.value.exit_code == 1
     shown = capsys.readouterr().err
     assert "rank 1 failed:\nTraceback" in shown and "in _raise_on_one" in shown and "ValueError: boom" in shown
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_rank_that_dies_is_named():
+    before = set(multiprocessing.active_children())
     with pytest.raises(RanksFailedError, match="rank 1 ended with exit code 3"):
         run_ranks(_die_on_one, 2)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_ranks_that_hang_are_ended():
+    before = set(multiprocessing.active_children())
     with pytest.raises(RanksFailedError, match="no rank has reported anything for 2 s"):
         run_ranks(_hang, 2, stall_seconds=2)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 # From end to end

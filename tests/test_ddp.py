@@ -528,6 +528,27 @@ def _broken_on_one(rank: int, world_size: int) -> tuple[bool, Grads]:
     return poisoned, grads_of(model.module)
 
 
+def test_a_wrapper_that_is_dropped_in_a_broken_state_does_not_disturb_the_next(ranks2: RankPool):
+    for grads in ranks2.run(_broken_and_dropped, timeout=40):
+        assert_same_bits(grads, _average_of_whole(Breaking, 9, 2))
+
+
+def _broken_and_dropped(rank: int, world_size: int) -> Grads:
+    """Rank 1 has sent more buckets than rank 0 when both raise and give the wrapper up."""
+    model = wrap("ours", whole_(Breaking()), bucket_cap_mb=1e-6)
+    for step in range(3):
+        model(whole_batch(rank, step, 3, 4)).sum().backward()
+    with pytest.raises(ValueError, match="boom"):
+        model(whole_batch(rank, 3, 3, 4), boom=True, skip=rank == 0).sum().backward()
+    del model
+    gc.collect()
+    model = wrap("ours", whole_(Breaking()), bucket_cap_mb=1e-6)
+    for step in (7, 8, 9):
+        model.zero_grad()
+        (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+    return grads_of(model.module)
+
+
 def test_a_first_backward_that_raises_leaves_nothing_behind(ranks: RankPool):
     for grads in ranks.run(_broken_first):
         assert_same_bits(grads, _average_of_whole(Breaking, 9, ranks.world_size))
@@ -1003,33 +1024,40 @@ main()
 
 FORKS = """
 import gc, os, sys, tempfile
-os.environ.update(MASTER_ADDR="localhost", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
 import torch
 import torch.distributed as dist
-from fastreduce import Compression, DistributedDataParallel as DDP
+from fastreduce import Compression
 from fastreduce.pipeline import warm_up
+from tests.models import Breaking, whole_batch, wrap
 torch.set_num_threads(1)
 
 def train(rank, kind, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    model = DDP(torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 5)), compression="int8",
-                bucket_cap_mb=1e-6)
+    model = wrap("ours", Breaking(), compression="int8", bucket_cap_mb=1e-6)
+    sys.modules["keep"] = model  # alive while the interpreter goes down
     for step in range(4):
         model.zero_grad()
-        model(torch.ones(2, 20) * (rank + 1)).sum().backward()
+        model(whole_batch(rank, step, 3, 4)).sum().backward()
     if kind == "destroyed":
         dist.destroy_process_group()
     elif kind == "armed":
-        model(torch.ones(2, 20))
-    elif kind == "raises":
+        model(whole_batch(rank, 4, 3, 4))
+    elif kind == "exits":
         raise SystemExit(0)
-    sys.modules["keep"] = model  # alive while the interpreter goes down
+    elif kind in ("backward raises", "backward raised"):
+        try:
+            model(whole_batch(rank, 4, 3, 4), boom=True, skip=rank == 0).sum().backward()
+        except ValueError:
+            if kind == "backward raises":
+                sys.stderr = open(os.devnull, "w")
+                raise
 
 warm_up(torch.float32, torch.device("cpu"), Compression.parse("int8"))
 gc.collect()
 gc.freeze()  # nobody walks the parent's objects when a child ends
 bad = []
-for kind in ("left", "left", "destroyed", "armed", "raises"):
+for kind in ("left", "destroyed", "armed", "exits", "backward raises", "backward raises", "backward raised"):
     path = tempfile.mktemp()
     children = []
     for rank in range(2):
@@ -1039,7 +1067,7 @@ for kind in ("left", "left", "destroyed", "armed", "raises"):
             sys.exit(0)  # a forked child that goes through the interpreter's whole end
         children.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    if codes != [0, 0]:
+    if codes != [int(kind == "backward raises")] * 2:
         bad.append((kind, codes))
 print("bad", bad)
 sys.exit(bool(bad))
@@ -1057,7 +1085,7 @@ def test_torchrun_starts_it_and_it_ends_cleanly(tmp_path):
     assert said[0].split("has")[1] == said[1].split("has")[1]
 
 
-def test_processes_exit_with_code_0_however_the_script_ends(tmp_path):
+def test_processes_exit_cleanly_however_the_script_ends():
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=150, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -383,8 +384,8 @@ def _real(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
-def _allocations(rank: int, world_size: int, setting: str | None, views: bool, set_to_none: bool) -> tuple[int, int]:
-    """New storages, and bytes that Python and numpy got, in one step after three; without a wrapper for None."""
+def _allocations(rank: int, world_size: int, setting: str | None, views: bool, set_to_none: bool) -> int:
+    """New storages in one step after three; without a wrapper for None."""
     body = nn.Sequential(*[nn.Linear(300, 300) for _ in range(4)])  # a gradient has 360 kB
     model: Any = body
     if setting is not None:
@@ -393,28 +394,52 @@ def _allocations(rank: int, world_size: int, setting: str | None, views: bool, s
     for _ in range(4):
         model.zero_grad(set_to_none=set_to_none)
         model(x).sum().backward()
-    counts, stream = NewStorages(), getattr(getattr(model, "reducer", None), "_stream", None)
-    tracemalloc.start()
-    if stream:
-        stream.submit(lambda: counts.__enter__()).result()  # the mode is a thread's own
-    with counts:
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
+    counts = NewStorages()
+    with counting_on_the_communication_thread(model, counts), counts:
         model.zero_grad(set_to_none=set_to_none)
         model(x).sum().backward()
-        peak = tracemalloc.get_traced_memory()[1] - before
-    if stream:
-        stream.submit(lambda: counts.__exit__(None, None, None)).result()
-    tracemalloc.stop()
-    return counts.count, peak
+    return counts.count
+
+
+@contextlib.contextmanager
+def counting_on_the_communication_thread(model: Any, counts: NewStorages) -> Iterator[None]:
+    """A dispatch mode is a thread's own."""
+    if not hasattr(model, "reducer"):
+        yield
+        return
+    there = NewStorages()
+    model.reducer._stream.submit(lambda: there.__enter__()).result()
+    yield
+    model.reducer._stream.submit(lambda: there.__exit__(None, None, None)).result()
+    counts.count += there.count
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_after_three_steps_nothing_the_size_of_a_gradient_is_allocated(ranks2: RankPool, set_to_none: bool):
-    bare = ranks2.run(_allocations, None, False, set_to_none)[0][0]
+    bare = ranks2.run(_allocations, None, False, set_to_none)[0]
     assert bare >= 4, "autograd itself makes gradients, so the count works"
     for setting in ("none", "none:accumulate=fp32", "fp16", "bf16:accumulate=wire", "int8", "int8:error_feedback"):
         for views in (False, True):
-            for storages, traced in ranks2.run(_allocations, setting, views, set_to_none):
+            for storages in ranks2.run(_allocations, setting, views, set_to_none):
                 assert storages <= bare, f"{setting}, views={views}"
-                assert traced < LARGE, f"{setting}, views={views}: {traced} bytes"
+
+
+@pytest.mark.parametrize("setting", ["none:accumulate=fp32", "fp16", "int8", "int8:error_feedback"])
+def test_kernels_get_no_memory_the_size_of_a_gradient_from_python_or_numpy(setting: str):
+    """On one rank and thread: tracemalloc.stop() may crash beside threads that take the GIL (CPython issue 128679)."""
+    body = nn.Linear(300, 300)
+    reducer = make_reducer(body, LocalTransport(), setting)
+    x = torch.ones(2, 300)
+    for step in range(5):
+        if step == 4:
+            tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        body.zero_grad()
+        reducer.rebuild_buckets()
+        output = body(x)
+        reducer.arm()
+        reducer.watch([output])
+        output.sum().backward()
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert 0 < peak < LARGE

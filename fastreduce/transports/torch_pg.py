@@ -22,8 +22,8 @@ from .base import Transport, Work
 class _Connections:
     """What stands beside one group of the user: a control connection, and one for each transport in use.
 
-    They live as long as the group. Taking one down while a peer is still at work has crashed gloo's
-    threads (seen, 2 in 300), and a new wrapper over the same ranks can use those that are free.
+    They live as long as the group: connecting costs time and threads, taking a connection down while a
+    peer still connects fails there, and a new wrapper over the same ranks can take one that is free.
     """
 
     def __init__(self) -> None:

@@ -107,6 +107,24 @@ def _used_by_one(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return before, model.reducer.state_dict()["residuals"]["b.weight"]
 
 
+def test_residuals_move_with_their_parameters_when_buckets_are_rebuilt():
+    def run(rank: int, transport: Any) -> tuple[Any, Any, bool]:
+        model = seeded(mlp)
+        reducer = make_reducer(model, transport, FEEDBACK, bucket_caps=[3000])
+        plan = reducer.plan
+        output = model(batch(rank, 0, 4, 20))
+        reducer.arm()
+        reducer.watch([output])
+        output.square().mean().backward()
+        before = reducer.state_dict()["residuals"]
+        assert reducer.rebuild_buckets()
+        return before, reducer.state_dict()["residuals"], reducer.plan == plan
+
+    for before, after, same_plan in in_threads(2, run):
+        assert not same_plan and all(residual.any() for residual in before.values())
+        assert_same_bits({name: after[name] for name in before}, before)
+
+
 # No bad step poisons it
 
 

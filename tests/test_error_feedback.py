@@ -107,9 +107,22 @@ def _used_by_one(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return before, model.reducer.state_dict()["residuals"]["b.weight"]
 
 
+class Backwards(nn.Module):
+    """Uses its layers in the order opposite to that of their registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(20, 20) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
 def test_residuals_move_with_their_parameters_when_buckets_are_rebuilt():
     def run(rank: int, transport: Any) -> tuple[Any, Any, bool]:
-        model = seeded(mlp)
+        model = seeded(Backwards)
         reducer = make_reducer(model, transport, FEEDBACK, bucket_caps=[3000])
         plan = reducer.plan
         output = model(batch(rank, 0, 4, 20))

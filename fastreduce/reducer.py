@@ -91,7 +91,6 @@ class GradientReducer:
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._install(group_by_size(self._specs, range(len(self._specs) - 1, -1, -1), self._caps))
         self._close = weakref.finalize(self, _close, self._stream, transport)
-        self._close.atexit = False
 
     def close(self) -> None:
         """Remove the hooks, end the communication thread and close the transport."""
@@ -320,4 +319,7 @@ class GradientReducer:
 
 
 def _close(stream: ThreadStream, transport: Transport) -> None:
-    stream.close(transport.close)
+    if not stream.idle:  # a peer does not come: nobody will miss what is under way
+        transport.abort()
+    stream.close()
+    transport.close()

@@ -17,6 +17,7 @@ class ThreadStream:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: Future[None] | None = None
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
@@ -28,15 +29,19 @@ class ThreadStream:
             self._thread.start()
         future: Future[None] = Future()
         self._jobs.put((job, future))
+        self._last = future
         return future
 
-    def close(self, last: Callable[[], None]) -> None:
-        """Run `last` after the jobs already enqueued, and end the thread."""
-        if self._thread is None:
-            last()
-        else:
-            self.submit(last)
-            self._jobs.put(None)
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs have ended."""
+        return self._last is None or self._last.done()
+
+    def close(self) -> None:
+        """End the thread after the jobs already enqueued, and wait a little for its end."""
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
 
 
 def _work(jobs: queue.SimpleQueue[Job | None]) -> None:

@@ -282,7 +282,7 @@ def test_sparse_gradients_are_refused(alone: None):
     with pytest.raises(TensorError, match="sparse=False"):
         wrap("ours", nn.Embedding(3, 4, sparse=True))
     layer = nn.Linear(2, 2)
-    model = wrap("ours", layer)
+    model = wrap("ours", layer, compression="fp16")  # alone and uncompressed, nothing is looked at
     layer.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.to_sparse()))  # type: ignore[union-attr]
     with pytest.raises(TensorError, match=r"'weight'.*sparse"):
         model(torch.ones(1, 2)).sum().backward()

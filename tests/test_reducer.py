@@ -155,6 +155,9 @@ class Recording(Transport):
     def exchange(self, value: Any) -> list[Any]:
         return self._inner.exchange(value)
 
+    def abort(self) -> None:
+        self._inner.abort()
+
     def close(self) -> None:
         self._inner.close()
 

@@ -51,5 +51,9 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def abort(self) -> None:
+        """End collectives under way with an error, here and on the peers."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give back what the transport made; collectives fail afterwards."""

@@ -112,6 +112,10 @@ class LocalTransport(Transport):
         self._meet(value, lambda brought: values.extend(brought))
         return values
 
+    def abort(self) -> None:
+        """Leave."""
+        self._meeting.leave()
+
     def close(self) -> None:
         """Leave; others that wait for this rank are told."""
         self._meeting.leave()

@@ -130,6 +130,13 @@ class TorchProcessGroup(Transport):
         self.call("exchange", lambda: gloo.allgather([gathered], [tensor]).wait())
         return gathered
 
+    def abort(self) -> None:
+        """Drop the connection: gloo ends what waits on it."""
+        self._failed = True
+        self.__dict__["_gloo"] = None
+        if self._number is not None and self._group in _beside:
+            _beside[self._group].made[self._number] = None
+
     def close(self) -> None:
         """Leave the connection to the next transport over these ranks, unless it has failed."""
         self.__dict__["_gloo"] = None

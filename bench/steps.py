@@ -8,8 +8,6 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastreduce
 from fastreduce.backends import ENVIRONMENT_VARIABLE
-from fastreduce.streams import ThreadStream
+from fastreduce.streams import Begin, Job, ThreadStream
 
 WARM_UP = 3  # steps: buckets are rebuilt, and kernels chosen again, after the first
 
@@ -184,8 +182,8 @@ def _allocations(contestants: dict[str, Contestant], x: Tensor, nbytes: int) -> 
     return counts
 
 
-def _at_once(_: ThreadStream, job: Callable[[], None]) -> Future[None]:
-    job()
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
+def _at_once(_: ThreadStream, begin: Begin) -> Job:
+    job = Job(begin)
+    job.begin()
+    job.finish()
+    return job

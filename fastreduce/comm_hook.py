@@ -90,16 +90,21 @@ class HookPipeline(BucketPipeline):
         Raises:
             TypeError: if the hook returns no future.
         """
+        return self._call(grads, averaged)
+
+    def begin(
+        self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+    ) -> Callable[[], None]:
+        """Call the hook; the second part waits for its future."""
+        return self._call(grads, averaged).result
+
+    def _call(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> _HookResult:
         self.compress(grads)
         bucket = GradBucket(self.bucket.index, self._buffer, self._gradients, self._parameters, self._last)
         future = self._hook(self._state, bucket)
         if not isinstance(future, torch._C.Future):
             raise TypeError(f"a communication hook returns a torch.futures.Future, got {type(future).__name__}")
         return _HookResult(self, future, averaged)
-
-    def run(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> None:
-        """Call the hook and wait for its result."""
-        self.launch(ThreadStream(), grads, averaged, unused).result()
 
     def store(self, value: Tensor | list[Tensor], averaged: Sequence[Tensor]) -> None:
         """Write what the hook's future holds into `averaged`."""
@@ -112,6 +117,9 @@ class HookPipeline(BucketPipeline):
 class _HookResult:
     def __init__(self, pipeline: HookPipeline, future: torch._C.Future[Any], averaged: Sequence[Tensor]) -> None:
         self._pipeline, self._future, self._averaged = pipeline, future, averaged
+
+    def begun(self) -> None:
+        """The hook has been called."""
 
     def result(self) -> None:
         self._pipeline.store(self._future.wait(), self._averaged)

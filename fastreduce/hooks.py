@@ -6,7 +6,8 @@ ddp.register_comm_hook(state, compress)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,15 +89,17 @@ class CompressState:
         gradients, buffer = bucket.gradients(), bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
 
-        def job() -> None:
-            try:
-                pipeline.run(gradients, gradients)
-            except Exception as error:  # torch raises it at the end of backward
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
+        def begin() -> Callable[[], None]:
+            with _told_to(future):
+                finish = pipeline.begin(gradients, gradients)
+            return lambda: end(finish)
+
+        def end(finish: Callable[[], None]) -> None:
+            with _told_to(future):
+                finish()
                 future.set_result(buffer)
 
-        self._stream.submit(job)
+        self._stream.submit(begin)
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,6 +123,15 @@ class CompressState:
         chosen = residuals.pick(states, transport.rank, transport.world_size, str(self.compression))
         self._kept = dict(chosen["residuals"])
         residuals.restore(self._kept, list(self._pipelines.values()))
+
+
+@contextmanager
+def _told_to(future: torch.futures.Future[Tensor]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        future.set_exception(error)  # type: ignore[arg-type]  # torch raises it at the end of backward
+        raise
 
 
 def compress(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from .buckets import Bucket
 from .compression import Compression
 from .errors import TransportError
 from .streams import ThreadStream
-from .transports import LocalTransport, Transport
+from .transports import LocalTransport, Transport, Work
 
 
 @dataclass
@@ -30,6 +31,9 @@ class Seconds:
 
 class Pending(Protocol):
     """A reduction under way."""
+
+    def begun(self) -> None:
+        """Wait until its collectives have been started; raises what that raised."""
 
     def result(self) -> None:
         """Wait for its end; raises what it raised."""
@@ -115,8 +119,8 @@ class BucketPipeline:
     def launch(
         self, stream: ThreadStream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
     ) -> Pending:
-        """`run` on `stream`."""
-        return stream.submit(lambda: self.run(grads, averaged, unused))
+        """`run` on `stream`, where the next bucket is compressed while this one's wire is on its way."""
+        return stream.submit(lambda: self.begin(grads, averaged, unused))
 
     def run_broken(self) -> None:
         """Take part in a reduction that the other ranks may be in, with NaN: this rank's backward raised."""
@@ -132,6 +136,12 @@ class BucketPipeline:
         Raises:
             TransportError: naming rank, operation, bucket and parameters, if the reduction failed.
         """
+        self.begin(grads, averaged, unused)()
+
+    def begin(
+        self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+    ) -> Callable[[], None]:
+        """The first part of `run`: compress, and start the last collective; returns the second part."""
         start = time.perf_counter()
         for position in unused:
             self.used[position] = 0
@@ -139,19 +149,31 @@ class BucketPipeline:
         if unused:
             self.used.fill_(1)
         compressed = time.perf_counter()
+        with self._named_in_errors():
+            work = self.reduce()
+        self.seconds = Seconds(compressed - start, time.perf_counter() - compressed)
+        return lambda: self._finish(work, averaged, unused)
+
+    def _finish(self, work: Work, averaged: Sequence[Tensor], unused: Sequence[int]) -> None:
+        start = time.perf_counter()
+        with self._named_in_errors():
+            work.wait()
+        reduced = time.perf_counter()
+        self.decompress(averaged)
+        if self.residual is not None and self._wire_is_finite():
+            self._advance_residuals(unused)
+        self.seconds.reduce += reduced - start
+        self.seconds.decompress = time.perf_counter() - reduced
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
         try:
-            self.reduce()
+            yield
         except TransportError as error:
             names = ", ".join(slot.name for slot in self.bucket.slots[:8])
             more = len(self.bucket.slots) - 8
             names += f" and {more} more" if more > 0 else ""
             raise TransportError(f"{error} Bucket {self.bucket.index} holds {names}.") from error
-        reduced = time.perf_counter()
-        self.decompress(averaged)
-        if self.residual is not None and self._wire_is_finite():
-            self._advance_residuals(unused)
-        end = time.perf_counter()
-        self.seconds = Seconds(compressed - start, reduced - compressed, end - reduced)
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""
@@ -162,11 +184,10 @@ class BucketPipeline:
         else:
             self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
 
-    def reduce(self) -> None:
-        """Wire → reduced wire, the same bits on every rank."""
+    def reduce(self) -> Work:
+        """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
         if self._received is None:
-            self.transport.all_reduce(self.wire).wait()
-            return
+            return self.transport.all_reduce(self.wire)
         self.transport.all_to_all(self._received, self.wire).wait()
         average = 1.0 / self.transport.world_size
         if self._block:
@@ -181,7 +202,7 @@ class BucketPipeline:
             )
         else:
             self._kernels.reduce_shards(self._received, self._shard, average)
-        self.transport.all_gather(self.wire).wait()
+        return self.transport.all_gather(self.wire)
 
     def decompress(self, averaged: Sequence[Tensor]) -> None:
         """Wire → averaged gradients and `used_by_any`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,9 +36,9 @@ class Job:
         """Run it on `stream`."""
         return self.pipeline.launch(stream, self.found.sources, self.found.targets, self.found.unused)
 
-    def run(self) -> None:
-        """Run it here."""
-        self.pipeline.run(self.found.sources, self.found.targets, self.found.unused)
+    def begin(self) -> Callable[[], None]:
+        """Begin it here; returns what finishes it."""
+        return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
 
 
 class GradientReducer:
@@ -152,8 +152,8 @@ class GradientReducer:
         if not self._in_backward:
             return
         with suppress(TransportError):
-            for _, future in self._launches:
-                future.result()
+            for _, pending in self._launches:
+                pending.result()
             if self._armed:
                 for pipeline in self.pipelines[len(self._launches) :]:
                     pipeline.run_broken()
@@ -221,14 +221,25 @@ class GradientReducer:
 
     def _reduce_all(self) -> None:
         try:
-            for job, future in self._launches:
-                future.result()
-                self._left_over |= self._settle(job)
+            for _, pending in self._launches[-1:]:
+                pending.begun()  # the stream leaves starting collectives to this thread
+            under_way = [(job, pending.result) for job, pending in self._launches]
             for index in range(len(self._launches), len(self.pipelines)):
-                self._left_over |= self._run_here(index)
+                if self._alone(index):
+                    self._left_over |= self._unused(index)
+                else:
+                    job = self._collect(index)
+                    under_way.append((job, job.begin()))
+            for job, finish in under_way:
+                finish()
+                self._left_over |= self._settle(job)
+        except TransportError:
+            for _, pending in self._launches:
+                pending.result()  # the first bucket that failed tells more than the last
+            raise
         finally:
-            for _, future in self._launches:
-                future.cancel()
+            for _, pending in self._launches:
+                pending.cancel()
             self._arrivals.forget_used()
             if not self._reduced_once:
                 self._reduced_once = True
@@ -236,11 +247,18 @@ class GradientReducer:
             self._forget_backward()
 
     def _run_here(self, index: int) -> set[int]:
-        if self.pipelines[index].alone and not self._as_views:  # nothing to average, nothing to move
-            return {i for i in self._members[index].indices if not self._arrivals.used[i]}
+        if self._alone(index):
+            return self._unused(index)
         job = self._collect(index)
-        job.run()
+        job.begin()()
         return self._settle(job)
+
+    def _alone(self, index: int) -> bool:
+        """Whether there is nothing to average and nothing to move."""
+        return self.pipelines[index].alone and not self._as_views
+
+    def _unused(self, index: int) -> set[int]:
+        return {i for i in self._members[index].indices if not self._arrivals.used[i]}
 
     def _settle(self, job: Job) -> set[int]:
         """Store what arrived; returns the parameters that no rank used."""

@@ -11,6 +11,7 @@ import gc
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading

@@ -35,16 +35,21 @@ class Arrivals:
     def __init__(
         self, parameters: Sequence[Tensor], on_full: Callable[[], None], on_report: Callable[[int], None]
     ) -> None:
-        count = len(parameters)
+        self._parameters = list(parameters)
+        count = len(self._parameters)
         self.used, self.bucket_of, self.waiting = [False] * count, [0] * count, [0]
         self.order: list[int] = []
         self.fires = [1] * count
         self._remaining = [_UNCOUNTED] * count
-        # Nodes die with their last reference, and hooks with their node.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
         on_full, on_report = weakly(on_full), weakly(on_report)
         hook = self._make_hook(on_full, on_report)
         self._hooks = [partial(hook, i) for i in range(count)]
+        self.attach()
+
+    def attach(self) -> None:
+        """Put the hooks on the parameters' nodes; a parameter that changed its dtype or device has a new one."""
+        # Nodes die with their last reference, and hooks with their node.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]
         self._handles = [node.register_hook(hook) for node, hook in zip(self._nodes, self._hooks, strict=True)]
 
     def _make_hook(self, on_full: Callable[[], None], on_report: Callable[[int], None]) -> Callable[..., None]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 from torch.nn.parameter import is_lazy
@@ -18,8 +19,9 @@ from torch.nn.parameter import is_lazy
 from . import ops
 from .agreement import check_agreement, describe_tensor
 from .compression import Compression
-from .errors import FastreduceError, SettingError, TensorError
+from .errors import FastreduceError, TensorError
 from .gradients import Gradients
+from .mixed_precision import LowPrecision
 from .torch_reducer import TorchLogger, TorchReducer
 from .transports import LocalTransport, TorchProcessGroup, Transport
 
@@ -97,13 +99,16 @@ class DistributedDataParallel(TorchDDP):
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
         first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        low = self.mixed_precision
         self.reducer = TorchReducer(
             parameters,
             [names[id(p)] for p in parameters],
             self._transport,
             self.compression,
             bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            gradient_as_bucket_view=self.gradient_as_bucket_view and low is None,
+            dtype=low and (low.reduce_dtype or low.param_dtype),
+            low_precision=LowPrecision(self.module.parameters()) if low else None,
         )
         self.logger = self.reducer.logger = TorchLogger(self.reducer)
         self.logger.set_construction_data_and_log(
@@ -120,7 +125,12 @@ class DistributedDataParallel(TorchDDP):
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
             self.reducer.watch(_find_tensors(output))
+            if not torch.is_grad_enabled():
+                self.reducer.restore_precision()
         return output
+
+    def _root_copy_hook(self, *_: Any, **__: Any) -> None:
+        self.reducer.lower_precision()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let `hook` reduce the buckets, as in torch; it receives a duck type of `dist.GradBucket`.
@@ -129,6 +139,8 @@ class DistributedDataParallel(TorchDDP):
             RuntimeError: if a hook is registered already, or a compression is set.
             TypeError, ValueError: if it is not a hook (torch's checks).
         """
+        if isinstance(state, _AllreduceUpcastHookState):  # torch's own, for mixed_precision=: the reducer does its work
+            return
         self._check_comm_hook(hook)
         self.reducer.use_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
@@ -191,8 +203,6 @@ def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     for name, parameter in trainable.items():
         if parameter.device.type != "cpu":
             raise TensorError(f"parameter {name!r} is on {parameter.device}; this version reduces CPU tensors")
-    if arguments["mixed_precision"] is not None:
-        raise SettingError("mixed_precision= is not supported: use torch.autocast, or torch's class")
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
             raise TensorError(f"module {name!r} makes sparse gradients, which are not reduced: set sparse=False")
@@ -207,6 +217,7 @@ _AGREED_ARGUMENTS = (
     "forward_sync_buffers",
     "init_sync",
     "gradient_as_bucket_view",
+    "mixed_precision",
 )
 
 

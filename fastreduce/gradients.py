@@ -88,11 +88,16 @@ class Members:
 class Gradients:
     """The gradients of `parameters`, as real numbers, in the memory order of their parameters.
 
+    Args:
+        parameters: leaves that require gradients.
+        names: their names.
+        dtype: what gradients are averaged in; None means each in the dtype of its parameter.
+
     Raises:
         TensorError: if a parameter is neither floating-point nor complex.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype | None = None) -> None:
         self.parameters, self.names = list(parameters), list(names)
         self.views: list[Tensor | None] = [None] * len(self.parameters)
         self.specs: list[ParameterSpec] = []
@@ -104,7 +109,7 @@ class Gradients:
                     f"parameter {name!r} is {parameter.dtype}; its real numbers must be one of "
                     f"{', '.join(map(str, ops.FLOATS))}"
                 )
-            self.specs.append(ParameterSpec(name, real.numel(), real.dtype, real.device))
+            self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device))
             self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
 
     def members(self, bucket: Bucket) -> Members:
@@ -175,7 +180,10 @@ class Gradients:
             staged.copy_(real)
 
             def copy_back() -> None:
-                real.copy_(staged)
+                if grad.dtype is self.parameters[i].dtype:
+                    real.copy_(staged)
+                else:  # it came in another precision than its parameter has now
+                    grad.data = staged.to(self.parameters[i].dtype)
 
             found.late.append((position, copy_back, copy_back if used else None))
         return staged, staged
@@ -203,10 +211,10 @@ class Gradients:
 
     def _point(self, i: int, real: Tensor) -> None:
         parameter = self.parameters[i]
-        parameter.grad = torch.view_as_complex(real) if parameter.is_complex() else real
+        parameter.grad = torch.view_as_complex(real) if parameter.is_complex() else real.to(parameter.dtype)
 
     def _fits(self, grad: Tensor, i: int) -> bool:
-        if grad.dtype is not self.parameters[i].dtype or grad.numel() != self.parameters[i].numel():
+        if _real(grad).dtype is not self.specs[i].dtype or grad.numel() != self.parameters[i].numel():
             return False
         if _is_lazy_view(grad):
             return False
@@ -218,7 +226,7 @@ class Gradients:
         return layout.contiguous() if self._contiguous[i] else layout
 
     def _staging(self, i: int) -> Tensor:
-        return torch.zeros_like(self._layout(i), device=self.parameters[i].device)
+        return torch.zeros_like(self._layout(i), dtype=self.specs[i].dtype, device=self.parameters[i].device)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class GradientReducer:
         compression: the setting.
         bucket_caps: bytes of the first, second, … bucket; the last holds for all that follow.
         gradient_as_bucket_view: whether `.grad` become views of the buckets.
+        dtype: what gradients are averaged in; None means each in the dtype of its parameter.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
@@ -75,10 +76,11 @@ class GradientReducer:
         *,
         bucket_caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
         gradient_as_bucket_view: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.transport, self.compression = transport, compression
         self._caps, self._as_views = tuple(bucket_caps), gradient_as_bucket_view
-        self._gradients = Gradients(parameters, names)
+        self._gradients = Gradients(parameters, names, dtype)
         self._specs = self._gradients.specs
         self._stream = ThreadStream()
 
@@ -86,8 +88,8 @@ class GradientReducer:
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
 
-        for device, dtype in {(spec.device, spec.dtype) for spec in self._specs}:
-            warm_up(dtype, device, compression)
+        for device, each in {(spec.device, spec.dtype) for spec in self._specs}:
+            warm_up(each, device, compression)
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._install(group_by_size(self._specs, range(len(self._specs) - 1, -1, -1), self._caps))
         self._close = weakref.finalize(self, _close, self._stream, transport)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .buckets import BucketPlan, build_plan
 from .comm_hook import GradBucket, Hook, HookPipeline
 from .compression import NoCompression
+from .mixed_precision import LowPrecision
 from .pipeline import BucketPipeline
 from .reducer import GradientReducer, Job
 
@@ -24,8 +25,9 @@ class TorchReducer(GradientReducer):
     _join: tuple[Any, bool] | None = None
     logger: TorchLogger
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, low_precision: LowPrecision | None = None, **kwargs: Any) -> None:
         self._after_backward: list[Any] = []
+        self._low_precision = low_precision
         super().__init__(*args, **kwargs)
 
     def prepare_for_forward(self) -> None:
@@ -56,9 +58,29 @@ class TorchReducer(GradientReducer):
         self._after_backward += futures
 
     def _reduce_all(self) -> None:
+        self.restore_precision()  # averages are stored in the parameters' own
         super()._reduce_all()
+        if self._low_precision is not None:
+            self._low_precision.raise_gradients()
         while self._after_backward:
             self._after_backward.pop().wait()
+
+    # Mixed precision
+
+    def lower_precision(self) -> None:
+        """Called before every forward under `mixed_precision=`."""
+        if self._low_precision is not None:
+            self._low_precision.lower()
+            self._arrivals.remove()
+            self._arrivals.attach()
+
+    def restore_precision(self) -> None:
+        """Called after a forward that no backward will follow."""
+        if self._low_precision is not None:
+            self._low_precision.restore()
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype | None) -> None:
+        """Called at the end of the constructor; the reducer knew the dtypes from its beginning."""
 
     def _delay_all_reduce(self) -> None:
         """Called at the end of a static graph's first backward, where our own callback has done the work."""
@@ -85,9 +107,9 @@ class TorchReducer(GradientReducer):
         """Let `hook` reduce buckets from now on.
 
         Raises:
-            RuntimeError: if there is a hook already (torch's error), or a compression for it to replace.
+            RuntimeError: if there is a hook or `mixed_precision=` already (torch's error), or a compression.
         """
-        if self._hook is not None:
+        if self._hook is not None or self._low_precision is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if not isinstance(self.compression, NoCompression):
             raise RuntimeError(
@@ -99,11 +121,13 @@ class TorchReducer(GradientReducer):
 
     def _build(self, groups: Iterable[Sequence[int]]) -> tuple[BucketPlan, list[BucketPipeline]]:
         if self._hook is None:
-            return super()._build(groups)
+            plan, pipelines = super()._build(groups)
+            for pipeline in pipelines:
+                pipeline.alone &= self._low_precision is None  # else gradients are cast, by one rank too
+            return plan, pipelines
         state, hook = self._hook
         plan = build_plan(self._specs, groups, alignment=1, shards=1)
-        last = len(plan.buckets) - 1
-        pipelines: list[BucketPipeline] = []
+        last, pipelines = len(plan.buckets) - 1, []
         for bucket in plan.buckets:
             members = self._gradients.members(bucket)
             layouts = self._gradients.layouts(members)

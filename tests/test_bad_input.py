@@ -269,13 +269,9 @@ def test_triton_without_its_interpreter_is_unavailable_with_the_reason(alone: No
         wrap("ours", nn.Linear(2, 2))
 
 
-def test_a_lazy_module_and_mixed_precision_are_refused(alone: None):
+def test_a_lazy_module_is_refused(alone: None):
     with pytest.raises(RuntimeError, match=r"[Uu]ninitialized"):
         wrap("ours", nn.LazyLinear(3))
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    with pytest.raises(SettingError, match="mixed_precision"):
-        wrap("ours", nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
 
 
 def test_sparse_gradients_are_refused(alone: None):

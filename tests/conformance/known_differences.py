@@ -43,11 +43,6 @@ KNOWN_DIFFERENCES: dict[str, str] = {
         "a thread of their own, and no graph is searched"
     ),
     "test_ddp_logging_data_cpu": "reads timings and bucket figures of the C++ logger; ours keeps fewer keys",
-    "test_ddp_native_mixed_precision_ignored_params": "mixed_precision= is not built yet",
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none": "mixed_precision= is not built yet",
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none": "mixed_precision= is not built yet",
-    "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none": "mixed_precision= is not built yet",
-    "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none": "mixed_precision= is not built yet",
 }
 
 # Fail with torch's class too, under the shim: test → reason. They are not run.

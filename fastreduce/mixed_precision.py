@@ -1,0 +1,53 @@
+"""torch DDP's `mixed_precision=`: forward and backward in a low precision, the optimizer in the parameters' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.utils import _alloc_storage, _free_storage
+
+
+class LowPrecision:
+    """Switches parameters between two storages: their own, and a low copy that lives from forward to backward.
+
+    torch's constructor has made the storages, `_fp_param` and `_mp_param`, for every parameter that it
+    does not ignore. Gradients have the dtype that their parameter has when they arrive.
+
+    Args:
+        parameters: those of the module.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if not getattr(p, "_ddp_ignored", False)]
+        self._lowered = False
+
+    @torch.no_grad()
+    def lower(self) -> None:
+        """Switch to the copy, made anew, and cast gradients that have been accumulated to its dtype (as torch)."""
+        if self._lowered:  # no synchronised backward since the last forward
+            return
+        self._lowered = True
+        for parameter in self._parameters:
+            low: Tensor = parameter._mp_param  # type: ignore[attr-defined]
+            _alloc_storage(low, parameter.size())
+            low.copy_(parameter)
+            parameter.data = low
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.to(low.dtype)
+
+    def restore(self) -> None:
+        """Switch back, and free the copy."""
+        if not self._lowered:
+            return
+        self._lowered = False
+        for parameter in self._parameters:
+            parameter.data = parameter._fp_param  # type: ignore[attr-defined]
+            _free_storage(parameter._mp_param)  # type: ignore[attr-defined]
+
+    def raise_gradients(self) -> None:
+        """Cast what is left in low precision, gradients that no rank used, to the parameters' own dtype."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
+                parameter.grad.data = parameter.grad.to(parameter.dtype)

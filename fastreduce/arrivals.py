@@ -72,8 +72,9 @@ class Arrivals:
         return gradient_arrived
 
     def lay_out(self, plan: BucketPlan) -> None:
-        """Count for the buckets of `plan` from now on."""
-        self._slots = [len(bucket.slots) for bucket in plan.buckets]
+        """Count for the buckets of `plan` from now on; what is in none of them belongs to one that is never full."""
+        self._slots = [*(len(bucket.slots) for bucket in plan.buckets), _UNCOUNTED]
+        self.bucket_of[:] = [len(plan.buckets)] * len(self.bucket_of)
         for bucket in plan.buckets:
             for slot in bucket.slots:
                 self.bucket_of[slot.parameter] = bucket.index

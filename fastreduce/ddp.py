@@ -108,6 +108,7 @@ class DistributedDataParallel(TorchDDP):
             bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
             gradient_as_bucket_view=self.gradient_as_bucket_view and low is None,
             dtype=low and (low.reduce_dtype or low.param_dtype),
+            sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
             low_precision=LowPrecision(self.module.parameters()) if low else None,
         )
         self.logger = self.reducer.logger = TorchLogger(self.reducer)
@@ -203,9 +204,6 @@ def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     for name, parameter in trainable.items():
         if parameter.device.type != "cpu":
             raise TensorError(f"parameter {name!r} is on {parameter.device}; this version reduces CPU tensors")
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
-            raise TensorError(f"module {name!r} makes sparse gradients, which are not reduced: set sparse=False")
     if trainable:
         ops.unchecked(torch.device("cpu"))
 
@@ -224,8 +222,11 @@ _AGREED_ARGUMENTS = (
 def _describe(module: nn.Module, compression: Compression, arguments: Mapping[str, Any]) -> dict[str, str]:
     description = {"compression": str(compression)}
     description.update({name: repr(arguments.get(name)) for name in _AGREED_ARGUMENTS})
+    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {id(m.weight) for m in embeddings if m.sparse}
     for name, parameter in _managed(module.named_parameters(), module).items():
         grad = "requires grad" if parameter.requires_grad else "requires no grad"
+        grad += ", which is sparse" if id(parameter) in sparse else ""
         description[f"parameter {name!r}"] = f"{describe_tensor(parameter)}, {grad}"
     for name, buffer in _managed(module.named_buffers(), module).items():
         description[f"buffer {name!r}"] = describe_tensor(buffer)

@@ -20,6 +20,7 @@ from .buckets import BucketPlan, ParameterSpec, build_plan
 from .compression import Compression
 from .errors import SettingError
 from .pipeline import BucketPipeline
+from .sparse import average
 from .streams import ThreadStream
 from .transports import LocalTransport, TorchProcessGroup, Transport
 
@@ -84,23 +85,49 @@ class CompressState:
         return self._transport
 
     def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average a bucket on the communication thread; the future holds its buffer."""
-        pipeline = self.pipeline(bucket)
-        gradients, buffer = bucket.gradients(), bucket.buffer()
+        """Average a bucket on the communication thread; the future holds its buffer.
+
+        A sparse gradient, which torch puts in a bucket of its own, travels uncompressed.
+        """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
+        start = self._start_sparse(bucket) if bucket.buffer().is_sparse else self._start_dense(bucket)
 
         def begin() -> Callable[[], None]:
             with _told_to(future):
-                finish = pipeline.begin(gradients, gradients)
+                finish = start()
             return lambda: end(finish)
 
-        def end(finish: Callable[[], None]) -> None:
+        def end(finish: Callable[[], Tensor]) -> None:
             with _told_to(future):
-                finish()
-                future.set_result(buffer)
+                future.set_result(finish())
 
         self._stream.submit(begin)
         return future
+
+    def _start_dense(self, bucket: Any) -> Callable[[], Callable[[], Tensor]]:
+        pipeline, gradients = self.pipeline(bucket), bucket.gradients()
+        buffer: Tensor = bucket.buffer()
+
+        def start() -> Callable[[], Tensor]:
+            finish = pipeline.begin(gradients, gradients)
+
+            def end() -> Tensor:
+                finish()
+                return buffer
+
+            return end
+
+        return start
+
+    def _start_sparse(self, bucket: Any) -> Callable[[], Callable[[], Tensor]]:
+        transport, parameters = self._connect(), bucket.parameters()
+        gradient: Tensor = bucket.buffer()
+
+        def start() -> Callable[[], Tensor]:
+            (averaged,) = average(transport, [gradient], [True], parameters, transport.world_size)
+            return lambda: gradient if averaged is None else averaged
+
+        return start
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name; each rank saves its own."""

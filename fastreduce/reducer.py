@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from .compression import Compression
 from .errors import ReducerError, TransportError
 from .gradients import Collected, Gradients
 from .pipeline import BucketPipeline, Pending, Seconds, warm_up
+from .sparse import SparseGradients
 from .streams import ThreadStream
 from .transports import Transport
 
@@ -61,6 +63,8 @@ class GradientReducer:
         bucket_caps: bytes of the first, second, … bucket; the last holds for all that follow.
         gradient_as_bucket_view: whether `.grad` become views of the buckets.
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
+        sparse: indices of parameters whose gradients are sparse; they travel in no bucket, uncompressed,
+            when backward ends.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
@@ -77,21 +81,24 @@ class GradientReducer:
         bucket_caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
         gradient_as_bucket_view: bool = False,
         dtype: torch.dtype | None = None,
+        sparse: Iterable[int] = (),
     ) -> None:
         self.transport, self.compression = transport, compression
         self._caps, self._as_views = tuple(bucket_caps), gradient_as_bucket_view
         self._gradients = Gradients(parameters, names, dtype)
         self._specs = self._gradients.specs
+        self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
+        self._dense = [i for i in range(len(self._specs)) if i not in self._sparse.parameters]
         self._stream = ThreadStream()
 
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
 
-        for device, each in {(spec.device, spec.dtype) for spec in self._specs}:
+        for device, each in {(self._specs[i].device, self._specs[i].dtype) for i in self._dense}:
             warm_up(each, device, compression)
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
-        self._install(group_by_size(self._specs, range(len(self._specs) - 1, -1, -1), self._caps))
+        self._install(group_by_size(self._specs, reversed(self._dense), self._caps))
         self._close = weakref.finalize(self, _close, self._stream, transport)
 
     def close(self) -> None:
@@ -127,8 +134,9 @@ class GradientReducer:
         if self._rebuilt or not self._reduced_once:
             return False
         observed = self.transport.exchange(self._arrivals.last_seen())
-        order = list(dict.fromkeys(i for seen in observed for i in seen))
-        idle = [i for i in range(len(self._specs)) if i not in set(order)]
+        dense = set(self._dense)
+        order = [i for i in dict.fromkeys(itertools.chain(*observed)) if i in dense]
+        idle = [i for i in self._dense if i not in set(order)]
         kept = residuals.collect(self.pipelines)
         self._install(group_by_size(self._specs, order, self._caps) + group_by_size(self._specs, idle, self._caps))
         residuals.restore(kept, self.pipelines)
@@ -159,6 +167,7 @@ class GradientReducer:
             if self._armed:
                 for pipeline in self.pipelines[len(self._launches) :]:
                     pipeline.run_broken()
+                self._sparse.take_part(self._active_ranks(), broken=True)
         self._armed = self._in_backward = False
         self._forget_backward()
 
@@ -235,6 +244,7 @@ class GradientReducer:
             for job, finish in under_way:
                 finish()
                 self._left_over |= self._settle(job)
+            self._left_over |= self._sparse.settle(self._arrivals.used, self._active_ranks())
         except TransportError:
             for _, pending in self._launches:
                 pending.result()  # the first bucket that failed tells more than the last
@@ -267,6 +277,10 @@ class GradientReducer:
         slots = job.pipeline.bucket.slots
         return {slots[position].parameter for position in job.found.settle(job.pipeline.used_by_any)}
 
+    def _active_ranks(self) -> int:
+        """What sums are divided by."""
+        return self.transport.world_size
+
     def _reduce_left_over(self) -> None:
         """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.
 
@@ -283,8 +297,9 @@ class GradientReducer:
                 f"{self._specs[min(fired)].name!r} and further ones for {twice[0]!r}, which was averaged already. "
                 "Sum the losses and call backward once"
             )
-        for index in sorted({self._arrivals.bucket_of[i] for i in self._left_over}):
+        for index in sorted({self._arrivals.bucket_of[i] for i in self._left_over.intersection(self._dense)}):
             self._run_here(index)
+        self._sparse.settle(used, self._active_ranks(), self._left_over)
         self._left_over -= fired
         self._arrivals.forget_used()
 
@@ -327,7 +342,7 @@ class GradientReducer:
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         chosen = residuals.pick(states, self.transport.rank, self.transport.world_size, str(self.compression))
-        residuals.check_parameters(chosen, self._specs)
+        residuals.check_parameters(chosen, [self._specs[i] for i in self._dense])
         self._reduced_once, self._rebuilt = chosen["reduced_once"], chosen["rebuilt"]
         self._arrivals.order[:], self._arrivals.fires[:] = chosen["order"], chosen["fires"]
         index_of = {spec.name: i for i, spec in enumerate(self._specs)}

@@ -203,6 +203,7 @@ class TorchReducer(GradientReducer):
         if self._hook is not None:
             self._arrivals.forget_used()
             self._used_by_any()
+        self._sparse.take_part(self._active_ranks())
         self._reduced_once = True
         self._forget_backward()
 

@@ -182,10 +182,6 @@ def _integers(body: Any, options: dict[str, Any]) -> None:
     body[0].weight = nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn))
 
 
-def _sparse(body: Any, options: dict[str, Any]) -> None:
-    body.append(nn.Embedding(3, 4, sparse=True))
-
-
 def _nothing_trainable(body: Any, options: dict[str, Any]) -> None:
     body.requires_grad_(False)
 
@@ -195,7 +191,6 @@ LONE: dict[str, tuple[Callable[[Any, dict[str, Any]], None], str, str]] = {
     "unknown backend": (_bad_backend, "SettingError", "'numpy'; allowed: "),
     "backend that cannot run": (_no_backend, "BackendUnavailableError", "TRITON_INTERPRET"),
     "dtype": (_integers, "TensorError", "float8_e4m3fn"),
-    "sparse embedding": (_sparse, "TensorError", "sparse"),
 }
 
 
@@ -274,9 +269,7 @@ def test_a_lazy_module_is_refused(alone: None):
         wrap("ours", nn.LazyLinear(3))
 
 
-def test_sparse_gradients_are_refused(alone: None):
-    with pytest.raises(TensorError, match="sparse=False"):
-        wrap("ours", nn.Embedding(3, 4, sparse=True))
+def test_a_sparse_gradient_that_no_module_announced_is_refused(alone: None):
     layer = nn.Linear(2, 2)
     model = wrap("ours", layer, compression="fp16")  # alone and uncompressed, nothing is looked at
     layer.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.to_sparse()))  # type: ignore[union-attr]

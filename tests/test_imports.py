@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 # ddp → reducer → {buckets, compression, ops, transports}; ops → backends → kernels; nothing below ddp
 # imports it. `kernels.slots` is the kernels' data type, no kernel; "" is fastreduce itself, the public names.
 BASE = {"errors", "buckets", "compression", "ops", "transports"}
-PARTS = BASE | {"agreement", "arrivals", "gradients", "pipeline", "residuals", "streams"}
+PARTS = BASE | {"agreement", "arrivals", "gradients", "pipeline", "residuals", "sparse", "streams"}
 TOP = PARTS | {"ddp", "functional", "reducer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arrivals": {"buckets"},
     "mixed_precision": set(),
     "gradients": BASE,
+    "sparse": {"transports"},
     "pipeline": BASE | {"streams"},
     "residuals": BASE | {"pipeline"},
     "reducer": PARTS,

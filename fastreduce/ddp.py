@@ -20,8 +20,9 @@ from .agreement import check_agreement, describe_tensor
 from .compression import Compression
 from .errors import FastreduceError, SettingError, TensorError
 from .gradients import Gradients
-from .torch_reducer import TorchLogger, TorchReducer
-from .transports import LocalTransport, TorchProcessGroup, Transport
+from .torch_logger import TorchLogger, environment
+from .torch_reducer import TorchReducer, make_transport
+from .transports import Transport
 
 T = TypeVar("T", bound=Tensor)
 
@@ -75,7 +76,7 @@ class DistributedDataParallel(TorchDDP):
         bound.apply_defaults()
         arguments = bound.arguments
         self._transport_argument = transport
-        self._transport = transport or _make_transport(_group_of(arguments["process_group"], arguments["device_mesh"]))
+        self._transport = transport or make_transport(_group_of(arguments["process_group"], arguments["device_mesh"]))
         error = None
         try:
             self.compression = Compression.resolve(compression)
@@ -105,7 +106,20 @@ class DistributedDataParallel(TorchDDP):
             bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        self.logger = self.reducer.logger = TorchLogger(self.reducer)
+        self.logger = self.reducer.logger = TorchLogger(
+            parameters,
+            [names[id(p)] for p in parameters],
+            self.reducer.plan,
+            rank=self._transport.rank,
+            world_size=self._transport.world_size,
+            transport=self._transport.name,
+            compression=str(self.compression),
+            bucket_cap_bytes=self.bucket_bytes_cap,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            is_multi_device_module=self.is_multi_device_module,
+            **environment(self.process_group),
+        )
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -143,6 +157,17 @@ class DistributedDataParallel(TorchDDP):
         self.reducer.use_hook(self.process_group, builtin[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Train with other ranks from now on, as in torch: every old and new rank calls it.
+
+        Raises:
+            SettingError: if the wrapper was given a transport, whose ranks are fixed.
+        """
+        if self._transport_argument is not None:
+            raise SettingError("this wrapper was given transport=, whose ranks are fixed: wrap the module again")
+        super()._update_process_group(new_process_group)
+        self._transport = self.reducer.transport
+
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.reducer.shadow_backward()
 
@@ -155,7 +180,7 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._transport = state["_transport_argument"] or _make_transport(_group_of(None, None))
+        self._transport = state["_transport_argument"] or make_transport(_group_of(None, None))
         super().__setstate__(state)
 
 
@@ -173,10 +198,6 @@ def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
             "Default process group has not been initialized: call torch.distributed.init_process_group first"
         )
     return group
-
-
-def _make_transport(group: dist.ProcessGroup) -> Transport:
-    return LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
 
 
 def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:

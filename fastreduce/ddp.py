@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,14 @@ from torch.nn.parameter import is_lazy
 from . import ops
 from .agreement import check_agreement, describe_tensor
 from .compression import Compression
-from .errors import FastreduceError, SettingError, TensorError
+from .errors import BackendUnavailableError, FastreduceError, ReducerError, SettingError, TensorError
 from .gradients import Gradients
 from .torch_logger import TorchLogger, environment
 from .torch_reducer import TorchReducer, make_transport
 from .transports import Transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=Tensor)
 
@@ -52,6 +55,7 @@ class DistributedDataParallel(TorchDDP):
 
     reducer: TorchReducer  # type: ignore[assignment]
     logger: TorchLogger  # type: ignore[assignment]
+    _may_have_changed = False
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class DistributedDataParallel(TorchDDP):
         if device_ids is not None and all(device is None for device in device_ids):
             device_ids = None
         on_cpu = all(p.device.type == "cpu" for p in module.parameters())
-        if on_cpu and (device_ids or output_device is not None):
+        if on_cpu and (device_ids or output_device is not None) and len(device_ids or ()) <= 1:
             warnings.warn(
                 f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
                 stacklevel=2,
@@ -81,7 +85,7 @@ class DistributedDataParallel(TorchDDP):
         try:
             self.compression = Compression.resolve(compression)
             _check_module(module, arguments)
-        except (FastreduceError, RuntimeError) as found:
+        except (FastreduceError, RuntimeError, TypeError) as found:
             error = found
         check_agreement(self._transport, {} if error else _describe(module, self.compression, arguments), error)
         super().__init__(module, device_ids, output_device, *args, **kwargs)
@@ -133,8 +137,32 @@ class DistributedDataParallel(TorchDDP):
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
+            if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
+                self._check_parameters()
             self.reducer.watch(_find_tensors(output))
         return output
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, as in torch. The next forward looks for parameters that are new since construction."""
+        self._may_have_changed = mode
+        super().train(mode)
+        return self
+
+    def _check_parameters(self) -> None:
+        """Raise if the module holds a trainable parameter that nobody reduces.
+
+        A walk over a thousand parameters costs about as much as all of our hooks in a step. It is made in the steps
+        whose times are taken (the first ten, then every hundredth) and after `train()`.
+        """
+        self._may_have_changed = False
+        known = self.reducer.known
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
+                raise ReducerError(
+                    f"rank {self._distributed_rank}: parameter {name!r} was added, replaced or unfrozen after the "
+                    "module was wrapped, so its gradient is not averaged and replicas would drift apart. Wrap the "
+                    "module again (fastreduce.DistributedDataParallel(ddp.module, …)), or freeze the parameter"
+                )
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let `hook` reduce the buckets, as in torch; it receives a duck type of `dist.GradBucket`.
@@ -197,6 +225,13 @@ def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
         raise ValueError(
             "Default process group has not been initialized: call torch.distributed.init_process_group first"
         )
+    if not isinstance(group, dist.ProcessGroup):
+        outside = (
+            ", which stands for a group that this rank is not in" if group == dist.GroupMember.NON_GROUP_MEMBER else ""
+        )
+        raise TypeError(
+            f"process_group must be a ProcessGroup, e.g. from torch.distributed.new_group; got {group!r}{outside}"
+        )
     return group
 
 
@@ -209,9 +244,13 @@ def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     parameters = _managed(module.named_parameters(), module)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
     Gradients(list(trainable.values()), list(trainable))
-    for name, parameter in trainable.items():
-        if parameter.device.type != "cpu":
-            raise TensorError(f"parameter {name!r} is on {parameter.device}; this version reduces CPU tensors")
+    odd = {name: p.device for name, p in trainable.items() if p.device.type != "cpu"}
+    for name, device in odd.items():
+        error = TensorError if len(odd) < len(trainable) else BackendUnavailableError
+        raise error(f"parameter {name!r} is on {device}; this version reduces CPU tensors")
+    caps = arguments.get("bucket_cap_mb_list") or ()
+    if any(cap < 0 for cap in caps):
+        raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")
     if arguments["mixed_precision"] is not None:
         raise SettingError("mixed_precision= is not supported: use torch.autocast, or torch's class")
     for name, child in module.named_modules():

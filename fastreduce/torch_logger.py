@@ -155,7 +155,12 @@ class TorchLogger:
     def _get_ddp_logging_data(self) -> DDPLoggingData:
         return self._data
 
-    # What the reducer tells
+    # What wrapper and reducer ask and tell
+
+    @property
+    def sampling(self) -> bool:
+        """Whether this is a step whose times are taken."""
+        return self._times is not None
 
     def begin_backward(self) -> None:
         """A forward has ended whose backward will be reduced."""

@@ -46,6 +46,7 @@ class TorchReducer(GradientReducer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._after_backward: list[Any] = []
         super().__init__(*args, **kwargs)
+        self.known = frozenset(map(id, self._gradients.parameters))
 
     def __getattr__(self, name: str) -> Any:
         if name in CPP_ONLY:
@@ -75,7 +76,10 @@ class TorchReducer(GradientReducer):
             RuntimeError: if training has begun (as torch).
         """
         if self._reduced_once:
-            error = "_set_static_graph() should be called before training loop starts"
+            error = (
+                "_set_static_graph() should be called before training loop starts; or pass static_graph=True to the "
+                "constructor"
+            )
             self.logger.set_error_and_log(error)
             raise RuntimeError(error)
 

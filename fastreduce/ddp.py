@@ -148,11 +148,18 @@ class DistributedDataParallel(TorchDDP):
         super().train(mode)
         return self
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch, or, where no name begins with `module.`, the state of the module that is wrapped."""
+        self._may_have_changed = True  # assign=True puts new parameters in the place of the old ones
+        if not state_dict or any(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
     def _check_parameters(self) -> None:
         """Raise if the module holds a trainable parameter that nobody reduces.
 
         A walk over a thousand parameters costs about as much as all of our hooks in a step. It is made in the steps
-        whose times are taken (the first ten, then every hundredth) and after `train()`.
+        whose times are taken (the first ten, then every hundredth), and after `train()` and `load_state_dict`.
         """
         self._may_have_changed = False
         known = self.reducer.known
@@ -254,6 +261,14 @@ def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     if arguments["mixed_precision"] is not None:
         raise SettingError("mixed_precision= is not supported: use torch.autocast, or torch's class")
     for name, child in module.named_modules():
+        if isinstance(child, TorchDDP):
+            inner = set(map(id, child._module_parameters))
+            twice = [n for n, p in trainable.items() if id(p) in inner]
+            if twice:
+                raise ReducerError(
+                    f"module {name!r} is wrapped already: two reductions of {twice[0]!r} would race. Unwrap it, or leave "
+                    "its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)"
+                )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
             raise TensorError(f"module {name!r} makes sparse gradients, which are not reduced: set sparse=False")
     if trainable:

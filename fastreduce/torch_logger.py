@@ -178,7 +178,7 @@ class TorchLogger:
             self._times.backward_end = time.time_ns()
             self.begin_communication()
         data = self._data.ints_map
-        detail = self._level is dist.DebugLevel.DETAIL
+        detail = self._level == dist.DebugLevel.DETAIL
         if data["find_unused_parameters"] or detail or self._times is not None:
             self._note_unused([i for i, is_used in enumerate(used) if not is_used], detail)
 
@@ -232,7 +232,7 @@ class TorchLogger:
             )
 
     def _log_plan(self, what: str, plan: BucketPlan) -> None:
-        if self._level is not dist.DebugLevel.OFF:
+        if self._level != dist.DebugLevel.OFF:
             sizes = self._sizes(plan)
             rank = self._data.ints_map["rank"]
             logger.info("rank %d: %s: %d of %s bytes\n%s", rank, what, len(plan.buckets), sizes, plan)

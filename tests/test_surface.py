@@ -5,7 +5,11 @@ Everything runs with torch's class and with ours, on the same ranks, and is comp
 
 from __future__ import annotations
 
+import copy
+import inspect
+import logging
 import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,7 +22,20 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce
 from fastreduce.torch_reducer import CPP_ONLY, TorchReducer
-from tests.models import EXACT, Branches, Grads, assert_same_bits, grads_of, mlp, whole_, whole_batch, wrap
+from tests.models import (
+    EXACT,
+    Branches,
+    Grads,
+    Normed,
+    assert_same_bits,
+    batch,
+    grads_of,
+    mlp,
+    play,
+    whole_,
+    whole_batch,
+    wrap,
+)
 from tests.ranks import RankPool
 
 KINDS = ("torch", "ours")
@@ -316,6 +333,7 @@ MISUSE: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "two-dimensional device_mesh": (lambda kind: wrap(kind, _layer(), device_mesh=_mesh(1, 1)), "1D device mesh"),
     "static graph after training": (_static_too_late, "before training loop starts"),
+    "SyncBatchNorm on a CPU": (_wrap(lambda: nn.Sequential(_layer(), nn.SyncBatchNorm(2))), "SyncBatchNorm"),
     "sample rate": (lambda kind: wrap(kind, _layer())._set_ddp_runtime_logging_sample_rate(0), "sample rate"),
     "unknown argument": (_wrap(compresion="fp16"), "compresion"),
     "too many arguments": (lambda kind: DDP[kind](_layer(), *[None] * 40), "positional arguments"),
@@ -447,3 +465,313 @@ def test_parameters_frozen_for_some_steps_are_unused_as_with_torchs_search(ranks
     for rank, seen in enumerate(ranks2.run(_toggled, views)):
         assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
         assert seen["ours"][2]["a.weight"] is None
+
+
+# Arguments
+
+# Each argument of torch's class, with a value that is not its default, or where else it is tested.
+ARGUMENTS: dict[str, Any] = {
+    "device_ids": "MISUSE, and tests/test_ddp.py",
+    "output_device": "MISUSE, and tests/test_ddp.py",
+    "dim": 1,
+    "broadcast_buffers": False,
+    "init_sync": False,
+    "process_group": "the process group's tests, and tests/test_ddp.py",
+    "bucket_cap_mb": 64 / 2**20,
+    "find_unused_parameters": True,
+    "check_reduction": True,
+    "gradient_as_bucket_view": True,
+    "static_graph": True,
+    "delay_all_reduce_named_params": "a test of its own",
+    "param_to_hook_all_reduce": "a test of its own",
+    "mixed_precision": "tests of its own",
+    "device_mesh": "a test of its own",
+    "skip_all_reduce_unused_params": True,
+    "bucket_cap_mb_list": [64 / 2**20, 700 / 2**20],
+    "batched_grad_copy": True,
+    "forward_sync_buffers": False,
+}
+TORCHS = set(inspect.signature(TorchDDP).parameters) - {"module"}
+
+
+def test_every_argument_of_the_installed_torch_is_tested():
+    assert set(ARGUMENTS) >= TORCHS
+
+
+def _with_argument(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, list[Any]]:
+    """State after construction and after each step, of a model whose weights and buffers differ between ranks."""
+    seen: dict[str, list[Any]] = {}
+    for kind in KINDS:
+        torch.manual_seed(rank)
+        body = Normed()
+        body.steps += rank
+        model, seen[kind] = wrap(kind, body, **options), [copy.deepcopy(dict(body.state_dict()))]
+        for step in range(4):
+            model.zero_grad()
+            model(batch(rank, step, 6, 20)).square().mean().backward()
+            seen[kind].append([grads_of(body), dict(copy.deepcopy(body.state_dict())), body.seen])
+        logged = model._get_ddp_logging_data()
+        seen[kind].append([logged[key] for key in ("rebuilt_bucket_sizes", "bucket_cap_bytes") if key in logged])
+    if not options.get("find_unused_parameters"):  # torch never rebuilds where it searches
+        assert seen["ours"][-1] == seen["torch"][-1]
+    assert_same_bits(seen["ours"][:-1], seen["torch"][:-1], f"rank {rank}")
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("argument", [name for name, value in ARGUMENTS.items() if not isinstance(value, str)])
+def test_an_argument_has_torchs_meaning(ranks2: RankPool, argument: str):
+    options = {argument: ARGUMENTS[argument]}
+    if argument not in TORCHS:  # of another version: ours takes what the installed class takes
+        for kind in KINDS:
+            with pytest.raises(TypeError, match=argument):
+                DDP[kind](_layer(), **options)
+        return
+    first, second = (seen["ours"] for seen in ranks2.run(_with_argument, options))
+    same = all(torch.equal(a, b) for a, b in zip(first[0].values(), second[0].values(), strict=True))
+    assert same == (argument not in ("init_sync", "broadcast_buffers"))
+    if argument == "bucket_cap_mb_list":
+        assert len(first[-1][0].split(", ")) > 1
+
+
+def _arguments_in_order(rank: int, world_size: int) -> None:
+    for kind in KINDS:
+        names = [name for name in inspect.signature(TorchDDP).parameters if name != "module"]
+        model = DDP[kind](nn.Linear(2, 2), *[ARGUMENTS[n] if n in ("dim", "init_sync") else _default(n) for n in names])
+        assert (model.dim, model.process_group) == (1, dist.group.WORLD)
+
+
+def _default(name: str) -> Any:
+    return inspect.signature(TorchDDP).parameters[name].default
+
+
+def test_arguments_may_be_given_by_position(ranks2: RankPool):
+    ranks2.run(_arguments_in_order)
+
+
+def _mesh_of_all(rank: int, world_size: int) -> None:
+    mesh, seen = dist.device_mesh.init_device_mesh("cpu", (world_size,)), {}
+    for kind in KINDS:
+        model = wrap(kind, whole_(Branches()), device_mesh=mesh)
+        seen[kind] = play(model, ["f1", "b1", "f2", "b2"], rank)
+    assert_same_bits(seen["ours"], seen["torch"])
+
+
+def test_a_device_mesh_gives_the_group(ranks2: RankPool):
+    ranks2.run(_mesh_of_all)
+
+
+def _delayed(rank: int, world_size: int) -> None:
+    """Not with all parameters delayed: there the first forward of torch's own class fails (2.13)."""
+    for kind in KINDS:
+        body = whole_(Branches())
+        named = [(n, p) for n, p in body.named_parameters() if n.startswith("a.")]
+        model = wrap(kind, body, delay_all_reduce_named_params=named, param_to_hook_all_reduce=body.trunk.weight)
+        for step in range(3):
+            model.zero_grad()
+            (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+            expected = _average([0, 1], step)
+            deadline = time.monotonic() + 10  # torch's hook does not wait for what it begins
+            while time.monotonic() < deadline and not all(torch.equal(p.grad, expected[n]) for n, p in named):
+                pass
+            assert_same_bits(grads_of(body), expected, kind)
+
+
+def test_delayed_parameters_are_averaged_by_torchs_own_hook(ranks2: RankPool):
+    ranks2.run(_delayed)
+
+
+# TORCH_DISTRIBUTED_DEBUG
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append((record.levelname, record.getMessage()))
+
+
+def _debugged(rank: int, world_size: int, level: str, options: dict[str, Any]) -> list[tuple[str, str]]:
+    records, logger = _Records(), logging.getLogger("fastreduce")
+    logger.addHandler(records)
+    logger.setLevel(logging.INFO)
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
+    try:
+        model = wrap("ours", whole_(Branches()), bucket_cap_mb=64 / 2**20, **options)
+        for step in range(12):
+            model.zero_grad()
+            use = "abc" if rank == 0 or step < 2 else "ab" if step % 2 else "a"
+            (model(whole_batch(rank, step, 3, 4), use=use).sum() * EXACT).backward()
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        logger.removeHandler(records)
+        logger.setLevel(logging.NOTSET)
+    return records.texts
+
+
+def test_debug_level_info_logs_the_buckets_when_they_are_built_and_rebuilt(ranks2: RankPool):
+    for rank, texts in enumerate(ranks2.run(_debugged, "INFO", {})):
+        assert [kind for kind, _ in texts] == ["INFO", "INFO"]
+        (_, built), (_, rebuilt) = texts
+        assert built.startswith(f"rank {rank}: buckets: 4 of 64, 80, 80, 80 bytes\nbucket 0: float32")
+        assert rebuilt.startswith(f"rank {rank}: buckets were rebuilt: 4 of 64, 80, 80, 80 bytes\n")
+
+
+def test_debug_level_detail_names_unused_parameters_once_a_set(ranks2: RankPool):
+    first, second = ranks2.run(_debugged, "DETAIL", {})
+    assert [kind for kind, _ in first] == ["INFO", "INFO"]
+    warned = [text for kind, text in second if kind == "WARNING"]
+    assert len(warned) == 2
+    assert "rank 1: no gradient arrived for b.weight, b.bias, c.weight." in warned[0]
+    assert "rank 1: no gradient arrived for c.weight." in warned[1]
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_where_torch_allows_unused_parameters_nobody_is_warned(ranks2: RankPool, options: dict[str, bool]):
+    for texts in ranks2.run(_debugged, "DETAIL", options):
+        assert {kind for kind, _ in texts} == {"INFO"}
+
+
+def test_without_a_debug_level_nothing_is_logged(ranks2: RankPool):
+    assert ranks2.run(_debugged, "OFF", {}) == [[], []]
+
+
+# Checkpoints, compilers, mixed precision, wrappers in wrappers
+
+
+def test_state_is_loaded_with_and_without_the_prefix(alone: None):
+    bodies = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
+    states = {kind: wrap(kind, bodies[0]).state_dict() for kind in KINDS}
+    assert list(states["ours"]) == list(states["torch"]) == [f"module.{name}" for name in bodies[0].state_dict()]
+    for body, state in ((bodies[1], states["torch"]), (bodies[2], bodies[0].state_dict())):
+        model = wrap("ours", body)
+        found = model.load_state_dict(state)
+        assert (found.missing_keys, found.unexpected_keys) == ([], [])
+        assert_same_bits(dict(body.state_dict()), dict(bodies[0].state_dict()))
+    for state in ({"module.0.weight": torch.ones(2, 2)}, {"0.weight": torch.ones(2, 2)}, {}):
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict(state)
+        assert len(model.load_state_dict(state, strict=False).missing_keys) == 6 - len(state)
+    model.load_state_dict(states["ours"], assign=True)  # new parameters, which nobody reduces
+    with pytest.raises(fastreduce.ReducerError, match="Wrap the module again"):
+        model(torch.ones(3, 2)).sum().backward()
+
+
+class _Broken(nn.Module):
+    """Two regions for the compiler, with a break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(300, 6), nn.Linear(315, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def _compiled(rank: int, world_size: int, backend: str, inside: bool) -> dict[str, list[Grads]]:
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    seen: dict[str, list[Grads]] = {}
+    optimized: dict[str, int] = {}
+    compile_fn = DDPOptimizer.compile_fn
+    for kind in KINDS:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        body = _Broken()
+        if inside:
+            model = wrap(kind, torch.compile(body, backend=backend), bucket_cap_mb=1.1)
+        else:
+            model = torch.compile(wrap(kind, body, bucket_cap_mb=1.1), backend=backend)
+        seen[kind], optimized[kind] = [], 0
+
+        def count(self: Any, *args: Any, kind: str = kind) -> Any:
+            optimized[kind] += 1
+            return compile_fn(self, *args)
+
+        DDPOptimizer.compile_fn = count  # type: ignore[method-assign, assignment]
+        try:
+            optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+            for step in range(4):
+                optimizer.zero_grad()
+                model(batch(rank, step, 4, 300)).square().mean().backward()
+                optimizer.step()
+                seen[kind].append(grads_of(body))
+        finally:
+            DDPOptimizer.compile_fn = compile_fn  # type: ignore[method-assign]
+    assert optimized["ours"] == optimized["torch"] > 0
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inside", [False, True], ids=["wrapper compiled", "module compiled"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_equal_torch_and_dynamos_optimizer_sees_our_class(ranks2: RankPool, backend: str, inside: bool):
+    results = ranks2.run(_compiled, backend, inside, timeout=120)
+    for rank, seen in enumerate(results):
+        assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
+    assert_same_bits(results[1]["ours"], results[0]["ours"])
+
+
+def _autocast(rank: int, world_size: int, views: bool) -> dict[str, list[Grads]]:
+    seen: dict[str, list[Grads]] = {}
+    for kind in KINDS:
+        torch.manual_seed(0)
+        body = mlp()
+        model, seen[kind] = wrap(kind, body, gradient_as_bucket_view=views, bucket_cap_mb=0.004), []
+        optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(batch(rank, step, 4, 20))
+                assert output.dtype is torch.bfloat16 or isinstance(body[-1], nn.Tanh)
+            output.float().square().mean().backward()
+            optimizer.step()
+            seen[kind].append(grads_of(body))
+    return seen
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["own", "views"])
+def test_autocast_equals_torch(ranks2: RankPool, views: bool):
+    results = ranks2.run(_autocast, views)
+    for rank, seen in enumerate(results):
+        assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
+    assert_same_bits(results[1]["ours"], results[0]["ours"])
+
+
+def _nested(rank: int, world_size: int) -> dict[str, list[Grads]]:
+    """A wrapped part inside a wrapped whole, which leaves the part's parameters to it."""
+    seen: dict[str, list[Grads]] = {}
+    for kind in KINDS:
+        part = wrap(kind, whole_(Branches()), bucket_cap_mb=1e-6)
+        body = nn.Sequential(part, whole_(nn.Linear(4, 4)))
+        names = [name for name, _ in body.named_parameters() if name.startswith("0.")]
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(body, names)
+        model, seen[kind] = wrap(kind, body, bucket_cap_mb=1e-6), []
+        for step in range(4):
+            model.zero_grad()
+            (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+            seen[kind].append(grads_of(body))
+    return seen
+
+
+def test_a_wrapper_inside_a_wrapper_averages_its_part(ranks2: RankPool):
+    results = ranks2.run(_nested)
+    for step in range(4):
+        body = nn.Sequential(whole_(Branches()), whole_(nn.Linear(4, 4)))
+        for rank in range(2):
+            (body(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+        average = [None if g is None else g / 2 for g in grads_of(body).values()]
+        for seen in results:
+            for grads in seen.values():
+                assert_same_bits(list(grads[step].values()), average)
+
+
+def test_a_wrapper_inside_a_wrapper_that_averages_the_same_parameters_is_an_error(alone: None):
+    for inner in KINDS:
+        body = nn.Sequential(nn.Linear(2, 2), wrap(inner, nn.Linear(2, 2)))
+        with pytest.raises(fastreduce.ReducerError, match=r"module '1' is wrapped already.*'1.module.weight'"):
+            wrap("ours", body)

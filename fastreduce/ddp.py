@@ -265,9 +265,10 @@ def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             inner = set(map(id, child._module_parameters))
             twice = [n for n, p in trainable.items() if id(p) in inner]
             if twice:
-                raise ReducerError(
-                    f"module {name!r} is wrapped already: two reductions of {twice[0]!r} would race. Unwrap it, or "
-                    "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)"
+                warnings.warn(
+                    f"module {name!r} is wrapped already: two reductions of {twice[0]!r} will race. Unwrap it, or "
+                    "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
+                    stacklevel=3,
                 )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
             raise TensorError(f"module {name!r} makes sparse gradients, which are not reduced: set sparse=False")

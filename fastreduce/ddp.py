@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from . import ops
 from .agreement import check_agreement, describe_tensor
+from .arrivals import weakly
 from .compression import Compression
 from .errors import BackendUnavailableError, FastreduceError, ReducerError, SettingError, TensorError
 from .gradients import Gradients
@@ -138,12 +139,12 @@ class DistributedDataParallel(TorchDDP):
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
             if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
-                self._check_parameters()
+                self.reducer.check_at_end = weakly(self._check_parameters)
             self.reducer.watch(_find_tensors(output))
         return output
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, as in torch. The next forward looks for parameters that are new since construction."""
+        """Set training mode, as in torch. The next backward looks for parameters that are new since construction."""
         self._may_have_changed = mode
         super().train(mode)
         return self
@@ -158,8 +159,9 @@ class DistributedDataParallel(TorchDDP):
     def _check_parameters(self) -> None:
         """Raise if the module holds a trainable parameter that nobody reduces.
 
-        A walk over a thousand parameters costs about as much as all of our hooks in a step. It is made in the steps
-        whose times are taken (the first ten, then every hundredth), and after `train()` and `load_state_dict`.
+        Called at the end of backward, because `torch.func.functional_call` lends the module other parameters during
+        forward. A walk over a thousand parameters costs over a millisecond: it is made in the steps whose times are
+        taken (the first ten, then every hundredth) and in the first after `train()` and `load_state_dict`.
         """
         self._may_have_changed = False
         known = self.reducer.known

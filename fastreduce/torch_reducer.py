@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class TorchReducer(GradientReducer):
     _flags: Tensor | None = None
     _join: tuple[Any, bool] | None = None
     logger: TorchLogger
+    check_at_end: Callable[[], None] | None = None  # called once, when the next backward has ended
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._after_backward: list[Any] = []
@@ -99,6 +100,12 @@ class TorchReducer(GradientReducer):
         super()._launch_full_buckets()
         if self._launches:
             self.logger.begin_communication()
+
+    def _end_backward(self) -> None:
+        super()._end_backward()
+        check, self.check_at_end = self.check_at_end, None
+        if check is not None:
+            check()
 
     def _reduce_all(self) -> None:
         self.logger.end_backward(self._arrivals.used)

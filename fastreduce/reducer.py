@@ -99,7 +99,7 @@ class GradientReducer:
             warm_up(each, device, compression)
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._install(group_by_size(self._specs, reversed(self._dense), self._caps))
-        self._close = weakref.finalize(self, _close, self._stream, transport)
+        self._close = weakref.finalize(self, shut_down, self._stream, transport)
 
     def close(self) -> None:
         """Remove the hooks, end the communication thread and close the transport."""
@@ -353,7 +353,8 @@ class GradientReducer:
                 pipeline.shard_residual.copy_(saved)
 
 
-def _close(stream: ThreadStream, transport: Transport) -> None:
+def shut_down(stream: ThreadStream, transport: Transport) -> None:
+    """End what a reducer holds outside itself."""
     if not stream.idle:  # a peer does not come: nobody will miss what is under way
         transport.abort()
     stream.close()

@@ -228,6 +228,7 @@ class GradientReducer:
             self._armed = False
             self._reduce_all()
         else:  # autograd.grad: nothing was accumulated, so the forward stays armed
+            self._gradients.check_unmoved(range(len(self._specs)))
             self._arrivals.report()
 
     def _reduce_all(self) -> None:

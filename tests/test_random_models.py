@@ -121,7 +121,7 @@ def _check(ranks: RankPool, program: Program, setting: str = "none") -> None:
 
 
 @given(program=programs())
-@_examples(50)
+@_examples(40)
 def test_random_programs_train_as_with_torch(ranks: RankPool, program: Program):
     _check(ranks, program)
 

@@ -322,9 +322,9 @@ def playing(
     """Run a script of forwards and backwards; yields the operation after every backward and optimizer step.
 
     `f1` forward of batch 1, `b1` its backward, `r1` the same keeping the graph, `m1` forward of the bare
-    module, `s` a step of the optimizer, `z` zero_grad, `Z` zero_grad in place, `-` and `+` switch
-    require_backward_grad_sync off and on, `(` and `)` enter and leave no_sync; `f1:ab` passes use="ab",
-    `f1:ab/b` does so on rank 0, and use="b" on rank 1.
+    module, `e1` forward without gradients, `s` a step of the optimizer, `z` zero_grad, `Z` zero_grad in
+    place, `-` and `+` switch require_backward_grad_sync off and on, `(` and `)` enter and leave
+    no_sync; `f1:ab` passes use="ab", `f1:ab/b` does so on rank 0, and use="b" on rank 1.
     """
     outputs: dict[str, Any] = {}
     contexts: list[Any] = []
@@ -336,6 +336,9 @@ def playing(
         if op[0] in "fm":
             called = model if op[0] == "f" else model.module
             outputs[name] = called(inputs(rank, int(name)), **options)
+        elif op[0] == "e":
+            with torch.no_grad():
+                model(inputs(rank, int(name)), **options)
         elif op[0] in "br":
             loss(outputs[name]).backward(retain_graph=op[0] == "r")
             yield op

@@ -80,6 +80,8 @@ def programs(draw: st.DrawFn) -> Program:
             count += 2
         # Where the last backward was local, torch expects to find the gradients it left.
         may_drop = mode != "search" or synced_backwards(ops)[-1]
+        if draw(st.integers(0, 3)) == 0:
+            ops.append(f"e{count}:{use()}")
         ops += ["s", *draw(st.sampled_from([["z"], ["z"], ["Z"], []] if may_drop else [["Z"], []]))]
     options: dict[str, Any] = {
         "bucket_cap_mb": draw(st.sampled_from([1e-6, 0.0002, 0.002, 25])),

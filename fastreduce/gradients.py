@@ -232,9 +232,9 @@ class Gradients:
         parameter.grad = torch.view_as_complex(real) if parameter.is_complex() else real.to(parameter.dtype)
 
     def _fits(self, grad: Tensor, i: int) -> bool:
-        if _real(grad).dtype is not self.specs[i].dtype or grad.numel() != self.parameters[i].numel():
+        if _is_lazy_view(grad) or grad.numel() != self.parameters[i].numel():
             return False
-        if _is_lazy_view(grad):
+        if _real(grad).dtype is not self.specs[i].dtype:
             return False
         return grad.is_contiguous() if self._contiguous[i] else grad.stride() == self.parameters[i].stride()
 

@@ -95,7 +95,7 @@ def _quantize(wire, residual, new_residual, tiles, addresses, tag, blocks, block
     cuda.atomic.max(magnitudes, row, largest_bits(values))
     cuda.syncthreads()
     if element < extent:
-        number = quotient(place, block) + row
+        number = place // block + row
         rank = quotient(number, blocks)
         shard, index = wire + rank * shard_size, number - rank * blocks
         old = residual + at if residual else 0
@@ -111,7 +111,7 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size):
     element = np.int64(cuda.threadIdx.x) * LANES
     row = quotient(element, block)
     if element < count:
-        number = quotient(place, block) + row
+        number = place // block + row
         rank = quotient(number, blocks)
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = _decode(shard, blocks, block, index, element - row * block, LANES)

@@ -33,7 +33,7 @@ def lanes_of(tag: Any, other: Any) -> int:
 
 
 def quotient(a: int, b: int) -> int:
-    """The whole part of a / b, for 0 <= a, b < 2^31."""
+    """The whole part of a / b, for 0 <= a, b < 2^32."""
     return a // b
 
 

@@ -128,7 +128,7 @@ def lanes_of(_typing: Any, tag: types.Type, other: types.Type) -> Any:
 
 @intrinsic
 def quotient(_typing: Any, a: types.Type, b: types.Type) -> Any:
-    """The whole part of a / b, for 0 <= a, b < 2^31: Numba itself divides by the slow 64-bit way."""
+    """The whole part of a / b, for 0 <= a, b < 2^32: Numba itself divides by the slow 64-bit way."""
 
     def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return builder.zext(builder.udiv(*(builder.trunc(arg, _I32) for arg in args)), _I64)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -141,6 +142,10 @@ class DistributedDataParallel(TorchDDP):
         )
         self._passing_sync_batchnorm_handle(self.module)
 
+    # Under torch.compile what goes on around the module's forward stays Python: Dynamo would trace the reducer.
+    _pre_forward = _disable_dynamo(TorchDDP._pre_forward)
+
+    @_disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer

@@ -39,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": PARTS,
     "run": {"compression", "ddp"},
     "functional": PARTS | {"bucketed"},
-    "ddp": PARTS | {"mixed_precision", "reducer", "torch_logger", "torch_reducer"},
+    "wrapping": PARTS,
+    "ddp": PARTS | {"mixed_precision", "reducer", "torch_logger", "torch_reducer", "wrapping"},
     "": TOP,
     "cli": TOP | {"", "backends"},
 }

@@ -23,7 +23,7 @@ from .errors import FastreduceError, TensorError
 from .gradients import Gradients
 from .mixed_precision import LowPrecision
 from .torch_reducer import TorchLogger, TorchReducer
-from .transports import LocalTransport, TorchProcessGroup, Transport
+from .transports import Transport, make_transport
 
 T = TypeVar("T", bound=Tensor)
 
@@ -41,8 +41,8 @@ class DistributedDataParallel(TorchDDP):
         *args: torch's other arguments.
         compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; None means
             FASTREDUCE_COMPRESSION, or `none`.
-        transport: what moves the data; None means gloo in a group of its own over the ranks of
-            `process_group` (at world size 1: nothing to move).
+        transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else gloo
+            in a group of its own over the ranks of `process_group` (at world size 1: nothing to move).
         **kwargs: torch's other arguments.
 
     Raises:
@@ -77,7 +77,7 @@ class DistributedDataParallel(TorchDDP):
         bound.apply_defaults()
         arguments = bound.arguments
         self._transport_argument = transport
-        self._transport = transport or _make_transport(_group_of(arguments["process_group"], arguments["device_mesh"]))
+        self._transport = transport or make_transport(_group_of(arguments["process_group"], arguments["device_mesh"]))
         error = None
         try:
             self.compression = Compression.resolve(compression)
@@ -168,7 +168,7 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._transport = state["_transport_argument"] or _make_transport(_group_of(None, None))
+        self._transport = state["_transport_argument"] or make_transport(_group_of(None, None))
         super().__setstate__(state)
 
 
@@ -186,10 +186,6 @@ def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
             "Default process group has not been initialized: call torch.distributed.init_process_group first"
         )
     return group
-
-
-def _make_transport(group: dist.ProcessGroup) -> Transport:
-    return LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
 
 
 def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hooks": PARTS,
     "run": {"compression", "ddp"},
     "functional": PARTS | {"reducer"},
+    "distributed": {"errors", "transports"},
     "ddp": PARTS | {"mixed_precision", "reducer", "torch_reducer"},
     "": TOP,
     "cli": TOP | {"", "backends"},

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .buckets import Bucket
 from .compression import NoCompression
+from .errors import ReducerError
 from .pipeline import BucketPipeline, Pending
 from .streams import ThreadStream
 from .transports import LocalTransport
@@ -107,8 +108,17 @@ class HookPipeline(BucketPipeline):
         return _HookResult(self, future, averaged)
 
     def store(self, value: Tensor | list[Tensor], averaged: Sequence[Tensor]) -> None:
-        """Write what the hook's future holds into `averaged`."""
-        reduced = value[0] if isinstance(value, list) else value
+        """Write what the hook's future holds into `averaged`.
+
+        Raises:
+            ReducerError: if it is no tensor of as many elements as the buffer.
+        """
+        reduced = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if not isinstance(reduced, Tensor) or reduced.numel() != self._buffer.numel():
+            raise ReducerError(
+                f"{self.bucket}: the future of the communication hook must hold a tensor of {self._buffer.numel()} "
+                f"elements, not {reduced!r}"
+            )
         if reduced.data_ptr() != self._buffer.data_ptr() or reduced.dtype != self._buffer.dtype:
             self._buffer.copy_(reduced.view(-1))
         self.decompress(averaged)

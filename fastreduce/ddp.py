@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,17 @@ from torch.nn.parameter import is_lazy
 
 from . import ops
 from .agreement import check_agreement, describe_tensor
+from .arrivals import weakly
 from .compression import Compression
-from .errors import FastreduceError, TensorError
+from .errors import BackendUnavailableError, FastreduceError, ReducerError, SettingError, TensorError
 from .gradients import Gradients
 from .mixed_precision import LowPrecision
-from .torch_reducer import TorchLogger, TorchReducer
+from .torch_logger import TorchLogger, environment
+from .torch_reducer import TorchReducer
 from .transports import Transport, make_transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T", bound=Tensor)
 
@@ -53,6 +58,7 @@ class DistributedDataParallel(TorchDDP):
 
     reducer: TorchReducer  # type: ignore[assignment]
     logger: TorchLogger  # type: ignore[assignment]
+    _may_have_changed = False
 
     def __init__(
         self,
@@ -67,7 +73,7 @@ class DistributedDataParallel(TorchDDP):
         if device_ids is not None and all(device is None for device in device_ids):
             device_ids = None
         on_cpu = all(p.device.type == "cpu" for p in module.parameters())
-        if on_cpu and (device_ids or output_device is not None):
+        if on_cpu and (device_ids or output_device is not None) and len(device_ids or ()) <= 1:
             warnings.warn(
                 f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
                 stacklevel=2,
@@ -82,7 +88,7 @@ class DistributedDataParallel(TorchDDP):
         try:
             self.compression = Compression.resolve(compression)
             _check_module(module, arguments)
-        except (FastreduceError, RuntimeError) as found:
+        except (FastreduceError, RuntimeError, TypeError) as found:
             error = found
         check_agreement(self._transport, {} if error else _describe(module, self.compression, arguments), error)
         super().__init__(module, device_ids, output_device, *args, **kwargs)
@@ -111,7 +117,20 @@ class DistributedDataParallel(TorchDDP):
             sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
             low_precision=LowPrecision(self.module.parameters()) if low else None,
         )
-        self.logger = self.reducer.logger = TorchLogger(self.reducer)
+        self.logger = self.reducer.logger = TorchLogger(
+            parameters,
+            [names[id(p)] for p in parameters],
+            self.reducer.plan,
+            rank=self._transport.rank,
+            world_size=self._transport.world_size,
+            transport=self._transport.name,
+            compression=str(self.compression),
+            bucket_cap_bytes=self.bucket_bytes_cap,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            is_multi_device_module=self.is_multi_device_module,
+            **environment(self.process_group),
+        )
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -125,6 +144,8 @@ class DistributedDataParallel(TorchDDP):
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
+            if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
+                self.reducer.check_at_end = weakly(self._check_parameters)
             self.reducer.watch(_find_tensors(output))
             if not torch.is_grad_enabled():
                 self.reducer.restore_precision()
@@ -132,6 +153,36 @@ class DistributedDataParallel(TorchDDP):
 
     def _root_copy_hook(self, *_: Any, **__: Any) -> None:
         self.reducer.lower_precision()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, as in torch. The next backward looks for parameters that are new since construction."""
+        self._may_have_changed = mode
+        super().train(mode)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch, or, where no name begins with `module.`, the state of the module that is wrapped."""
+        self._may_have_changed = True  # assign=True puts new parameters in the place of the old ones
+        if not state_dict or any(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _check_parameters(self) -> None:
+        """Raise if the module holds a trainable parameter that nobody reduces.
+
+        Called at the end of backward, because `torch.func.functional_call` lends the module other parameters during
+        forward. A walk over a thousand parameters costs over a millisecond: it is made in the steps whose times are
+        taken (the first ten, then every hundredth) and in the first after `train()` and `load_state_dict`.
+        """
+        self._may_have_changed = False
+        known = self.reducer.known
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
+                raise ReducerError(
+                    f"rank {self._distributed_rank}: parameter {name!r} was added, replaced or unfrozen after the "
+                    "module was wrapped, so its gradient is not averaged and replicas would drift apart. Wrap the "
+                    "module again (fastreduce.DistributedDataParallel(ddp.module, …)), or freeze the parameter"
+                )
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let `hook` reduce the buckets, as in torch; it receives a duck type of `dist.GradBucket`.
@@ -155,6 +206,17 @@ class DistributedDataParallel(TorchDDP):
         }
         self.reducer.use_hook(self.process_group, builtin[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Train with other ranks from now on, as in torch: every old and new rank calls it.
+
+        Raises:
+            SettingError: if the wrapper was given a transport, whose ranks are fixed.
+        """
+        if self._transport_argument is not None:
+            raise SettingError("this wrapper was given transport=, whose ranks are fixed: wrap the module again")
+        super()._update_process_group(new_process_group)
+        self._transport = self.reducer.transport
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.reducer.shadow_backward()
@@ -185,6 +247,13 @@ def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
         raise ValueError(
             "Default process group has not been initialized: call torch.distributed.init_process_group first"
         )
+    if not isinstance(group, dist.ProcessGroup):
+        outside = (
+            ", which stands for a group that this rank is not in" if group == dist.GroupMember.NON_GROUP_MEMBER else ""
+        )
+        raise TypeError(
+            f"process_group must be a ProcessGroup, e.g. from torch.distributed.new_group; got {group!r}{outside}"
+        )
     return group
 
 
@@ -197,9 +266,23 @@ def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     parameters = _managed(module.named_parameters(), module)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
     Gradients(list(trainable.values()), list(trainable))
-    for name, parameter in trainable.items():
-        if parameter.device.type != "cpu":
-            raise TensorError(f"parameter {name!r} is on {parameter.device}; this version reduces CPU tensors")
+    odd = {name: p.device for name, p in trainable.items() if p.device.type != "cpu"}
+    for name, device in odd.items():
+        error = TensorError if len(odd) < len(trainable) else BackendUnavailableError
+        raise error(f"parameter {name!r} is on {device}; this version reduces CPU tensors")
+    caps = arguments.get("bucket_cap_mb_list") or ()
+    if any(cap < 0 for cap in caps):
+        raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")
+    for name, child in module.named_modules():
+        if isinstance(child, TorchDDP):
+            inner = set(map(id, child._module_parameters))
+            twice = [n for n, p in trainable.items() if id(p) in inner]
+            if twice:
+                warnings.warn(
+                    f"module {name!r} is wrapped already: two reductions of {twice[0]!r} will race. Unwrap it, or "
+                    "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
+                    stacklevel=3,
+                )
     if trainable:
         ops.unchecked(torch.device("cpu"))
 

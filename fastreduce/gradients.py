@@ -101,6 +101,8 @@ class Gradients:
         self.parameters, self.names = list(parameters), list(names)
         self.views: list[Tensor | None] = [None] * len(self.parameters)
         self.specs: list[ParameterSpec] = []
+        # Under another dtype parameters change theirs in every step, and hooks follow them.
+        self._wrapped_as = [(p.dtype, p.device) for p in self.parameters] if dtype is None else []
         self._contiguous: list[bool] = []
         for name, parameter in zip(self.names, self.parameters, strict=True):
             real = _real(parameter)
@@ -111,6 +113,21 @@ class Gradients:
                 )
             self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device))
             self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
+
+    def check_unmoved(self, indices: Sequence[int]) -> None:
+        """Raise if a parameter was cast or moved since construction: autograd has then dropped our hook on it.
+
+        Raises:
+            TensorError: naming it.
+        """
+        for i in indices if self._wrapped_as else ():
+            parameter, (dtype, device) = self.parameters[i], self._wrapped_as[i]
+            if parameter.dtype is not dtype or parameter.device != device:
+                raise TensorError(
+                    f"parameter {self.names[i]!r} was {dtype} on {device} when it was wrapped, and is "
+                    f"{parameter.dtype} on {parameter.device} now: its gradients no longer arrive. Cast or move the "
+                    "module first, then wrap it"
+                )
 
     def members(self, bucket: Bucket) -> Members:
         """What `collect` needs to know of a bucket, worked out once."""
@@ -153,6 +170,7 @@ class Gradients:
                 source, target = self._stand_in(found, position, i, grad, used[i])
             found.sources.append(source)
             found.targets.append(target)
+        self.check_unmoved([members.indices[position] for position in found.unused])
         return found
 
     def _stand_in(
@@ -214,9 +232,9 @@ class Gradients:
         parameter.grad = torch.view_as_complex(real) if parameter.is_complex() else real.to(parameter.dtype)
 
     def _fits(self, grad: Tensor, i: int) -> bool:
-        if _real(grad).dtype is not self.specs[i].dtype or grad.numel() != self.parameters[i].numel():
+        if _is_lazy_view(grad) or grad.numel() != self.parameters[i].numel():
             return False
-        if _is_lazy_view(grad):
+        if _real(grad).dtype is not self.specs[i].dtype:
             return False
         return grad.is_contiguous() if self._contiguous[i] else grad.stride() == self.parameters[i].stride()
 

@@ -99,7 +99,7 @@ class GradientReducer:
             warm_up(each, device, compression)
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._install(group_by_size(self._specs, reversed(self._dense), self._caps))
-        self._close = weakref.finalize(self, _close, self._stream, transport)
+        self._close = weakref.finalize(self, shut_down, self._stream, transport)
 
     def close(self) -> None:
         """Remove the hooks, end the communication thread and close the transport."""
@@ -228,6 +228,7 @@ class GradientReducer:
             self._armed = False
             self._reduce_all()
         else:  # autograd.grad: nothing was accumulated, so the forward stays armed
+            self._gradients.check_unmoved(range(len(self._specs)))
             self._arrivals.report()
 
     def _reduce_all(self) -> None:
@@ -353,7 +354,8 @@ class GradientReducer:
                 pipeline.shard_residual.copy_(saved)
 
 
-def _close(stream: ThreadStream, transport: Transport) -> None:
+def shut_down(stream: ThreadStream, transport: Transport) -> None:
+    """End what a reducer holds outside itself."""
     if not stream.idle:  # a peer does not come: nobody will miss what is under way
         transport.abort()
     stream.close()

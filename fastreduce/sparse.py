@@ -21,7 +21,7 @@ class SparseGradients:
     """
 
     def __init__(self, parameters: Mapping[int, Tensor], transport: Transport) -> None:
-        self.parameters, self._transport = parameters, transport
+        self.parameters, self.transport = parameters, transport
 
     def settle(self, used: Sequence[bool], divisor: int, among: Container[int] | None = None) -> set[int]:
         """Average and store the gradients of all parameters, or of those `among` them that are given.
@@ -36,7 +36,7 @@ class SparseGradients:
         """
         chosen = {i: p for i, p in self.parameters.items() if among is None or i in among}
         grads, flags = [p.grad for p in chosen.values()], [used[i] for i in chosen]
-        averages = average(self._transport, grads, flags, list(chosen.values()), divisor)
+        averages = average(self.transport, grads, flags, list(chosen.values()), divisor)
         for parameter, averaged in zip(chosen.values(), averages, strict=True):
             if averaged is not None:
                 parameter.grad = averaged.to(parameter.dtype)
@@ -46,7 +46,7 @@ class SparseGradients:
         """Bring nothing to `settle` on the other ranks, or NaN from a rank whose backward raised."""
         parameters = list(self.parameters.values())
         grads = [torch.full_like(p, torch.nan) if broken else None for p in parameters]
-        average(self._transport, grads, [broken] * len(grads), parameters, divisor)
+        average(self.transport, grads, [broken] * len(grads), parameters, divisor)
 
 
 def average(

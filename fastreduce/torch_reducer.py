@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import BucketPlan, build_plan
+from . import residuals
+from .buckets import BucketPlan, build_plan, group_by_size
 from .comm_hook import GradBucket, Hook, HookPipeline
 from .compression import NoCompression
 from .mixed_precision import LowPrecision
 from .pipeline import BucketPipeline
-from .reducer import GradientReducer, Job
+from .reducer import GradientReducer, Job, shut_down
+from .streams import ThreadStream
+from .torch_logger import TorchLogger
+from .transports import make_transport
+
+# What only torch's C++ reducer has → what to use instead.
+CPP_ONLY = {
+    "_get_local_used_map": "used-flags travel with the gradients; TORCH_DISTRIBUTED_DEBUG=DETAIL names what is unused",
+    "_get_zeros_like_grad_buckets": "`shadow_backward()` does a joined rank's part of a backward",
+    "_set_sparse_metadata": "only the C++ reducer's sparse all-reduce over NCCL reads it",
+    "get_backward_stats": "`seconds` has the time by stage, `_get_ddp_logging_data()` of the wrapper that by phase",
+    "set_logger": "the wrapper has set the attribute `logger`",
+}
 
 
 class TorchReducer(GradientReducer):
@@ -24,23 +38,34 @@ class TorchReducer(GradientReducer):
     _flags: Tensor | None = None
     _join: tuple[Any, bool] | None = None
     logger: TorchLogger
+    check_at_end: Callable[[], None] | None = None  # called once, when the next backward has ended
 
     def __init__(self, *args: Any, low_precision: LowPrecision | None = None, **kwargs: Any) -> None:
         self._after_backward: list[Any] = []
         self._low_precision = low_precision
         super().__init__(*args, **kwargs)
+        self.known = frozenset(map(id, self._gradients.parameters))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CPP_ONLY:
+            raise AttributeError(f"only torch's C++ reducer has {name!r}; here, {CPP_ONLY[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def prepare_for_forward(self) -> None:
         """Called before a forward that will be synchronised; there is nothing to prepare."""
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Called after a forward that is to be synchronised. `outputs` is not needed: no graph is searched."""
+        self.logger.begin_backward()
         self.arm()
 
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled, and by ranks that have joined."""
         self.drop_broken_backward()
-        return self.rebuild_buckets()
+        if not self.rebuild_buckets():
+            return False
+        self.logger.rebuilt(self.plan, self._arrivals.last_seen())
+        return True
 
     def _set_static_graph(self) -> None:
         """Called for `static_graph=True`; the reducer handles static and changing graphs alike.
@@ -49,17 +74,41 @@ class TorchReducer(GradientReducer):
             RuntimeError: if training has begun (as torch).
         """
         if self._reduced_once:
-            error = "_set_static_graph() should be called before training loop starts"
+            error = (
+                "_set_static_graph() should be called before training loop starts; or pass static_graph=True to the "
+                "constructor"
+            )
             self.logger.set_error_and_log(error)
             raise RuntimeError(error)
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether the set of unused parameters has never changed, as far as find_unused_parameters=True tells."""
+        return self.logger.graph_is_static
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Take times in every `sample_rate`-th step once the first ten are over."""
+        self.logger.sample_rate = sample_rate
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
         """Called with the futures of a hook that reduces buffers: wait for them at the end of backward."""
         self._after_backward += futures
 
+    def _launch_full_buckets(self) -> None:
+        super()._launch_full_buckets()
+        if self._launches:
+            self.logger.begin_communication()
+
+    def _end_backward(self) -> None:
+        super()._end_backward()
+        check, self.check_at_end = self.check_at_end, None
+        if check is not None:
+            check()
+
     def _reduce_all(self) -> None:
+        self.logger.end_backward(self._arrivals.used)
         self.restore_precision()  # averages are stored in the parameters' own
         super()._reduce_all()
+        self.logger.end_communication()
         if self._low_precision is not None:
             self._low_precision.raise_gradients()
         while self._after_backward:
@@ -100,6 +149,36 @@ class TorchReducer(GradientReducer):
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters: gradients stay local from now on."""
         self._arrivals.remove()
+
+    # Another process group
+
+    def _reset_state(self) -> None:
+        """Forget what is under way and what was learned, as if no backward had been: other ranks will take part.
+
+        Nothing is made up for, so that it works after a peer has died.
+        """
+        self._after_backward.clear()
+        self._join = None
+        self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
+        self._left_over = set()
+        self._arrivals.forget_used()
+        self._arrivals.fires[:] = [1] * len(self._specs)
+        self._forget_backward()
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        """Reduce over the ranks of `group` from now on; every one of them calls it, after `_reset_state`.
+
+        Buckets are laid out as at construction, so that ranks with another past agree. First-stage residuals
+        move along.
+        """
+        kept = residuals.collect(self.pipelines)
+        self._close()
+        self.transport, self._stream = make_transport(group), ThreadStream()
+        self._close = weakref.finalize(self, shut_down, self._stream, self.transport)
+        self._sparse.transport = self.transport
+        self._install(group_by_size(self._specs, reversed(self._dense), self._caps))
+        residuals.restore(kept, self.pipelines)
+        self.logger.update(rank=self.transport.rank, world_size=self.transport.world_size, has_rebuilt_buckets=False)
 
     # Communication hooks
 
@@ -209,70 +288,3 @@ class TorchReducer(GradientReducer):
 
     def _push_all_rebuilt_params(self) -> None:
         """Called on joined ranks; the order of buckets is exchanged when they are rebuilt."""
-
-
-@dataclass
-class DDPLoggingData:
-    """What `_get_ddp_logging_data` returns: texts and numbers by torch's keys."""
-
-    strs_map: dict[str, str] = field(default_factory=dict)
-    ints_map: dict[str, int] = field(default_factory=dict)
-
-
-class TorchLogger:
-    """Keeps the logging data of one wrapper, in place of torch's C++ logger."""
-
-    def __init__(self, reducer: TorchReducer) -> None:
-        self._data = DDPLoggingData()
-        plan = reducer.plan
-        self._data.strs_map.update(
-            backend_name=reducer.transport.name,
-            compression=str(reducer.compression),
-            bucket_sizes=", ".join(str(bucket.nbytes) for bucket in plan.buckets),
-        )
-        self._data.ints_map.update(
-            world_size=reducer.transport.world_size,
-            rank=reducer.transport.rank,
-            num_parameter_tensors=sum(len(bucket.slots) for bucket in plan.buckets),
-            total_parameter_size_bytes=sum(bucket.nbytes for bucket in plan.buckets),
-            iteration=0,
-        )
-
-    def set_construction_data_and_log(
-        self,
-        module_name: str,
-        device_ids: list[int],
-        output_device: int,
-        broadcast_buffers: bool,
-        has_sync_bn: bool,
-        static_graph: bool,
-    ) -> None:
-        """Note how the wrapper was constructed."""
-        self._data.strs_map.update(module_name=module_name, device_ids=", ".join(map(str, device_ids)))
-        self._data.ints_map.update(
-            output_device=output_device,
-            broadcast_buffers=broadcast_buffers,
-            has_sync_bn=has_sync_bn,
-            static_graph=static_graph,
-        )
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Count a synchronised forward."""
-        self._data.ints_map["iteration"] += 1
-
-    def set_error_and_log(self, error: str) -> None:
-        """Note an error that is about to be raised."""
-        self._data.strs_map["error"] = error
-        self._data.ints_map["has_error"] = True
-
-    def _set_static_graph(self) -> None:
-        self._data.ints_map["static_graph"] = True
-
-    def _set_uneven_input_join(self) -> None:
-        self._data.ints_map["join_uneven_inputs"] = True
-
-    def _set_comm_hook_name(self, name: str) -> None:
-        self._data.strs_map["comm_hook"] = name
-
-    def _get_ddp_logging_data(self) -> DDPLoggingData:
-        return self._data

@@ -17,6 +17,7 @@ one_thread_and_poison()
 
 hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)  # a hunt: --hypothesis-profile=long
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 

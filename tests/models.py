@@ -8,7 +8,7 @@ no operation rounds, in any order, and bits can be compared.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,13 @@ def grads_of(model: nn.Module) -> Grads:
     return {
         name: None if p.grad is None else p.grad.detach().resolve_conj().clone() for name, p in model.named_parameters()
     }
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """A dense tensor's real numbers as they lie in memory, 1-D and in FP64."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.as_strided((tensor.numel(),), (1,)).double()
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -292,25 +299,53 @@ def local_grads(
     return found
 
 
-def play(model: Any, ops: Sequence[str], rank: int, **forward: Any) -> list[Grads]:
-    """Run a script of forwards and backwards; gradients after every backward.
+def whole_input(rank: int, name: int) -> Tensor:
+    """What `play` feeds by default."""
+    return whole_batch(rank, name, 3, 4)
+
+
+def whole_loss(output: Tensor) -> Tensor:
+    """What `play` minimises by default."""
+    return output.sum() * EXACT
+
+
+def playing(
+    model: Any,
+    ops: Sequence[str],
+    rank: int,
+    *,
+    inputs: Callable[[int, int], Tensor] = whole_input,
+    loss: Callable[[Any], Tensor] = whole_loss,
+    optimizer: torch.optim.Optimizer | None = None,
+    **forward: Any,
+) -> Iterator[str]:
+    """Run a script of forwards and backwards; yields the operation after every backward and optimizer step.
 
     `f1` forward of batch 1, `b1` its backward, `r1` the same keeping the graph, `m1` forward of the bare
-    module, `z` zero_grad, `Z` zero_grad in place, `-` and `+` switch require_backward_grad_sync off and on,
-    `(` and `)` enter and leave no_sync; `f1:ab` passes use="ab".
+    module, `e1` forward without gradients, `s` a step of the optimizer, `z` zero_grad, `Z` zero_grad in
+    place, `-` and `+` switch require_backward_grad_sync off and on, `(` and `)` enter and leave
+    no_sync; `f1:ab` passes use="ab", `f1:ab/b` does so on rank 0, and use="b" on rank 1.
     """
-    outputs: dict[str, Tensor] = {}
+    outputs: dict[str, Any] = {}
     contexts: list[Any] = []
-    seen: list[Grads] = []
     for op in ops:
         name, _, use = op[1:].partition(":")
+        if "/" in use:
+            use = use.split("/")[rank]
         options = {**forward, **({"use": use.removesuffix("!")} if use else {})}
         if op[0] in "fm":
             called = model if op[0] == "f" else model.module
-            outputs[name] = called(whole_batch(rank, int(name), 3, 4), **options)
+            outputs[name] = called(inputs(rank, int(name)), **options)
+        elif op[0] == "e":
+            with torch.no_grad():
+                model(inputs(rank, int(name)), **options)
         elif op[0] in "br":
-            (outputs[name].sum() * EXACT).backward(retain_graph=op[0] == "r")
-            seen.append(grads_of(model.module))
+            loss(outputs[name]).backward(retain_graph=op[0] == "r")
+            yield op
+        elif op == "s":
+            assert optimizer is not None
+            optimizer.step()
+            yield op
         elif op[0] in "zZ":
             model.zero_grad(set_to_none=op[0] == "z")
         elif op[0] in "+-":
@@ -322,4 +357,8 @@ def play(model: Any, ops: Sequence[str], rank: int, **forward: Any) -> list[Grad
             contexts.pop().__exit__(None, None, None)
         else:
             raise ValueError(op)
-    return seen
+
+
+def play(model: Any, ops: Sequence[str], rank: int, **forward: Any) -> list[Grads]:
+    """Gradients after every backward of a script (see `playing`)."""
+    return [grads_of(model.module) for _ in playing(model, ops, rank, **forward)]

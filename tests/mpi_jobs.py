@@ -5,6 +5,7 @@ The job "checks" runs every function of `CHECKS`, in order, and writes what each
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from tests.models import (
     OddShapes,
     assert_same_bits,
     batch,
-    bits,
     grads_of,
     mlp,
     play,
@@ -169,7 +169,7 @@ def all_reduce_gradients_stands_for_the_loop_of_allreduces() -> None:
             model(batch(_rank(), step, 4, 20)).square().mean().backward()
         for parameter in by_loop.parameters():
             world.Allreduce(MPI.IN_PLACE, parameter.grad.numpy(), op=MPI.SUM)
-            parameter.grad /= world.size
+            parameter.grad.div_(world.size)
         all_reduce_gradients(ours.parameters())
         _same_everywhere(grads_of(ours))
         if world.size == 2:
@@ -319,20 +319,17 @@ def what_was_aborted_ends_here_too() -> None:
     dist.barrier()
 
 
-class _raises:  # noqa: N801
+@contextlib.contextmanager
+def _raises(kind: type[BaseException], *texts: str) -> Iterator[None]:
     """pytest.raises without pytest's start-up time."""
-
-    def __init__(self, kind: type[BaseException], *texts: str) -> None:
-        self._kind, self._texts = kind, texts
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
-        assert kind is self._kind, f"{self._kind} was not raised, but {error!r}"
-        assert all(text in str(error) for text in self._texts), f"{error} has not {self._texts}"
-        assert time.monotonic() - self._start < SHORT + 10
-        return True
+    start = time.monotonic()
+    try:
+        yield
+    except kind as error:
+        assert all(text in str(error) for text in texts), f"{error} has not {texts}"
+        assert time.monotonic() - start < SHORT + 10
+    else:
+        raise AssertionError(f"{kind} was not raised")
 
 
 CHECKS: tuple[Callable[[], None], ...] = (
@@ -382,18 +379,22 @@ def _train_until(event: Callable[[], None]) -> dict[str, Any]:
     raise AssertionError
 
 
-def raises() -> Any:
-    def event() -> None:
-        raise ValueError("boom")
+def _raise() -> None:
+    raise ValueError("boom")
 
-    return _train_until(event)
+
+def raises() -> Any:
+    return _train_until(_raise)
 
 
 def raises_in_a_thread() -> Any:
     def event() -> None:
-        raise ValueError("boom")
+        thread = threading.Thread(target=_raise)
+        thread.start()
+        thread.join()
+        threading.Event().wait()  # for good
 
-    return _train_until(lambda: (threading.Thread(target=event).start(), time.sleep(60)))
+    return _train_until(event)
 
 
 def exits() -> Any:
@@ -404,7 +405,9 @@ def stays_away() -> Any:
     raise AssertionError("rank 0 joined")
 
 
-JOBS: dict[str, Callable[[], Any]] = {job.__name__: job for job in (checks, raises, raises_in_a_thread, exits, stays_away)}
+JOBS: dict[str, Callable[[], Any]] = {
+    job.__name__: job for job in (checks, raises, raises_in_a_thread, exits, stays_away)
+}
 
 
 def main() -> None:

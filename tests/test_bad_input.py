@@ -269,6 +269,24 @@ def test_a_lazy_module_is_refused(alone: None):
         wrap("ours", nn.LazyLinear(3))
 
 
+def _cast_after_wrapping(rank: int, world_size: int, whole: bool) -> str:
+    body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = wrap("ours", body)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    (body if whole else body[1]).double()
+    body[1].register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
+    return _error(lambda: model(torch.ones(1, 2, dtype=torch.float64 if whole else None)).sum().backward())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_module_that_is_cast_after_wrapping_is_an_error_that_names_the_parameter(ranks: RankPool, whole: bool):
+    for message in ranks.run(_cast_after_wrapping, whole, timeout=30):
+        assert message.startswith("TensorError: ") and "was torch.float32 on cpu when it was wrapped" in message, (
+            message
+        )
+
+
 def test_a_sparse_gradient_that_no_module_announced_is_refused(alone: None):
     layer = nn.Linear(2, 2)
     model = wrap("ours", layer, compression="fp16")  # alone and uncompressed, nothing is looked at

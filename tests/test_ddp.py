@@ -46,6 +46,7 @@ from tests.models import (
     batch,
     bits,
     grads_of,
+    in_memory_order,
     local_grads,
     mlp,
     play,
@@ -135,15 +136,8 @@ def test_three_ranks_agree_with_torch_within_the_order_of_summation(ranks3: Rank
     for step, of_ranks in enumerate(local_grads(MODELS[model], 0, 3, 3)):
         for name in of_ranks[0]:
             grads = [g[name] for g in of_ranks]
-            far = (_flat(ours[step][name]) - _flat(torchs[step][name])).abs()
+            far = (in_memory_order(ours[step][name]) - in_memory_order(torchs[step][name])).abs()
             assert (far <= tolerances.order_of_summation(grads)).all(), f"step {step}, {name}"  # type: ignore[arg-type]
-
-
-def _flat(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.as_strided((tensor.numel(),), (1,)).double()
 
 
 # Compression
@@ -159,8 +153,8 @@ def test_averages_are_within_the_formats_bound_and_the_same_on_all_ranks(ranks: 
         for step, of_ranks in enumerate(local_grads(make, 0, steps, ranks.world_size)):
             for name in of_ranks[0]:
                 grads = [g[name] for g in of_ranks]
-                exact = torch.stack([_flat(g) for g in grads]).mean(0)
-                far = (_flat(found[step][name]) - exact).abs()
+                exact = torch.stack([in_memory_order(g) for g in grads]).mean(0)
+                far = (in_memory_order(found[step][name]) - exact).abs()
                 bound = tolerances.error_bound(setting, grads)  # type: ignore[arg-type]
                 assert (far <= bound).all(), f"{model}, step {step}, {name}: {far.max()} over {bound.max()}"
                 if far.numel():
@@ -993,7 +987,7 @@ def test_one_rank_trains_under_every_setting(alone: None, setting: str, views: b
             if setting.startswith("none"):
                 assert_same_bits(found[step], grads, f"{model}, step {step}")
             for name, grad in grads.items():
-                far = (_flat(found[step][name]) - _flat(grad)).abs()
+                far = (in_memory_order(found[step][name]) - in_memory_order(grad)).abs()
                 assert (far <= tolerances.error_bound(setting, [grad])).all(), f"{model}, {name}"  # type: ignore[list-item]
 
 

@@ -86,3 +86,11 @@ def test_kernels_are_a_relative_symlink_without_an_init():
     assert link.is_symlink()
     assert os.readlink(link) == "../kernels"
     assert not ROOT.joinpath("kernels", "__init__.py").exists()
+
+
+def test_another_package_named_kernels_wins_over_the_folder(tmp_path: Path):
+    other = tmp_path / "kernels" / "__init__.py"  # such as Hugging Face's, which transformers imports
+    other.parent.mkdir()
+    other.touch()
+    found = _run(sys.executable, "-c", "import kernels; print(kernels.__file__)", cwd=ROOT, pythonpath=tmp_path)
+    assert Path(found.strip()) == other

@@ -72,6 +72,18 @@ def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
     return SECOND_ORDER * (ranks * u * size + 2 * fp32 * size + own * mean) + 2 * ranks * tiny + HALF_SUBNORMAL[dtype]
 
 
+def error_bound_with_feedback(setting: str, grads: list[Tensor], kept: list[Tensor]) -> Tensor:
+    """How far one reduction may be from the exact average of gradients plus what error feedback kept of earlier ones.
+
+    `kept`: of each rank, in memory order, both stages' residuals. The bound grows with magnitudes only, and no
+    magnitude that is quantized exceeds the sum of the two.
+    """
+    reals = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in grads]
+    sizes = [_memory_order(g).double().abs() + k.abs() for g, k in zip(reals, kept, strict=True)]
+    dtype = reals[0].dtype
+    return error_bound(setting, [size.to(dtype) for size in sizes])
+
+
 def order_of_summation(grads: list[Tensor]) -> Tensor:
     """How far two averages over three or more ranks in the gradients' dtype may be apart.
 

@@ -7,7 +7,6 @@ KNOWN_DIFFERENCES: dict[str, str] = {
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
         "hands the wrapper's logger to a C++ function that takes torch's own only"
     ),
-    "test_detect_ddp_is_actually_static": "reads the C++ reducer's private `_ddp_graph_static`",
     "test_ddp_control_flow_same_across_ranks": (
         "reads the C++ reducer's private `_get_local_used_map`, then expects an error for unused parameters with "
         "find_unused_parameters=False, which give the correct average here"
@@ -42,7 +41,6 @@ KNOWN_DIFFERENCES: dict[str, str] = {
         "expects to find the all-reduces and the graph search in the profile of the thread of backward; ours run on "
         "a thread of their own, and no graph is searched"
     ),
-    "test_ddp_logging_data_cpu": "reads timings and bucket figures of the C++ logger; ours keeps fewer keys",
 }
 
 # Fail with torch's class too, under the shim: test → reason. They are not run.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import threading
+import time
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -25,10 +28,10 @@ LOCAL_RANKS = (
     "PALS_LOCAL_RANKID",
     "SLURM_LOCALID",
 )
+PRINTING_SECONDS = 1.0  # for mpirun to pass on what a rank printed last: an abort throws the rest away (seen)
 _TAG = 29713
 
 _stores: list[dist.TCPStore] = []  # kept until exit: a rank that is late still asks why another has left
-_previous_hook: Any = None
 
 
 def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
@@ -50,10 +53,9 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     """
     if dist.is_initialized():
         raise ValueError("trying to initialize the default process group twice: call destroy_process_group first")
-    mpi = load_mpi()
-    world = mpi.COMM_WORLD
+    world = load_mpi().COMM_WORLD
     rank, size = world.rank, world.size
-    _end_job_on_exceptions(world)
+    _end_job_on_exceptions()
     host, port, local_rank, one_host = _rendezvous(world, timeout.total_seconds())
     local = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), local_rank)
     for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)):
@@ -110,23 +112,23 @@ def _receive(world: Any, sources: list[int], seconds: float) -> list[Any]:
     return [found[source] for source in sources]
 
 
-def _end_job_on_exceptions(world: Any) -> None:
+@cache
+def _end_job_on_exceptions() -> None:
     """Let an exception that nobody catches, on whatever thread, end the job: the other ranks wait for this one."""
-    global _previous_hook
-    if _previous_hook is not None:
-        return
-    _previous_hook, of_threads = sys.excepthook, threading.excepthook
+    world, of_main_thread, of_threads = load_mpi().COMM_WORLD, sys.excepthook, threading.excepthook
     who = f"rank {world.rank} of {world.size} ends the job by an exception"
 
     def end(show: Any, *error: Any) -> None:
-        print(f"{who}:", file=sys.stderr)
-        show(*error)
+        with contextlib.redirect_stderr(sys.__stderr__):  # torch's hook would print once this one has returned
+            print(f"{who}:", file=sys.stderr)
+            show(*error)
+            sys.stderr.flush()
         sys.stdout.flush()
-        sys.stderr.flush()
+        time.sleep(PRINTING_SECONDS)
         world.Abort(1)
 
     def on_main_thread(*error: Any) -> None:
-        end(_previous_hook, *error)
+        end(of_main_thread, *error)
 
     def on_thread(error: threading.ExceptHookArgs) -> None:
         if error.exc_type is not SystemExit:

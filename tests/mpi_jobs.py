@@ -85,14 +85,15 @@ def launchers_environment() -> None:
 
 
 def collectives_move_what_they_should() -> None:
-    transport = make_transport(_group())
-    for block in (communicator.BLOCK, 1000):  # and in pieces, as where an int cannot count
-        communicator.BLOCK = block
+    """At once, and in the pieces that are made where an int cannot count."""
+    transport, usual = make_transport(_group()), (communicator.BLOCK, communicator.PIECE)
+    for sizes in (usual, (1000, 1000)):
+        communicator.BLOCK, communicator.PIECE = sizes
         communicator._unit.cache_clear()
         name, rank, size, *seen = collect(transport)
         assert (name, rank, size) == ("mpi", _rank(), dist.get_world_size())
-        assert_same_bits(seen, expected(rank, size), f"rank {rank}, blocks of {block}")
-    communicator.BLOCK = 1 << 30
+        assert_same_bits(seen, expected(rank, size), f"rank {rank}, {sizes}")
+    communicator.BLOCK, communicator.PIECE = usual
     communicator._unit.cache_clear()
     transport.close()
 

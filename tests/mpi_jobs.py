@@ -86,14 +86,14 @@ def launchers_environment() -> None:
 
 def collectives_move_what_they_should() -> None:
     """At once, and in the pieces that are made where an int cannot count."""
-    transport, usual = make_transport(_group()), (communicator.BLOCK, communicator.PIECE)
-    for sizes in (usual, (1000, 1000)):
-        communicator.BLOCK, communicator.PIECE = sizes
+    transport, usual = make_transport(_group()), communicator.BLOCK
+    for size_of_block in (usual, 1000):
+        communicator.BLOCK = size_of_block
         communicator._unit.cache_clear()
         name, rank, size, *seen = collect(transport)
         assert (name, rank, size) == ("mpi", _rank(), dist.get_world_size())
-        assert_same_bits(seen, expected(rank, size), f"rank {rank}, {sizes}")
-    communicator.BLOCK, communicator.PIECE = usual
+        assert_same_bits(seen, expected(rank, size), f"rank {rank}, blocks of {size_of_block}")
+    communicator.BLOCK = usual
     communicator._unit.cache_clear()
     transport.close()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from .base import Transport, Work
-from .communicator import Communicator, load_mpi
+from .communicator import Communicator, load_mpi, ready
 from .connections import Connections
 
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
@@ -29,9 +29,8 @@ class _Nothing:
 class MpiTransport(Transport):
     """MPI over the ranks of `group`, which must have the order of COMM_WORLD (`init_process_group("mpi")` sees to it).
 
-    All-to-all and all-gather move bytes. FP32 and FP64 are summed by MPI, FP16 and BF16, which MPI does not
-    know, by an operation of ours. CUDA tensors go through pinned memory, unless MPI takes them as they are. The
-    first collective makes the communicator.
+    MPI moves bytes, we sum. CUDA tensors go through pinned memory, unless MPI takes them as they are. The first
+    collective makes the communicator.
 
     Raises:
         BackendUnavailableError: if MPI cannot be used.
@@ -62,13 +61,13 @@ class MpiTransport(Transport):
         return self._taken
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """MPI's Iallreduce."""
-        if not tensor.numel():
+        """All-to-all, a sum in rank order, all-gather."""
+        if not tensor.numel() or self.world_size == 1:
             return _Nothing()
-        if tensor.is_cuda and not (_takes_cuda() and tensor.dtype in (torch.float32, torch.float64)):
+        if tensor.is_cuda and not _takes_cuda():
             host = _to_host(tensor)
             return self._communicator.all_reduce(host, lambda: tensor.copy_(host, non_blocking=True))
-        return self._communicator.all_reduce(_ready(tensor))
+        return self._communicator.all_reduce(ready(tensor))
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """MPI's Ialltoall on the bytes."""
@@ -78,7 +77,7 @@ class MpiTransport(Transport):
             into = torch.empty_like(received, device="cpu", pin_memory=True)
             after = lambda: received.copy_(into, non_blocking=True)  # noqa: E731
             return self._communicator.all_to_all(into, _to_host(wire), after)
-        return self._communicator.all_to_all(received, _ready(wire))
+        return self._communicator.all_to_all(received, ready(wire))
 
     def all_gather(self, wire: Tensor) -> Work:
         """MPI's Iallgather on the bytes, in place."""
@@ -87,7 +86,7 @@ class MpiTransport(Transport):
         if wire.is_cuda and not _takes_cuda():
             host = _to_host(wire)
             return self._communicator.all_gather(host, after=lambda: wire.copy_(host, non_blocking=True))
-        return self._communicator.all_gather(_ready(wire))
+        return self._communicator.all_gather(ready(wire))
 
     def exchange(self, value: Any) -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
@@ -118,15 +117,8 @@ class MpiTransport(Transport):
 
 def _to_host(tensor: Tensor) -> Tensor:
     host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-    _ready(tensor)
+    ready(tensor)
     return host
-
-
-def _ready(tensor: Tensor) -> Tensor:
-    """`tensor`, when the stream has written it: MPI knows no streams."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
-    return tensor
 
 
 @cache

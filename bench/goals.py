@@ -65,6 +65,10 @@ def goals(results: Results) -> Iterator[Goal]:
             figure = results[name]["contestants"][best]["ratio"]
             what = f"step {compression} / {best}, 25 M parameters, 2 ranks: upper 95 % bound"
             yield Goal(what, False, limit, figure[2], f"median {figure[0]:.2f}, {_interval(figure)}")
+    if "test_mpi" in results:
+        figure = results["test_mpi"]["contestants"]["mpi4py Allreduce"]["ratio"]
+        what = "fp16 over MPI / mpi4py's FP32 Allreduce and division, 25 M gradients, 2 ranks"
+        yield Goal(what, False, 0.65, figure[0], _interval(figure))
     if "test_step[none]" in results:
         rows = results["test_step[none]"]["contestants"].items()
         counts = {name: row["allocations"] for name, row in rows if row["stages_s"] and "reference" not in name}

@@ -60,7 +60,7 @@ def show(source: Path, picture: Path, rows: Path) -> None:
 
 
 def tables(results: Results) -> Iterator[Table]:
-    """One for kernels, one for steps, one for overheads, and the goals last."""
+    """One for kernels, one for steps, one for overheads, one for MPI, and the goals last."""
     kernels = Table(
         "operation", "ms", "GB/s", "/ copy", "× best of torch", "", "× reference", title="Kernels (numba_cpu)"
     )
@@ -91,12 +91,15 @@ def tables(results: Results) -> Iterator[Table]:
                 figures = [_figure(added), _figure(row.get("overhead_ratio"))]
                 overheads.add_row(OVERHEADS[name], contestant, f"{1e3 * row['median_s']:.2f}", *figures)
             overheads.add_section()
+    mpi = Table("25 M gradients, 2 ranks", "ms", "fp16 / it", title="MPI")
+    for name, row in results.get("test_mpi", {}).get("contestants", {}).items():
+        mpi.add_row(name, f"{1e3 * row['median_s']:.1f}", _figure(row.get("ratio")))
     reached = Table("goal", "", "measured", "", "", title="Goals")
     for goal in goals(results):
         verdict = "[green]met" if goal.met else "[red]missed"
         limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
         reached.add_row(goal.what, limit, f"{goal.measured:.2f}", verdict, goal.where)
-    for table in (kernels, steps, overheads, reached):
+    for table in (kernels, steps, overheads, mpi, reached):
         if table.row_count:
             yield table
 

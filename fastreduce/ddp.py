@@ -22,8 +22,8 @@ from .compression import Compression
 from .errors import FastreduceError, ReducerError, SettingError
 from .mixed_precision import LowPrecision
 from .torch_logger import TorchLogger, environment
-from .torch_reducer import TorchReducer, make_transport
-from .transports import Transport
+from .torch_reducer import TorchReducer
+from .transports import Transport, make_transport
 from .wrapping import check_module, describe_wrapping, group_of
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class DistributedDataParallel(TorchDDP):
         *args: torch's other arguments.
         compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; None means
             FASTREDUCE_COMPRESSION, or `none`.
-        transport: what moves the data; None means gloo in a group of its own over the ranks of
-            `process_group` (at world size 1: nothing to move).
+        transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else gloo
+            in a group of its own over the ranks of `process_group` (at world size 1: nothing to move).
         **kwargs: torch's other arguments.
 
     Raises:

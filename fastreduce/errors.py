@@ -2,7 +2,7 @@
 
 FastreduceError
 ├── SettingError (ValueError)             a compression or backend that does not exist, or an option out of range
-├── BackendUnavailableError (RuntimeError)  a kernel backend that cannot run here
+├── BackendUnavailableError (RuntimeError)  kernels, or a library such as MPI, that cannot run here
 ├── TensorError (ValueError)              a tensor that an operation cannot take
 ├── MismatchError (RuntimeError)          ranks that hold different models or settings
 ├── ReducerError (RuntimeError)           a backward that the reducer cannot follow
@@ -21,7 +21,7 @@ class SettingError(FastreduceError, ValueError):
 
 
 class BackendUnavailableError(FastreduceError, RuntimeError):
-    """A kernel backend that cannot run here, with the reason."""
+    """A kernel backend, or a library such as MPI, that cannot run here, with the reason and what helps."""
 
 
 class TensorError(FastreduceError, ValueError):

@@ -17,7 +17,7 @@ from .compression import Compression
 from .errors import SettingError, TensorError
 from .gradients import Gradients
 from .pipeline import BucketPipeline
-from .transports import LocalTransport, TorchProcessGroup, Transport
+from .transports import Transport, make_transport
 
 
 class _Reduction:
@@ -56,7 +56,7 @@ def all_reduce_gradients(
         tensors_or_parameters: parameters, or dense floating-point or complex tensors.
         compression: as in `DistributedDataParallel`.
         group: the ranks; None means the default group.
-        transport: what moves the data, in place of gloo over `group`.
+        transport: what moves the data, in place of gloo or MPI over `group`.
 
     Raises:
         SettingError: if `compression` is no setting.
@@ -112,5 +112,5 @@ def _transport_of(group: dist.ProcessGroup | None) -> Transport:
             "Default process group has not been initialized: call torch.distributed.init_process_group first"
         )
     if group not in _transports:
-        _transports[group] = LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
+        _transports[group] = make_transport(group)
     return _transports[group]

@@ -22,7 +22,7 @@ from .errors import SettingError
 from .pipeline import BucketPipeline
 from .sparse import average
 from .streams import ThreadStream
-from .transports import LocalTransport, TorchProcessGroup, Transport
+from .transports import Transport, make_transport
 
 
 class CompressState:
@@ -80,7 +80,7 @@ class CompressState:
                 raise ValueError(
                     "Default process group has not been initialized: call torch.distributed.init_process_group first"
                 )
-            self._transport = LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
+            self._transport = make_transport(group)
             check_agreement(self._transport, {"compression": str(self.compression)})
         return self._transport
 

@@ -20,7 +20,7 @@ from .pipeline import BucketPipeline
 from .reducer import GradientReducer, shut_down
 from .streams import ThreadStream
 from .torch_logger import TorchLogger
-from .transports import LocalTransport, TorchProcessGroup, Transport
+from .transports import make_transport
 
 # What only torch's C++ reducer has → what to use instead.
 CPP_ONLY = {
@@ -30,11 +30,6 @@ CPP_ONLY = {
     "get_backward_stats": "`seconds` has the time by stage, `_get_ddp_logging_data()` of the wrapper that by phase",
     "set_logger": "the wrapper has set the attribute `logger`",
 }
-
-
-def make_transport(group: dist.ProcessGroup) -> Transport:
-    """What moves data between the ranks of a torch process group; one rank alone needs nothing."""
-    return LocalTransport() if dist.get_world_size(group) == 1 else TorchProcessGroup(group)
 
 
 class TorchReducer(GradientReducer):

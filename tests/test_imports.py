@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "functional": PARTS | {"bucketed"},
     "wrapping": PARTS,
     "ddp": PARTS | {"mixed_precision", "reducer", "torch_logger", "torch_reducer", "wrapping"},
+    "distributed": {"errors", "transports"},
     "": TOP,
     "cli": TOP | {"", "backends"},
 }

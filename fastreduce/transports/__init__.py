@@ -1,7 +1,40 @@
 """What moves wires between ranks."""
 
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch.distributed as dist
+
 from .base import Transport, Work
 from .local import LocalTransport, local_ranks
 from .torch_pg import TorchProcessGroup
 
-__all__ = ["LocalTransport", "TorchProcessGroup", "Transport", "Work", "local_ranks"]
+__all__ = [
+    "LocalTransport",
+    "TorchProcessGroup",
+    "Transport",
+    "Work",
+    "local_ranks",
+    "make_transport",
+    "register_transport",
+]
+
+Factory = Callable[[dist.ProcessGroup], Transport]
+
+_factories: weakref.WeakKeyDictionary[dist.ProcessGroup, Factory] = weakref.WeakKeyDictionary()
+
+
+def register_transport(group: dist.ProcessGroup, factory: Factory) -> None:
+    """Let `make_transport` call `factory` for `group`; the default group's serves all groups that have none."""
+    _factories[group] = factory
+
+
+def make_transport(group: dist.ProcessGroup) -> Transport:
+    """What moves wires between the ranks of `group`: what was registered, else gloo; one rank alone needs nobody."""
+    if dist.get_world_size(group) == 1:
+        return LocalTransport()
+    world = dist.group.WORLD
+    factory = _factories.get(group) or (world and _factories.get(world)) or TorchProcessGroup
+    return factory(group)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -17,22 +15,9 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..errors import TransportError
 from .base import Transport, Work
+from .connections import Connections, timeout_of
 
-
-class _Connections:
-    """What stands beside one group of the user: a control connection, and one for each transport in use.
-
-    They live as long as the group: connecting costs time and threads, taking a connection down while a
-    peer still connects fails there, and a new wrapper over the same ranks can take one that is free.
-    """
-
-    def __init__(self) -> None:
-        self.control: Any = None
-        self.made: list[Any] = []
-        self.free: set[int] = set()
-
-
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Connections] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
 
 
 class _Works:
@@ -70,20 +55,14 @@ class TorchProcessGroup(Transport):
 
         All ranks take the first connection that is free on every one of them, or make a new one.
         """
-        ours = _beside.setdefault(self._group, _Connections())
-        if ours.control is None:
-            ours.control = self._connect("control")
-        free = set[int].intersection(*self._exchange(ours.control, ours.free))
-        self._number = min(free, default=len(ours.made))
-        if not free:
-            ours.made.append(self._connect(str(self._number)))
-        ours.free.discard(self._number)
+        ours = _beside.setdefault(self._group, Connections())
+        self._number = ours.take(self._connect, self._exchange)
         return ours.made[self._number]
 
     def _connect(self, name: str) -> Any:
         store = dist.PrefixStore(f"fastreduce/{name}", _get_process_group_store(self._group))
         return self.call(
-            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=_timeout_of(self._group)
+            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=timeout_of(self._group)
         )
 
     def call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -144,11 +123,3 @@ class TorchProcessGroup(Transport):
         self.__dict__["_gloo"] = None
         if self._number is not None and not self._failed and self._group in _beside:
             _beside[self._group].free.add(self._number)
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that the user gave to `group`."""
-    for device in group._device_types:
-        with contextlib.suppress(RuntimeError, AttributeError):
-            return group._get_backend(device).options._timeout
-    return dist.default_pg_timeout

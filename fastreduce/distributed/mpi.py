@@ -1,0 +1,137 @@
+"""Process groups in a job that mpirun started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import TransportError
+from ..transports import register_transport
+from ..transports.communicator import load_mpi, poll
+from ..transports.mpi import MpiTransport
+
+# What launchers call a process's number on its host: Open MPI, MVAPICH, MPICH and Intel MPI, PALS, Slurm.
+LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+    "SLURM_LOCALID",
+)
+PRINTING_SECONDS = 1.0  # for mpirun to pass on what a rank printed last: an abort throws the rest away (seen)
+_TAG = 29713
+
+_stores: list[dist.TCPStore] = []  # kept until exit: a rank that is late still asks why another has left
+
+
+def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
+    """Make the default process group of a job that mpirun started.
+
+    1. Initialise MPI, unless it is. An exception that nobody catches ends the whole job from now on.
+    2. Rank 0 opens a store, on loopback if all ranks are on its host, and tells the others by MPI.
+    3. Make a gloo group with it, with ranks as in COMM_WORLD; wrappers reduce over it by MPI.
+
+    Sets RANK, WORLD_SIZE and LOCAL_RANK where they are not set.
+
+    Args:
+        timeout: for this call and for every collective.
+
+    Raises:
+        BackendUnavailableError: if mpi4py or an MPI library is missing, or MPI runs without threads.
+        TransportError: if ranks do not come within the timeout; on rank 0 it names them.
+        ValueError: if there is a default group already.
+    """
+    if dist.is_initialized():
+        raise ValueError("trying to initialize the default process group twice: call destroy_process_group first")
+    world = load_mpi().COMM_WORLD
+    rank, size = world.rank, world.size
+    _end_job_on_exceptions()
+    host, port, local_rank, one_host = _rendezvous(world, timeout.total_seconds())
+    local = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), local_rank)
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)):
+        os.environ.setdefault(name, str(value))
+    if one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = _stores[-1] if rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    group = dist.group.WORLD
+    assert group is not None
+    register_transport(group, MpiTransport)
+    return group
+
+
+def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, bool]:
+    """Host and port of rank 0's store, this rank's number on its host, and whether there is only one host."""
+    here = socket.gethostname()
+    if world.rank != 0:
+        sent = world.isend(here, 0, _TAG)
+        (answer,) = _receive(world, [0], seconds + 5)  # rank 0 knows better who is missing
+        sent.wait()
+        return answer  # type: ignore[no-any-return]
+    hosts: list[str] = [here, *_receive(world, list(range(1, world.size)), seconds)]
+    one_host = len(set(hosts)) == 1
+    address = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", here)
+    listener = socket.create_server((("127.0.0.1" if one_host else ""), 0), backlog=1024)
+    port = listener.getsockname()[1]
+    fd = listener.detach()
+    _stores.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
+    answers = [(address, port, hosts[:r].count(host), one_host) for r, host in enumerate(hosts)]
+    for told in [world.isend(answer, r, _TAG) for r, answer in enumerate(answers) if r != 0]:
+        told.wait()
+    return answers[0]
+
+
+def _receive(world: Any, sources: list[int], seconds: float) -> list[Any]:
+    """One object from each source."""
+    waiting = {source: world.irecv(source=source, tag=_TAG) for source in sources}
+    found: dict[int, Any] = {}
+
+    def done() -> bool:
+        for source in list(waiting):
+            here, value = waiting[source].test()
+            if here:
+                found[source] = value
+                del waiting[source]
+        return not waiting
+
+    if not poll(done, seconds):
+        raise TransportError(
+            f"rank {world.rank} of {world.size}: init_process_group over MPI failed: "
+            f"rank {', '.join(map(str, waiting))} did not come within {seconds:g} s"
+        )
+    return [found[source] for source in sources]
+
+
+@cache
+def _end_job_on_exceptions() -> None:
+    """Let an exception that nobody catches, on whatever thread, end the job: the other ranks wait for this one."""
+    world, of_main_thread, of_threads = load_mpi().COMM_WORLD, sys.excepthook, threading.excepthook
+    who = f"rank {world.rank} of {world.size} ends the job by an exception"
+
+    def end(show: Any, *error: Any) -> None:
+        with contextlib.redirect_stderr(sys.__stderr__):  # torch's hook would print once this one has returned
+            print(f"{who}:", file=sys.stderr)
+            show(*error)
+            sys.stderr.flush()
+        sys.stdout.flush()
+        time.sleep(PRINTING_SECONDS)
+        world.Abort(1)
+
+    def on_main_thread(*error: Any) -> None:
+        end(of_main_thread, *error)
+
+    def on_thread(error: threading.ExceptHookArgs) -> None:
+        if error.exc_type is not SystemExit:
+            end(of_threads, error)
+
+    sys.excepthook, threading.excepthook = on_main_thread, on_thread

@@ -1,0 +1,47 @@
+"""Connections of our own beside a group of the user: made once, and taken again by later transports."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Connections:
+    """What stands beside one group of the user: a control connection, and one for each transport in use.
+
+    They live as long as the group: connecting costs time and threads, taking a connection down while a
+    peer still connects fails there, and a new wrapper over the same ranks can take one that is free.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.free: set[int] = set()
+        self._control: Any = None
+
+    def take(self, connect: Callable[[str], Any], exchange: Callable[[Any, Any], list[Any]]) -> int:
+        """The number of a connection that is free on every rank, or of a new one; every rank calls it at once.
+
+        Args:
+            connect: makes a connection of this name.
+            exchange: every rank's value over a connection, in rank order.
+        """
+        if self._control is None:
+            self._control = connect("control")
+        free = set[int].intersection(*exchange(self._control, self.free))
+        number = min(free, default=len(self.made))
+        if not free:
+            self.made.append(connect(str(number)))
+        self.free.discard(number)
+        return number
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the user gave to `group`."""
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return group._get_backend(device).options._timeout
+    return dist.default_pg_timeout

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
+# Lightning asks MPI whether it runs under mpirun; a process alone, with Open MPI from a wheel, ends there without this.
+os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
 
 import hypothesis
 import pytest

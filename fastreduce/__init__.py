@@ -13,6 +13,7 @@ from .errors import (
 )
 from .functional import all_reduce_gradients
 from .reducer import GradientReducer
+from .sync_batchnorm import SyncBatchNorm
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "NoCompression",
     "ReducerError",
     "SettingError",
+    "SyncBatchNorm",
     "TensorError",
     "TransportError",
     "__version__",

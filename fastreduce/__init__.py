@@ -1,6 +1,7 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
 from .compression import BF16, FP16, INT8, Compression, NoCompression
+from .data import ShardSampler, shard_range
 from .ddp import DistributedDataParallel
 from .errors import (
     BackendUnavailableError,
@@ -30,9 +31,11 @@ __all__ = [
     "NoCompression",
     "ReducerError",
     "SettingError",
+    "ShardSampler",
     "SyncBatchNorm",
     "TensorError",
     "TransportError",
     "__version__",
     "all_reduce_gradients",
+    "shard_range",
 ]

@@ -1,10 +1,12 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
+from .checkpoint import load_checkpoint, save_checkpoint
 from .compression import BF16, FP16, INT8, Compression, NoCompression
 from .data import ShardSampler, shard_range
 from .ddp import DistributedDataParallel
 from .errors import (
     BackendUnavailableError,
+    CheckpointError,
     FastreduceError,
     MismatchError,
     ReducerError,
@@ -23,6 +25,7 @@ __all__ = [
     "FP16",
     "INT8",
     "BackendUnavailableError",
+    "CheckpointError",
     "Compression",
     "DistributedDataParallel",
     "FastreduceError",
@@ -37,5 +40,7 @@ __all__ = [
     "TransportError",
     "__version__",
     "all_reduce_gradients",
+    "load_checkpoint",
+    "save_checkpoint",
     "shard_range",
 ]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import os
 import random
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +27,7 @@ from tests.models import assert_same_bits, batch, wrap
 from tests.ranks import RankPool
 
 FEEDBACK = "int8:error_feedback"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "snapshot_train.py"
 
 
 @pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
@@ -74,7 +82,7 @@ class Training:
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(ranks: RankPool, setting: str, tmp_path: Path):
     for before in (0, 1, 2, 3):
         path = tmp_path / "a folder that is not there" / str(before) / "snapshot.pt"
-        for rank, (extra, uninterrupted, resumed) in enumerate(ranks.run(_resume, setting, before, path)):
+        for rank, (extra, uninterrupted, resumed) in enumerate(ranks.run(_resume, setting, before, path, timeout=120)):
             assert extra == {"epoch": 7, "best": {"loss": 0.5, "at": [1, 2]}, "mask": torch.tensor(1)}
             assert_same_bits(resumed, uninterrupted, f"rank {rank}, after {before}")
         residuals = [f".rank{rank}" for rank in range(ranks.world_size)] if setting == FEEDBACK else []
@@ -396,3 +404,78 @@ def test_one_process_without_a_group_saves_and_loads(ranks2: RankPool, tmp_path:
     for rest, found in ranks2.run(_load_net, path):
         assert rest == {"epoch": 1}
         assert_same_bits(found["ours"], dict(net.state_dict()))
+
+
+# The example
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    options = ["--max_epochs=4", "--batch_size=128", f"--compression={FEEDBACK}", *arguments]
+    return subprocess.Popen(
+        [*torchrun, str(EXAMPLE), *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "GLOO_SOCKET_IFNAME": "lo"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.timeout(300)
+def test_the_example_goes_on_after_its_ranks_were_killed_as_if_nothing_had_happened(tmp_path: Path):
+    with _ended(_start(tmp_path, "--snapshot_path=whole/snapshot.pt")) as process:
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+), saved", output, flags=re.MULTILINE)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2
+
+    with _ended(_start(tmp_path, "--snapshot_path=killed/snapshot.pt")) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("epoch 1: loss"):
+                break
+        for rank in psutil.Process(process.pid).children(recursive=True):
+            rank.kill()  # in epoch 2, or later
+        output, _ = process.communicate()
+        assert process.returncode != 0, output
+
+    with _ended(_start(tmp_path, "--resume_path=killed/snapshot.pt")) as process:
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+    assert "epoch 3: loss" in output and "epoch 1: loss" not in output
+    whole, resumed = (_all_of(tmp_path / name) for name in ("whole", "killed"))
+    assert set(whole) == {"snapshot.pt", "rank0", "rank1"}
+    assert_same_bits(resumed, whole)
+
+
+def _all_of(folder: Path) -> dict[str, Any]:
+    """The last snapshot and its residual files, without what differs between runs: the tag, and what nobody seeded."""
+    found = {"snapshot.pt": torch.load(folder / "snapshot.pt", weights_only=True)}
+    tag = found["snapshot.pt"]["fastreduce"].pop("tag")
+    for of_rank in found["snapshot.pt"]["fastreduce"]["ranks"]:
+        del of_rank["random"]["python"], of_rank["random"]["numpy"]
+    for rank in (0, 1):
+        found[f"rank{rank}"] = torch.load(folder / f"snapshot.pt.{tag}.rank{rank}", weights_only=True)
+        assert found[f"rank{rank}"].pop("fastreduce") == tag
+    return found
+
+
+def test_the_code_in_the_documentation_is_the_examples_or_runs():
+    text = EXAMPLE.parents[1].joinpath("docs", "from-torchrun.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    lines = EXAMPLE.read_text().splitlines()
+    apart = [block for block in blocks if not all(line in lines for line in block.splitlines())]
+    assert len(blocks) == 3 and len(apart) == 1
+    exec(compile(apart[0], "from-torchrun.md", "exec"), {})

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fastreduce.bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from fastreduce.buckets import Bucket, ParameterSpec, build_plan, group_by_size
-from fastreduce.reducer import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 Shape = tuple[int, ...]
 

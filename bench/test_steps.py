@@ -40,6 +40,7 @@ STEPS = {
     "torch, static": torchs(static_graph=True),
     "torch, batched copy": torchs(batched_grad_copy=True),
     "torch, batched copy, static": torchs(batched_grad_copy=True, static_graph=True),
+    "torch, views, batched copy, static": torchs(**VIEWS, batched_grad_copy=True, static_graph=True),
     "torch fp16 hook": Setting("torch", hook=True),
     "torch fp16 hook, views": Setting("torch", VIEWS, hook=True),
 }

@@ -20,6 +20,7 @@ _MODULES = {
     "reference": ("reference",),
     "numba_cpu": ("numba_cpu_cast", "numba_cpu_int8"),
     "triton": ("triton_cast", "triton_int8"),
+    "numba_cuda": ("numba_cuda_cast", "numba_cuda_int8"),
 }
 NAMES = tuple(_MODULES)
 
@@ -62,6 +63,25 @@ def why_not(name: str, device: torch.device) -> str | None:
             return f"triton cannot be imported ({error}): pip install triton"
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "triton works on CPU tensors only in its interpreter: set TRITON_INTERPRET=1 (slow, for tests)"
+    if name == "numba_cuda":
+        return _why_not_numba_cuda(device)
+    return None
+
+
+def _why_not_numba_cuda(device: torch.device) -> str | None:
+    try:
+        importlib.import_module("numba_cuda")  # without it `numba.cuda` is an older one, part of numba
+        cuda = importlib.import_module("numba.cuda")
+    except ImportError as error:
+        return f"numba-cuda cannot be imported ({error}): pip install 'fastreduce[cuda13]' or 'fastreduce[cuda12]'"
+    simulated = bool(cuda.config.ENABLE_CUDASIM)
+    if device.type == "cpu" and not simulated:
+        return (
+            "numba_cuda works on CPU tensors only in Numba's simulator: set NUMBA_ENABLE_CUDASIM=1 before the process "
+            "starts (slow, for tests)"
+        )
+    if device.type != "cpu" and simulated:
+        return f"Numba's simulator is on, which works on CPU tensors, not on {device}: unset NUMBA_ENABLE_CUDASIM"
     return None
 
 

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
-from torch.nn.parameter import is_lazy
 
-from . import ops
-from .agreement import check_agreement, describe_tensor
+from .agreement import check_agreement
 from .arrivals import weakly
 from .compression import Compression
-from .errors import BackendUnavailableError, FastreduceError, ReducerError, SettingError, TensorError
-from .gradients import Gradients
+from .errors import FastreduceError, ReducerError, SettingError
 from .mixed_precision import LowPrecision
+from .sync_batchnorm import SyncBatchNorm
 from .torch_logger import TorchLogger, environment
 from .torch_reducer import TorchReducer, make_transport
 from .transports import Transport
+from .wrapping import check_module, describe_wrapping, group_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-T = TypeVar("T", bound=Tensor)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -83,14 +81,14 @@ class DistributedDataParallel(TorchDDP):
         bound.apply_defaults()
         arguments = bound.arguments
         self._transport_argument = transport
-        self._transport = transport or make_transport(_group_of(arguments["process_group"], arguments["device_mesh"]))
+        self._transport = transport or make_transport(group_of(arguments["process_group"], arguments["device_mesh"]))
         error = None
         try:
             self.compression = Compression.resolve(compression)
-            _check_module(module, arguments)
+            check_module(module, arguments)
         except (FastreduceError, RuntimeError, TypeError) as found:
             error = found
-        check_agreement(self._transport, {} if error else _describe(module, self.compression, arguments), error)
+        check_agreement(self._transport, {} if error else describe_wrapping(module, self.compression, arguments), error)
         super().__init__(module, device_ids, output_device, *args, **kwargs)
 
     def _ddp_init_helper(
@@ -136,10 +134,22 @@ class DistributedDataParallel(TorchDDP):
             self.device_ids or [],
             -1 if self.output_device is None else self.output_device,
             self.broadcast_buffers,
-            any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),
+            any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in self.module.modules()),
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    # Under torch.compile what goes on around the module's forward stays Python: Dynamo would trace the reducer.
+    _pre_forward = _disable_dynamo(TorchDDP._pre_forward)
+
+    @_disable_dynamo
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        try:
+            super()._passing_sync_batchnorm_handle(module)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; fastreduce.SyncBatchNorm.convert_sync_batchnorm(model) puts in layers that work on CPUs"
+            ) from None
 
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
@@ -230,83 +240,5 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._transport = state["_transport_argument"] or make_transport(_group_of(None, None))
+        self._transport = state["_transport_argument"] or make_transport(group_of(None, None))
         super().__setstate__(state)
-
-
-def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
-    if group is not None and mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if mesh is not None and mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-    if mesh is not None:
-        found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
-        return found
-    group = group or dist.group.WORLD
-    if group is None:
-        raise ValueError(
-            "Default process group has not been initialized: call torch.distributed.init_process_group first"
-        )
-    if not isinstance(group, dist.ProcessGroup):
-        outside = (
-            ", which stands for a group that this rank is not in" if group == dist.GroupMember.NON_GROUP_MEMBER else ""
-        )
-        raise TypeError(
-            f"process_group must be a ProcessGroup, e.g. from torch.distributed.new_group; got {group!r}{outside}"
-        )
-    return group
-
-
-def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return {name: tensor for name, tensor in named if name not in ignored}
-
-
-def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    parameters = _managed(module.named_parameters(), module)
-    trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
-    Gradients(list(trainable.values()), list(trainable))
-    odd = {name: p.device for name, p in trainable.items() if p.device.type != "cpu"}
-    for name, device in odd.items():
-        error = TensorError if len(odd) < len(trainable) else BackendUnavailableError
-        raise error(f"parameter {name!r} is on {device}; this version reduces CPU tensors")
-    caps = arguments.get("bucket_cap_mb_list") or ()
-    if any(cap < 0 for cap in caps):
-        raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")
-    for name, child in module.named_modules():
-        if isinstance(child, TorchDDP):
-            inner = set(map(id, child._module_parameters))
-            twice = [n for n, p in trainable.items() if id(p) in inner]
-            if twice:
-                warnings.warn(
-                    f"module {name!r} is wrapped already: two reductions of {twice[0]!r} will race. Unwrap it, or "
-                    "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
-                    stacklevel=3,
-                )
-    if trainable:
-        ops.unchecked(torch.device("cpu"))
-
-
-_AGREED_ARGUMENTS = (
-    "bucket_cap_mb",
-    "bucket_cap_mb_list",
-    "broadcast_buffers",
-    "forward_sync_buffers",
-    "init_sync",
-    "gradient_as_bucket_view",
-    "mixed_precision",
-)
-
-
-def _describe(module: nn.Module, compression: Compression, arguments: Mapping[str, Any]) -> dict[str, str]:
-    description = {"compression": str(compression)}
-    description.update({name: repr(arguments.get(name)) for name in _AGREED_ARGUMENTS})
-    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    sparse = {id(m.weight) for m in embeddings if m.sparse}
-    for name, parameter in _managed(module.named_parameters(), module).items():
-        grad = "requires grad" if parameter.requires_grad else "requires no grad"
-        grad += ", which is sparse" if id(parameter) in sparse else ""
-        description[f"parameter {name!r}"] = f"{describe_tensor(parameter)}, {grad}"
-    for name, buffer in _managed(module.named_buffers(), module).items():
-        description[f"buffer {name!r}"] = describe_tensor(buffer)
-    return description

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import check_agreement, describe_tensor
+from .bucketed import BUCKET_BYTES
 from .buckets import build_plan, group_by_size
 from .compression import Compression
 from .errors import SettingError, TensorError
 from .gradients import Gradients
 from .pipeline import BucketPipeline
-from .reducer import BUCKET_BYTES
 from .transports import LocalTransport, TorchProcessGroup, Transport
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,36 +13,14 @@ from torch import Tensor
 
 from . import residuals
 from .arrivals import Arrivals, weakly
-from .buckets import BucketPlan, build_plan, group_by_size
-from .compression import Compression
+from .bucketed import BucketedGradients, Job
 from .errors import ReducerError, TransportError
-from .gradients import Collected, Gradients
-from .pipeline import BucketPipeline, Pending, Seconds, warm_up
-from .sparse import SparseGradients
+from .pipeline import Pending
 from .streams import ThreadStream
 from .transports import Transport
 
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
 
-
-@dataclass
-class Job:
-    """One bucket's reduction in one backward."""
-
-    pipeline: BucketPipeline
-    found: Collected
-
-    def launch(self, stream: ThreadStream) -> Pending:
-        """Run it on `stream`."""
-        return self.pipeline.launch(stream, self.found.sources, self.found.targets, self.found.unused)
-
-    def begin(self) -> Callable[[], None]:
-        """Begin it here; returns what finishes it."""
-        return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
-
-
-class GradientReducer:
+class GradientReducer(BucketedGradients):
     """Averages the gradients of `parameters` over the ranks of `transport` during backward.
 
     1. `arm`, after a forward that is to be synchronised, makes the next backward reduce.
@@ -55,51 +32,19 @@ class GradientReducer:
        gradients arrive. In the first backward nothing is launched before its end: it also counts how
        often each hook fires, which re-entrant checkpointing can make more than once.
 
-    Args:
-        parameters: floating-point or complex leaves that require gradients.
-        names: their names, which key saved residuals and appear in errors.
-        transport: what moves wires; `close` closes it.
-        compression: the setting.
-        bucket_caps: bytes of the first, second, … bucket; the last holds for all that follow.
-        gradient_as_bucket_view: whether `.grad` become views of the buckets.
-        dtype: what gradients are averaged in; None means each in the dtype of its parameter.
-        sparse: indices of parameters whose gradients are sparse; they travel in no bucket, uncompressed,
-            when backward ends.
-
-    Raises:
-        TensorError: if a parameter's dtype is not supported.
-        BackendUnavailableError: if the kernels cannot run on the parameters' device.
+    Arguments and errors are those of `BucketedGradients`; `close` closes the transport.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        names: Sequence[str],
-        transport: Transport,
-        compression: Compression,
-        *,
-        bucket_caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
-        gradient_as_bucket_view: bool = False,
-        dtype: torch.dtype | None = None,
-        sparse: Iterable[int] = (),
-    ) -> None:
-        self.transport, self.compression = transport, compression
-        self._caps, self._as_views = tuple(bucket_caps), gradient_as_bucket_view
-        self._gradients = Gradients(parameters, names, dtype)
-        self._specs = self._gradients.specs
-        self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
-        self._dense = [i for i in range(len(self._specs)) if i not in self._sparse.parameters]
+    def __init__(self, parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        super().__init__(parameters, *args, **kwargs)
         self._stream = ThreadStream()
-
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
-
-        for device, each in {(self._specs[i].device, self._specs[i].dtype) for i in self._dense}:
-            warm_up(each, device, compression)
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
-        self._install(group_by_size(self._specs, reversed(self._dense), self._caps))
-        self._close = weakref.finalize(self, shut_down, self._stream, transport)
+        self._used = self._arrivals.used
+        self._install(self._first_groups())
+        self._close = weakref.finalize(self, shut_down, self._stream, self.transport)
 
     def close(self) -> None:
         """Remove the hooks, end the communication thread and close the transport."""
@@ -109,17 +54,9 @@ class GradientReducer:
     # Buckets
 
     def _install(self, groups: Iterable[Sequence[int]]) -> None:
-        self.plan, self.pipelines = self._build(groups)
+        super()._install(groups)
         self._arrivals.lay_out(self.plan)
-        self._members = [self._gradients.members(bucket) for bucket in self.plan.buckets]
-        if self._as_views:
-            for members, pipeline in zip(self._members, self.pipelines, strict=True):
-                self._gradients.install_views(members, pipeline.make_views)
         self._forget_backward()
-
-    def _build(self, groups: Iterable[Sequence[int]]) -> tuple[BucketPlan, list[BucketPipeline]]:
-        plan = build_plan(self._specs, groups, alignment=self.compression.alignment, shards=self.transport.world_size)
-        return plan, [BucketPipeline(bucket, self.compression, self.transport) for bucket in plan.buckets]
 
     def rebuild_buckets(self) -> bool:
         """After the first reduced backward, once: lay buckets out in the order that rank 0 observed.
@@ -134,12 +71,7 @@ class GradientReducer:
         if self._rebuilt or not self._reduced_once:
             return False
         observed = self.transport.exchange(self._arrivals.last_seen())
-        dense = set(self._dense)
-        order = [i for i in dict.fromkeys(itertools.chain(*observed)) if i in dense]
-        idle = [i for i in self._dense if i not in set(order)]
-        kept = residuals.collect(self.pipelines)
-        self._install(group_by_size(self._specs, order, self._caps) + group_by_size(self._specs, idle, self._caps))
-        residuals.restore(kept, self.pipelines)
+        self._regroup(dict.fromkeys(itertools.chain(*observed)))
         self._rebuilt = True
         return True
 
@@ -214,10 +146,6 @@ class GradientReducer:
             self._launches.append((job, job.launch(self._stream)))
 
     @torch.no_grad()
-    def _collect(self, index: int) -> Job:
-        return Job(self.pipelines[index], self._gradients.collect(self._members[index], self._arrivals.used))
-
-    @torch.no_grad()
     def _end_backward(self) -> None:
         if not self._in_backward:
             return
@@ -259,29 +187,6 @@ class GradientReducer:
                 self._arrivals.learn_fires()
             self._forget_backward()
 
-    def _run_here(self, index: int) -> set[int]:
-        if self._alone(index):
-            return self._unused(index)
-        job = self._collect(index)
-        job.begin()()
-        return self._settle(job)
-
-    def _alone(self, index: int) -> bool:
-        """Whether there is nothing to average and nothing to move."""
-        return self.pipelines[index].alone and not self._as_views
-
-    def _unused(self, index: int) -> set[int]:
-        return {i for i in self._members[index].indices if not self._arrivals.used[i]}
-
-    def _settle(self, job: Job) -> set[int]:
-        """Store what arrived; returns the parameters that no rank used."""
-        slots = job.pipeline.bucket.slots
-        return {slots[position].parameter for position in job.found.settle(job.pipeline.used_by_any)}
-
-    def _active_ranks(self) -> int:
-        """What sums are divided by."""
-        return self.transport.world_size
-
     def _reduce_left_over(self) -> None:
         """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.
 
@@ -299,32 +204,12 @@ class GradientReducer:
                 "Sum the losses and call backward once"
             )
         for index in sorted({self._arrivals.bucket_of[i] for i in self._left_over.intersection(self._dense)}):
-            self._run_here(index)
+            self._average(index)
         self._sparse.settle(used, self._active_ranks(), self._left_over)
         self._left_over -= fired
         self._arrivals.forget_used()
 
-    # State and figures
-
-    @property
-    def seconds(self) -> Seconds:
-        """Time that the last reduction spent in each stage, summed over the buckets."""
-        stages = [pipeline.seconds for pipeline in self.pipelines]
-        return Seconds(
-            sum(s.compress for s in stages), sum(s.reduce for s in stages), sum(s.decompress for s in stages)
-        )
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends in one step."""
-        return sum(pipeline.sent_bytes for pipeline in self.pipelines)
-
-    def rescale_residuals(self, factor: float) -> None:
-        """Multiply what error feedback keeps by `factor`: new loss scale / old loss scale.
-
-        Residuals are in units of scaled gradients. Call it where a GradScaler's scale changes.
-        """
-        residuals.rescale(self.pipelines, factor)
+    # State
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""

@@ -6,12 +6,16 @@ Under torchrun: `torchrun --nproc_per_node=2 -m fastreduce.run script.py …`, o
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch.nn.parallel
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from .compression import ENVIRONMENT_VARIABLE, Compression
 from .ddp import DistributedDataParallel
@@ -22,9 +26,23 @@ USAGE = "usage: python -m fastreduce.run [--compression SPEC] script.py [argumen
 def replace_torchs_class() -> None:
     """Let `torch.nn.parallel.DistributedDataParallel` be ours from now on.
 
-    The name in `torch.nn.parallel.distributed` stays torch's: Dynamo finds the active module by it.
+    The name in `torch.nn.parallel.distributed` stays torch's: Dynamo finds the active module by it. A wrapper
+    that a script or a framework makes by that name warns.
     """
     torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
+    construct = TorchDDP.__init__
+
+    @functools.wraps(construct)
+    def warn_and_construct(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
+        if type(self) is TorchDDP:
+            warnings.warn(
+                "this is torch's own DistributedDataParallel: it was imported from torch.nn.parallel.distributed, "
+                "where fastreduce does not replace it. Pass fastreduce.DistributedDataParallel (docs/frameworks.md)",
+                stacklevel=2,
+            )
+        construct(self, *args, **kwargs)
+
+    TorchDDP.__init__ = warn_and_construct  # type: ignore[method-assign]
 
 
 def main(arguments: list[str] | None = None) -> None:

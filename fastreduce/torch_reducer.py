@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import residuals
-from .buckets import BucketPlan, build_plan, group_by_size
+from .bucketed import Job
+from .buckets import BucketPlan, build_plan
 from .comm_hook import GradBucket, Hook, HookPipeline
 from .compression import NoCompression
 from .mixed_precision import LowPrecision
 from .pipeline import BucketPipeline
-from .reducer import GradientReducer, Job, shut_down
+from .reducer import GradientReducer, shut_down
 from .streams import ThreadStream
 from .torch_logger import TorchLogger
 from .transports import LocalTransport, TorchProcessGroup, Transport
@@ -181,7 +182,7 @@ class TorchReducer(GradientReducer):
         self.transport, self._stream = make_transport(group), ThreadStream()
         self._close = weakref.finalize(self, shut_down, self._stream, self.transport)
         self._sparse.transport = self.transport
-        self._install(group_by_size(self._specs, reversed(self._dense), self._caps))
+        self._install(self._first_groups())
         residuals.restore(kept, self.pipelines)
         self.logger.update(rank=self.transport.rank, world_size=self.transport.world_size, has_rebuilt_buckets=False)
 
@@ -205,13 +206,11 @@ class TorchReducer(GradientReducer):
 
     def _build(self, groups: Iterable[Sequence[int]]) -> tuple[BucketPlan, list[BucketPipeline]]:
         if self._hook is None:
-            plan, pipelines = super()._build(groups)
-            for pipeline in pipelines:
-                pipeline.alone &= self._low_precision is None  # else gradients are cast, by one rank too
-            return plan, pipelines
+            return super()._build(groups)
         state, hook = self._hook
         plan = build_plan(self._specs, groups, alignment=1, shards=1)
-        last, pipelines = len(plan.buckets) - 1, []
+        last = len(plan.buckets) - 1
+        pipelines: list[BucketPipeline] = []
         for bucket in plan.buckets:
             members = self._gradients.members(bucket)
             layouts = self._gradients.layouts(members)

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .device_tables import device_table
 from .slots import SlotTable
-from .triton_convert import DTYPES, convert, device_table, double_bits, launch, load_tile, widen
+from .triton_convert import DTYPES, convert, double_bits, launch, load_tile, widen
 
 TILE = 2048
 TINY = tl.constexpr(2.0**-100)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,10 +20,34 @@ if not torch.cuda.is_available():
 from fastreduce import backends
 from fastreduce.kernels.slots import SlotTable, shard_bytes
 
-BACKENDS = [name for name in backends.NAMES if name != "triton" or importlib.util.find_spec("triton")]
+GPU_BACKENDS = ("triton", "numba_cuda")
+# Numba's simulator takes the place of numba.cuda, so it has a process of its own: test_numba_cuda.py starts it.
+SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-SIZES = (0, 1, 63, 127, 128, 129, 1000, 4099)
-BLOCKS = (16, 48, 128, 256)
+DTYPE_PAIRS = tuple((dtype, wire) for dtype in DTYPES for wire in DTYPES)
+SIZES: tuple[int, ...] = (0, 1, 63, 127, 128, 129, 1000, 4099)
+BLOCKS: tuple[int, ...] = (16, 48, 128, 256)
+EXAMPLES = 20
+STRIDE = 1  # of what goes through all numbers of a format
+
+if SIMULATOR:  # half a millisecond a thread: every path once, with tiles that are full and tiles that are not
+    DTYPE_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
+    SIZES = (0, 1, 129, 1100)
+    BLOCKS = (48, 128)
+    EXAMPLES = 3
+    sys.setswitchinterval(5e-5)  # its threads wait for each other: half the time
+    STRIDE = 61
+
+
+def _backends() -> list[Any]:
+    if SIMULATOR:
+        return ["numba_cuda"]
+    if torch.cuda.is_available():
+        return [pytest.param(name, marks=[pytest.mark.gpu] * (name in GPU_BACKENDS)) for name in backends.NAMES]
+    return [name for name in backends.NAMES if name != "numba_cuda" and (name != "triton" or find_spec("triton"))]
+
+
+BACKENDS = _backends()
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _POISON = 0xA5
@@ -44,7 +71,7 @@ _SPECIAL = np.concatenate(
 
 def device_of(name: str) -> torch.device:
     """Where a backend's tensors live: a GPU if it needs one and there is one."""
-    return torch.device("cuda" if name == "triton" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if name in GPU_BACKENDS and torch.cuda.is_available() and not SIMULATOR else "cpu")
 
 
 def slot_table(numels: Sequence[int], align: int = 1, gaps: Sequence[int] = (0,), shards: int = 1) -> SlotTable:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join, Joinable, JoinHook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
+from tests.models import wrap
 
 
 def _model() -> nn.Module:
@@ -133,3 +138,62 @@ def test_join_with_uneven_inputs(ranks2, by_initial_size: bool, compression: str
 
 def test_join_on_three_ranks_with_one_left(ranks3):
     assert max(ranks3.run(_joined, False, "none")) <= 1e-6
+
+
+class _Counter(Joinable):
+    """Counts steps over all ranks, as torch's tutorial on `Join` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(1)
+
+    def step(self) -> None:
+        Join.notify_join_context(self)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        self.total += one
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        counter = self
+
+        class Hook(JoinHook):
+            def main_hook(self) -> None:
+                nothing = torch.zeros(1)
+                dist.all_reduce(nothing)
+                counter.total += nothing
+
+            def post_hook(self, is_last_joiner: bool) -> None:
+                dist.broadcast(counter.total, src=0)
+
+        return Hook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def _joined_with_others(rank: int, world_size: int, views: bool) -> tuple[float, float]:
+    trained, totals = [], []
+    for kind in ("torch", "ours"):
+        ddp, counter = wrap(kind, _model(), gradient_as_bucket_view=views), _Counter()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        data = torch.Generator().manual_seed(rank)
+        with Join([counter, ddp, optimizer]):
+            for _ in range(2 + 3 * rank):
+                counter.step()
+                ddp(torch.randn(16, 30, generator=data)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+        totals.append(counter.total.item())
+    assert totals[0] == totals[1]
+    return float((trained[0] - trained[1]).abs().max()), totals[1]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_joined_with_a_zero_optimizer_and_a_joinable_of_the_users(ranks2, views: bool):
+    assert ranks2.run(_joined_with_others, views) == [(0.0, 7.0)] * 2

@@ -14,13 +14,17 @@ from torch import Tensor
 from fastreduce import backends
 from fastreduce.backends import Backend
 from fastreduce.kernels import reference
+from fastreduce.kernels.device_tables import device_table
 from fastreduce.kernels.slots import SlotTable
 
 from .kernel_cases import (
     BACKENDS,
     BLOCKS,
+    DTYPE_PAIRS,
     DTYPES,
+    EXAMPLES,
     SIZES,
+    STRIDE,
     Memory,
     assert_same_bits,
     assert_same_wire,
@@ -68,8 +72,7 @@ def expected_wire(tensors: list[Tensor], slots: SlotTable, dtype: torch.dtype, s
 # Casts
 
 
-@pytest.mark.parametrize("wire_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "wire_dtype"), DTYPE_PAIRS, ids=str)
 def test_flatten_and_unflatten(backend, memory, dtype, wire_dtype):
     slots = slot_table(SIZES, gaps=GAPS)
     tensors = tensors_of(SIZES, dtype)
@@ -161,7 +164,7 @@ def test_fp16_conversion_is_numpys(backend, memory):
     """Every finite FP16, the midpoint to the next one and its FP32 neighbours, to FP16."""
     halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).to(torch.float32)
     middle = (halves[:-1] + halves[1:]) / 2
-    inputs = torch.cat([halves, middle, _next_to(middle, 1), _next_to(middle, -1), _next_to(halves[1:], -1)])
+    inputs = torch.cat([halves, middle, _next_to(middle, 1), _next_to(middle, -1), _next_to(halves[1:], -1)])[::STRIDE]
     inputs = torch.cat([inputs, -inputs, torch.tensor([65519.996, 65520.0, -65520.0, 1e38, torch.inf])])
     with np.errstate(over="ignore"):
         expected = torch.from_numpy(inputs.numpy().astype(np.float16))
@@ -171,7 +174,7 @@ def test_fp16_conversion_is_numpys(backend, memory):
 def test_bf16_conversion_is_torchs(backend, memory):
     """All exponents and signs with mantissas around the rounding position, to BF16 and back."""
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int64)
-    high = torch.arange(0, 0x10000, 7, dtype=torch.int64) << 16
+    high = torch.arange(0, 0x10000, 7 * STRIDE, dtype=torch.int64) << 16
     bits = (high[:, None] | low).flatten()
     inputs = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
     narrow = inputs.to(torch.bfloat16)
@@ -343,7 +346,7 @@ def test_int8_error_stays_in_its_bound(backend, memory):
 
 def test_int8_arithmetic_step_by_step(backend, memory):
     """The payload where it is hardest to hit, at ties of v * inverse and one ulp beside them, as numpy rounds."""
-    block, blocks = 16, 1500
+    block, blocks = 16, 1500 // STRIDE
     random = np.random.default_rng(0)
     absmax = random.uniform(1, 2, (blocks, 1)).astype(np.float32)
     numbers = ((random.integers(-126, 126, (blocks, block)) + 0.5) * (absmax / 127.0)).astype(np.float32)
@@ -435,7 +438,7 @@ def test_one_rank_of_many_keeps_its_flag(backend, memory):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data())
 def test_any_shape(name, data):
     backend, memory = backends.load(name), Memory(device_of(name))
@@ -464,16 +467,13 @@ def test_any_shape(name, data):
     memory.check()
 
 
-# Triton's own tables
+# The tables of the GPU backends
 
 
-@pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
-def test_triton_tables():
-    from fastreduce.kernels.triton_convert import device_table
-
+def test_device_tables():
     numels = [3] * 1000 + [100_000]
     slots = slot_table(numels)
-    device = device_of("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = device_table(slots, 2048, device)
     assert table is device_table(slots, 2048, device)
     assert len(table.tiles) == 1000 + -(-100_000 // 2048), "a tensor must cost the tiles that it fills"

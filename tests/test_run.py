@@ -21,6 +21,8 @@ ddp = DDP(torch.nn.Linear(3, 2))
 ddp(torch.ones(1, 3) * dist.get_rank()).sum().backward()
 if dist.get_rank() == 0:
     print("CLASS", type(ddp).__module__, ddp.compression, ddp.module.weight.grad[0, 0].item(), sys.argv[1:], value)
+    from torch.nn.parallel.distributed import DistributedDataParallel as Inner
+    Inner(torch.nn.Linear(1, 1), process_group=dist.new_group([0], use_local_synchronization=True))
 dist.destroy_process_group()
 """
 
@@ -56,6 +58,7 @@ def test_an_unedited_script_gets_our_class(script: Path, launcher: str):
         done = _run(sys.executable, "-m", "torch.distributed.run", *torchrun, *module, script, "--lr", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CLASS fastreduce.ddp bf16 0.5 ['--lr', '1'] 7" in done.stdout
+    assert done.stderr.count("UserWarning: this is torch's own DistributedDataParallel") == 1
     assert done.stdout.count("fastreduce: torch's DistributedDataParallel is ours in train.py, compression bf16") == 1
 
 

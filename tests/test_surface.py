@@ -775,3 +775,28 @@ def test_a_wrapper_inside_a_wrapper_that_averages_the_same_parameters_warns(alon
         body = nn.Sequential(nn.Linear(2, 2), wrap(inner, nn.Linear(2, 2)))
         with pytest.warns(UserWarning, match=r"module '1' is wrapped already.*'1.module.weight'"):
             wrap("ours", body)
+
+
+def _without_gradients(rank: int, world_size: int, views: bool) -> None:
+    seen = {}
+    for kind in ("torch", "ours"):
+        torch.manual_seed(0)
+        model = wrap(kind, nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), gradient_as_bucket_view=views)
+        seen[kind] = []
+        for step in range(3):
+            for quiet in (torch.no_grad, torch.inference_mode):
+                with quiet():
+                    seen[kind].append(model.eval()(batch(rank, step, 4, 6)).clone())
+            model.train()
+            armed = model(batch(rank, step, 4, 6))
+            with torch.inference_mode():  # between a forward and its backward
+                model.module(batch(rank, step, 4, 6))
+            armed.square().sum().backward()
+            seen[kind] += [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+    assert_same_bits(dict(enumerate(seen["ours"])), dict(enumerate(seen["torch"])), f"rank {rank}")
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_forwards_without_gradients_equal_torch_and_leave_training_alone(ranks2: RankPool, views: bool):
+    ranks2.run(_without_gradients, views)

@@ -278,6 +278,19 @@ def _wrapped(rank: int, world_size: int, accumulate: bool) -> dict[str, list[Ten
     return seen
 
 
+def test_our_wrapper_knows_the_layer_and_names_it_where_torchs_is_refused(ranks2: RankPool):
+    assert ranks2.run(_known) == [(1, True)] * 2
+
+
+def _known(rank: int, world_size: int) -> tuple[int, bool]:
+    model = wrap("ours", SyncBatchNorm.convert_sync_batchnorm(_net()))
+    try:
+        wrap("ours", nn.SyncBatchNorm.convert_sync_batchnorm(_net()))
+    except ValueError as error:
+        return model._get_ddp_logging_data()["has_sync_bn"], "fastreduce.SyncBatchNorm.convert" in str(error)
+    return model._get_ddp_logging_data()["has_sync_bn"], False
+
+
 def test_compiled_it_gives_the_same_bits(ranks2: RankPool):
     for plain, compiled in ranks2.run(_compiled, timeout=120):
         assert_same_bits(compiled, plain)

@@ -1,0 +1,64 @@
+"""What the Numba CUDA kernels share: vectors of numbers (simulated or not), a program's tile, the launch."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cuda
+from torch import Tensor
+
+SIMULATED = bool(cuda.config.ENABLE_CUDASIM)
+
+if SIMULATED:
+    from . import numba_cuda_simulated as vectors
+else:
+    from . import numba_cuda_vectors as vectors  # type: ignore[no-redef]
+
+kernel, function = vectors.kernel, vectors.function
+size_of, lanes_of, quotient = vectors.size_of, vectors.lanes_of, vectors.quotient
+fetch, load, store = vectors.fetch, vectors.load, vectors.store
+multiply, add, divide = vectors.multiply, vectors.add, vectors.divide
+largest_bits, from_bits, more_than_half = vectors.largest_bits, vectors.from_bits, vectors.more_than_half
+
+THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of Python
+
+TAGS: dict[torch.dtype, Any] = {
+    torch.float64: np.float64(0),
+    torch.float32: np.float32(0),
+    torch.float16: np.int16(0),
+    torch.bfloat16: np.uint16(0),
+}
+
+
+@function
+def locate(tiles, addresses, program, tag):
+    """A program's tile: its address, its place in the flat, its elements without and with the padding."""
+    row = np.int64(program) * 5
+    tensor = fetch(addresses, fetch(tiles, row)) + fetch(tiles, row + 1) * size_of(tag)
+    return tensor, fetch(tiles, row + 2), fetch(tiles, row + 3), fetch(tiles, row + 4)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's elements begin; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _configured(kernel: Any, programs: int, _device: torch.device, stream: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numba warns of every small grid, and buckets may be small
+        return kernel[programs, THREADS, cuda.external_stream(stream) if stream else 0]
+
+
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any) -> None:
+    """Run `programs` blocks of a kernel on a device's current stream."""
+    if SIMULATED and programs:
+        kernel[programs, THREADS](*arguments)
+    elif programs:
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream().cuda_stream
+            _configured(kernel, programs, device, stream)(*arguments)

@@ -1,0 +1,226 @@
+"""quantize, dequantize and reduce_quantized in Numba CUDA: one launch for a whole bucket.
+
+Each thread holds 16 consecutive elements. The threads that share a block of the format agree on its largest
+magnitude in shared memory: an atomic maximum of integers is the same in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cuda
+from torch import Tensor
+
+from .device_tables import DeviceTable, device_table
+from .numba_cuda_convert import (
+    TAGS,
+    THREADS,
+    add,
+    address,
+    divide,
+    from_bits,
+    function,
+    kernel,
+    largest_bits,
+    launch,
+    load,
+    locate,
+    more_than_half,
+    multiply,
+    quotient,
+    size_of,
+    store,
+)
+from .slots import SlotTable
+
+LANES = 16
+TILE = LANES * THREADS  # the largest block of the format on a GPU
+
+INT8, FP32 = np.int8(0), np.float32(0)
+ZERO, MINUS_ONE, LARGEST, NAN = np.float32(0), np.float32(-1), np.float32(127), np.float32(np.nan)
+INFINITY_BITS = np.int32(0x7F800000)
+TINY = np.float32(2.0**-100)
+RECIPROCAL_127 = np.float32(1 / 127)
+ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a sum with it has no bits behind the point
+
+
+@function
+def _decode(shard, blocks, block, index, column, count):
+    """16 elements of block `index` from `column` on; zeros where `count` is 0."""
+    quantized = load(shard + index * block + column, INT8, INT8, count)
+    scale_at = shard + blocks * block + index * 4
+    return multiply(quantized, load(scale_at, FP32, FP32, min(count, 1))[0])
+
+
+@function
+def _encode(values, largest, old, shard, blocks, block, index, column):
+    """Store 16 elements of block `index` and, at its beginning, its scale; returns what was lost.
+
+    Where the block is not finite, that is the old residual at address `old`.
+    """
+    if largest >= INFINITY_BITS:
+        scale, quantized = NAN, load(shard, INT8, INT8, 0)
+        lost = load(old, FP32, INT8, LANES if old else 0)
+    else:
+        absmax = from_bits(largest)
+        scale = inverse = ZERO
+        if absmax >= TINY:
+            scale = multiply(absmax, RECIPROCAL_127)
+            inverse = divide(LARGEST, absmax)
+        quantized = add(add(multiply(values, inverse), ROUNDER), MINUS_ROUNDER)
+        lost = add(values, multiply(quantized, multiply(scale, MINUS_ONE)))
+    store(shard + index * block + column, INT8, quantized, LANES, LANES)
+    if column == 0:
+        # The last block clears the padding too: the scales that are missing from a multiple of four.
+        extent = 1 if index < blocks - 1 else 1 + (-blocks & 3)
+        store(shard + blocks * block + index * 4, FP32, (scale, ZERO, ZERO, ZERO), 1, extent)
+    return lost
+
+
+@kernel
+def _quantize(wire, residual, new_residual, tiles, addresses, tag, blocks, block, shard_size):
+    """One tile of one slot, from its tensor to the wire."""
+    magnitudes = cuda.shared.array(THREADS, np.int32)
+    magnitudes[cuda.threadIdx.x] = 0
+    tensor, place, count, extent = locate(tiles, addresses, cuda.blockIdx.x, tag)
+    element = np.int64(cuda.threadIdx.x) * LANES
+    row = quotient(element, block)
+    at = (place + element) * 4
+    values = load(tensor + element * size_of(tag), tag, INT8, count - element)
+    values = add(values, load(residual + at, FP32, INT8, count - element if residual else 0))
+    cuda.syncthreads()
+    cuda.atomic.max(magnitudes, row, largest_bits(values))
+    cuda.syncthreads()
+    if element < extent:
+        number = place // block + row
+        rank = quotient(number, blocks)
+        shard, index = wire + rank * shard_size, number - rank * blocks
+        old = residual + at if residual else 0
+        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, element - row * block)
+        if new_residual:
+            store(new_residual + at, FP32, lost, LANES, LANES)
+
+
+@kernel
+def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size):
+    """One tile of one slot, from the wire to its tensor."""
+    tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
+    element = np.int64(cuda.threadIdx.x) * LANES
+    row = quotient(element, block)
+    if element < count:
+        number = place // block + row
+        rank = quotient(number, blocks)
+        shard, index = wire + rank * shard_size, number - rank * blocks
+        values = _decode(shard, blocks, block, index, element - row * block, LANES)
+        store(tensor + element * size_of(tag), tag, values, count - element, count - element)
+
+
+@kernel
+def _reduce(received, ranks, shard, residual, new_residual, blocks, block, shard_size, flag_block, scale):
+    """A few blocks of every rank's shard → their sum in rank order, scaled, encoded again."""
+    magnitudes = cuda.shared.array(THREADS, np.int32)
+    magnitudes[cuda.threadIdx.x] = 0
+    rows = quotient(TILE, block)
+    element = np.int64(cuda.threadIdx.x) * LANES
+    row = quotient(element, block)
+    index, column = cuda.blockIdx.x * rows + row, element - row * block
+    count = LANES if row < rows and index < blocks else 0
+    total = _decode(received, blocks, block, index, column, count)
+    for rank in range(1, ranks):
+        total = add(total, _decode(received + rank * shard_size, blocks, block, index, column, count))
+    at = (index * block + column) * 4
+    if index >= flag_block:
+        values = more_than_half(total)
+    else:
+        values = add(multiply(total, scale), load(residual + at, FP32, INT8, count if residual else 0))
+    cuda.syncthreads()
+    cuda.atomic.max(magnitudes, row, largest_bits(values))
+    cuda.syncthreads()
+    if count:
+        old = residual + at if residual else 0
+        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, column)
+        if new_residual:
+            store(new_residual + at, FP32, lost, LANES if index < flag_block else 0, LANES)
+
+
+def _table(slots: SlotTable, block: int, device: torch.device) -> DeviceTable:
+    return device_table(slots, TILE // block * block, device)
+
+
+def _tag(tensors: Sequence[Tensor]) -> Any:
+    return TAGS[tensors[0].dtype] if tensors else FP32
+
+
+def quantize(
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    shards: int,
+    block: int,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+) -> None:
+    """Many tensors (+ residual) → one quantized wire, and the new residual."""
+    table = _table(slots, block, wire.device)
+    launch(
+        _quantize,
+        len(table.tiles),
+        wire.device,
+        wire.data_ptr(),
+        address(residual),
+        address(new_residual),
+        table.tiles.data_ptr(),
+        table.addresses("quantize", tensors).data_ptr(),
+        _tag(tensors),
+        slots.total // block // shards,
+        block,
+        wire.numel() // shards,
+    )
+
+
+def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
+    """One quantized wire → many tensors in their dtypes."""
+    table = _table(slots, block, wire.device)
+    launch(
+        _dequantize,
+        len(table.tiles),
+        wire.device,
+        wire.data_ptr(),
+        table.tiles.data_ptr(),
+        table.addresses("dequantize", tensors).data_ptr(),
+        _tag(tensors),
+        slots.total // block // shards,
+        block,
+        wire.numel() // shards,
+    )
+
+
+def reduce_quantized(
+    received: Tensor,
+    shard: Tensor,
+    scale: float,
+    block: int,
+    flag_block: int,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+) -> None:
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    blocks = shard.numel() // (block + 4)
+    launch(
+        _reduce,
+        -(-blocks // (TILE // block)),
+        shard.device,
+        received.data_ptr(),
+        received.shape[0],
+        shard.data_ptr(),
+        address(residual),
+        address(new_residual),
+        blocks,
+        block,
+        shard.numel(),
+        flag_block,
+        np.float32(scale),
+    )

@@ -1,0 +1,101 @@
+"""The twins of `numba_cuda_vectors.py` for Numba's simulator, in NumPy: a vector is an array."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numpy.typing import NDArray
+
+WIDTH = 16
+
+Numbers = NDArray[Any]
+
+
+def function(body: Any) -> Any:
+    """A function that kernels call: here it is what it is."""
+    return body
+
+
+kernel = cuda.jit
+
+
+def size_of(tag: Any) -> int:
+    """Bytes of an element."""
+    return int(tag.itemsize)
+
+
+def lanes_of(tag: Any, other: Any) -> int:
+    """Numbers of a vector between memory of two types."""
+    return WIDTH // min(size_of(tag), size_of(other))
+
+
+def quotient(a: int, b: int) -> int:
+    """The whole part of a / b, for 0 <= a, b < 2^32."""
+    return a // b
+
+
+def fetch(address: int, index: int) -> int:
+    """Entry `index` of a table of int64."""
+    return ctypes.c_int64.from_address(int(address + 8 * index)).value
+
+
+def load(address: int, tag: Any, other: Any, count: int) -> Numbers:
+    """A vector from memory of type `tag`, on its way to memory of type `other`; numbers from `count` on are zero."""
+    memory = np.zeros(lanes_of(tag, other), tag.dtype)
+    ctypes.memmove(memory.ctypes.data, int(address), int(max(0, min(len(memory), count))) * size_of(tag))
+    if tag.dtype == np.int16:
+        memory = memory.view(np.float16)
+    elif tag.dtype == np.uint16:
+        memory = (memory.astype(np.uint32) << 16).view(np.float32)
+    wide = np.float64 in (tag.dtype, other.dtype) and np.int8 not in (tag.dtype, other.dtype)
+    return memory.astype(np.float64 if wide else np.float32)
+
+
+def store(address: int, tag: Any, vector: Any, count: int, extent: int) -> None:
+    """The first `count` numbers of a vector to memory of type `tag`, each rounded once more, then zeros to `extent`."""
+    memory = np.array(vector)
+    if tag.dtype != np.float64:
+        memory = memory.astype(np.float32)
+    if tag.dtype == np.int16:
+        memory = memory.astype(np.float16)
+    elif tag.dtype == np.uint16:
+        bits = memory.view(np.uint32)
+        rounded = np.where(np.isnan(memory), (bits >> 16) | 0x40, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+        memory = rounded.astype(np.uint16)
+    else:
+        memory = memory.astype(tag.dtype)
+    memory[max(0, count) :] = 0
+    ctypes.memmove(int(address), memory.ctypes.data, int(max(0, min(len(memory), extent))) * size_of(tag))
+
+
+def multiply(a: Any, b: Any) -> Any:
+    """The product of two vectors of one type, or a vector and a number, or two numbers."""
+    return a * b
+
+
+def add(a: Any, b: Any) -> Any:
+    """The sum of two vectors of one type, or a vector and a number, or two numbers."""
+    return a + b
+
+
+def divide(a: Any, b: Any) -> Any:
+    """The quotient of two vectors of one type, or a vector and a number, or two numbers."""
+    return a / b
+
+
+def largest_bits(vector: Numbers) -> int:
+    """The largest magnitude's bits: as integers they compare as the numbers do, infinity and every NaN above them."""
+    return int((vector.view(np.int32) & 0x7FFFFFFF).max())
+
+
+def from_bits(bits: int) -> np.float32:
+    """The FP32 number of 32 bits."""
+    return np.int32(bits).view(np.float32)
+
+
+def more_than_half(vector: Numbers) -> Numbers:
+    """1 where a number is larger than 0.5, else 0."""
+    return (vector > np.float32(0.5)).astype(np.float32)

@@ -1,0 +1,286 @@
+"""What a thread of a `numba_cuda` kernel computes with: vectors, loaded and stored 16 bytes at a time.
+
+Kernels take raw addresses and *tags*, scalars whose types say what lies there, so that one kernel text serves every
+pair of dtypes: FP16 is tagged int16 and BF16 uint16. A vector is a tuple of FP32 or FP64 numbers. Every operation
+says its rounding: of plain products and sums the compiler would make fma. `numba_cuda_simulated.py` has a twin of
+each function for Numba's simulator.
+
+Numba's disk cache looks at a kernel's own file only: after an edit here, delete `kernels/__pycache__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+WIDTH = 16  # bytes of one access
+
+_HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_MEMORY = {
+    types.float64: (_DOUBLE, 8),
+    types.float32: (_FLOAT, 4),
+    types.int16: (_HALF, 2),
+    types.uint16: (_I16, 2),
+    types.int8: (_I8, 1),
+}
+
+# Inlined: Numba compiles a function by itself for the GPU that is there only, and without one not at all.
+function = cuda.jit(device=True, inline="always")
+# Not linked through LTO, which would compile other PTX than the tests look at.
+kernel = cuda.jit(cache=True, lto=False)
+
+
+def _vector(tag: types.Type, other: types.Type) -> types.UniTuple:
+    """As many numbers as the smaller of two types in memory puts in 16 bytes, of the pair's compute type."""
+    pair = (tag, other)
+    wide = types.float64 in pair and types.int8 not in pair
+    return types.UniTuple(types.float64 if wide else types.float32, WIDTH // min(_MEMORY[t][1] for t in pair))
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, offset: int, to: ir.Type) -> ir.Value:
+    return builder.inttoptr(builder.add(address, _I64(offset)), ir.PointerType(to, addrspace=1))
+
+
+# 16 bits and less travel in words, split and joined by shifts: a vector of them would become shorter accesses.
+def _words(tag: types.Type) -> ir.Type:
+    scalar, size = _MEMORY[tag]
+    return ir.VectorType(_I32 if size < 4 else scalar, WIDTH // max(size, 4))
+
+
+def _split(builder: ir.IRBuilder, words: ir.Value, tag: types.Type) -> list[ir.Value]:
+    scalar, size = _MEMORY[tag]
+    found = [builder.extract_element(words, _I32(index)) for index in range(words.type.count)]
+    if size >= 4:
+        return found
+    shifts = range(0, 32, size * 8)
+    parts = [builder.trunc(builder.lshr(word, _I32(shift)), ir.IntType(size * 8)) for word in found for shift in shifts]
+    return [builder.bitcast(part, scalar) for part in parts]
+
+
+def _join(builder: ir.IRBuilder, numbers: Sequence[ir.Value], tag: types.Type) -> ir.Value:
+    size, words = _MEMORY[tag][1], ir.Constant(_words(tag), ir.Undefined)
+    for index in range(words.type.count):
+        if size >= 4:
+            word = numbers[index]
+        else:
+            word = _I32(0)
+            for lane in range(4 // size):
+                number = builder.bitcast(numbers[index * (4 // size) + lane], ir.IntType(size * 8))
+                word = builder.or_(word, builder.shl(builder.zext(number, _I32), _I32(lane * size * 8)))
+        words = builder.insert_element(words, word, _I32(index))
+    return words
+
+
+def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type, to: types.Type) -> ir.Value:
+    if tag == types.uint16:
+        value = builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _FLOAT)
+    elif tag == types.int8:
+        value = builder.sitofp(value, _FLOAT)
+    elif tag == types.int16:
+        value = builder.fpext(value, _FLOAT)
+    return _cast(builder, value, to)
+
+
+def _cast(builder: ir.IRBuilder, value: ir.Value, to: types.Type) -> ir.Value:
+    if value.type == _DOUBLE and to == types.float32:
+        return builder.fptrunc(value, _FLOAT)
+    return builder.fpext(value, _DOUBLE) if value.type == _FLOAT and to == types.float64 else value
+
+
+def _narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+    if tag == types.float64:
+        return _cast(builder, value, tag)
+    value = _cast(builder, value, types.float32)
+    if tag == types.int16:
+        return builder.fptrunc(value, _HALF)
+    if tag == types.uint16:
+        bits = builder.bitcast(value, _I32)
+        high = builder.lshr(bits, _I32(16))
+        half = builder.add(builder.and_(high, _I32(1)), _I32(0x7FFF))
+        rounded = builder.lshr(builder.add(bits, half), _I32(16))
+        nan = builder.or_(high, _I32(0x40))
+        return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded), _I16)
+    return builder.trunc(builder.fptosi(value, _I32), _I8) if tag == types.int8 else value
+
+
+def _whole(builder: ir.IRBuilder, address: ir.Value, count: ir.Value, lanes: int) -> ir.Value:
+    aligned = builder.icmp_unsigned("==", builder.and_(address, _I64(WIDTH - 1)), _I64(0))
+    return builder.and_(aligned, builder.icmp_signed(">=", count, _I64(lanes)))
+
+
+@intrinsic
+def size_of(_typing: Any, tag: types.Type) -> Any:
+    """Bytes of an element."""
+    return types.int64(tag), lambda _context, _builder, _signature, _args: _I64(_MEMORY[tag][1])
+
+
+@intrinsic
+def lanes_of(_typing: Any, tag: types.Type, other: types.Type) -> Any:
+    """Numbers of a vector between memory of two types."""
+    return types.int64(tag, other), lambda _context, _builder, _signature, _args: _I64(_vector(tag, other).count)
+
+
+@intrinsic
+def quotient(_typing: Any, a: types.Type, b: types.Type) -> Any:
+    """The whole part of a / b, for 0 <= a, b < 2^32: Numba itself divides by the slow 64-bit way."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.zext(builder.udiv(*(builder.trunc(arg, _I32) for arg in args)), _I64)
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def fetch(_typing: Any, address: types.Type, index: types.Type) -> Any:
+    """Entry `index` of a table of int64."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        at = builder.add(args[0], builder.mul(args[1], _I64(8)))
+        return builder.load(_pointer(builder, at, 0, _I64), align=8)
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def load(_typing: Any, address: types.Type, tag: types.Type, other: types.Type, count: types.Type) -> Any:
+    """A vector from memory of type `tag`, on its way to memory of type `other`; numbers from `count` on are zero."""
+    result, (scalar, size) = _vector(tag, other), _MEMORY[tag]
+    lanes, part = result.count, WIDTH // size
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        address, _, _, count = args
+        array = context.get_value_type(result)
+        with builder.goto_entry_block():
+            place = builder.alloca(array)
+
+        def put(lane: int, value: ir.Value) -> None:
+            value = _widen(builder, value, tag, result.dtype)
+            builder.store(value, builder.gep(place, [_I32(0), _I32(lane)]))
+
+        with builder.if_else(_whole(builder, address, count, lanes)) as (whole, scattered):
+            with whole:
+                for start in range(0, lanes, part):
+                    words = builder.load(_pointer(builder, address, start * size, _words(tag)), align=WIDTH)
+                    for lane, value in enumerate(_split(builder, words, tag)):
+                        put(start + lane, value)
+            with scattered:
+                builder.store(ir.Constant(array, None), place)
+                for lane in range(lanes):
+                    with builder.if_then(builder.icmp_signed(">", count, _I64(lane))):
+                        put(lane, builder.load(_pointer(builder, address, lane * size, scalar), align=size))
+        return builder.load(place)
+
+    return result(types.int64, tag, other, types.int64), emit
+
+
+@intrinsic
+def store(
+    _typing: Any, address: types.Type, tag: types.Type, vector: types.Type, count: types.Type, extent: types.Type
+) -> Any:
+    """The first `count` numbers of a vector to memory of type `tag`, each rounded once more, then zeros to `extent`.
+
+    FP64 reaches 16 bits through FP32; int8 takes whole numbers.
+    """
+    (scalar, size), lanes = _MEMORY[tag], vector.count
+    part = WIDTH // size
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        address, _, numbers, count, extent = args
+        values = [_narrow(builder, builder.extract_value(numbers, lane), tag) for lane in range(lanes)]
+        with builder.if_else(_whole(builder, address, count, lanes)) as (whole, scattered):
+            with whole:
+                for start in range(0, lanes, part):
+                    words = _join(builder, values[start : start + part], tag)
+                    builder.store(words, _pointer(builder, address, start * size, _words(tag)), align=WIDTH)
+            with scattered:
+                for lane, value in enumerate(values):
+                    with builder.if_then(builder.icmp_signed(">", extent, _I64(lane))):
+                        inside = builder.icmp_signed(">", count, _I64(lane))
+                        chosen = builder.select(inside, value, ir.Constant(scalar, 0))
+                        builder.store(chosen, _pointer(builder, address, lane * size, scalar), align=size)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, tag, vector, types.int64, types.int64), emit
+
+
+def _numbers(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> list[ir.Value]:
+    if isinstance(value.type, ir.ArrayType):
+        return [builder.extract_value(value, lane) for lane in range(lanes)]
+    return [value] * lanes
+
+
+def _pack(context: Any, builder: ir.IRBuilder, values: Sequence[ir.Value], result: types.Type) -> ir.Value:
+    packed: ir.Value = ir.Constant(context.get_value_type(result), ir.Undefined)
+    for lane, value in enumerate(values):
+        packed = builder.insert_value(packed, value, lane)
+    return packed
+
+
+def _arithmetic(name: str, operation: str) -> Callable[..., Any]:
+    """An operation on two vectors of one type, or a vector and a number, or two numbers, rounded to nearest even."""
+
+    def define(_typing: Any, a: types.Type, b: types.Type) -> Any:
+        number = a.dtype if isinstance(a, types.UniTuple) else a
+        kind, letter = (_DOUBLE, "d") if number == types.float64 else (_FLOAT, "f")
+
+        def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            operator = builder.module.globals.get(f"llvm.nvvm.{operation}.rn.{letter}") or ir.Function(
+                builder.module, ir.FunctionType(kind, [kind, kind]), f"llvm.nvvm.{operation}.rn.{letter}"
+            )
+            lanes = a.count if isinstance(a, types.UniTuple) else 1
+            pairs = zip(_numbers(builder, args[0], lanes), _numbers(builder, args[1], lanes), strict=True)
+            values = [builder.call(operator, pair) for pair in pairs]
+            return _pack(context, builder, values, a) if isinstance(a, types.UniTuple) else values[0]
+
+        return a(a, b), emit
+
+    define.__name__ = name
+    defined: Callable[..., Any] = intrinsic(define)
+    return defined
+
+
+multiply = _arithmetic("multiply", "mul")
+add = _arithmetic("add", "add")
+divide = _arithmetic("divide", "div")
+
+
+@intrinsic
+def largest_bits(_typing: Any, vector: types.Type) -> Any:
+    """The largest magnitude's bits: as integers they compare as the numbers do, infinity and every NaN above them."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        largest = _I32(0)
+        for value in _numbers(builder, args[0], vector.count):
+            bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
+            largest = builder.select(builder.icmp_signed(">", bits, largest), bits, largest)
+        return largest
+
+    return types.int32(vector), emit
+
+
+@intrinsic
+def from_bits(_typing: Any, bits: types.Type) -> Any:
+    """The FP32 number of 32 bits."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.int32), emit
+
+
+@intrinsic
+def more_than_half(_typing: Any, vector: types.Type) -> Any:
+    """1 where a number is larger than 0.5, else 0."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        values = _numbers(builder, args[0], vector.count)
+        found = [builder.fcmp_ordered(">", value, _FLOAT(0.5)) for value in values]
+        return _pack(context, builder, [builder.select(more, _FLOAT(1), _FLOAT(0)) for more in found], vector)
+
+    return vector(vector), emit

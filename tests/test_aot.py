@@ -1,0 +1,68 @@
+"""The GPU kernels compiled for real GPUs, without one: what their PTX and ptxas's log say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module", params=["triton", "numba_cuda"])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Each kernel's name, PTX, ptxas log, and the bytes that a thread must load and store 16 and more at a time."""
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    folder = tmp_path_factory.mktemp(request.param)
+    simulated = ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
+    environment = {key: value for key, value in os.environ.items() if key not in simulated}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
+    command = [sys.executable, "-m", f"tests.aot_{request.param}", str(folder / "kernels.json")]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: list[dict[str, Any]] = json.loads((folder / "kernels.json").read_text())
+    return results
+
+
+def wide_bytes(ptx: str, instruction: str) -> int:
+    """Bytes that one thread moves in accesses of 16 bytes and more."""
+    accesses = re.findall(rf"\b{instruction}\.global[\w.:]*\.v(\d)\.[buf](\d+)", ptx)
+    sizes = [int(count) * int(bits) // 8 for count, bits in accesses]
+    return sum(size for size in sizes if size >= 16)
+
+
+def test_full_tiles_move_16_bytes_at_a_time(kernels):
+    for kernel in kernels:
+        if kernel["wide"] is not None:
+            moved = [wide_bytes(kernel["ptx"], instruction) for instruction in ("ld", "st")]
+            if kernel["name"].startswith("reduce "):  # whose loop over ranks the compiler may unroll
+                moved = [min(pair) for pair in zip(moved, kernel["wide"], strict=True)]
+            assert moved == kernel["wide"], kernel["name"]
+
+
+def test_arithmetic_is_rounded_as_written(kernels):
+    # Without .rn ptxas may contract a product and a sum; .ftz flushes subnormals, which the one division (in
+    # which Triton 3.5 says it) never meets: absmax is at least 2^-100.
+    inexact = re.compile(r"\bfma\b|\bmad\.(?:rn\.)?f|\bdiv\.(?:full|approx)|(?<!\bdiv\.rn)\.ftz|\b(?:add|sub|mul)\.f\d")
+    for kernel in kernels:
+        assert not inexact.findall(kernel["ptx"]), kernel["name"]
+
+
+def test_rounding_by_a_magic_sum_survives_the_compiler(kernels):
+    for kernel in kernels:
+        if kernel["name"].startswith(("quantize", "reduce_quantized")):
+            for number in ("0f4B400000", "0fCB400000"):
+                assert number in kernel["ptx"], kernel["name"]
+
+
+def test_registers_do_not_spill(kernels):
+    for kernel in kernels:
+        spills = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", kernel["log"])
+        assert len(spills) >= 3 and not any(map(int, spills)), kernel["name"]

@@ -1,0 +1,118 @@
+"""The numba_cuda kernels without a GPU: in Numba's simulator, and what the simulator leaves out, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+from numba.extending import intrinsic
+
+from fastreduce import backends
+
+from .kernel_cases import Memory, assert_same_bits, values
+
+pytest.importorskip("numba_cuda")
+
+from fastreduce.kernels import numba_cuda_convert, numba_cuda_vectors
+from fastreduce.kernels import numba_cuda_simulated as twins
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_every_kernel_case_in_the_simulator():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels.py"]
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 50 and "skipped" not in done.stdout, done.stdout[-1000:]
+
+
+def test_the_reason_why_it_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch):
+    assert "NUMBA_ENABLE_CUDASIM=1" in (backends.why_not("numba_cuda", CPU) or "")
+    assert backends.why_not("numba_cuda", CUDA) is None
+    monkeypatch.setitem(sys.modules, "numba_cuda", None)
+    assert "pip install" in (backends.why_not("numba_cuda", CUDA) or "")
+
+
+TAGS = {**numba_cuda_convert.TAGS, torch.int8: np.int8(0)}
+# Dtypes of memory that take every path of a load and of a store.
+PAIRS = [
+    (torch.float64, torch.float64),
+    (torch.float64, torch.float16),
+    (torch.float64, torch.bfloat16),
+    (torch.float64, torch.int8),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.int8),
+    (torch.float16, torch.float64),
+    (torch.bfloat16, torch.float32),
+    (torch.int8, torch.bfloat16),
+]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, Any]:
+    """The intrinsics that are no instruction of a GPU, compiled for the CPU from the code that they emit for a GPU."""
+    names = ("load", "store", "fetch", "size_of", "lanes_of", "quotient", "largest_bits", "from_bits", "more_than_half")
+    return {name: intrinsic(getattr(numba_cuda_vectors, name)._defn) for name in names}
+
+
+def test_loads_and_stores_do_what_their_twins_in_the_simulator_do(on_cpu):
+    load, store = on_cpu["load"], on_cpu["store"]
+
+    @njit
+    def move(source, tag, target, target_tag, count, extent):
+        store(target, target_tag, load(source, tag, target_tag, count), count, extent)
+
+    memory = Memory(CPU)
+    for dtype, to in PAIRS:
+        lanes = twins.lanes_of(TAGS[dtype], TAGS[to])
+        numbers = torch.arange(-120, 120).to(dtype) if torch.int8 in (dtype, to) else values(240, dtype, 0)
+        if dtype == torch.float32 and to != torch.int8:
+            numbers[1:2] = torch.tensor([0x7F800001], dtype=torch.int32).view(dtype)  # a NaN in its lowest bits alone
+        for part in numbers.split(lanes):
+            for shift, count, extent in [(0, lanes, lanes), (1, lanes, lanes), (0, 1, lanes), (1, 0, 1), (0, -1, -1)]:
+                source, mine, theirs = memory.copy(part, shift), memory.empty(lanes, to), memory.empty(lanes, to)
+                move(source.data_ptr(), TAGS[dtype], mine.data_ptr(), TAGS[to], count, extent)
+                vector = twins.load(source.data_ptr(), TAGS[dtype], TAGS[to], count)
+                with np.errstate(over="ignore"):
+                    twins.store(theirs.data_ptr(), TAGS[to], vector, count, extent)
+                assert_same_bits(mine, theirs, f"{dtype} to {to}, {count} of {extent}, shift {shift}")
+    memory.check()
+
+
+def test_the_other_intrinsics_do_what_their_twins_in_the_simulator_do(on_cpu):
+    load, store, fetch, quotient = (on_cpu[name] for name in ("load", "store", "fetch", "quotient"))
+    largest_bits, from_bits, more_than_half = (on_cpu[n] for n in ("largest_bits", "from_bits", "more_than_half"))
+    fp32 = TAGS[torch.float32]
+
+    @njit
+    def look(source, target):
+        numbers = load(source, fp32, fp32, 4)
+        store(target, fp32, more_than_half(numbers), 4, 4)
+        return largest_bits(numbers), from_bits(largest_bits(numbers)), quotient(1000, 7), fetch(source, 1)
+
+    rows = [
+        [0.5, 0.50001, -7.0, 1.0],
+        [np.nan, np.inf, 0.0, -0.0],
+        [-np.inf, 2.0, -3.0, 0.4],
+        [0.0, 1e-40, -2e-40, 0.0],
+    ]
+    for row in rows:
+        numbers, found = torch.tensor(row), torch.empty(4)
+        vector = twins.load(numbers.data_ptr(), fp32, fp32, 4)
+        bits, largest, whole, word = look(numbers.data_ptr(), found.data_ptr())
+        assert (bits, whole, word) == (twins.largest_bits(vector), 142, numbers.view(torch.int64)[1].item())
+        assert np.float32(largest).view(np.int32) == np.float32(twins.from_bits(bits)).view(np.int32)
+        assert_same_bits(found, torch.from_numpy(twins.more_than_half(vector)))

@@ -312,6 +312,54 @@ def _fail_to_save_on_one(rank: int, world_size: int, folder: Path) -> tuple[str,
     return "nothing", ""
 
 
+KILLED = """
+import os, signal, sys, torch
+from fastreduce import load_checkpoint, save_checkpoint
+
+path, net, found = sys.argv[1], torch.nn.Linear(2, 2), []
+save_checkpoint(path, net=net, epoch=0)
+
+def killing_at(point, function):
+    def guarded(*args, **kwargs):
+        global calls
+        if calls == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls += 1
+        return function(*args, **kwargs)
+    return guarded
+
+for point in range(100):
+    child = os.fork()
+    if child == 0:
+        calls = 0
+        for name in ("open", "fsync", "unlink", "link", "replace"):
+            setattr(os, name, killing_at(point, getattr(os, name)))
+        save_checkpoint(path, net=net, epoch=point + 1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    found.append(load_checkpoint(path, net=net)["epoch"])
+    if status == 0:
+        break
+print(*found)
+"""
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_snapshot(tmp_path: Path):
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "snapshot.pt")],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    epochs = [int(epoch) for epoch in process.stdout.split()]
+    assert len(epochs) > 5 and epochs == sorted(epochs)
+    assert epochs[0] == 0 and epochs[-1] == len(epochs), "the last save was not killed"
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"snapshot.pt", "snapshot.pt.previous"}
+
+
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no such file": ({}, "FileNotFoundError", "elsewhere"),
     "no such part": ({"ema": nn.Linear(1, 1)}, "CheckpointError", "no part 'ema'; it has 'model', 'optimizer'"),

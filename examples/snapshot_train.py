@@ -17,7 +17,7 @@ from fastreduce import DistributedDataParallel as DDP
 from fastreduce import SyncBatchNorm, load_checkpoint, save_checkpoint
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--snapshot_path", help="where snapshots go; default: where --resume_path is")
     parser.add_argument("--save_every", type=int, default=1, help="epochs between snapshots")
@@ -26,10 +26,11 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=64, help="of each rank")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--compression", help="none, fp16, bf16, int8, int8:error_feedback, …")
-    args = parser.parse_args()
-    snapshot_path = args.snapshot_path or args.resume_path or "snapshot.pt"
+    return parser.parse_args(arguments)
 
-    dist.init_process_group("gloo")
+
+def train(args: argparse.Namespace) -> None:
+    snapshot_path = args.snapshot_path or args.resume_path or "snapshot.pt"
     rank = dist.get_rank()
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
@@ -68,6 +69,12 @@ def main() -> None:
             line += f", saved to {snapshot_path}"
         if rank == 0:
             print(line, flush=True)
+
+
+def main() -> None:
+    args = parse()
+    dist.init_process_group("gloo")
+    train(args)
     dist.destroy_process_group()
 
 

@@ -1,9 +1,12 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
+from .checkpoint import load_checkpoint, save_checkpoint
 from .compression import BF16, FP16, INT8, Compression, NoCompression
+from .data import ShardSampler, shard_range
 from .ddp import DistributedDataParallel
 from .errors import (
     BackendUnavailableError,
+    CheckpointError,
     FastreduceError,
     MismatchError,
     ReducerError,
@@ -13,6 +16,7 @@ from .errors import (
 )
 from .functional import all_reduce_gradients
 from .reducer import GradientReducer
+from .sync_batchnorm import SyncBatchNorm
 
 __version__ = "0.1.0"
 
@@ -21,6 +25,7 @@ __all__ = [
     "FP16",
     "INT8",
     "BackendUnavailableError",
+    "CheckpointError",
     "Compression",
     "DistributedDataParallel",
     "FastreduceError",
@@ -29,8 +34,13 @@ __all__ = [
     "NoCompression",
     "ReducerError",
     "SettingError",
+    "ShardSampler",
+    "SyncBatchNorm",
     "TensorError",
     "TransportError",
     "__version__",
     "all_reduce_gradients",
+    "load_checkpoint",
+    "save_checkpoint",
+    "shard_range",
 ]

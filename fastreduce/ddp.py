@@ -21,6 +21,7 @@ from .arrivals import weakly
 from .compression import Compression
 from .errors import FastreduceError, ReducerError, SettingError
 from .mixed_precision import LowPrecision
+from .sync_batchnorm import SyncBatchNorm
 from .torch_logger import TorchLogger, environment
 from .torch_reducer import TorchReducer
 from .transports import Transport, make_transport
@@ -133,7 +134,7 @@ class DistributedDataParallel(TorchDDP):
             self.device_ids or [],
             -1 if self.output_device is None else self.output_device,
             self.broadcast_buffers,
-            any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()),
+            any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in self.module.modules()),
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
@@ -142,6 +143,14 @@ class DistributedDataParallel(TorchDDP):
     _pre_forward = _disable_dynamo(TorchDDP._pre_forward)
 
     @_disable_dynamo
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        try:
+            super()._passing_sync_batchnorm_handle(module)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; fastreduce.SyncBatchNorm.convert_sync_batchnorm(model) puts in layers that work on CPUs"
+            ) from None
+
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer

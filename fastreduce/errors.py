@@ -6,7 +6,8 @@ FastreduceError
 ├── TensorError (ValueError)              a tensor that an operation cannot take
 ├── MismatchError (RuntimeError)          ranks that hold different models or settings
 ├── ReducerError (RuntimeError)           a backward that the reducer cannot follow
-└── TransportError (RuntimeError)         a collective that failed or timed out
+├── TransportError (RuntimeError)         a collective that failed or timed out
+└── CheckpointError (RuntimeError)        a snapshot that could not be written, or is not whole
 """
 
 from __future__ import annotations
@@ -38,3 +39,7 @@ class ReducerError(FastreduceError, RuntimeError):
 
 class TransportError(FastreduceError, RuntimeError):
     """A collective that failed or timed out, with rank, operation and bucket."""
+
+
+class CheckpointError(FastreduceError, RuntimeError):
+    """A snapshot that could not be written, or is not whole; raised on every rank."""

@@ -6,6 +6,7 @@ On two ranks `none` must give torch's bits. On three it does so too where whole 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -812,6 +813,46 @@ def _scaled(rank: int, world_size: int, setting: str) -> tuple[list[Tensor], lis
         weights.append(layer.weight.detach().clone())
         scales.append(scaler.get_scale())
     return weights, scales
+
+
+@pytest.mark.parametrize("no_sync", [False, True], ids=["every backward reduces", "no_sync"])
+def test_the_scale_of_accumulation_under_autocast_is_torchs(ranks2: RankPool, no_sync: bool):
+    """Four micro-steps a step; the fifth of twelve overflows on rank 1."""
+    for of_kinds in ranks2.run(_scaled_accumulation, no_sync):
+        torchs_scales, torchs_weights = of_kinds["torch"]
+        assert torchs_scales == [65536.0, 32768.0, 32768.0]
+        assert_same_bits(of_kinds["none"][1], torchs_weights)
+        for setting, (scales, weights) in of_kinds.items():
+            assert scales == torchs_scales, setting
+            assert torch.equal(weights[1], weights[0]) and not torch.equal(weights[2], weights[1]), setting
+
+
+def _scaled_accumulation(rank: int, world_size: int, no_sync: bool) -> dict[str, tuple[list[float], list[Tensor]]]:
+    seen = {}
+    for setting in ("torch", "none", "fp16", "int8:error_feedback"):
+        torch.manual_seed(0)
+        layer = nn.Linear(20, 20)
+        options = {} if setting == "torch" else {"compression": setting}
+        model = wrap("ours" if options else "torch", layer, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        scales, weights = [], []
+        for micro in range(1, 13):
+            x = batch(rank, micro, 4, 20)
+            if micro == 5 and rank == 1:
+                x[0, 3] = 3e38
+            with model.no_sync() if no_sync and micro % 4 else contextlib.nullcontext():
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(x).float().mean() / 4
+                scaler.scale(loss).backward()
+            if micro % 4 == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scales.append(scaler.get_scale())
+                weights.append(layer.weight.detach().clone())
+        seen[setting] = (scales, weights)
+    return seen
 
 
 # The class

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 # imports it. `kernels.slots` is the kernels' data type, no kernel; "" is fastreduce itself, the public names.
 BASE = {"errors", "buckets", "compression", "ops", "transports"}
 PARTS = BASE | {"agreement", "arrivals", "gradients", "pipeline", "residuals", "sparse", "streams"}
-TOP = PARTS | {"ddp", "functional", "reducer"}
+TOP = PARTS | {"checkpoint", "data", "ddp", "functional", "reducer", "sync_batchnorm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
@@ -27,6 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agreement": {"errors", "ops", "transports"},
     "arrivals": {"buckets"},
     "mixed_precision": set(),
+    "sync_batchnorm": {"errors"},
+    "data": {"errors"},
+    "snapshot_file": {"errors"},
+    "checkpoint": {"errors", "reducer", "snapshot_file"},
     "gradients": BASE,
     "sparse": {"transports"},
     "pipeline": BASE | {"streams"},
@@ -40,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {"compression", "ddp"},
     "functional": PARTS | {"bucketed"},
     "wrapping": PARTS,
-    "ddp": PARTS | {"mixed_precision", "reducer", "torch_logger", "torch_reducer", "wrapping"},
+    "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},
     "distributed": {"errors", "transports"},
     "": TOP,
     "cli": TOP | {"", "backends"},

@@ -25,6 +25,16 @@ LONG_RUN = 0.03
 with T = 200 and both residuals within a step or so, while a constant input without feedback repeats its error."""
 
 
+SYNC_BATCH_NORM = 64
+"""Roundoffs of the statistics' dtype, relative to the largest magnitude, between SyncBatchNorm and one process: for
+inputs whose mean is no larger than a few standard deviations, each of mean, scale, product and sum (over at most a
+hundred values, in FP32, in another order) rounds a few times."""
+
+SYNC_BATCH_NORM_HALF = 4
+"""Roundoffs of a half-precision input's dtype more: its output and its gradient are rounded to it, and what they are
+multiplied with is of the size of a few."""
+
+
 def _memory_order(tensor: Tensor) -> Tensor:
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
 

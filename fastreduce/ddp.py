@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from . import ops
 from .agreement import check_agreement, describe_tensor
 from .compression import Compression
-from .errors import FastreduceError, TensorError
+from .errors import DeviceError, FastreduceError, NotInitializedError
 from .gradients import Gradients
 from .mixed_precision import LowPrecision
 from .torch_reducer import TorchLogger, TorchReducer
@@ -182,9 +182,7 @@ def _group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
         return found
     group = group or dist.group.WORLD
     if group is None:
-        raise ValueError(
-            "Default process group has not been initialized: call torch.distributed.init_process_group first"
-        )
+        raise NotInitializedError("DistributedDataParallel")
     return group
 
 
@@ -203,7 +201,7 @@ def _check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     Gradients(list(trainable.values()), list(trainable))
     for name, parameter in trainable.items():
         if parameter.device.type != "cpu":
-            raise TensorError(f"parameter {name!r} is on {parameter.device}; this version reduces CPU tensors")
+            raise DeviceError(f"parameter {name!r} is on {parameter.device}; this version reduces tensors on cpu")
     if trainable:
         ops.unchecked(torch.device("cpu"))
 

@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"errors", "kernels"},
     "ops": {"errors", "backends", "kernels.slots"},
     "agreement": {"errors", "ops", "transports"},
+    "arrays": {"errors"},
     "arrivals": {"buckets"},
     "mixed_precision": set(),
     "gradients": BASE,
@@ -36,9 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_reducer": PARTS | {"comm_hook", "mixed_precision", "reducer"},
     "hooks": PARTS,
     "run": {"compression", "ddp"},
-    "functional": PARTS | {"reducer"},
+    "functional": PARTS | {"arrays", "reducer"},
     "ddp": PARTS | {"mixed_precision", "reducer", "torch_reducer"},
     "": TOP,
+    "distributed": TOP | {"arrays", "kernels.slots"},
     "cli": TOP | {"", "backends"},
 }
 

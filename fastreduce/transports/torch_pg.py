@@ -83,7 +83,7 @@ class TorchProcessGroup(Transport):
     def _connect(self, name: str) -> Any:
         store = dist.PrefixStore(f"fastreduce/{name}", _get_process_group_store(self._group))
         return self.call(
-            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=_timeout_of(self._group)
+            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=timeout_of(self._group)
         )
 
     def call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class TorchProcessGroup(Transport):
             _beside[self._group].free.add(self._number)
 
 
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout that the user gave to `group`."""
     for device in group._device_types:
         with contextlib.suppress(RuntimeError, AttributeError):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,29 +40,33 @@ class _Call:
         if op is not None:
             check_op(name, op)
         check_tensors(name, tensors, self.group)
+        linear = op in (None, ReduceOp.SUM, ReduceOp.AVG)
+        for tensor in tensors:
+            if (tensor.is_complex() and not linear) or (tensor.dtype is torch.bool and op == ReduceOp.AVG):
+                raise TensorError(f"{name} on rank {dist.get_rank()}: no {_name(op)} of {tensor.dtype} tensors")
 
     def agree(self, tensor: Tensor | None, also: str = "") -> None:
         """In debug mode, compare with the other ranks."""
         parts = [text_of(tensor)] if tensor is not None else []
         parts += [f"{argument}={rank}" for argument, rank in self._ranks.items()]
         if self.op is not None:
-            parts.append(str(getattr(self.op, "op", self.op)))
+            parts.append(_name(self.op))
         agree(self.name, self.group, ", ".join([*parts, *([also] if also else [])]))
 
     def read(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor of the same values; gloo takes what it gets for dense, in silence."""
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+        """A contiguous tensor of the same values, real numbers: gloo takes any for dense, in silence."""
+        return _real(_contiguous(tensor))
 
-    def write(self, tensor: Tensor, reduced: bool = True) -> Tensor:
-        """The same, whose values at the end are `tensor`'s; `reduced` values are divided under AVG."""
-        flat = self.read(tensor)
-        if self._divides and reduced:
+    def write(self, tensor: Tensor) -> Tensor:
+        """The same, whose values at the end are `tensor`'s, divided under AVG."""
+        flat = _contiguous(tensor)
+        if self._divides:
             mode = None if flat.is_floating_point() or flat.is_complex() else "trunc"
             size = dist.get_world_size(self.group)
             self._last_steps.append(lambda: flat.div_(size, rounding_mode=mode))
-        if flat.data_ptr() != tensor.data_ptr() or flat.stride() != tensor.stride():
+        if not _is_same(flat, tensor):
             self._last_steps.append(lambda: tensor.detach().copy_(flat))
-        return flat
+        return _real(flat)
 
     @property
     def _divides(self) -> bool:
@@ -190,10 +195,10 @@ def recv(tensor: Tensor, src: int | None = None, group: Group = None, tag: int =
     call = _Call("recv", group, [tensor])
     if src is not None:
         check_peer(call.name, "src", src, call.group)
-    flat = call.read(tensor)
+    flat = _contiguous(tensor)
     with as_transport_error(call.name):
-        sender: int = dist.recv(flat, src, call.group, tag)
-    if flat.data_ptr() != tensor.data_ptr() or flat.stride() != tensor.stride():
+        sender: int = dist.recv(_real(flat), src, call.group, tag)
+    if not _is_same(flat, tensor):
         tensor.detach().copy_(flat)
     return sender
 
@@ -205,3 +210,20 @@ def _check_list(call: _Call, name: str, tensors: Sequence[Tensor] | None, root: 
         raise SettingError(f"{call.name} on rank {rank}: {name} is {tensors!r:.60}; rank {root} passes one: {needed}")
     if tensors is not None:
         check_alike(call.name, tensors, like, call.group)
+
+
+def _name(op: Any) -> str:
+    return str(getattr(op, "op", op)).removeprefix("RedOpType.")
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_same(flat: Tensor, tensor: Tensor) -> bool:
+    """Whether what is written into `flat` is in `tensor`."""
+    return flat.data_ptr() == tensor.data_ptr() and flat.stride() == tensor.stride()

@@ -26,6 +26,7 @@ class Work(dist.Work):
         super().__init__()
         self._call, self._inner = call, inner
         self._lock, self._last_steps = threading.Lock(), list(last_steps)
+        self._waited = False  # gloo's reduce_scatter does not know when it is done
 
     def _settle(self) -> None:
         with self._lock, torch.no_grad():
@@ -42,25 +43,26 @@ class Work(dist.Work):
         with as_transport_error(self._call):
             self._inner.wait(timeout)
         self._settle()
+        self._waited = True
         return True
 
     def is_completed(self) -> bool:
         """Whether the tensors hold the result."""
-        done = self._inner.is_completed()
+        done = self._waited or self._inner.is_completed()
         if done:
             self._settle()
         return done
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""
-        return self._inner.is_success()
+        return self._waited or self._inner.is_success()
 
     def exception(self) -> Any:
         """What it failed with, or None."""
         return self._inner.exception()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors."""
+        """A future of the tensors; RuntimeError where torch has none (reduce_scatter over gloo)."""
 
         def finish(future: torch.futures.Future[Any]) -> Any:
             value = future.value()

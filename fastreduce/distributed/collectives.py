@@ -68,6 +68,15 @@ class _Call:
             self._last_steps.append(lambda: tensor.detach().copy_(flat))
         return _real(flat)
 
+    def fill(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """At the end, give each of `tensors` the values of its 1-D part."""
+
+        def copy() -> None:
+            for tensor, part in zip(tensors, parts, strict=True):
+                _real(tensor.detach()).copy_(part.view(_real(tensor).shape))
+
+        self._last_steps.append(copy)
+
     @property
     def _divides(self) -> bool:
         """Whether AVG is a sum and a division here: gloo has no AVG in every torch."""
@@ -178,8 +187,14 @@ def all_to_all(
                 f"all_to_all on rank {dist.get_rank()}: {name} has {len(tensors)} tensors for a group of {size} ranks"
             )
     call.agree(None, f"{input_list[0].dtype}")
-    into = [call.write(t) for t in output_list]
-    return call.start(dist.all_to_all, into, [call.read(t) for t in input_list], async_op=async_op)
+    # As one tensor each: gloo takes lists only of equal sizes.
+    parts = [call.read(t).flatten() for t in input_list]
+    sizes = [_real(t).numel() for t in output_list]
+    flat = torch.empty(sum(sizes), dtype=parts[0].dtype, device=parts[0].device)
+    call.fill(output_list, flat.split(sizes))
+    return call.start(
+        dist.all_to_all_single, flat, torch.cat(parts), sizes, [part.numel() for part in parts], async_op=async_op
+    )
 
 
 def send(tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:

@@ -80,7 +80,7 @@ def gather(inp: Tensor, group: Group = None, axis: int = 0, *, dst: int | None =
 
 
 def broadcast(inp: Tensor | None, group: Group = None, *, src: int | None = None) -> Tensor:
-    """What rank `src` (None means the group's first) passes, on each; others may pass None, and get no gradient."""
+    """What rank `src` (None means the group's first) passes, on each; others may pass None; their gradient is zero."""
     return _from_root("broadcast", _Broadcast, inp, group, src, 0)
 
 
@@ -120,9 +120,11 @@ def _from_root(
         header = Header.of(f"{name} on rank {src}", inp).encode(device)
     collectives.broadcast(header, src, group)
     told = Header.decode(header)
-    if dist.get_rank() != src:
-        place = inp.device if isinstance(inp, Tensor) else device
-        inp = torch.zeros((), device=place, requires_grad=told.requires_grad)  # for autograd to follow
+    if dist.get_rank() != src and told.requires_grad:
+        if inp is None or not inp.requires_grad:
+            inp = torch.zeros((), device=device, requires_grad=True)  # for autograd to follow
+    elif dist.get_rank() != src:
+        inp = torch.zeros((), device=device)
     assert inp is not None
     result: Tensor = function.apply(inp, group, axis, src, told)
     return result
@@ -238,7 +240,7 @@ class _Gather(Function):
 class _Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, group: dist.ProcessGroup, axis: int, src: int, header: Header) -> Tensor:
-        ctx.group, ctx.src = group, src
+        ctx.group, ctx.src, ctx.shape = group, src, inp.shape
         out = inp.clone(memory_format=torch.contiguous_format) if dist.get_rank() == src else header.empty(inp.device)
         collectives.broadcast(out, src, group)
         return out
@@ -246,13 +248,13 @@ class _Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         total = reduce_sum(grad, ctx.group, dst=ctx.src)
-        return (total if dist.get_rank() == ctx.src else None), None, None, None, None
+        return (total if dist.get_rank() == ctx.src else grad.new_zeros(ctx.shape)), None, None, None, None
 
 
 class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, group: dist.ProcessGroup, axis: int, src: int, header: Header) -> Tensor:
-        ctx.group, ctx.axis, ctx.src = group, axis, src
+        ctx.group, ctx.axis, ctx.src, ctx.shape = group, axis, src, inp.shape
         here = dist.get_rank() == src
         parts = _parts("scatter", inp if here else header.empty(torch.device("meta")), group, axis)
         out = torch.empty_like(parts[0], device=inp.device)
@@ -262,4 +264,4 @@ class _Scatter(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         total = gather(grad, ctx.group, ctx.axis, dst=ctx.src)
-        return (total if dist.get_rank() == ctx.src else None), None, None, None, None
+        return (total if dist.get_rank() == ctx.src else grad.new_zeros(ctx.shape)), None, None, None, None

@@ -217,17 +217,23 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         TransportError: if messages of `remote_send` are not received within the timeout.
     """
     if group is not None and group is not dist.group.WORLD:
-        if dist.get_rank(group) >= 0:
-            _new_groups.discard(group)
-            point_to_point.drain(group)
-            dist.destroy_process_group(group)
+        _destroy([group] if dist.get_rank(group) >= 0 else [])
         return
     made, queries.made = queries.made, None
-    point_to_point.drain()
     if made is not None and dist.group.WORLD is made.group:
-        dist.destroy_process_group()
+        try:
+            point_to_point.drain()
+        finally:
+            dist.destroy_process_group()
     elif dist.is_initialized():
-        for other in list(_new_groups):
-            if other in _world.pg_map:
-                dist.destroy_process_group(other)
+        _destroy([other for other in _new_groups if other in _world.pg_map])
     _new_groups.clear()
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        _new_groups.discard(group)
+        try:
+            point_to_point.drain(group)
+        finally:
+            dist.destroy_process_group(group)

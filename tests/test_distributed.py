@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -690,15 +690,19 @@ def _zeros_but_first(value: Tensor, size: int) -> list[Tensor]:
     return [value] + [torch.zeros_like(value)] * (size - 1)
 
 
+def _total(xs: list[Tensor]) -> Tensor:
+    return reduce(torch.add, xs)
+
+
 COMPOSED: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "all_reduce_sum": lambda xs: [sum(xs)] * len(xs),
+    "all_reduce_sum": lambda xs: [_total(xs)] * len(xs),
     "all_reduce_max": lambda xs: [torch.stack(xs).amax(0)] * len(xs),
     "all_reduce_min": lambda xs: [torch.stack(xs).amin(0)] * len(xs),
     "all_gather": lambda xs: [torch.cat(xs)] * len(xs),
     "all_gather axis=1": lambda xs: [torch.cat(xs, 1)] * len(xs),
-    "reduce_scatter_sum": lambda xs: _equal_parts([sum(xs)] * len(xs), 0)[0],
-    "reduce_scatter_sum axis=1": lambda xs: _equal_parts([sum(xs)] * len(xs), 1)[0],
-    "reduce_sum": lambda xs: _zeros_but_first(sum(xs), len(xs)),
+    "reduce_scatter_sum": lambda xs: _equal_parts([_total(xs)] * len(xs), 0)[0],
+    "reduce_scatter_sum axis=1": lambda xs: _equal_parts([_total(xs)] * len(xs), 1)[0],
+    "reduce_sum": lambda xs: _zeros_but_first(_total(xs), len(xs)),
     "gather": lambda xs: _zeros_but_first(torch.cat(xs), len(xs)),
     "gather axis=1": lambda xs: _zeros_but_first(torch.cat(xs, 1), len(xs)),
     "broadcast": lambda xs: [xs[0]] * len(xs),
@@ -783,7 +787,7 @@ def test_gradients_are_the_slopes_of_the_sum_of_all_losses(ranks2: RankPool, cas
     assert ranks2.run(_gradcheck, case) == [True, True]
 
 
-def _twice(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+def _twice(rank: int, world_size: int) -> tuple[Tensor, Tensor | None]:
     """Gradients of gradients: the square of a sum over ranks."""
     leaf = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
     out = functional.all_reduce_sum(leaf * leaf)

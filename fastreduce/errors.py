@@ -2,9 +2,11 @@
 
 FastreduceError
 ├── SettingError (ValueError)             a compression or backend that does not exist, or an option out of range
-├── BackendUnavailableError (RuntimeError)  kernels, or a library such as MPI, that cannot run here
+├── BackendUnavailableError (RuntimeError)  kernels, a transport or a library such as MPI that cannot run here
+├── NotInitializedError (RuntimeError, ValueError)  a call that needs a process group, before there is one
 ├── TensorError (ValueError)              a tensor that an operation cannot take
-├── MismatchError (RuntimeError)          ranks that hold different models or settings
+│   └── DeviceError (RuntimeError)        because of the device it is on
+├── MismatchError (RuntimeError)          ranks that hold different models, settings or tensors
 ├── ReducerError (RuntimeError)           a backward that the reducer cannot follow
 ├── TransportError (RuntimeError)         a collective that failed or timed out
 └── CheckpointError (RuntimeError)        a snapshot that could not be written, or is not whole
@@ -25,12 +27,26 @@ class BackendUnavailableError(FastreduceError, RuntimeError):
     """A kernel backend, or a library such as MPI, that cannot run here, with the reason and what helps."""
 
 
+class NotInitializedError(FastreduceError, RuntimeError, ValueError):
+    """A call that needs a process group, before there is one; torch raises the one kind, Genesis the other."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(
+            f"{call}: the default process group has not been initialized: call "
+            "fastreduce.distributed.init_process_group (or torch.distributed.init_process_group) first"
+        )
+
+
 class TensorError(FastreduceError, ValueError):
     """A tensor whose dtype, device, size or layout an operation cannot take."""
 
 
+class DeviceError(TensorError, RuntimeError):
+    """A tensor on a device that an operation cannot take, or tensors on several; names both devices."""
+
+
 class MismatchError(FastreduceError, RuntimeError):
-    """Ranks that hold different models or settings; raised on every rank."""
+    """Ranks that hold different models, settings or tensors; raised on every rank."""
 
 
 class ReducerError(FastreduceError, RuntimeError):

@@ -11,24 +11,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import check_agreement, describe_tensor
+from .arrays import as_tensor
 from .bucketed import BUCKET_BYTES
 from .buckets import build_plan, group_by_size
 from .compression import Compression
-from .errors import SettingError, TensorError
+from .errors import NotInitializedError, SettingError, TensorError
 from .gradients import Gradients
 from .pipeline import BucketPipeline
 from .transports import Transport, make_transport
+
+OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
 
 
 class _Reduction:
     """Plan and pipelines for one list of shapes, kept between calls."""
 
-    def __init__(self, tensors: list[Tensor], transport: Transport, compression: Compression) -> None:
+    def __init__(self, tensors: list[Tensor], transport: Transport, compression: Compression, op: str) -> None:
         names = _names(tensors)
         specs = Gradients(tensors, names).specs
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size)
-        self.pipelines = [BucketPipeline(bucket, compression, transport) for bucket in plan.buckets]
+        divisor = OPERATIONS[op]
+        self.pipelines = [BucketPipeline(bucket, compression, transport, divisor) for bucket in plan.buckets]
 
 
 def _names(tensors: list[Tensor]) -> list[str]:
@@ -40,10 +44,11 @@ _reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakr
 
 
 def all_reduce_gradients(
-    tensors_or_parameters: Iterable[Tensor],
+    tensors_or_parameters: Iterable[Any],
     compression: Compression | str | None = None,
     group: dist.ProcessGroup | None = None,
     transport: Transport | None = None,
+    op: str = "mean",
 ) -> None:
     """Average gradients over the ranks, in place, between backward and the optimizer's step.
 
@@ -53,21 +58,23 @@ def all_reduce_gradients(
     ranks. Buffers, and residuals under error feedback, are kept per list of shapes.
 
     Args:
-        tensors_or_parameters: parameters, or dense floating-point or complex tensors.
+        tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays
+            too, and whatever has `__dlpack__` or `__cuda_array_interface__`.
         compression: as in `DistributedDataParallel`.
         group: the ranks; None means the default group.
         transport: what moves the data, in place of gloo or MPI over `group`.
+        op: "mean", or "sum".
 
     Raises:
-        SettingError: if `compression` is no setting.
-        TensorError: if a tensor cannot be averaged in place.
+        SettingError: if `compression` is no setting, or `op` no operation.
+        TensorError: if a tensor or array cannot be averaged in place.
         MismatchError: on every rank, if shapes, dtypes or settings differ between ranks.
-        ValueError: if torch.distributed is not initialised and no transport is given.
+        NotInitializedError: if torch.distributed is not initialised and no transport is given.
     """
-    tensors = list(tensors_or_parameters)
+    tensors = [as_tensor(array) for array in tensors_or_parameters]
     owners = [t if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf) else _as_owner(t) for t in tensors]
-    transport = transport or _transport_of(group)
-    reduction = _reduction_for(owners, transport, compression)
+    transport = transport or transport_of(group, "all_reduce_gradients")
+    reduction = _reduction_for(owners, transport, compression, op)
     gradients = Gradients(owners, _names(owners))
     used = [owner.grad is not None for owner in owners]
     with torch.no_grad():
@@ -77,21 +84,26 @@ def all_reduce_gradients(
             found.settle(pipeline.used_by_any)
 
 
-def _reduction_for(tensors: list[Tensor], transport: Transport, compression: Compression | str | None) -> _Reduction:
+def _reduction_for(
+    tensors: list[Tensor], transport: Transport, compression: Compression | str | None, op: str
+) -> _Reduction:
     known = _reductions.setdefault(transport, {})
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
     error = setting = None
     try:
+        if op not in OPERATIONS:
+            raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
         setting = Compression.resolve(compression)
-        if (setting, layout) in known:
-            return known[setting, layout]
+        if (setting, op, layout) in known:
+            return known[setting, op, layout]
     except SettingError as found:
         error = found
     names = _names(tensors)
-    description = {name: describe_tensor(t) for name, t in zip(names, tensors, strict=True)}
-    check_agreement(transport, {"compression": str(setting), **description}, error)
+    description = {"compression": str(setting), "op": op}
+    description.update((name, describe_tensor(t)) for name, t in zip(names, tensors, strict=True))
+    check_agreement(transport, description, error)
     assert setting is not None
-    return known.setdefault((setting, layout), _Reduction(tensors, transport, setting))
+    return known.setdefault((setting, op, layout), _Reduction(tensors, transport, setting, op))
 
 
 def _as_owner(tensor: Tensor) -> Tensor:
@@ -105,12 +117,15 @@ def _as_owner(tensor: Tensor) -> Tensor:
     return owner
 
 
-def _transport_of(group: dist.ProcessGroup | None) -> Transport:
+def transport_of(group: dist.ProcessGroup | None, call: str) -> Transport:
+    """The transport that calls over `group` share; `call` asks, and is named in errors.
+
+    Raises:
+        NotInitializedError: if there is no group.
+    """
     group = group or dist.group.WORLD
     if group is None:
-        raise ValueError(
-            "Default process group has not been initialized: call torch.distributed.init_process_group first"
-        )
+        raise NotInitializedError(call)
     if group not in _transports:
         _transports[group] = make_transport(group)
     return _transports[group]

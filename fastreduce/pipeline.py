@@ -57,7 +57,9 @@ class BucketPipeline:
     Nothing is allocated after construction.
     """
 
-    def __init__(self, bucket: Bucket, compression: Compression, transport: Transport) -> None:
+    def __init__(
+        self, bucket: Bucket, compression: Compression, transport: Transport, divisor: int | None = None
+    ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self.seconds = Seconds()
         self._block, shards = compression.block, transport.world_size
@@ -89,14 +91,14 @@ class BucketPipeline:
             own = bucket.total // shards
             self.shard_residual, self._new_shard_residual = (buffer(own, torch.float32) for _ in range(2))
 
-        average = 1.0 / shards
+        self._average = 1.0 / (divisor or shards)
         if compression.two_shot:
             self._scale_before, self._scale_after = 1.0, 1.0
         elif wire_dtype == bucket.dtype:
-            self._scale_before, self._scale_after = average, 1.0
+            self._scale_before, self._scale_after = self._average, 1.0
         else:
             self._scale_before = 2.0 ** -math.ceil(math.log2(shards) / 2)
-            self._scale_after = average / self._scale_before
+            self._scale_after = self._average / self._scale_before
 
     @property
     def sent_bytes(self) -> int:
@@ -189,19 +191,18 @@ class BucketPipeline:
         if self._received is None:
             return self.transport.all_reduce(self.wire)
         self.transport.all_to_all(self._received, self.wire).wait()
-        average = 1.0 / self.transport.world_size
         if self._block:
             self._kernels.reduce_quantized(
                 self._received,
                 self._shard,
-                average,
+                self._average,
                 self._block,
                 self._flag_block,
                 self.shard_residual,
                 self._new_shard_residual,
             )
         else:
-            self._kernels.reduce_shards(self._received, self._shard, average)
+            self._kernels.reduce_shards(self._received, self._shard, self._average)
         return self.transport.all_gather(self.wire)
 
     def decompress(self, averaged: Sequence[Tensor]) -> None:

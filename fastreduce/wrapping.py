@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from . import ops
 from .agreement import describe_tensor
 from .compression import Compression
-from .errors import BackendUnavailableError, TensorError
+from .errors import BackendUnavailableError, DeviceError, NotInitializedError
 from .gradients import Gradients
 
 T = TypeVar("T", bound=Tensor)
@@ -36,9 +36,7 @@ def group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
         return found
     group = group or dist.group.WORLD
     if group is None:
-        raise ValueError(
-            "Default process group has not been initialized: call torch.distributed.init_process_group first"
-        )
+        raise NotInitializedError("DistributedDataParallel")
     if not isinstance(group, dist.ProcessGroup):
         outside = (
             ", which stands for a group that this rank is not in" if group == dist.GroupMember.NON_GROUP_MEMBER else ""
@@ -58,7 +56,7 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise if this rank cannot reduce the gradients of `module`, wrapped with these arguments of torch's class.
 
     Raises:
-        TensorError: naming a parameter whose dtype or device is not supported.
+        TensorError: naming a parameter whose dtype or device is not supported (DeviceError where devices differ).
         BackendUnavailableError: if no kernels run on the device of the parameters.
         TypeError: as torch's class.
     """
@@ -67,7 +65,7 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     Gradients(list(trainable.values()), list(trainable))
     odd = {name: p.device for name, p in trainable.items() if p.device.type != "cpu"}
     for name, device in odd.items():
-        error = TensorError if len(odd) < len(trainable) else BackendUnavailableError
+        error = DeviceError if len(odd) < len(trainable) else BackendUnavailableError
         raise error(f"parameter {name!r} is on {device}; this version reduces CPU tensors")
     caps = arguments.get("bucket_cap_mb_list") or ()
     if any(cap < 0 for cap in caps):

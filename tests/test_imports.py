@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"errors", "kernels"},
     "ops": {"errors", "backends", "kernels.slots"},
     "agreement": {"errors", "ops", "transports"},
+    "arrays": {"errors"},
     "arrivals": {"buckets"},
     "mixed_precision": set(),
     "sync_batchnorm": {"errors"},
@@ -42,11 +43,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_reducer": PARTS | {"bucketed", "comm_hook", "mixed_precision", "reducer", "torch_logger"},
     "hooks": PARTS,
     "run": {"compression", "ddp"},
-    "functional": PARTS | {"bucketed"},
+    "functional": PARTS | {"arrays", "bucketed"},
     "wrapping": PARTS,
     "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},
-    "distributed": {"errors", "transports"},
     "": TOP,
+    "distributed": TOP | {"arrays", "kernels.slots"},
     "cli": TOP | {"", "backends"},
 }
 

@@ -1,0 +1,99 @@
+"""bcast_list_: one rank's values for a list of tensors or arrays, packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import ops
+from ..agreement import check_agreement, describe_tensor
+from ..arrays import as_tensor
+from ..bucketed import BUCKET_BYTES
+from ..buckets import ParameterSpec, group_by_size
+from ..errors import TensorError
+from ..functional import transport_of
+from ..kernels.slots import SlotTable
+from . import collectives
+from .checks import check_rank, device_of, devices_of
+from .meetings import group_of, ranks_of
+
+
+def bcast_list_(tensors: Iterable[Any], group: dist.ProcessGroup | None = None, src: int | None = None) -> None:
+    """Give every rank one rank's values, in place: parameters, buffers, arrays, of any dtypes.
+
+    Floating-point ones travel packed by the flatten kernel, the others as bytes. The list is compared between
+    ranks first.
+
+    Args:
+        tensors: torch tensors, NumPy or CuPy arrays, and whatever has `__dlpack__` or `__cuda_array_interface__`.
+        group: the ranks; None means the default group.
+        src: the global rank whose values they get; None means the group's first.
+
+    Raises:
+        NotInitializedError: if there is no process group.
+        SettingError: if `src` is not in the group.
+        TensorError: if something cannot be written in place.
+        MismatchError: on every rank, if the lists differ in length, shape or dtype, or on other ranks' errors.
+        TransportError: if a peer is gone, or does not come within the timeout.
+    """
+    group = group_of("bcast_list_", group)
+    src = ranks_of(group)[0] if src is None else src
+    check_rank("bcast_list_", "src", src, group)
+    found: list[Tensor] = []
+    error = None
+    try:
+        found = [_writable(array) for array in tensors]
+    except TensorError as wrong:
+        error = wrong
+    description = {"src": str(src), **{f"tensor {i}": describe_tensor(t) for i, t in enumerate(found)}}
+    check_agreement(transport_of(group, "bcast_list_"), description, error)
+    with torch.no_grad():
+        dense = [t if ops.is_dense(t) else t.contiguous() for t in found]
+        specs = [ParameterSpec(f"tensor {i}", t.numel(), t.dtype, t.device) for i, t in enumerate(dense)]
+        for indices in group_by_size(specs, range(len(specs)), [BUCKET_BYTES]):
+            _broadcast([dense[i] for i in indices], group, src)
+        for tensor, stand_in in zip(found, dense, strict=True):
+            if stand_in is not tensor:
+                tensor.copy_(stand_in)
+
+
+def _writable(array: Any) -> Tensor:
+    tensor = as_tensor(array).detach()
+    if tensor.layout is not torch.strided:
+        raise TensorError(f"bcast_list_: a {tensor.layout} tensor; only dense ones are broadcast")
+    if tensor.is_conj() or tensor.is_neg():
+        raise TensorError("bcast_list_: a lazy conjugate or negative cannot be written: call resolve_conj() first")
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) -> None:
+    """Broadcast dense tensors of one dtype and device as one wire."""
+    like = tensors[0]
+    packed = like.dtype in ops.FLOATS  # the kernel computes: other dtypes are moved as they are
+    if packed:
+        numels = [t.numel() for t in tensors]
+        table = SlotTable(np.array([0, *accumulate(numels)][:-1]), np.array(numels), sum(numels))
+        wire = torch.empty(table.total, dtype=like.dtype, device=like.device)
+        ops.flatten(tensors, table, wire)
+    else:
+        wire = torch.cat([_memory(t) for t in tensors])
+    moved = wire if like.device.type in devices_of(group) else wire.to(device_of(group))
+    collectives.broadcast(moved, src, group)
+    if moved is not wire:
+        wire.copy_(moved)
+    if packed:
+        ops.unflatten(wire, table, tensors)
+        return
+    for tensor, part in zip(tensors, wire.split([t.nbytes for t in tensors]), strict=True):
+        _memory(tensor).copy_(part)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """A dense tensor's bytes, in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,98 @@
+"""make_allreduce_cb: gradients are handed over one by one, packed, and reduced a bucket at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..arrays import as_tensor
+from ..bucketed import BUCKET_BYTES
+from ..compression import Compression
+from ..errors import SettingError
+from ..functional import OPERATIONS, all_reduce_gradients
+from .meetings import group_of
+
+
+class AllReduceCallback:
+    """Collects gradients until a bucket is full, and reduces it in place; made by `make_allreduce_cb`.
+
+    `callback(gradient)` and `callback(parameter, gradient)` take an array of any library and return it;
+    `callback(parameter)` takes a torch parameter's `.grad`. The values are final after `flush`, which the end
+    of torch's backward calls where gradients are handed over inside it. A `with` statement flushes too. Every
+    rank hands over the same shapes in the same order.
+    """
+
+    def __init__(self, op: str, group: dist.ProcessGroup, compression: Compression, bucket_bytes: int) -> None:
+        self._op, self._group, self._compression, self._bucket_bytes = op, group, compression, bucket_bytes
+        self._collected: list[Tensor] = []
+        self._bytes, self._backward = 0, -1
+
+    def __call__(self, array: Any, gradient: Any = None) -> Any:
+        """Take one gradient.
+
+        Raises:
+            TensorError: if it cannot be reduced in place.
+        """
+        taken = array if gradient is None else gradient
+        self._flush_at_the_end_of_backward()
+        tensor = as_tensor(taken)
+        self._collected.append(tensor)
+        self._bytes += tensor.nbytes
+        if self._bytes >= self._bucket_bytes:
+            self.flush()
+        return taken
+
+    def flush(self) -> None:
+        """Reduce what has been collected.
+
+        Raises:
+            MismatchError: on every rank, if ranks handed over other shapes or dtypes.
+            TransportError: if a peer is gone, or does not come within the timeout.
+        """
+        collected, self._collected, self._bytes = self._collected, [], 0
+        if collected:
+            all_reduce_gradients(collected, self._compression, self._group, op=self._op)
+
+    def _flush_at_the_end_of_backward(self) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):  # inside a backward of torch, for the first time
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.flush)
+        self._backward = backward
+
+    def __enter__(self) -> AllReduceCallback:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.flush()
+
+
+def make_allreduce_cb(
+    reduce_method: str = "mean",
+    group: dist.ProcessGroup | None = None,
+    *,
+    compression: Compression | str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> AllReduceCallback:
+    """A callback that averages (or sums) gradients over the ranks, for any array library.
+
+    With torch: `for p in model.parameters(): p.register_post_accumulate_grad_hook(callback)`.
+
+    Args:
+        reduce_method: "mean" or "sum".
+        group: the ranks; None means the default group.
+        compression: as in `DistributedDataParallel`.
+        bucket_bytes: how much is reduced at once.
+
+    Raises:
+        NotInitializedError: if there is no process group.
+        SettingError: for another `reduce_method`, or if `compression` is no setting.
+    """
+    found = group_of("make_allreduce_cb", group)
+    if reduce_method not in OPERATIONS:
+        raise SettingError(f"make_allreduce_cb: unknown method {reduce_method!r}; allowed: {', '.join(OPERATIONS)}")
+    return AllReduceCallback(reduce_method, found, Compression.resolve(compression), bucket_bytes)

@@ -1,0 +1,239 @@
+"""The default process group and others: making, asking, meeting, destroying."""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from ..errors import BackendUnavailableError, MismatchError, SettingError, TransportError
+from ..transports.connections import timeout_of
+from . import backends, point_to_point, queries
+from .checks import agree
+from .meetings import group_of, meet_in
+from .queries import get_backend, get_local_device
+from .rendezvous import count_initialisation, find_address, find_numbers, meet, open_store
+
+_new_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    store: dist.Store | None = None,
+    *,
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
+) -> None:
+    """Join the other ranks; afterwards torch.distributed is initialised too, with the same group.
+
+    A group that exists already, made here or by torch.distributed, is taken as it is.
+
+    Args:
+        backend: "nccl", "gloo" or "mpi", or by device ("cpu:gloo,cuda:nccl"); None means nccl where it can
+            run, else gloo.
+        init_method: env:// (MASTER_ADDR and MASTER_PORT, the default), tcp://host:port, or
+            file:///path/of/a/new/file. Without an address, a fixed port of localhost.
+        timeout: how long collectives and meetings wait for other ranks; None means torch's default.
+        world_size: the number of ranks; None means WORLD_SIZE.
+        rank: this rank; None means RANK.
+        store: in place of `init_method`: what torch.distributed would take.
+        pg_options: as in torch.
+        device_id: as in torch.
+
+    Raises:
+        SettingError: for an unknown backend or init_method, numbers that are missing or out of range, or a group
+            that exists with other arguments.
+        BackendUnavailableError: if the backend cannot run here; nothing is initialised then.
+        MismatchError: if rank 0 asks for another backend or world size.
+        TransportError: if the port is in use, or not all ranks come within the timeout (it names them).
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise SettingError(f"init_process_group: timeout={timeout!r} is no datetime.timedelta")
+    world_size, rank = (None if number == -1 else number for number in (world_size, rank))
+    if dist.is_initialized():
+        _check_same(backend, init_method, timeout, world_size, rank)
+        return
+    names = backends.parse(backend)
+    backends.check_available(set(names.values()))
+    timeout = timeout or dist.default_pg_timeout
+    if "mpi" in names.values():
+        queries.made = queries.Made(_init_mpi(timeout), "mpi", "mpi://")
+        try:
+            _check_same(None, None, None, world_size, rank)
+        except SettingError:
+            destroy_process_group()
+            raise
+        return
+    size, rank = find_numbers(init_method, world_size, rank)
+    chosen = names[""] if "" in names else ",".join(f"{device}:{name}" for device, name in names.items())
+    address = "store://" if store is not None else find_address(init_method, size)
+    found = store or open_store(address, rank, size, timeout)
+    if store is None:
+        _join(found, address, f"backend {chosen}, world size {size}", rank, size, timeout)
+    if "nccl" in chosen:
+        _choose_device()
+    dist.init_process_group(
+        chosen, store=found, rank=rank, world_size=size, timeout=timeout, pg_options=pg_options, device_id=device_id
+    )
+    count_initialisation(address)
+    queries.made = queries.Made(group_of("init_process_group", None), chosen, address)
+
+
+def _join(store: dist.Store, address: str, job: str, rank: int, size: int, timeout: timedelta) -> None:
+    """Come together on the store, before the backend connects: who is missing can be named here."""
+    first = store.compare_set("job", "", job).decode() or job
+    if first != job:
+        raise MismatchError(f"init_process_group on rank {rank} at {address}: {job} here, {first} on another rank")
+    if store.add(f"joined as {rank}", 1) > 1:
+        raise TransportError(
+            f"init_process_group on rank {rank}: at {address} another process has joined as rank {rank}. Ranks must "
+            "differ, and jobs need addresses of their own (MASTER_PORT; for file://, a new file)"
+        )
+    try:
+        meet(dist.PrefixStore("join", store), rank, range(size), timeout, f"init_process_group at {address}")
+    except TransportError:
+        store.add(f"joined as {rank}", -1)
+        raise
+
+
+def _init_mpi(timeout: timedelta) -> dist.ProcessGroup:
+    try:
+        module = importlib.import_module(f"{__package__}.mpi")
+    except ImportError as error:
+        raise BackendUnavailableError(f"MPI library not available: {error}. pip install 'fastreduce[mpi]'") from error
+    group: dist.ProcessGroup = module.init_mpi(timeout)
+    return group
+
+
+def _choose_device() -> None:
+    """Work on this rank's own GPU, unless the script has chosen one."""
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        torch.cuda.set_device(get_local_device())
+
+
+def _check_same(
+    backend: str | None, init_method: str | None, timeout: timedelta | None, size: int | None, rank: int | None
+) -> None:
+    group = group_of("init_process_group", None)
+    asked: dict[str, tuple[Any, Any]] = {
+        "world size": (size, dist.get_world_size()),
+        "rank": (rank, dist.get_rank()),
+        "timeout": (timeout, timeout_of(group)),
+    }
+    if backend is not None:
+        names = backends.parse(backend)
+        if not set(names.values()) <= set(backends.parse(get_backend()).values()):
+            asked["backend"] = (backend, get_backend())
+    if init_method is not None and queries.made is not None and queries.made.group is group:
+        asked["address"] = (find_address(init_method, dist.get_world_size()), queries.made.address)
+    for name, (wanted, there) in asked.items():
+        if wanted is not None and wanted != there:
+            raise SettingError(
+                f"init_process_group on rank {dist.get_rank()}: asked for {name} {wanted}, but there is a default "
+                f"process group already, with {name} {there}. Call destroy_process_group first"
+            )
+
+
+def barrier(
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> dist.Work | None:
+    """Return when all ranks of `group` are here; they meet on the rendezvous store.
+
+    Args:
+        group: the ranks; None means the default group.
+        async_op: the backend's own barrier, which cannot name ranks; returns its Work.
+        device_ids: as in torch, for `async_op`.
+        timeout: None means the group's.
+
+    Raises:
+        NotInitializedError: if there is no default group.
+        TransportError: naming the ranks that have not come within the timeout.
+    """
+    group = group_of("barrier", group)
+    if async_op:
+        work: dist.Work = dist.barrier(group, async_op=True, device_ids=device_ids)
+        return work
+    if "nccl" in get_backend(group):
+        torch.cuda.synchronize()
+    meet_in(group, "barrier", timeout=timeout)
+    return None
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+) -> dist.ProcessGroup:
+    """A group of some ranks; all ranks of the default group call it alike, as in torch.
+
+    Args:
+        ranks: global ranks; None means all.
+        timeout: None means the default group's.
+        backend: None means the default group's.
+        pg_options: as in torch.
+
+    Raises:
+        NotInitializedError: if there is no default group.
+        SettingError: if a rank does not exist or is there twice, or for an unknown backend.
+        BackendUnavailableError: if the backend cannot run here.
+    """
+    default = group_of("new_group", None)
+    size = dist.get_world_size()
+    chosen = list(range(size)) if ranks is None else [int(rank) for rank in ranks]
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
+        raise SettingError(
+            f"new_group on rank {dist.get_rank()}: ranks={chosen}; allowed: different ranks from 0 to {size - 1}"
+        )
+    if backend is not None:
+        backends.check_available(set(backends.parse(backend).values()))
+    agree("new_group", default, f"ranks {sorted(chosen)}, backend {backend}")
+    made: dist.ProcessGroup = dist.new_group(chosen, timeout or timeout_of(default), backend, pg_options)
+    if dist.get_rank(made) >= 0:
+        _new_groups.add(made)
+    return made
+
+
+def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+    """Destroy `group`; for None, what was made here: the default group and those of `new_group`.
+
+    A default group that torch.distributed initialised stays. Messages under way are delivered first.
+    Afterwards `init_process_group` works again.
+
+    Raises:
+        TransportError: if messages of `remote_send` are not received within the timeout.
+    """
+    if group is not None and group is not dist.group.WORLD:
+        _destroy([group] if dist.get_rank(group) >= 0 else [])
+        return
+    made, queries.made = queries.made, None
+    if made is not None and dist.group.WORLD is made.group:
+        try:
+            point_to_point.drain()
+        finally:
+            dist.destroy_process_group()
+    elif dist.is_initialized():
+        _destroy([other for other in _new_groups if other in _world.pg_map])
+    _new_groups.clear()
+
+
+def _destroy(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        _new_groups.discard(group)
+        try:
+            point_to_point.drain(group)
+        finally:
+            dist.destroy_process_group(group)

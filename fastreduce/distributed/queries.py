@@ -1,0 +1,97 @@
+"""Questions about process groups: who, how many, over which backend, on which device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..errors import SettingError
+from .meetings import group_of
+from .rendezvous import is_on_one_host
+
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+
+@dataclass
+class Made:
+    """The default group, if `init_process_group` made it."""
+
+    group: dist.ProcessGroup
+    backend: str
+    address: str
+
+
+made: Made | None = None
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group, made here or by torch.distributed."""
+    return dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This rank, within `group` (None means the default group); -1 if it is not in it.
+
+    Raises:
+        NotInitializedError: if there is no default group.
+    """
+    group_of("get_rank", None)
+    return dist.get_rank(group)
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of ranks in `group` (None means the default group); -1 if this rank is not in it.
+
+    Raises:
+        NotInitializedError: if there is no default group.
+    """
+    group_of("get_world_size", None)
+    return dist.get_world_size(group)
+
+
+def get_backend(group: dist.ProcessGroup | None = None) -> str:
+    """The backend's name: nccl, gloo or mpi, or by device (cpu:gloo,cuda:nccl).
+
+    Raises:
+        NotInitializedError: if there is no default group.
+        SettingError: if this rank is not in `group`.
+    """
+    group = group_of("get_backend", group)
+    if made is not None and made.group is group:
+        return made.backend
+    by_device = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    names = set(by_device.values())
+    return names.pop() if len(names) == 1 else ",".join(f"{device}:{name}" for device, name in by_device.items())
+
+
+def get_local_rank() -> int:
+    """This rank's number on its host: LOCAL_RANK, or what MPI and Slurm call it.
+
+    Where nothing says so: the rank, if all ranks met on a loopback address.
+
+    Raises:
+        SettingError: if it cannot be known.
+    """
+    for variable in _LOCAL_RANK_VARIABLES:
+        if variable in os.environ:
+            return int(os.environ[variable])
+    if dist.is_initialized() and (dist.get_world_size() == 1 or (made and is_on_one_host(made.address))):
+        return dist.get_rank()
+    raise SettingError("get_local_rank: LOCAL_RANK is not set: start with torchrun or fastreduce launch, or set it")
+
+
+def get_local_device() -> torch.device:
+    """This rank's GPU: the local rank, wrapped around the visible ones; the CPU where there is none.
+
+    A launcher that shows each rank one GPU and one that shows all of them both work.
+    """
+    count = torch.cuda.device_count()
+    return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0, or not distributed at all."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,214 @@
+"""Where ranks find each other: an address → a key-value store, and meetings of all ranks on it."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+
+from ..errors import SettingError, TransportError
+
+FIXED_PORT = 29413
+"""On localhost, where nobody gives an address."""
+
+# A store stays open until the process ends: a rank that initialises again may be earlier than one that
+# still destroys. What each initialisation writes has a prefix of its own.
+_stores: dict[str, dist.Store] = {}
+_generations: Counter[str] = Counter()
+
+
+def find_address(init_method: str | None, world_size: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Where to meet: `tcp://host:port`, `file:///path`, or `local://` for one rank that needs nobody.
+
+    Raises:
+        SettingError: if `init_method` is not env://, tcp://host:port or file:///path.
+    """
+    if init_method in (None, "env://"):
+        host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+        if host is None and port is None and world_size == 1:
+            return "local://"
+        return _tcp(f"tcp://{host or 'localhost'}:{port or FIXED_PORT}")
+    assert init_method is not None
+    url = urlsplit(init_method)
+    if url.scheme == "tcp":
+        return _tcp(f"tcp://{url.netloc}")
+    if url.scheme == "file" and url.path and not url.netloc:
+        return f"file://{url.path}"
+    raise SettingError(
+        f"init_process_group: init_method={init_method!r}; allowed: env://, tcp://host:port, file:///path/of/a/new/file"
+    )
+
+
+def _tcp(address: str) -> str:
+    try:
+        url = urlsplit(address)
+        if url.hostname and url.port is not None:
+            return address
+    except ValueError:  # a port that is no number, or too large
+        pass
+    raise SettingError(
+        f"init_process_group: {address} is no tcp://host:port (MASTER_ADDR and MASTER_PORT, if not given)"
+    )
+
+
+def find_numbers(init_method: str | None, world_size: int | None, rank: int | None) -> tuple[int, int]:
+    """World size and rank: as given, as in `tcp://host:port?rank=0&world_size=2`, or as in the environment.
+
+    Raises:
+        SettingError: if one is missing, no number or out of range.
+    """
+    query = parse_qs(urlsplit(init_method or "").query)
+    in_url = {name: values[0] for name, values in query.items()}
+    size = _number("world_size", world_size, in_url, "WORLD_SIZE")
+    found = 0 if size == 1 and rank is None and "RANK" not in os.environ else _number("rank", rank, in_url, "RANK")
+    if size < 1 or not 0 <= found < size:
+        raise SettingError(f"init_process_group: rank {found} of world_size {size}; a rank is 0 to world_size - 1")
+    return size, found
+
+
+def _number(name: str, given: int | None, in_url: Mapping[str, str], variable: str) -> int:
+    if given is not None:
+        return int(given)
+    text = in_url.get(name, os.environ.get(variable))
+    if text is None:
+        raise SettingError(
+            f"init_process_group: {name} is not given and {variable} not set: pass rank= and world_size=, "
+            "or start the script with torchrun or fastreduce launch"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingError(f"init_process_group: {name}={text!r} is no number ({variable}, if not given)") from None
+
+
+def is_on_one_host(address: str) -> bool:
+    """Whether all ranks that meet there are on this machine."""
+    host = urlsplit(address).hostname
+    return address == "local://" or (host is not None and _is_loopback(host))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
+
+
+def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store at `address`, behind a prefix that no earlier initialisation of this process has used.
+
+    Rank 0 serves it, unless torchrun's agent does. On a loopback address it listens there only.
+
+    Raises:
+        TransportError: if the port is in use, or rank 0 does not serve it within the timeout.
+    """
+    if address not in _stores:
+        _stores[address] = _open(address, rank, world_size, timeout)
+    store = _stores[address]
+    store.set_timeout(timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"fastreduce/{attempt}/{_generations[address]}", store)
+
+
+def count_initialisation(address: str) -> None:
+    """Let the next initialisation there begin with a clean store."""
+    _generations[address] += 1
+
+
+def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    url = urlsplit(address)
+    if url.scheme == "local":
+        return dist.HashStore()
+    if url.scheme == "file":
+        try:
+            return dist.FileStore(url.path, world_size)
+        except RuntimeError as error:
+            raise TransportError(f"init_process_group on rank {rank}: {address}: {error}") from error
+    assert url.hostname is not None and url.port is not None
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not by_agent
+    listening = _listen(url.hostname, url.port) if serves and _is_loopback(url.hostname) else None
+    try:
+        return dist.TCPStore(
+            url.hostname,
+            url.port,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,  # torch's own initialisation in this process may serve the same port
+            master_listen_fd=listening,
+        )
+    except RuntimeError as error:
+        if serves:
+            raise TransportError(
+                f"init_process_group on rank 0: cannot listen at {address}, another program may use the port. "
+                f"Give another one (MASTER_PORT, or init_method='tcp://host:port'): {error}"
+            ) from error
+        raise TransportError(
+            f"init_process_group on rank {rank}: nobody serves {address} within {timeout}; rank 0 should: {error}"
+        ) from error
+
+
+def _listen(host: str, port: int) -> int | None:
+    """A socket that listens on a loopback address only, or None where the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+        return listening.detach()
+    except OSError:
+        listening.close()
+        return None
+
+
+def meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, call: str, note: str = "") -> None:
+    """Return when all of `ranks` have come here; `notes` reads what they brought. One meeting a store.
+
+    Each rank writes its note, then counts itself; the last one to come tells all.
+
+    Raises:
+        TransportError: naming the ranks that have not come within the timeout; this rank has left then.
+    """
+    try:
+        store.set(f"note of {rank}", note)
+        if store.add("count", 1) == len(ranks):
+            store.set("complete", "")
+        try:
+            store.wait(["complete"], timeout)
+        except RuntimeError as error:
+            missing = [str(r) for r in ranks if not store.check([f"note of {r}"])]
+            if missing:
+                store.add("count", -1)
+                store.delete_key(f"note of {rank}")
+                raise TransportError(
+                    f"{call} on rank {rank}: of {len(ranks)} ranks, rank {', '.join(missing)} did not arrive "
+                    f"within {timeout.total_seconds():g} s"
+                ) from error
+    except RuntimeError as error:
+        if isinstance(error, TransportError):
+            raise
+        raise TransportError(
+            f"{call} on rank {rank}: the store of the rendezvous is gone, and with it the process that serves it "
+            f"(rank 0, or the launcher): {error}"
+        ) from error
+
+
+def notes(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
+    """What every rank brought to a meeting that is complete."""
+    return {rank: store.get(f"note of {rank}").decode() for rank in ranks}
+
+
+def forget_meeting(store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+    """Delete this rank's keys of a meeting that all ranks have left."""
+    store.delete_key(f"note of {rank}")
+    if rank == ranks[0]:
+        store.delete_key("count")
+        store.delete_key("complete")

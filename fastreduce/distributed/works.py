@@ -1,0 +1,89 @@
+"""Work: a collective under way, and what is left to do here when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import TransportError
+
+
+class Work(dist.Work):
+    """torch's Work of a collective; its last steps run once, by whichever way its end is noticed.
+
+    Args:
+        call: the collective, for errors.
+        inner: torch's own work.
+        last_steps: run in order when the data has arrived: a division, copies into tensors that lie apart.
+    """
+
+    def __init__(self, call: str, inner: dist.Work, last_steps: Iterable[Callable[[], Any]] = ()) -> None:
+        super().__init__()
+        self._call, self._inner = call, inner
+        self._lock, self._last_steps = threading.Lock(), list(last_steps)
+        self._waited = False  # gloo's reduce_scatter does not know when it is done
+
+    def _settle(self) -> None:
+        with self._lock, torch.no_grad():
+            for step in self._last_steps:
+                step()
+            self._last_steps.clear()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return when the tensors hold the result.
+
+        Raises:
+            TransportError: naming call and rank, if it failed or timed out.
+        """
+        with as_transport_error(self._call):
+            self._inner.wait(timeout)
+        self._settle()
+        self._waited = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the tensors hold the result."""
+        done = self._waited or self._inner.is_completed()
+        if done:
+            self._settle()
+        return done
+
+    def is_success(self) -> bool:
+        """Whether it has ended without an error."""
+        return self._waited or self._inner.is_success()
+
+    def exception(self) -> Any:
+        """What it failed with, or None."""
+        return self._inner.exception()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the tensors; RuntimeError where torch has none (reduce_scatter over gloo)."""
+
+        def finish(future: torch.futures.Future[Any]) -> Any:
+            value = future.value()
+            self._settle()
+            return value
+
+        return self._inner.get_future().then(finish)
+
+
+class as_transport_error:
+    """Errors of torch's backends come out as TransportError with call and rank."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, TransportError):
+            raise TransportError(
+                f"{self.call} on rank {dist.get_rank()} failed: {error}. "
+                "A peer has exited, takes no part, or did not come within the timeout."
+            ) from error

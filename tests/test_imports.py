@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wrapping": PARTS,
     "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},
     "": TOP,
-    "distributed": TOP | {"arrays", "kernels.slots"},
+    "distributed": TOP | {"arrays", "bucketed", "kernels.slots"},
     "cli": TOP | {"", "backends"},
 }
 

@@ -4,14 +4,12 @@ mpirun -n 4 python examples/mpi_train.py --compression fp16
 """
 
 import argparse
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from sklearn.datasets import load_digits
 
+import fastreduce.distributed as dist
 from fastreduce import DistributedDataParallel as DDP
-from fastreduce.distributed.mpi import init_mpi
 
 
 def main() -> None:
@@ -20,7 +18,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
 
-    init_mpi(timedelta(minutes=5))
+    dist.init_process_group("mpi")
     rank, size = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
     images = torch.tensor(digits.data[rank::size], dtype=torch.float32) / 16

@@ -66,7 +66,7 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     odd = {name: p.device for name, p in trainable.items() if p.device.type != "cpu"}
     for name, device in odd.items():
         error = DeviceError if len(odd) < len(trainable) else BackendUnavailableError
-        raise error(f"parameter {name!r} is on {device}; this version reduces CPU tensors")
+        raise error(f"parameter {name!r} is on {device}; this version reduces tensors on cpu")
     caps = arguments.get("bucket_cap_mb_list") or ()
     if any(cap < 0 for cap in caps):
         raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")

@@ -6,6 +6,7 @@ FastreduceError
 ├── TensorError (ValueError)              a tensor that an operation cannot take
 ├── MismatchError (RuntimeError)          ranks that hold different models or settings
 ├── ReducerError (RuntimeError)           a backward that the reducer cannot follow
+├── RanksFailedError (RuntimeError)       a started rank that raised, died or hung
 └── TransportError (RuntimeError)         a collective that failed or timed out
 """
 
@@ -34,6 +35,10 @@ class MismatchError(FastreduceError, RuntimeError):
 
 class ReducerError(FastreduceError, RuntimeError):
     """A backward that the reducer cannot follow."""
+
+
+class RanksFailedError(FastreduceError, RuntimeError):
+    """A started rank that raised, died or hung, with its rank and traceback."""
 
 
 class TransportError(FastreduceError, RuntimeError):

@@ -39,7 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "functional": PARTS | {"reducer"},
     "ddp": PARTS | {"mixed_precision", "reducer", "torch_reducer"},
     "": TOP,
-    "cli": TOP | {"", "backends"},
+    "processes": {"errors"},
+    "distributed": {"errors", "processes"},
+    "cli": TOP | {"", "backends", "processes"},
 }
 
 

@@ -1,0 +1,5 @@
+"""Process groups, collectives and launching."""
+
+from .launcher import launcher, spawn
+
+__all__ = ["launcher", "spawn"]

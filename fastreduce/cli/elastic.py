@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch.distributed as dist
 import typer
@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-GRACE_SECONDS = 3  # between a signal to the ranks and their end
 LOCAL = "fastreduce-local"
 
 
@@ -124,8 +123,9 @@ class Logs(LogsSpecs):
 
 
 class Ranks(SubprocessContext):
-    """torch's processes, which end within `GRACE_SECONDS`, and why they failed is said once."""
+    """torch's processes, which end within `grace_seconds` of a signal, and why they failed is said once."""
 
+    grace_seconds: ClassVar[int] = 2
     _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
@@ -136,7 +136,7 @@ class Ranks(SubprocessContext):
         if not self._ended and not self._failures:
             return  # what a rank that succeeded left running is its own affair
         try:
-            super()._close(death_sig, GRACE_SECONDS)
+            super()._close(death_sig, self.grace_seconds)
         finally:  # a second Ctrl-C comes here too
             for handler in handlers:
                 with contextlib.suppress(ProcessLookupError):

@@ -56,6 +56,8 @@ def launch(context: typer.Context) -> None:
     os.environ.update(environment)
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # what went wrong is said here
+    if (seconds := getattr(options, "shutdown_timeout", None)) is not None:  # torch's option, in its newer versions
+        Ranks.grace_seconds = seconds
     elastic_processes.SubprocessContext = Ranks  # type: ignore[misc]
     with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
         logs = Logs(options, Path(scratch))

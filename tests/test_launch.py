@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from fastreduce.cli import main
 
 LAUNCH = [sys.executable, "-c", "from fastreduce.cli import main; main()", "launch"]
-WORKER = Path(__file__).parents[1] / "fastreduce" / "cli" / "worker.py"
+ROOT = Path(__file__).parents[1]
+WORKER = ROOT / "fastreduce" / "cli" / "worker.py"
 TRAIN = """
 import argparse, os, sys
 import torch, torch.distributed as dist
@@ -138,6 +139,33 @@ def test_torchs_older_launcher(tmp_path: Path, option: str, names: str):
     }
 
 
+def test_mp_spawn(tmp_path: Path):
+    """torch's tutorial: the worker sets the group up itself."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+from fastreduce import DistributedDataParallel as DDP
+
+def worker(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    ddp = DDP(torch.nn.Linear(3, 2))
+    ddp(torch.ones(1, 3) * rank).sum().backward()
+    os.write(1, f"{rank} {ddp.module.weight.grad[0, 0].item()}\\n".encode())
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(worker, nprocs=2, args=(2,))
+"""
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    done = _run(sys.executable, path, MASTER_PORT=str(port))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 0.5", "1 0.5"]
+
+
 def test_log_dir_has_a_file_for_each_rank_and_a_restart_starts_all_again(tmp_path: Path):
     path = tmp_path / "fails.py"
     path.write_text(FAILS.replace("import sys", "import os, sys; print('up', os.environ['RANK'])\nimport sys"))
@@ -250,6 +278,24 @@ def test_without_gpus_the_number_of_ranks_must_be_given(script: Path):
         2,
         "fastreduce launch: this machine has no GPU: say how many ranks to start, as in --nproc-per-node 2\n",
     )
+
+
+def test_the_template_in_the_docs_finds_its_node_rank(tmp_path: Path):
+    blocks = (ROOT / "docs" / "launching.md").read_text().split("```")
+    template = next(b.removeprefix("bash\n") for b in blocks if b.startswith("bash\n#!"))
+    (tmp_path / "hostname").write_text("#!/bin/sh\necho 172.17.0.1 10.0.0.2 fe80::1\n")
+    (tmp_path / "fastreduce").write_text('#!/bin/sh\necho "$@"\n')
+    for name in ("hostname", "fastreduce"):
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+    def start(script: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", "-c", script, "train.sh", "--lr", "1"]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+
+    assert start(template).stdout == "launch --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py --lr 1\n"
+    elsewhere = start(template.replace("10.0.0.2)", "10.0.0.3)"))
+    assert elsewhere.returncode == 1 and "172.17.0.1 10.0.0.2" in elsewhere.stderr
 
 
 @pytest.mark.parametrize(("visible", "sees"), [("4,7", "7"), (None, "1")])

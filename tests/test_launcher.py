@@ -171,6 +171,14 @@ def test_two_machines_share_a_port(tmp_path: Path):
     assert outputs == ["[(0, 3.0)]\n", "[(1, 3.0)]\n"]
 
 
+def test_the_example_in_the_docs(tmp_path: Path):
+    text = (Path(__file__).parents[1] / "docs" / "launching.md").read_text()
+    path = tmp_path / "functions.py"
+    path.write_text(text.partition("```python\n")[2].partition("```")[0])
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[2.0, 2.0]\n[1, 4]\n", done.stderr
+
+
 def test_a_port_in_use_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingError, match="in use"):
         launcher(_late_peer, n_gpus=2, port=taken.getsockname()[1])(0)

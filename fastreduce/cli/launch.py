@@ -48,19 +48,9 @@ def launch(context: typer.Context) -> None:
     _check_script(options)
     ranks = _decide_ranks(options)
     listener = _listen(options)
-    environment = {worker.LAUNCHER: str(os.getpid())}
-    if "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    if listener is not None:
-        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(environment)
-    if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # what went wrong is said here
-    if (seconds := getattr(options, "shutdown_timeout", None)) is not None:  # torch's option, in its newer versions
-        Ranks.grace_seconds = seconds
-    elastic_processes.SubprocessContext = Ranks  # type: ignore[misc]
     with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
         logs = Logs(options, Path(scratch))
+        _set_up_process(options, ranks, alone=listener is not None)
         options.log_dir = os.devnull  # else torch makes folders of its own
         try:
             config, python, _ = torchrun.config_from_args(options)
@@ -77,6 +67,19 @@ def launch(context: typer.Context) -> None:
         arguments = ["-u", worker.__file__, kind, options.training_script, *options.training_script_args]
         code = _run(elastic_launch(config, python), arguments)
     raise typer.Exit(code)
+
+
+def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
+    """What ranks inherit, and how torch's launcher behaves in this process."""
+    os.environ[worker.LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    if alone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # what went wrong is said here
+    if (seconds := getattr(options, "shutdown_timeout", None)) is not None:  # torch's option, in its newer versions
+        Ranks.grace_seconds = seconds
+    elastic_processes.SubprocessContext = Ranks  # type: ignore[misc]
 
 
 def _run(start: elastic_launch, arguments: list[str]) -> int:

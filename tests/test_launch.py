@@ -60,7 +60,7 @@ dist.init_process_group("gloo")
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen(["sleep", "1000"])
 with open(os.environ["PIDS"], "a") as file:
-    file.write(f"{os.getpid()} {child.pid}\\n")
+    file.write(f"{dist.get_rank()} {os.getpid()} {child.pid}\\n")
 dist.barrier()
 os.write(1, b"up\\n")
 if dist.get_rank() == 0:
@@ -219,8 +219,9 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
     with _started(*LAUNCH, "--nproc-per-node", "2", path, PIDS=str(pids)) as launcher:
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-        processes = {int(pid): psutil.Process(int(pid)) for pid in pids.read_text().split()}
-        ranks = [int(line.split()[0]) for line in pids.read_text().splitlines()]
+        lines = sorted([int(word) for word in line.split()] for line in pids.read_text().splitlines())
+        processes = {pid: psutil.Process(pid) for _, *both in lines for pid in both}
+        ranks = [rank_pid for _, rank_pid, _ in lines]
         if how != "SIGKILL":
             listening = {
                 c.laddr.ip

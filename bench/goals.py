@@ -69,6 +69,11 @@ def goals(results: Results) -> Iterator[Goal]:
         figure = results["test_mpi"]["contestants"]["mpi4py Allreduce"]["ratio"]
         what = "fp16 over MPI / mpi4py's FP32 Allreduce and division, 25 M gradients, 2 ranks"
         yield Goal(what, False, 0.65, figure[0], _interval(figure))
+    for compression, limit in (("fp16", 0.58), ("int8", 0.36)):
+        if (name := f"test_two_nodes[{compression}]") in results:
+            figure = results[name]["contestants"]["none"]["ratio"]
+            what = f"step {compression} / none, 25 M parameters, 2 nodes, 1 Gbit/s"
+            yield Goal(what, False, limit, figure[0], _interval(figure))
     if "test_step[none]" in results:
         rows = results["test_step[none]"]["contestants"].items()
         counts = {name: row["allocations"] for name, row in rows if row["stages_s"] and "reference" not in name}

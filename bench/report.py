@@ -60,7 +60,7 @@ def show(source: Path, picture: Path, rows: Path) -> None:
 
 
 def tables(results: Results) -> Iterator[Table]:
-    """One for kernels, one for steps, one for overheads, one for MPI, and the goals last."""
+    """One for kernels, two for steps, one for overheads, one for MPI, and the goals last."""
     kernels = Table(
         "operation", "ms", "GB/s", "/ copy", "× best of torch", "", "× reference", title="Kernels (numba_cpu)"
     )
@@ -76,11 +76,18 @@ def tables(results: Results) -> Iterator[Table]:
         "allocations",
         title="Steps",
     )
-    both = [results.get(f"test_step[{compression}]", {}).get("contestants", {}) for compression in ("none", "fp16")]
+    both = [_contestants(results, f"test_step[{compression}]") for compression in ("none", "fp16")]
     for name, row in both[0].items():
         stages = ", ".join(f"{1e3 * s:.1f}" for s in (row["stages_s"] or {}).values())
         figures = [_figure(rows.get(name, {}).get("ratio")) for rows in both]
         steps.add_row(name, f"{1e3 * row['median_s']:.1f}", *figures, stages, str(row["allocations"]))
+    links = Table("25 M parameters, 2 nodes", "ms", "fp16 / it", "int8 / it", title="Steps at 1 Gbit/s")
+    slow = [
+        results.get(f"test_two_nodes[{compression}]", {}).get("contestants", {}) for compression in ("fp16", "int8")
+    ]
+    for name, row in slow[0].items():
+        figures = [_figure(rows.get(name, {}).get("ratio")) for rows in slow]
+        links.add_row(name, f"{1e3 * row['median_s']:.1f}", *figures)
     overheads = Table(
         "1,000 parameters of 64", "wrapper", "step ms", "wrapper adds ms", "ours / it", title="Host overhead"
     )
@@ -99,7 +106,7 @@ def tables(results: Results) -> Iterator[Table]:
         verdict = "[green]met" if goal.met else "[red]missed"
         limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
         reached.add_row(goal.what, limit, f"{goal.measured:.2f}", verdict, goal.where)
-    for table in (kernels, steps, overheads, mpi, reached):
+    for table in (kernels, steps, links, overheads, mpi, reached):
         if table.row_count:
             yield table
 
@@ -109,6 +116,11 @@ OVERHEADS = {
     "test_overhead[2]": "2 ranks",
     "test_overhead_of_hooks": "world size 1, no_sync",
 }
+
+
+def _contestants(results: Results, name: str) -> dict[str, Any]:
+    contestants: dict[str, Any] = results.get(name, {}).get("contestants", {})
+    return contestants
 
 
 def _kernel_row(name: str, rows: dict[str, Any], ours: str) -> Iterator[str]:

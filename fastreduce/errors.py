@@ -8,6 +8,7 @@ FastreduceError
 │   └── DeviceError (RuntimeError)        because of the device it is on
 ├── MismatchError (RuntimeError)          ranks that hold different models, settings or tensors
 ├── ReducerError (RuntimeError)           a backward that the reducer cannot follow
+├── RanksFailedError (RuntimeError)       a started rank that raised, died or hung
 ├── TransportError (RuntimeError)         a collective that failed or timed out
 └── CheckpointError (RuntimeError)        a snapshot that could not be written, or is not whole
 """
@@ -51,6 +52,10 @@ class MismatchError(FastreduceError, RuntimeError):
 
 class ReducerError(FastreduceError, RuntimeError):
     """A backward that the reducer cannot follow."""
+
+
+class RanksFailedError(FastreduceError, RuntimeError):
+    """A started rank that raised, died or hung, with its rank and traceback."""
 
 
 class TransportError(FastreduceError, RuntimeError):

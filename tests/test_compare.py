@@ -20,9 +20,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
-from fastreduce.cli.processes import RanksFailedError, run_ranks
 from fastreduce.cli.statistics import Estimate, chance_of_disagreement, conclude, estimate_median, summarise
 from fastreduce.cli.training import BARE, TORCH, TORCH_FP16, WARM_UP_STEPS, Experiment, Record, load_digits, order
+from fastreduce.errors import RanksFailedError
+from fastreduce.processes import Group, run_ranks
 
 compare = importlib.import_module("fastreduce.cli.compare")  # the module: the package's name is the function
 
@@ -248,14 +249,14 @@ def test_a_rank_that_raises_ends_the_command_with_its_traceback(tmp_path: Path, 
 def test_a_rank_that_dies_is_named():
     before = set(multiprocessing.active_children())
     with pytest.raises(RanksFailedError, match="rank 1 ended with exit code 3"):
-        run_ranks(_die_on_one, 2)
+        run_ranks(_die_on_one, Group(2, 2), on_report=print)
     assert set(multiprocessing.active_children()) <= before
 
 
 def test_ranks_that_hang_are_ended():
     before = set(multiprocessing.active_children())
     with pytest.raises(RanksFailedError, match="no rank has reported anything for 2 s"):
-        run_ranks(_hang, 2, stall_seconds=2)
+        run_ranks(_hang, Group(2, 2), on_report=print, stall_seconds=2)
     assert set(multiprocessing.active_children()) <= before
 
 

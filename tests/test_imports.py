@@ -47,8 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wrapping": PARTS,
     "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},
     "": TOP,
-    "distributed": TOP | {"arrays", "bucketed", "kernels.slots"},
-    "cli": TOP | {"", "backends"},
+    "processes": {"errors"},
+    "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes"},
+    "cli": TOP | {"", "backends", "processes"},
 }
 
 

@@ -205,12 +205,32 @@ def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters
     construction, function, backward, two_shot = (text for text, _ in here)
     for text, took in here:
         assert "rank 0 of 2" in text, text
+        assert "No word from rank 1: it has exited, takes no part" in text, text
         assert took < SHORT + 15
     assert "connecting" in construction
     assert "all_to_all" in function and "Bucket 0 holds tensor 0, tensor 1" in function
     assert "all_reduce" in backward and "Bucket 0 holds" in backward
     assert all(name in backward for name in ("0.weight", "0.bias", "1.weight", "1.bias"))
     assert "all_to_all" in two_shot and "Bucket 0 holds 1." in two_shot
+
+
+def _one_of_three_is_absent(rank: int, world_size: int) -> str:
+    model = wrap("ours", nn.Linear(20, 30), process_group=_short_group(rank), compression="int8")
+    text = ""
+    try:
+        for step in range(3 + (rank != 1)):
+            model(batch(rank, step, 4, 20)).sum().backward()
+    except TransportError as error:
+        text = str(error)
+    dist.barrier()
+    return text
+
+
+def test_of_three_ranks_only_the_absent_one_is_named():
+    first, absent, third = run_ranks(_one_of_three_is_absent, 3, timeout=60)
+    assert absent == ""
+    for text in (first, third):
+        assert "No word from rank 1: it has exited" in text, text
 
 
 def _dies(rank: int, world_size: int) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .compare import CompareCommand, compare
+from .launch import LaunchCommand, launch
 from .run import run
 
 main = typer.Typer(
@@ -19,6 +20,7 @@ main = typer.Typer(
 )
 main.command(cls=CompareCommand)(compare)
 main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(run)
+main.command(cls=LaunchCommand)(launch)
 
 
 def _show_version(wanted: bool) -> None:

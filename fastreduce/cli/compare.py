@@ -24,11 +24,13 @@ from rich.progress import (
 from typer.core import TyperCommand
 
 from .. import Compression, FastreduceError, backends
-from .processes import RanksFailedError, run_ranks
+from ..errors import RanksFailedError
+from ..processes import Group, run_ranks
 from .training import BARE, Experiment, Record, train
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]
 RANKS_PER_CORE = 4
+STALL_SECONDS = 300.0
 PLAIN_WIDTH = 118  # where output goes to a file or a CI log
 
 
@@ -104,7 +106,8 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     start = time.monotonic()
     try:
         with _Watch(experiment, console) as watch:
-            records = run_ranks(function, experiment.ranks, experiment, on_report=watch.on_report)
+            group = Group(experiment.ranks, experiment.ranks)
+            records = run_ranks(function, group, experiment, on_report=watch.on_report, stall_seconds=STALL_SECONDS)
     except RanksFailedError as error:
         _fail(str(error), code=1)
     figures = statistics.summarise(experiment, records)

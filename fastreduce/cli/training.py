@@ -188,6 +188,7 @@ def train(rank: int, report: Callable[[tuple[int, int]], None], experiment: Expe
        the same batches.
     3. The trained networks are tested.
     """
+    torch.set_num_threads(1)
     digits = load_digits(experiment.seed)
     batches = _batches(digits, experiment, rank)
     contenders = {name: Contender(name, experiment, batches) for name in experiment.contenders}

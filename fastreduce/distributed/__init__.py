@@ -1,4 +1,4 @@
-"""Process groups, collectives and point-to-point, in the words of torch.distributed, Genesis and MegEngine."""
+"""Process groups, collectives, point-to-point and launching, in the words of torch, Genesis and MegEngine."""
 
 from ..ddp import DistributedDataParallel
 from ..errors import NotInitializedError
@@ -20,6 +20,7 @@ from .collectives import (
     scatter,
     send,
 )
+from .launcher import launcher, spawn
 from .point_to_point import remote_recv, remote_send
 from .process_groups import barrier, destroy_process_group, init_process_group, new_group
 from .queries import (
@@ -58,6 +59,7 @@ __all__ = [
     "init_process_group",
     "is_initialized",
     "is_main_process",
+    "launcher",
     "make_allreduce_cb",
     "new_group",
     "recv",
@@ -67,5 +69,6 @@ __all__ = [
     "remote_send",
     "scatter",
     "send",
+    "spawn",
     "synchronized",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import time
 import weakref
 from collections.abc import Callable
 from functools import cached_property
@@ -70,11 +72,29 @@ class TorchProcessGroup(Transport):
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            self._failed = True
+            known, self._failed = self._failed, True
+            silent = [] if known else self._silent("timed out" in str(error).lower())
+            who = f"No word from rank {', '.join(map(str, silent))}: it" if silent else "A peer"
             raise TransportError(
                 f"rank {self.rank} of {self.world_size}: {operation} over gloo failed: {error}. "
-                "A peer has exited, takes no part, or did not come within the timeout."
+                f"{who} has exited, takes no part, or did not come within the timeout."
             ) from error
+
+    def _silent(self, timed_out: bool) -> list[int]:
+        """Ranks that do not say in the store, soon after this one, that the connection failed for them too.
+
+        Those that wait in a collective do say so, so the others are the ones that they wait for. Steps cost nothing.
+        """
+        store = dist.PrefixStore(f"fastreduce/failed/{self._number}", _get_process_group_store(self._group))
+        silent = [rank for rank in range(self.world_size) if rank != self.rank]
+        # Ranks that came one after the other time out like that too; a connection that breaks breaks for all at once.
+        patience = min(5.0, max(1.0, timeout_of(self._group).total_seconds() / 10)) if timed_out else 1.0
+        deadline = time.monotonic() + patience
+        with contextlib.suppress(RuntimeError):  # the process that holds the store may be gone
+            store.set(str(self.rank), "")
+            while (silent := [r for r in silent if not store.check([str(r)])]) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return silent
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Gloo's all-reduce: the algorithm that torch's own wrapper uses."""

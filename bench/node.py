@@ -1,0 +1,36 @@
+"""What each of two nodes runs in the benchmark over a slow link: `node.py SIZES OUT`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .steps import Setting, measure
+
+STEPS = {
+    "none": Setting("fastreduce", {"compression": "none"}),
+    "fp16": Setting("fastreduce", {"compression": "fp16"}),
+    "int8": Setting("fastreduce", {"compression": "int8"}),
+    "torch": Setting("torch"),
+    "torch fp16 hook": Setting("torch", hook=True),
+    "unwrapped": Setting(""),
+}
+TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5}  # as in test_steps.py
+
+
+def main() -> None:
+    """Measure, and write this rank's results."""
+    width, rounds = (int(word) for word in sys.argv[1:3])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    results = measure(rank, 2, STEPS, "linear", width, rounds, TOLERANCES)
+    Path(sys.argv[3], f"{rank}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""What `fastreduce launch` changes in torch's elastic launcher: where it listens, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import signal
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar, NoReturn
+
+import torch.distributed as dist
+import typer
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext, to_map
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+LOCAL = "fastreduce-local"
+
+
+def open_port(address: str, port: int) -> socket.socket:
+    """A listening socket on an address ("": all of them) and a port (0: a free one), or exit code 1 and a message."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        where = f"{address or 'every address'}, port {port}"
+        if error.errno == errno.EADDRINUSE:
+            fail(f"{where} is in use; without --master-port a free one is taken on one node", code=1)
+        fail(f"cannot listen on {where}: {error.strerror or error}", code=1)
+
+
+class LocalRendezvous(StaticTCPRendezvous):
+    """One node alone: a store for its ranks on a socket that is bound already; after a restart, a store on a new port.
+
+    The second store is needed because ranks that start again must not find the addresses of those that ended.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        address, port = listener.getsockname()[:2]
+        super().__init__(address, port, rank=0, world_size=1, run_id=LOCAL, timeout=600)
+        self._listener = listener
+
+    def get_backend(self) -> str:
+        """The name it is registered under."""
+        return LOCAL
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open a store, and say where it is."""
+        if self._store is not None:
+            self._listener = open_port(self.master_addr, 0)
+            self.master_port = self._listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            self.master_addr,
+            self.master_port,
+            is_master=True,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )
+        return super().next_rendezvous()
+
+
+class Logs(LogsSpecs):
+    """Where the ranks write: `LOG_DIR/rank.N/stdout` and `stderr`, by global rank; after a restart in `attempt_1/`."""
+
+    def __init__(self, options: Namespace, scratch: Path) -> None:
+        try:
+            redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
+            shown = {int(rank) for rank in options.local_ranks_filter.split(",") if rank}
+        except ValueError as error:
+            fail(f"--redirects, --tee or --local-ranks-filter: {error}")
+        if options.log_dir and not redirects and not tee:
+            tee = Std.ALL
+        if redirects and not options.log_dir:
+            fail("--redirects writes files: say where with --log-dir")
+        super().__init__(options.log_dir, redirects, tee, shown or None)
+        self._scratch = scratch
+        self._root = Path(options.log_dir) if options.log_dir else scratch
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--log-dir {options.log_dir}: {error.strerror}")
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder, as given."""
+        return str(self._root)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Files for each local rank, which are new ones at each restart."""
+        attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
+        root = self._root if attempt == "0" else self._root / f"attempt_{attempt}"
+        redirects, tee = to_map(self._redirects, len(envs)), to_map(self._tee, len(envs))
+        to = LogsDest()
+        for local_rank, env in envs.items():
+            folder = root / f"rank.{env['RANK']}"
+            folder.mkdir(parents=True, exist_ok=True)
+            env["TORCHELASTIC_ERROR_FILE"] = str(self._scratch / f"error.{attempt}.{env['RANK']}.json")
+            to.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"]
+            quiet = self._local_ranks_filter is not None and local_rank not in self._local_ranks_filter
+            for stream, files, teed in (
+                (Std.OUT, to.stdouts, to.tee_stdouts),
+                (Std.ERR, to.stderrs, to.tee_stderrs),
+            ):
+                shown = bool(tee[local_rank] & stream) and not quiet
+                files[local_rank] = os.devnull if quiet else ""  # "" is the console
+                if (redirects[local_rank] | tee[local_rank]) & stream:
+                    files[local_rank] = str(folder / ("stdout" if stream is Std.OUT else "stderr"))
+                if shown:
+                    teed[local_rank] = files[local_rank]
+        for name in ("filtered_stdout", "filtered_stderr"):
+            if hasattr(to, name):
+                setattr(to, name, str(root / f"{name}.log"))
+        return to
+
+
+class Ranks(SubprocessContext):
+    """torch's processes, which end within `grace_seconds` of a signal, and why they failed is said once."""
+
+    grace_seconds: ClassVar[int] = 2
+    _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        if self._ended:
+            return
+        handlers = self.subprocess_handlers.values()
+        self._ended = frozenset(h.proc.pid for h in handlers if h.proc.poll() is None)
+        if not self._ended and not self._failures:
+            return  # what a rank that succeeded left running is its own affair
+        try:
+            super()._close(death_sig, self.grace_seconds)
+        finally:  # a second Ctrl-C comes here too
+            for handler in handlers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+                handler.proc.wait()
+
+    def _poll(self) -> RunProcsResult | None:
+        result = super()._poll()
+        if result is not None and result.failures:
+            own = {rank: f for rank, f in result.failures.items() if f.pid not in self._ended}
+            result.failures = own or result.failures
+            self._explain(result.failures)
+        return result
+
+    def _explain(self, failures: dict[int, ProcessFailure]) -> None:
+        for rank, failure in failures.items():
+            if self.stderrs[rank] not in ("", os.devnull):  # where it would stand without this launcher
+                with open(self.stderrs[rank], "a") as file:
+                    file.write(_traceback(failure))
+        first = cause(failures.values())
+        env = self.envs[first.local_rank]
+        code = first.error_file_data.get("exit_code", first.exitcode)
+        fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        say(f"rank {env['RANK']} {fate}\n{_traceback(first)}".rstrip())
+        others = [self.envs[rank]["RANK"] for rank in failures if rank != first.local_rank]
+        if others:
+            say(f"rank {', '.join(others)} failed right after it")
+        restarts, most = int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["TORCHELASTIC_MAX_RESTARTS"])
+        if restarts < most:
+            say(f"all ranks start again: restart {restarts + 1} of {most}")
+
+
+def _traceback(failure: ProcessFailure) -> str:
+    message = failure.error_file_data.get("message")
+    return message["extraInfo"].get("py_callstack", "") if isinstance(message, dict) else ""
+
+
+def cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
+    """The first: ranks that died without a word, which no other rank's end explains, then by time.
+
+    An abort is the exception: torch's own threads do so when a peer is gone.
+    """
+
+    def when(failure: ProcessFailure) -> float:
+        if failure.exitcode == -signal.SIGABRT:
+            return math.inf
+        return float(failure.error_file_data.get("nanoseconds", 0))
+
+    return min(failures, key=when)
+
+
+def say(message: str) -> None:
+    """One line for the user."""
+    print(f"fastreduce launch: {message}", file=sys.stderr, flush=True)
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """End the command with a message."""
+    say(message)
+    raise typer.Exit(code)

@@ -1,0 +1,219 @@
+"""`launcher` and `spawn`: functions on several ranks of this machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastreduce import RanksFailedError, SettingError
+from fastreduce import distributed as frdist
+
+launcher, spawn = frdist.launcher, frdist.spawn
+
+
+def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return [function(*args), function(*args)]
+
+    return wrapper
+
+
+@launcher(n_gpus=2)
+def _sums_and_bytes(x: float, *, size: int) -> tuple[float, bytes, torch.Tensor]:
+    """Large values, tensors, keyword arguments; destroying the group is allowed."""
+    total = torch.tensor(x + dist.get_rank())
+    dist.all_reduce(total)
+    rank = dist.get_rank()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == (str(rank), "2", str(rank))
+    assert dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+    return total.item(), bytes([rank]) * size, torch.full((1000,), rank)
+
+
+def test_values_come_back_in_rank_order_and_large_ones_do_not_block():
+    first, second = _sums_and_bytes(2.0, size=20_000_000)
+    assert first[0] == second[0] == 5.0
+    assert first[1] == bytes(20_000_000) and second[1] == b"\1" * 20_000_000
+    assert torch.equal(second[2], torch.full((1000,), 1))
+
+
+def _ranks_left() -> list[psutil.Process]:
+    processes = psutil.Process().children(recursive=True)
+    return [p for p in processes if "resource_tracker" not in " ".join(p.cmdline())]
+
+
+@_twice
+@launcher(n_gpus=1)
+@_twice
+def _decorated(x: int) -> tuple[int, str]:
+    return x, __name__
+
+
+@launcher(n_gpus=2)
+def _one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("boom on one")
+    dist.barrier()
+
+
+@launcher(n_gpus=2)
+def _one_dies() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+@launcher(n_gpus=1)
+def _value_that_cannot_travel() -> Any:
+    return lambda: None
+
+
+def test_decorators_on_both_sides_of_launcher_apply_where_they_stand():
+    value = (3, __name__)
+    assert _decorated(3) == [[[value, value]], [[value, value]]]
+
+
+def test_a_rank_that_raises_ends_the_others_and_is_raised_here():
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError, match=r"rank 1 failed:\n[^~]*in _one_raises[^~]*boom on one") as error:
+        _one_raises()
+    assert str(error.value).count("Traceback") == 1
+    assert isinstance(error.value.__cause__, ValueError) and error.value.__cause__.args == ("boom on one",)
+    assert time.monotonic() - start < 60
+    assert not _ranks_left()
+
+
+def test_a_rank_that_dies_is_named_and_the_others_end():
+    with pytest.raises(RanksFailedError, match=r"^rank 1 was ended by SIGKILL$"):
+        _one_dies()
+    assert not _ranks_left()
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_of_that_rank():
+    with pytest.raises(RanksFailedError, match=r"rank 0 failed:\n[^~]*pickle"):
+        _value_that_cannot_travel()
+
+
+def _rank_and_sum(rank: int, x: float) -> tuple[int, float]:
+    total = torch.tensor(x * (rank + 1))
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+def test_spawn_gives_rank_group_and_values():
+    assert spawn(_rank_and_sum, (2.0,), nprocs=2) == [(0, 6.0), (1, 6.0)]
+
+
+def _late_peer(seconds: float) -> list[str]:
+    """Rank 0 is done at once; rank 1 looks at it for a while."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        return []
+    peer, seen = psutil.Process(pids[0]), set()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        seen.add(peer.status() if peer.is_running() else "gone")
+    return sorted(seen)
+
+
+def test_no_rank_leaves_before_the_others():
+    first, second = launcher(_late_peer, n_gpus=2)(2.0)
+    assert first == [] and second and not {"gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} & set(second)
+
+
+def test_two_machines_share_a_port(tmp_path: Path):
+    """Two launchers of one rank each, as two machines would."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    code = textwrap.dedent(
+        f"""
+        import sys, torch, torch.distributed as dist
+        from fastreduce.distributed import launcher
+        @launcher(n_gpus=1, world_size=2, rank_start=int(sys.argv[1]), port={port})
+        def f():
+            total = torch.tensor(dist.get_rank() + 1.0)
+            dist.all_reduce(total)
+            return dist.get_rank(), total.item()
+        if __name__ == "__main__":
+            print(f())
+        """
+    )
+    script = tmp_path / "machine.py"
+    script.write_text(code)
+    machines = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [machine.communicate(timeout=90)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert outputs == ["[(0, 3.0)]\n", "[(1, 3.0)]\n"]
+
+
+def test_the_example_in_the_docs(tmp_path: Path):
+    text = (Path(__file__).parents[1] / "docs" / "launching.md").read_text()
+    path = tmp_path / "functions.py"
+    path.write_text(text.partition("```python\n")[2].partition("```")[0])
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "[2.0, 2.0]\n[1, 4]\n", done.stderr
+
+
+def test_a_port_in_use_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingError, match="in use"):
+        launcher(_late_peer, n_gpus=2, port=taken.getsockname()[1])(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the number of GPUs is the default")
+def test_without_gpus_the_number_of_ranks_must_be_given():
+    with pytest.raises(SettingError, match="no GPU: say how many ranks to start, as in n_gpus=2"):
+        launcher(_late_peer)(0)
+    with pytest.raises(SettingError, match="nprocs=2"):
+        spawn(_rank_and_sum)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_gpus": 0}, "n_gpus=0: at least 1"),
+        ({"n_gpus": 1, "world_size": 2, "rank_start": 1}, "rank_start=1 needs the port"),
+        ({"n_gpus": 1, "world_size": 2}, r"1 of 2 ranks run here: the others need a port="),
+        ({"n_gpus": 2, "world_size": 2, "rank_start": 1, "port": 1}, "ranks 1 to 2 .* do not fit into world_size=2"),
+        ({"n_gpus": 1, "start_method": "thread"}, "start_method='thread': one of spawn, forkserver, fork"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str):
+    with pytest.raises(SettingError, match=message):
+        launcher(_late_peer, **options)(0)
+
+
+def test_a_function_that_ranks_cannot_import():
+    with pytest.raises(SettingError, match="not at module level"):
+        launcher(lambda: None, n_gpus=1)()
+
+
+@pytest.mark.gpu
+def test_a_fork_after_cuda_was_initialised_is_an_error():
+    torch.zeros(1, device="cuda")
+    with pytest.raises(SettingError, match=r"fork.* after CUDA was initialised"):
+        launcher(_late_peer, n_gpus=1, start_method="fork")(0)

@@ -44,7 +44,7 @@ def main() -> None:
         gradient_as_bucket_view=True,
         compression=args.compression,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for epoch in range(args.epochs):
         total = torch.zeros((), device=device)
         batches = list(zip(images.split(64), labels.split(64), strict=True))[: len(digits.data) // world_size // 64]

@@ -7,12 +7,13 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-.PHONY: help demo test bench lint conformance
+.PHONY: help demo test test-all bench lint conformance
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    train on two ranks under several compression settings, results in out/demo"
 	@echo "make test    the tests"
+	@echo "make test-all      with those that are left out for their length"
 	@echo "make bench   the benchmarks, results in out/bench and bench/results"
 	@echo "make lint    ruff and mypy"
 	@echo "make conformance   torch's own DDP tests against our class, all of them"
@@ -20,8 +21,12 @@ help:
 demo: .venv/.stamp-demo
 	$(BIN)/fastreduce compare --ranks 2 --settings none fp16 bf16 int8 int8:error_feedback --out out/demo
 
+# Two files at a time: ranks wait for each other, for timeouts and for their own start.
 test: .venv/.stamp-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: .venv/.stamp-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ""
 
 bench: .venv/.stamp-dev
 	$(BIN)/python -m bench

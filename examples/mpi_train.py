@@ -38,9 +38,9 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             total += loss.detach()
-        dist.all_reduce(total)
+        dist.all_reduce_gradients([total])
         if rank == 0:
-            print(f"epoch {epoch}: loss {total.item() / (steps * size):.3f}")
+            print(f"epoch {epoch}: loss {total.item() / steps:.3f}")
     print(f"rank {rank} of {size}: done")
     dist.destroy_process_group()
 

@@ -42,7 +42,9 @@ pytestmark = pytest.mark.timeout(150)
     ("command", "setting"),
     [
         ([*FASTREDUCE, "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"], "fp16"),
-        ([sys.executable, "lightning_train.py", "--strategy=fastreduce_fp16"], "fp16"),
+        pytest.param(
+            [sys.executable, "lightning_train.py", "--strategy=fastreduce_fp16"], "fp16", marks=pytest.mark.long
+        ),
         ([*TORCHRUN, "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"], "int8:error_feedback"),
     ],
     ids=["accelerate", "lightning", "transformers"],

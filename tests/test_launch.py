@@ -139,6 +139,7 @@ def test_torchs_older_launcher(tmp_path: Path, option: str, names: str):
     }
 
 
+@pytest.mark.long
 def test_mp_spawn(tmp_path: Path):
     """torch's tutorial: the worker sets the group up itself."""
     path = tmp_path / "train.py"
@@ -211,7 +212,9 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, fate: s
     assert done.stderr == f"fastreduce launch: rank 1 {fate}\n"
 
 
-@pytest.mark.parametrize("how", ["SIGINT to the group", "SIGINT", "SIGTERM", "SIGKILL", "rank"])
+@pytest.mark.parametrize(
+    "how", ["SIGINT to the group", pytest.param("SIGINT", marks=pytest.mark.long), "SIGTERM", "SIGKILL", "rank"]
+)
 def test_nothing_is_left_behind(tmp_path: Path, how: str):
     """Ranks that ignore SIGTERM or hang in C++, and what they started, end with the launcher or with each other."""
     path, pids = tmp_path / "stuck.py", tmp_path / "pids"

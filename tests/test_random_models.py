@@ -123,13 +123,13 @@ def _check(ranks: RankPool, program: Program, setting: str = "none") -> None:
 
 
 @given(program=programs())
-@_examples(40)
+@_examples(25)
 def test_random_programs_train_as_with_torch(ranks: RankPool, program: Program):
     _check(ranks, program)
 
 
 @pytest.mark.parametrize("setting", ["fp16", "bf16", "int8", "int8:error_feedback"])
 @given(program=programs())
-@_examples(8)
+@_examples(5)
 def test_random_programs_keep_torchs_structure_and_the_formats_bound(ranks: RankPool, setting: str, program: Program):
     _check(ranks, program, setting)

@@ -45,7 +45,11 @@ pytestmark = pytest.mark.timeout(150)
         pytest.param(
             [sys.executable, "lightning_train.py", "--strategy=fastreduce_fp16"], "fp16", marks=pytest.mark.long
         ),
-        ([*TORCHRUN, "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"], "int8:error_feedback"),
+        pytest.param(
+            [*TORCHRUN, "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"],
+            "int8:error_feedback",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["accelerate", "lightning", "transformers"],
 )

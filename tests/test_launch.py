@@ -126,7 +126,10 @@ def test_a_script_runs_on_every_rank(script: Path, before: list[str], after: lis
 
 @pytest.mark.parametrize(
     ("option", "names"),
-    [("--nproc-per-node", '"--local-rank"'), ("--nproc_per_node", '"--local-rank", "--local_rank"')],
+    [
+        pytest.param("--nproc-per-node", '"--local-rank"', marks=pytest.mark.long),
+        ("--nproc_per_node", '"--local-rank", "--local_rank"'),
+    ],
 )
 def test_torchs_older_launcher(tmp_path: Path, option: str, names: str):
     """It passes --local-rank=N, which scripts declare in that spelling or in both."""

@@ -65,7 +65,7 @@ def run_job(folder: Path, world_size: int, job: str) -> tuple[int, str]:
 # What works
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)], ids=["2 ranks", "3 ranks"])
 def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """For each rank, what each check raised."""
     folder = tmp_path_factory.mktemp("checks")

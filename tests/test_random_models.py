@@ -128,7 +128,9 @@ def test_random_programs_train_as_with_torch(ranks: RankPool, program: Program):
     _check(ranks, program)
 
 
-@pytest.mark.parametrize("setting", ["fp16", "bf16", "int8", "int8:error_feedback"])
+@pytest.mark.parametrize(
+    "setting", ["fp16", "int8:error_feedback", *(pytest.param(s, marks=pytest.mark.long) for s in ("bf16", "int8"))]
+)
 @given(program=programs())
 @_examples(5)
 def test_random_programs_keep_torchs_structure_and_the_formats_bound(ranks: RankPool, setting: str, program: Program):

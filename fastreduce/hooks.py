@@ -18,7 +18,7 @@ from . import residuals
 from .agreement import check_agreement
 from .buckets import BucketPlan, ParameterSpec, build_plan
 from .compression import Compression
-from .errors import SettingError
+from .errors import NotInitializedError, SettingError
 from .pipeline import BucketPipeline
 from .sparse import average
 from .streams import ThreadStream
@@ -77,9 +77,7 @@ class CompressState:
         if self._transport is None:
             group = self._group or dist.group.WORLD
             if group is None:
-                raise ValueError(
-                    "Default process group has not been initialized: call torch.distributed.init_process_group first"
-                )
+                raise NotInitializedError("CompressState")
             self._transport = make_transport(group)
             check_agreement(self._transport, {"compression": str(self.compression)})
         return self._transport

@@ -49,7 +49,7 @@ class TorchProcessGroup(Transport):
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._failed = group, False
         self._number: int | None = None
-        self._gathers = 0
+        self._swaps = 0
 
     @cached_property
     def _gloo(self) -> Any:
@@ -101,18 +101,27 @@ class TorchProcessGroup(Transport):
         return _Works(self, "all_reduce", [self.call("all_reduce", self._gloo.allreduce, [tensor])])
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
-        """Gloo's all-to-all on the bytes."""
-        into, out = received.view(-1).view(torch.uint8), wire.view(torch.uint8)
-        return _Works(self, "all_to_all", [self.call("all_to_all", self._gloo.alltoall_base, into, out, [], [])])
+        """Sends and receives: gloo's own all-to-all fills a slow link in one direction at a time, in half of its runs.
+
+        32 MB on two ranks with 1 Gbit/s between them took 142 ms so, and 146 or 280 with gloo's.
+        """
+        rows, shards = (tensor.view(-1).view(torch.uint8).view(self.world_size, -1) for tensor in (received, wire))
+        works = self._swap("all_to_all", list(rows), list(shards))
+        rows[self.rank].copy_(shards[self.rank])
+        return works
 
     def all_gather(self, wire: Tensor) -> Work:
         """Sends and receives in place: 18 ms for 50 MB on two ranks where gloo's own all-gather took 51."""
-        shards = wire.view(torch.uint8).view(self.world_size, -1)
+        shards = list(wire.view(torch.uint8).view(self.world_size, -1))
+        return self._swap("all_gather", shards, [shards[self.rank]] * self.world_size)
+
+    def _swap(self, operation: str, into: list[Tensor], out: list[Tensor]) -> Work:
+        """`into[r]` comes from rank r, `out[r]` goes to it."""
         others = [r for r in range(self.world_size) if r != self.rank]
-        self._gathers += 1  # a tag of its own for each, since several are under way at once
-        works = [self.call("all_gather", self._gloo.recv, [shards[r]], r, self._gathers) for r in others]
-        works += [self.call("all_gather", self._gloo.send, [shards[self.rank]], r, self._gathers) for r in others]
-        return _Works(self, "all_gather", works)
+        self._swaps += 1  # a tag of its own for each, since several are under way at once
+        works = [self.call(operation, self._gloo.recv, [into[r]], r, self._swaps) for r in others]
+        works += [self.call(operation, self._gloo.send, [out[r]], r, self._swaps) for r in others]
+        return _Works(self, operation, works)
 
     def exchange(self, value: Any) -> list[Any]:
         """Pickle, gather the lengths, gather the bytes padded to the longest."""

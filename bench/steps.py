@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastreduce
 from fastreduce.backends import ENVIRONMENT_VARIABLE
-from fastreduce.streams import Begin, Job, ThreadStream
+from fastreduce.streams import InlineStream, ThreadStream
 
 WARM_UP = 3  # steps: buckets are rebuilt, and kernels chosen again, after the first
 
@@ -172,7 +172,7 @@ def _allocations(contestants: dict[str, Contestant], x: Tensor, nbytes: int) -> 
     torch's profiler sees memory on its own thread only, so our communication happens there too.
     """
     counts = {}
-    with patch.object(ThreadStream, "submit", _at_once):
+    with patch.object(ThreadStream, "submit", InlineStream.submit):
         for name, contestant in contestants.items():
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 contestant.step(x)
@@ -180,10 +180,3 @@ def _allocations(contestants: dict[str, Contestant], x: Tensor, nbytes: int) -> 
             events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
             counts[name] = sum(e.nbytes() >= nbytes for e in events if e.name() == "[memory]")
     return counts
-
-
-def _at_once(_: ThreadStream, begin: Begin) -> Job:
-    job = Job(begin)
-    job.begin()
-    job.finish()
-    return job

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,9 @@ from . import residuals
 from .buckets import BucketPlan, build_plan, group_by_size
 from .compression import Compression
 from .gradients import Collected, Gradients
-from .pipeline import BucketPipeline, Pending, Seconds, warm_up
+from .pipeline import BucketPipeline, Seconds, warm_up
 from .sparse import SparseGradients
-from .streams import ThreadStream
+from .streams import Finish, Pending, Stream, make_stream
 from .transports import Transport
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -28,13 +28,13 @@ class Job:
     pipeline: BucketPipeline
     found: Collected
 
-    def launch(self, stream: ThreadStream) -> Pending:
+    def launch(self, stream: Stream) -> Pending:
         """Run it on `stream`."""
         return self.pipeline.launch(stream, self.found.sources, self.found.targets, self.found.unused)
 
-    def begin(self) -> Callable[[], None]:
-        """Begin it here; returns what finishes it."""
-        return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
+    def begin_on(self, stream: Stream) -> Finish:
+        """Begin it on `stream`; returns what finishes it."""
+        return self.pipeline.begin_on(stream, self.found.sources, self.found.targets, self.found.unused)
 
 
 class BucketedGradients:
@@ -50,6 +50,7 @@ class BucketedGradients:
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
         sparse: indices of parameters whose gradients are sparse; they travel in no bucket, uncompressed,
             when backward ends.
+        overlaps: whether full buckets are launched during backward, or all when it has ended.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
@@ -69,7 +70,9 @@ class BucketedGradients:
         gradient_as_bucket_view: bool = False,
         dtype: torch.dtype | None = None,
         sparse: Iterable[int] = (),
+        overlaps: bool = True,
     ) -> None:
+        self._overlaps = overlaps
         self.transport, self.compression = transport, compression
         self._caps, self._as_views, self._casts = tuple(bucket_caps), gradient_as_bucket_view, dtype is not None
         self._gradients = Gradients(parameters, names, dtype)
@@ -77,7 +80,16 @@ class BucketedGradients:
         self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
         self._dense = [i for i in range(len(self._specs)) if i not in self._sparse.parameters]
         for device, each in {(self._specs[i].device, self._specs[i].dtype) for i in self._dense}:
-            warm_up(each, device, compression)
+            warm_up(each, device, compression, transport)
+        self._make_streams()
+
+    def _make_streams(self) -> None:
+        """One for each device."""
+        devices = sorted({self._specs[i].device for i in self._dense}, key=str)
+        self._streams = {device: make_stream(device, self.transport) for device in devices}
+
+    def _stream(self, index: int) -> Stream:
+        return self._streams[self.plan.buckets[index].device]
 
     # Layout
 
@@ -118,7 +130,7 @@ class BucketedGradients:
         if self._alone(index):
             return self._unused(index)
         job = self._collect(index)
-        job.begin()()
+        job.begin_on(self._stream(index))()
         return self._settle(job)
 
     def _alone(self, index: int) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 from .buckets import Bucket
 from .compression import NoCompression
 from .errors import ReducerError
-from .pipeline import BucketPipeline, Pending
-from .streams import ThreadStream
+from .pipeline import BucketPipeline
+from .streams import Finish, Pending, Stream
 from .transports import LocalTransport
 
 Hook = Callable[[Any, Any], Any]
@@ -84,7 +84,7 @@ class HookPipeline(BucketPipeline):
         self._gradients = self.make_views(layouts)
 
     def launch(
-        self, stream: ThreadStream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
     ) -> Pending:
         """Call the hook here and now.
 
@@ -93,9 +93,13 @@ class HookPipeline(BucketPipeline):
         """
         return self._call(grads, averaged)
 
-    def begin(
-        self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
-    ) -> Callable[[], None]:
+    def begin_on(
+        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+    ) -> Finish:
+        """Call the hook here and now; the second part waits for its future."""
+        return self.begin(grads, averaged, unused)
+
+    def begin(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> Finish:
         """Call the hook; the second part waits for its future."""
         return self._call(grads, averaged).result
 

@@ -25,7 +25,7 @@ from .sync_batchnorm import SyncBatchNorm
 from .torch_logger import TorchLogger, environment
 from .torch_reducer import TorchReducer
 from .transports import Transport, make_transport
-from .wrapping import check_module, describe_wrapping, group_of
+from .wrapping import check_module, describe_wrapping, device_of, group_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,14 +38,15 @@ class DistributedDataParallel(TorchDDP):
     no_sync, buffers, pickling and argument checks are torch's code.
 
     Args:
-        module: the model; parameters on the CPU.
+        module: the model; parameters on the CPU, or on GPUs.
         device_ids: as in torch, but on a CPU module it warns and is dropped, so that GPU scripts run.
         output_device: likewise.
         *args: torch's other arguments.
         compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; None means
             FASTREDUCE_COMPRESSION, or `none`.
-        transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else gloo
-            in a group of its own over the ranks of `process_group` (at world size 1: nothing to move).
+        transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else NCCL
+            for GPUs and gloo for CPUs, in communicators of its own over the ranks of `process_group` (at world size
+            1: nothing to move).
         **kwargs: torch's other arguments.
 
     Raises:
@@ -81,7 +82,8 @@ class DistributedDataParallel(TorchDDP):
         bound.apply_defaults()
         arguments = bound.arguments
         self._transport_argument = transport
-        self._transport = transport or make_transport(group_of(arguments["process_group"], arguments["device_mesh"]))
+        group = group_of(arguments["process_group"], arguments["device_mesh"])
+        self._transport = transport or make_transport(group, device_of(module))
         error = None
         try:
             self.compression = Compression.resolve(compression)
@@ -114,6 +116,7 @@ class DistributedDataParallel(TorchDDP):
             dtype=low and (low.reduce_dtype or low.param_dtype),
             sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
             low_precision=LowPrecision(self.module.parameters()) if low else None,
+            overlaps=not self._meets_elsewhere(),
         )
         self.logger = self.reducer.logger = TorchLogger(
             parameters,
@@ -134,10 +137,21 @@ class DistributedDataParallel(TorchDDP):
             self.device_ids or [],
             -1 if self.output_device is None else self.output_device,
             self.broadcast_buffers,
-            any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in self.module.modules()),
+            self._has_sync_batchnorm(),
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _has_sync_batchnorm(self) -> bool:
+        return any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in self.module.modules())
+
+    def _meets_elsewhere(self) -> bool:
+        """Whether the module's own backward runs NCCL collectives, in communicators other than ours.
+
+        Two communicators on one GPU must be used in the same order on every rank. Where ranks use different
+        parameters, a bucket fills before a SyncBatchNorm on one rank and behind it on another.
+        """
+        return self.device_type != "cpu" and self._has_sync_batchnorm()
 
     # Under torch.compile what goes on around the module's forward stays Python: Dynamo would trace the reducer.
     _pre_forward = _disable_dynamo(TorchDDP._pre_forward)
@@ -240,5 +254,6 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._transport = state["_transport_argument"] or make_transport(group_of(None, None))
+        device = device_of(state["_modules"]["module"])
+        self._transport = state["_transport_argument"] or make_transport(group_of(None, None), device)
         super().__setstate__(state)

@@ -21,7 +21,7 @@ from .compression import Compression
 from .errors import NotInitializedError, SettingError
 from .pipeline import BucketPipeline
 from .sparse import average
-from .streams import ThreadStream
+from .streams import Finish, Stream, make_stream
 from .transports import Transport, make_transport
 
 
@@ -50,7 +50,7 @@ class CompressState:
         self._transport: Transport | None = None
         self._pipelines: dict[int, BucketPipeline] = {}
         self._kept: dict[str, Tensor] = {}
-        self._stream = ThreadStream()
+        self._streams: dict[torch.device, Stream] = {}
 
     def pipeline(self, bucket: Any) -> BucketPipeline:
         """The buffers for a `dist.GradBucket`; new ones when DDP has laid its buckets out anew."""
@@ -66,31 +66,36 @@ class CompressState:
             ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device)
             for name, grad in zip(names, bucket.gradients(), strict=True)
         ]
-        transport = self._connect()
+        transport = self._connect(buffer.device)
         plan = build_plan(specs, [range(len(specs))], alignment=self.compression.alignment, shards=transport.world_size)
         made = BucketPipeline(plan.buckets[0], self.compression, transport)
         residuals.restore(self._kept, [made])
         self._pipelines[bucket.index()] = made
         return made
 
-    def _connect(self) -> Transport:
+    def _connect(self, device: torch.device) -> Transport:
         if self._transport is None:
-            group = self._group or dist.group.WORLD
-            if group is None:
-                raise NotInitializedError("CompressState")
-            self._transport = make_transport(group)
+            self._transport = make_transport(self._ranks(), device)
             check_agreement(self._transport, {"compression": str(self.compression)})
         return self._transport
 
+    def _ranks(self) -> dist.ProcessGroup:
+        group = self._group or dist.group.WORLD
+        if group is None:
+            raise NotInitializedError("CompressState")
+        return group
+
     def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average a bucket on the communication thread; the future holds its buffer.
+        """Average a bucket on the communication stream; the future holds its buffer.
 
         A sparse gradient, which torch puts in a bucket of its own, travels uncompressed.
         """
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        device = bucket.buffer().device
+        # With a device, it takes note of the stream on which its result is set.
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         start = self._start_sparse(bucket) if bucket.buffer().is_sparse else self._start_dense(bucket)
 
-        def begin() -> Callable[[], None]:
+        def begin() -> Finish:
             with _told_to(future):
                 finish = start()
             return lambda: end(finish)
@@ -99,7 +104,9 @@ class CompressState:
             with _told_to(future):
                 future.set_result(finish())
 
-        self._stream.submit(begin)
+        if device not in self._streams:
+            self._streams[device] = make_stream(device, self._connect(device))
+        self._streams[device].submit(begin)
         return future
 
     def _start_dense(self, bucket: Any) -> Callable[[], Callable[[], Tensor]]:
@@ -118,8 +125,8 @@ class CompressState:
         return start
 
     def _start_sparse(self, bucket: Any) -> Callable[[], Callable[[], Tensor]]:
-        transport, parameters = self._connect(), bucket.parameters()
         gradient: Tensor = bucket.buffer()
+        transport, parameters = self._connect(gradient.device), bucket.parameters()
 
         def start() -> Callable[[], Tensor]:
             (averaged,) = average(transport, [gradient], [True], parameters, transport.world_size)
@@ -129,10 +136,10 @@ class CompressState:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name; each rank saves its own."""
-        transport = self._connect()
+        ranks = self._ranks()
         buckets = [self._pipelines[index] for index in sorted(self._pipelines)]
-        plan = BucketPlan(tuple(p.bucket for p in buckets), self.compression.alignment, transport.world_size)
-        state = residuals.save(plan, buckets, transport.rank, str(self.compression))
+        plan = BucketPlan(tuple(p.bucket for p in buckets), self.compression.alignment, ranks.size())
+        state = residuals.save(plan, buckets, ranks.rank(), str(self.compression))
         return {**state, "residuals": self._kept | state["residuals"], "shard_residuals": []}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -143,9 +150,9 @@ class CompressState:
         Raises:
             SettingError: if the state is of another compression, or ranks are missing.
         """
-        transport = self._connect()
+        ranks = self._ranks()
         states = [state] if isinstance(state, Mapping) else list(state)
-        chosen = residuals.pick(states, transport.rank, transport.world_size, str(self.compression))
+        chosen = residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
         self._kept = dict(chosen["residuals"])
         residuals.restore(self._kept, list(self._pipelines.values()))
 

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .buckets import Bucket
+from .buckets import Bucket, ParameterSpec, build_plan
+from .clocks import make_clock
 from .compression import Compression
 from .errors import TransportError
-from .streams import ThreadStream
-from .transports import LocalTransport, Transport, Work
+from .streams import Finish, Pending, Stream
+from .transports import Transport, Work
+
+# The points in time of a reduction.
+_START, _COMPRESSED, _STARTED, _RESUMED, _REDUCED, _END = range(6)
 
 
-@dataclass
-class Seconds:
+class Seconds(NamedTuple):
     """Time that one bucket's last reduction took, by stage."""
 
-    compress: float = 0.0
-    reduce: float = 0.0
-    decompress: float = 0.0
-
-
-class Pending(Protocol):
-    """A reduction under way."""
-
-    def begun(self) -> None:
-        """Wait until its collectives have been started; raises what that raised."""
-
-    def result(self) -> None:
-        """Wait for its end; raises what it raised."""
-
-    def cancel(self) -> object:
-        """Leave it out if it has not begun."""
+    compress: float
+    reduce: float
+    decompress: float
 
 
 class BucketPipeline:
@@ -61,7 +49,7 @@ class BucketPipeline:
         self, bucket: Bucket, compression: Compression, transport: Transport, divisor: int | None = None
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
-        self.seconds = Seconds()
+        self._clock = make_clock(bucket.device, 6)
         self._block, shards = compression.block, transport.world_size
         self._kernels = ops.unchecked(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
@@ -101,6 +89,13 @@ class BucketPipeline:
             self._scale_after = self._average / self._scale_before
 
     @property
+    def seconds(self) -> Seconds:
+        """Time of the last reduction; on a device, waits for its end."""
+        between = self._clock.between
+        reduce = between(_COMPRESSED, _STARTED) + between(_RESUMED, _REDUCED)
+        return Seconds(between(_START, _COMPRESSED), reduce, between(_REDUCED, _END))
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that one rank sends in one reduction: (N-1)/N of the wire, twice (ring all-reduce or two-shot)."""
         shards = self.transport.world_size
@@ -119,14 +114,22 @@ class BucketPipeline:
         ]
 
     def launch(
-        self, stream: ThreadStream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
     ) -> Pending:
         """`run` on `stream`, where the next bucket is compressed while this one's wire is on its way."""
         return stream.submit(lambda: self.begin(grads, averaged, unused))
 
+    def begin_on(
+        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+    ) -> Finish:
+        """`begin` on `stream`, with nothing left to overlap with; returns the second part."""
+        return stream.begin(lambda: self.begin(grads, averaged, unused))
+
     def run_broken(self) -> None:
         """Take part in a reduction that the other ranks may be in, with NaN: this rank's backward raised."""
-        broken = [torch.full((s.numel,), torch.nan, dtype=self.used.dtype) for s in self.bucket.slots]
+        broken = [
+            torch.full((s.numel,), torch.nan, dtype=self.used.dtype, device=self.used.device) for s in self.bucket.slots
+        ]
         self.run(broken, broken)
 
     def run(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> None:
@@ -140,32 +143,31 @@ class BucketPipeline:
         """
         self.begin(grads, averaged, unused)()
 
-    def begin(
-        self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
-    ) -> Callable[[], None]:
+    def begin(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> Finish:
         """The first part of `run`: compress, and start the last collective; returns the second part."""
-        start = time.perf_counter()
+        mark = self._clock.mark
+        mark(_START)
         for position in unused:
             self.used[position] = 0
         self.compress(grads)
         if unused:
             self.used.fill_(1)
-        compressed = time.perf_counter()
+        mark(_COMPRESSED)
         with self._named_in_errors():
             work = self.reduce()
-        self.seconds = Seconds(compressed - start, time.perf_counter() - compressed)
+        mark(_STARTED)
         return lambda: self._finish(work, averaged, unused)
 
     def _finish(self, work: Work, averaged: Sequence[Tensor], unused: Sequence[int]) -> None:
-        start = time.perf_counter()
+        mark = self._clock.mark
+        mark(_RESUMED)
         with self._named_in_errors():
             work.wait()
-        reduced = time.perf_counter()
+        mark(_REDUCED)
         self.decompress(averaged)
         if self.residual is not None and self._wire_is_finite():
             self._advance_residuals(unused)
-        self.seconds.reduce += reduced - start
-        self.seconds.decompress = time.perf_counter() - reduced
+        mark(_END)
 
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
@@ -191,9 +193,14 @@ class BucketPipeline:
         if self._received is None:
             return self.transport.all_reduce(self.wire)
         self.transport.all_to_all(self._received, self.wire).wait()
+        self._reduce_shards(self._received)
+        return self.transport.all_gather(self.wire)
+
+    def _reduce_shards(self, received: Tensor) -> None:
+        """Every rank's version of this rank's shard → the average, in its place in the wire."""
         if self._block:
             self._kernels.reduce_quantized(
-                self._received,
+                received,
                 self._shard,
                 self._average,
                 self._block,
@@ -202,8 +209,7 @@ class BucketPipeline:
                 self._new_shard_residual,
             )
         else:
-            self._kernels.reduce_shards(self._received, self._shard, self._average)
-        return self.transport.all_gather(self.wire)
+            self._kernels.reduce_shards(received, self._shard, self._average)
 
     def decompress(self, averaged: Sequence[Tensor]) -> None:
         """Wire → averaged gradients and `used_by_any`."""
@@ -214,6 +220,13 @@ class BucketPipeline:
             self._kernels.dequantize(self.wire, self.transport.world_size, self._block, slots, tensors)
         else:
             self._kernels.unflatten(self.wire, slots, tensors, self._scale_after)
+
+    def launch_kernels(self, grads: Sequence[Tensor]) -> None:
+        """Launch every kernel of a reduction once, and move nothing between ranks."""
+        self.compress(grads)
+        if self._received is not None:
+            self._reduce_shards(self._received)
+        self.decompress(grads)
 
     def _advance_residuals(self, unused: Sequence[int]) -> None:
         """Go on with the new residuals, save those of slots that no rank used: what they sent is thrown away."""
@@ -245,8 +258,10 @@ def _restore(residual: Tensor | None, old: Tensor | None, start: int, stop: int)
         residual[start:stop] = old[start:stop]
 
 
-def warm_up(dtype: torch.dtype, device: torch.device, compression: Compression) -> None:
-    """Compile (or load from the disk cache) every kernel that a bucket of `dtype` on `device` will launch."""
-    alignment = compression.alignment
-    empty = Bucket(0, dtype, device, (), 0, alignment)
-    BucketPipeline(empty, compression, LocalTransport()).run([], [])
+def warm_up(dtype: torch.dtype, device: torch.device, compression: Compression, transport: Transport) -> None:
+    """Compile (or load from the disk cache) every kernel that buckets of `dtype` on `device` will launch."""
+    plan = build_plan(
+        [ParameterSpec("", 1, dtype, device)], [[0]], alignment=compression.alignment, shards=transport.world_size
+    )
+    one = [torch.zeros(1, dtype=dtype, device=device)]
+    BucketPipeline(plan.buckets[0], compression, transport).launch_kernels(one)

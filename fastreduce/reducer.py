@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -15,8 +16,7 @@ from . import residuals
 from .arrivals import Arrivals, weakly
 from .bucketed import BucketedGradients, Job
 from .errors import ReducerError, TransportError
-from .pipeline import Pending
-from .streams import ThreadStream
+from .streams import Pending, Stream
 from .transports import Transport
 
 
@@ -37,17 +37,17 @@ class GradientReducer(BucketedGradients):
 
     def __init__(self, parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         super().__init__(parameters, *args, **kwargs)
-        self._stream = ThreadStream()
+        self._launching = threading.Lock()  # each device's hooks run on a thread of their own
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._used = self._arrivals.used
         self._install(self._first_groups())
-        self._close = weakref.finalize(self, shut_down, self._stream, self.transport)
+        self._close = weakref.finalize(self, shut_down, self._streams, self.transport)
 
     def close(self) -> None:
-        """Remove the hooks, end the communication thread and close the transport."""
+        """Remove the hooks, end communication threads and close the transport."""
         self._arrivals.remove()
         self._close()
 
@@ -141,9 +141,11 @@ class GradientReducer(BucketedGradients):
 
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
-        while (index := len(self._launches)) < len(self.pipelines) - 1 and not self._arrivals.waiting[index]:
-            job = self._collect(index)
-            self._launches.append((job, job.launch(self._stream)))
+        last = len(self.pipelines) - 1 if self._overlaps else 0
+        with self._launching:
+            while (index := len(self._launches)) < last and not self._arrivals.waiting[index]:
+                job = self._collect(index)
+                self._launches.append((job, job.launch(self._stream(index))))
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -162,14 +164,14 @@ class GradientReducer(BucketedGradients):
     def _reduce_all(self) -> None:
         try:
             for _, pending in self._launches[-1:]:
-                pending.begun()  # the stream leaves starting collectives to this thread
+                pending.begun()  # streams leave starting collectives to this thread
             under_way = [(job, pending.result) for job, pending in self._launches]
             for index in range(len(self._launches), len(self.pipelines)):
                 if self._alone(index):
                     self._left_over |= self._unused(index)
                 else:
                     job = self._collect(index)
-                    under_way.append((job, job.begin()))
+                    under_way.append((job, job.begin_on(self._stream(index))))
             for job, finish in under_way:
                 finish()
                 self._left_over |= self._settle(job)
@@ -239,9 +241,10 @@ class GradientReducer(BucketedGradients):
                 pipeline.shard_residual.copy_(saved)
 
 
-def shut_down(stream: ThreadStream, transport: Transport) -> None:
+def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> None:
     """End what a reducer holds outside itself."""
-    if not stream.idle:  # a peer does not come: nobody will miss what is under way
+    if not all(stream.idle for stream in streams.values()):  # a peer does not come: nobody will miss what is under way
         transport.abort()
-    stream.close()
+    for stream in streams.values():
+        stream.close()
     transport.close()

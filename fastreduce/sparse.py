@@ -74,7 +74,8 @@ def average(
         return []
     parts = [None if grad is None else grad / divisor for grad in grads]
     parts = [part.coalesce() if part is not None and part.is_sparse else part for part in parts]
-    brought = _gather_rows(transport, torch.tensor([_describe(p, u) for p, u in zip(parts, used, strict=True)]))
+    described = [_describe(part, flag) for part, flag in zip(parts, used, strict=True)]
+    brought = _gather_rows(transport, torch.tensor(described, device=like[0].device))
     averages: list[Tensor | None] = []
     for i, (part, parameter) in enumerate(zip(parts, like, strict=True)):
         kinds, sparse_dims, rows = (brought[:, i, column].tolist() for column in range(3))
@@ -101,8 +102,8 @@ def _describe(part: Tensor | None, used: bool) -> tuple[int, int, int]:
 
 
 def _empty(parameter: Tensor, sparse_dim: int) -> Tensor:
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
-    values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=parameter.dtype)
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
 
 

@@ -1,4 +1,4 @@
-"""Where a bucket's work is enqueued: for CPU tensors one thread, so that reduction overlaps with backward."""
+"""Where a bucket's work is enqueued, so that reduction overlaps with backward: a thread, or a CUDA stream."""
 
 from __future__ import annotations
 
@@ -8,9 +8,54 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from .transports import Transport
 
 Finish = Callable[[], None]
 Begin = Callable[[], Finish]
+
+
+class Pending(Protocol):
+    """Work under way."""
+
+    def begun(self) -> None:
+        """Wait until its collectives have been started; raises what that raised."""
+
+    def result(self) -> None:
+        """Wait for its end; raises what it raised."""
+
+    def cancel(self) -> object:
+        """Leave it out if it has not begun."""
+
+
+class Stream(Protocol):
+    """Runs work in the order in which it comes."""
+
+    def submit(self, begin: Begin) -> Pending:
+        """Enqueue work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do the first part now; the caller is to do the second. All that was enqueued has begun."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no transfer that was enqueued is under way on the host."""
+
+    def close(self) -> None:
+        """End what the stream holds."""
+
+
+def make_stream(device: torch.device, transport: Transport) -> Stream:
+    """What a bucket on `device` is reduced on.
+
+    A transport that enqueues CUDA work needs no thread: the host goes on at once.
+    """
+    if device.type != "cuda":
+        return ThreadStream()
+    return CudaStream(device, InlineStream() if transport.enqueues else ThreadStream())
 
 
 class Job:
@@ -81,7 +126,7 @@ class ThreadStream:
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, begin: Begin) -> Job:
-        """Enqueue a job."""
+        """Enqueue a job for the thread."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._jobs,), name="fastreduce-communication", daemon=True
@@ -90,6 +135,10 @@ class ThreadStream:
         self._last = job = Job(begin)
         self._jobs.put(job)
         return job
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do the first part on the caller's thread: it would only wait for the other."""
+        return begin()
 
     @property
     def idle(self) -> bool:
@@ -118,3 +167,94 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
         del job
     for job in under_way:
         job.finish()
+
+
+class InlineStream:
+    """Runs jobs at once, on the caller's thread."""
+
+    idle = True
+
+    def submit(self, begin: Begin) -> Job:
+        """Do both parts; what they raise comes with `result`."""
+        job = Job(begin)
+        if job.begin():
+            job.finish()
+        return job
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do the first part."""
+        return begin()
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class CudaStream:
+    """Runs jobs on one high-priority CUDA stream of a device, behind what is enqueued on the caller's stream.
+
+    A job's result makes the caller's stream wait, not the host. `jobs` says where the host's part of the work is
+    done: at once, or, with transports that wait on the host, on a thread.
+    """
+
+    def __init__(self, device: torch.device, jobs: ThreadStream | InlineStream) -> None:
+        self._device, self._jobs = device, jobs
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._ahead = False  # whether it holds work that no caller's stream has waited for
+
+    def submit(self, begin: Begin) -> Pending:
+        """Enqueue a job behind what the current stream holds now."""
+        return _OnStream(self, self._jobs.submit(self._on_stream(begin)))
+
+    def begin(self, begin: Begin) -> Finish:
+        """Begin a job behind what the current stream holds now."""
+        finish = self._jobs.begin(self._on_stream(begin))
+
+        def finish_and_join() -> None:
+            finish()
+            self.join()
+
+        return finish_and_join
+
+    def _on_stream(self, begin: Begin) -> Begin:
+        ready = torch.cuda.current_stream(self._device).record_event()
+
+        def begin_on_stream() -> Finish:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                finish = begin()
+
+            def finish_on_stream() -> None:
+                with torch.cuda.stream(self._stream):
+                    finish()
+                self._ahead = True
+
+            return finish_on_stream
+
+        return begin_on_stream
+
+    def join(self) -> None:
+        """Let the current stream wait for all work that was enqueued, unless it has."""
+        if self._ahead:
+            self._ahead = False
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the host's part of all jobs has ended."""
+        return self._jobs.idle
+
+    def close(self) -> None:
+        """End the host's part."""
+        self._jobs.close()
+
+
+class _OnStream:
+    """A job whose result the caller's stream waits for."""
+
+    def __init__(self, stream: CudaStream, job: Job) -> None:
+        self._stream, self._job = stream, job
+        self.begun, self.cancel = job.begun, job.cancel
+
+    def result(self) -> None:
+        self._job.result()
+        self._stream.join()

@@ -18,7 +18,6 @@ from .compression import NoCompression
 from .mixed_precision import LowPrecision
 from .pipeline import BucketPipeline
 from .reducer import GradientReducer, shut_down
-from .streams import ThreadStream
 from .torch_logger import TorchLogger
 from .transports import make_transport
 
@@ -174,8 +173,9 @@ class TorchReducer(GradientReducer):
         """
         kept = residuals.collect(self.pipelines)
         self._close()
-        self.transport, self._stream = make_transport(group), ThreadStream()
-        self._close = weakref.finalize(self, shut_down, self._stream, self.transport)
+        self.transport = make_transport(group, self._specs[0].device)
+        self._make_streams()
+        self._close = weakref.finalize(self, shut_down, self._streams, self.transport)
         self._sparse.transport = self.transport
         self._install(self._first_groups())
         residuals.restore(kept, self.pipelines)
@@ -240,7 +240,7 @@ class TorchReducer(GradientReducer):
     def _used_by_any(self) -> Tensor:
         """One flag a parameter, summed over the ranks once a backward: a hook's buffer has no room for them."""
         if self._flags is None:
-            self._flags = torch.tensor(self._arrivals.used, dtype=torch.float32)
+            self._flags = torch.tensor(self._arrivals.used, dtype=torch.float32, device=self._specs[0].device)
             self.transport.all_reduce(self._flags).wait()
         return self._flags
 
@@ -276,7 +276,7 @@ class TorchReducer(GradientReducer):
     def shadow_backward(self) -> None:
         """Take part with zeros in the reduction of one backward, for ranks that have joined."""
         for pipeline in self.pipelines:
-            zeros = [torch.zeros(slot.numel, dtype=pipeline.bucket.dtype) for slot in pipeline.bucket.slots]
+            zeros = [pipeline.used.new_zeros(slot.numel) for slot in pipeline.bucket.slots]
             pipeline.run(zeros, zeros, range(len(zeros)))
         if self._hook is not None:
             self._arrivals.forget_used()

@@ -52,6 +52,11 @@ def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:
     return {name: tensor for name, tensor in named if name not in ignored}
 
 
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the parameters; of several GPUs, the first one's."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
 def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise if this rank cannot reduce the gradients of `module`, wrapped with these arguments of torch's class.
 
@@ -63,10 +68,16 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     parameters = _managed(module.named_parameters(), module)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
     Gradients(list(trainable.values()), list(trainable))
-    odd = {name: p.device for name, p in trainable.items() if p.device.type != "cpu"}
-    for name, device in odd.items():
-        error = DeviceError if len(odd) < len(trainable) else BackendUnavailableError
-        raise error(f"parameter {name!r} is on {device}; this version reduces tensors on cpu")
+    first: dict[str, tuple[str, torch.device]] = {}  # parameter and device, by type of device
+    for name, parameter in trainable.items():
+        first.setdefault(parameter.device.type, (name, parameter.device))
+    if len(first) > 1:
+        where = ", ".join(f"parameter {name!r} is on {device}" for name, device in first.values())
+        raise DeviceError(f"{where}; all must be on CPUs or all on GPUs")
+    for kind, (name, device) in first.items():
+        if kind not in ("cpu", "cuda"):
+            raise BackendUnavailableError(f"parameter {name!r} is on {device}; allowed: cpu, cuda")
+        ops.unchecked(device)
     caps = arguments.get("bucket_cap_mb_list") or ()
     if any(cap < 0 for cap in caps):
         raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")
@@ -80,8 +91,6 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
                     "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
                     stacklevel=3,
                 )
-    if trainable:
-        ops.unchecked(torch.device("cpu"))
 
 
 _AGREED_ARGUMENTS = (

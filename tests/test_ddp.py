@@ -1073,6 +1073,7 @@ import torch
 import torch.distributed as dist
 from fastreduce import Compression
 from fastreduce.pipeline import warm_up
+from fastreduce.transports import LocalTransport
 from tests.models import Breaking, whole_batch, wrap
 torch.set_num_threads(1)
 
@@ -1097,7 +1098,7 @@ def train(rank, kind, path):
                 sys.stderr = open(os.devnull, "w")
                 raise
 
-warm_up(torch.float32, torch.device("cpu"), Compression.parse("int8"))
+warm_up(torch.float32, torch.device("cpu"), Compression.parse("int8"), LocalTransport())
 gc.collect()
 gc.freeze()  # nobody walks the parent's objects when a child ends
 bad = []

@@ -18,7 +18,8 @@ TOP = PARTS | {"checkpoint", "data", "ddp", "functional", "reducer", "sync_batch
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
-    "streams": {"errors"},
+    "clocks": set(),
+    "streams": {"errors", "transports"},
     "compression": {"errors"},
     "transports": {"errors"},
     "buckets": {"errors", "compression", "kernels.slots"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "reducer", "snapshot_file"},
     "gradients": BASE,
     "sparse": {"transports"},
-    "pipeline": BASE | {"streams"},
+    "pipeline": BASE | {"clocks", "streams"},
     "residuals": BASE | {"pipeline"},
     "bucketed": PARTS,
     "reducer": PARTS | {"bucketed"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from .base import Transport, Work
@@ -31,7 +32,7 @@ def register_transport(group: dist.ProcessGroup, factory: Factory) -> None:
     _factories[group] = factory
 
 
-def make_transport(group: dist.ProcessGroup) -> Transport:
+def make_transport(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Transport:
     """What moves wires between the ranks of `group`: what was registered, else gloo; one rank alone needs nobody."""
     if dist.get_world_size(group) == 1:
         return LocalTransport()

@@ -24,11 +24,15 @@ class Transport(ABC):
 
     Every rank calls the same methods in the same order. A call may return before the data has moved;
     the tensors belong to the transport until `Work.wait`.
+
+    Attributes:
+        enqueues: whether a collective of CUDA tensors is work on the current stream, for which no host waits.
     """
 
     name: str
     rank: int
     world_size: int
+    enqueues = False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Work:

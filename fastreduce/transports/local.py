@@ -64,6 +64,7 @@ class LocalTransport(Transport):
 
     def __init__(self, rank: int = 0, world_size: int = 1, meeting: _Meeting | None = None) -> None:
         self.rank, self.world_size = rank, world_size
+        self.enqueues = world_size == 1
         self._meeting = meeting or _Meeting(world_size, timeout=60.0)
 
     def _meet(self, value: Any, use: Callable[[list[Any]], None]) -> Work:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from fastreduce import DistributedDataParallel as OurDDP
 from fastreduce import SyncBatchNorm, pipeline
 from fastreduce.compression import NoCompression
+from fastreduce.transports import LocalTransport
 
 CLASSES: dict[str, type[TorchDDP]] = {"torch": TorchDDP, "fastreduce": OurDDP}
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ class Case(_Backend, _Base):  # type: ignore[misc]
 
 def warm_up() -> None:
     """Load our kernels, before ranks are forked: no thread is started by it."""
-    pipeline.warm_up(torch.float32, CPU, NoCompression())
+    pipeline.warm_up(torch.float32, CPU, NoCompression(), LocalTransport())
 
 
 def ddp_tests() -> list[str]:

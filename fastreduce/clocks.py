@@ -1,0 +1,60 @@
+"""Points in time of one bucket's reduction: on the host's clock, or on that of a CUDA stream."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Remembers when each of a few points was passed last."""
+
+    def mark(self, point: int) -> None:
+        """Pass a point now."""
+
+    def between(self, start: int, end: int) -> float:
+        """Seconds from one point to another; 0 where they have not been passed."""
+
+
+class HostClock:
+    """For work that is done when its call returns."""
+
+    def __init__(self, points: int) -> None:
+        self._times = [0.0] * points
+
+    def mark(self, point: int) -> None:
+        """Read the host's clock."""
+        self._times[point] = time.perf_counter()
+
+    def between(self, start: int, end: int) -> float:
+        """Seconds on the host."""
+        return self._times[end] - self._times[start]
+
+
+class CudaClock:
+    """For work that a CUDA stream does later: each point is an event. Passing one inside a graph capture is ignored."""
+
+    def __init__(self, points: int) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(points)]
+        self._passed = [False] * points
+
+    def mark(self, point: int) -> None:
+        """Record the event on the current stream."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._events[point].record()
+            self._passed[point] = True
+
+    def between(self, start: int, end: int) -> float:
+        """Seconds on the device; waits until it has come to `end`."""
+        if not (self._passed[start] and self._passed[end]):
+            return 0.0
+        self._events[end].synchronize()
+        milliseconds: float = self._events[start].elapsed_time(self._events[end])
+        return milliseconds / 1e3
+
+
+def make_clock(device: torch.device, points: int) -> Clock:
+    """The clock that work on `device` goes by."""
+    return CudaClock(points) if device.type == "cuda" else HostClock(points)

@@ -1,4 +1,4 @@
-"""CudaStream's order, by counting: fake streams know what each has waited for, and nothing of CUDA is there to wait on."""
+"""CudaStream's order: fake streams know what they have waited for, and nothing else of CUDA is there to wait on."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_one_wait_covers_all_results_that_are_there(cuda: FakeCuda):
     stream = CudaStream(DEVICE, InlineStream())
     pending = [stream.submit(lambda: lambda: None) for _ in range(3)]
     waits = []
-    cuda.compute.wait_stream = waits.append  # type: ignore[method-assign]
+    cuda.compute.wait_stream = waits.append  # type: ignore[method-assign, assignment]
     for each in pending:
         each.result()
     assert waits == [stream._stream]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_the_callers_stream_waits_for_a_result_and_not_before(cuda: FakeCuda, st
 
     pending = [stream.submit(begin) for _ in range(3)]
     pending[-1].begun()
-    ours = stream._stream
+    ours: Any = stream._stream
     assert ours not in compute.seen, "the caller's stream goes on while the work is under way"
     for each in pending:
         each.result()

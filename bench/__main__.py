@@ -15,21 +15,28 @@ HERE = Path(__file__).parent
 
 
 def main(
+    gpu: Annotated[bool, typer.Option(help="Only the benchmarks that need a GPU.")] = False,
+    rehearse: Annotated[bool, typer.Option(help="Those, without a GPU: interpreted kernels, tiny sizes.")] = False,
     quick: Annotated[bool, typer.Option(help="Small sizes, few rounds; nothing is added to bench/results.")] = False,
     out: Annotated[Path, typer.Option(help="Where the JSON and the plot go.")] = Path("out/bench"),
     select: Annotated[str, typer.Option("-k", help="Only benchmarks that match, as in pytest.")] = "",
 ) -> None:
     """Run the benchmarks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if rehearse:  # before triton and numba.cuda are imported
+        os.environ.update(TRITON_INTERPRET="1", NUMBA_ENABLE_CUDASIM="1")
     import pytest
 
     out.mkdir(parents=True, exist_ok=True)
     json = out / "benchmarks.json"
     json.unlink(missing_ok=True)
     arguments = [str(HERE), "-q", "-p", "no:cacheprovider", f"--benchmark-json={json}", "--benchmark-quiet"]
-    code = pytest.main([*arguments, *(["--quick"] if quick else []), *(["-k", select] if select else [])])
+    flags = {"--gpu": gpu, "--rehearse": rehearse, "--quick": quick}
+    arguments += [flag for flag, given in flags.items() if given]
+    code = pytest.main([*arguments, *(["-k", select] if select else [])])
     if json.exists() and json.stat().st_size:
-        report.show(json, out / "bench.png", out / "results.csv" if quick else HERE / "results" / "history.csv")
+        rows = out / "results.csv" if quick or rehearse else HERE / "results" / "history.csv"
+        report.show(json, out / "bench.png", rows, everything=not select)
     sys.exit(code)
 
 

@@ -12,17 +12,19 @@ Results = dict[str, dict[str, Any]]  # a benchmark's name → its extra_info
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table: `measured` is held against `limit`, `where` says what it was measured on."""
+    """One line of the table: `measured`, if it was, is held against `limit`; `where` says what it was measured on."""
 
     what: str
     at_least: bool
     limit: float
-    measured: float
+    measured: float | None
     where: str
 
     @property
-    def met(self) -> bool:
-        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+    def verdict(self) -> str:
+        if self.measured is None:
+            return "unmeasured"
+        return "met" if (self.measured >= self.limit if self.at_least else self.measured <= self.limit) else "missed"
 
 
 def _kernel(operation: str, dtype: str) -> str:
@@ -32,7 +34,7 @@ def _kernel(operation: str, dtype: str) -> str:
 CASTS = {f"{o} {d}": _kernel(o, d) for o in ("flatten", "unflatten") for d in ("fp16", "bf16")}
 INT8 = {operation: f"test_kernel[{operation}-resnet50-numba_cpu]" for operation in ("quantize", "dequantize")}
 ALLOCATING = ("cat, cast, divide", "cast, divide, copy_")
-NOT_PLAIN = ("numba_cpu", "reference", "copy")
+NOT_PLAIN = ("numba_cpu", "triton", "numba_cuda", "reference", "copy")
 
 
 def goals(results: Results) -> Iterator[Goal]:
@@ -82,11 +84,60 @@ def goals(results: Results) -> Iterator[Goal]:
         yield Goal("gradient-sized allocations a step, beyond the model's own", False, 0, counts[most], where)
 
 
+GPU_BACKENDS = ("triton", "numba_cuda")
+_BIG = ("bert_large", "gpt2_xl", "llama_1b")
+_CASTS = ("flatten", "unflatten")
+_COPIES = {
+    "casts, buckets of 256 MiB": (0.92, [f"{o}-{name}-" for o in _CASTS for name in _BIG]),
+    "casts, ResNet-50, launches included": (0.8, [f"{o}-resnet50-grads=fp32-" for o in _CASTS]),
+    "INT8 and sums, BERT-large": (
+        0.85,
+        ["quantize-bert_large-", "dequantize-bert_large-", "reduce_shards-bert_large-"],
+    ),
+}
+
+
+def gpu_goals(results: Results) -> Iterator[Goal]:
+    """All goals that need a GPU, measured or not."""
+    for backend in GPU_BACKENDS:
+        cases = {
+            name.removeprefix("test_gpu_kernel[").removesuffix(f"-{backend}]"): info["contestants"]
+            for name, info in results.items()
+            if name.startswith("test_gpu_kernel[") and name.endswith(f"-{backend}]")
+        }
+        for what, (limit, chosen) in _COPIES.items():
+            shares = {
+                case: rows[backend]["of_copy"][0] for case, rows in cases.items() if case.startswith(tuple(chosen))
+            }
+            yield _worst(f"{backend}: {what}: share of a copy's bandwidth", limit, shares)
+        casts = {case: rows for case, rows in cases.items() if case.startswith(("flatten", "unflatten"))}
+        plain, foreach = (
+            {
+                f"{case}, against {way}": 1 / row["ratio"][0]
+                for case, rows in casts.items()
+                for way, row in rows.items()
+                if chosen(way)
+            }
+            for chosen in (lambda way: way in ALLOCATING, lambda way: way.startswith("foreach"))
+        )
+        yield _worst(f"{backend}: times as fast as plain torch", 2.5, plain)
+        yield _worst(f"{backend}: times as fast as torch's foreach copies", 1.3, foreach)
+    share = results.get("test_gpu_step", {}).get("share_of_rival")
+    what = "GPT-2 124M, one GPU, fp16: time added to a step / by torch with views and FP16 hook"
+    yield Goal(what, False, 0.6, share and share[0], _interval(share) if share else "")
+    peaks = {n: row["peak_bytes"] for n, row in results.get("test_gpu_memory", {}).get("contestants", {}).items()}
+    what = "GPT-2 124M, one GPU, fp16: peak memory / torch's with views and FP16 hook"
+    share_of_memory = peaks["fp16"] / peaks["torch fp16 hook, views"] if peaks else None
+    yield Goal(what, False, 1.0, share_of_memory, f"{peaks['fp16'] / 2**20:.0f} MiB" if peaks else "")
+
+
 def _of_copy(cases: dict[str, dict[str, Any]]) -> dict[str, float]:
     return {case: rows["numba_cpu"]["of_copy"][0] for case, rows in cases.items()}
 
 
 def _worst(what: str, limit: float, measured: dict[str, float]) -> Goal:
+    if not measured:
+        return Goal(what, True, limit, None, "")
     where = min(measured, key=lambda name: measured[name])
     return Goal(what, True, limit, measured[where], f"worst of {len(measured)}: {where}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from fastreduce import backends, ops
 from fastreduce.backends import Backend
 from fastreduce.buckets import Bucket
 
-from .shapes import buckets_of
+from .shapes import CAPS, buckets_of
 
 BLOCK, RANKS = 128, 2
 REFERENCE = backends.load("reference")
@@ -74,15 +74,22 @@ class Case:
     plain: dict[str, Way] = field(default_factory=dict)
 
 
-def model_of(shapes: str, alignment: int, most: int, device: str) -> Model:
+def model_of(
+    shapes: str,
+    alignment: int,
+    most: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    caps: Sequence[int] = CAPS,
+) -> Model:
     """A model's buckets as two ranks lay them out, with random gradients."""
-    shape_of, buckets = buckets_of(shapes, alignment, most)
+    shape_of, buckets = buckets_of(shapes, alignment, most, caps)
     torch.manual_seed(0)
     return [
         Gradients(
             bucket,
-            [torch.randn(shape_of[slot.parameter], device=device) for slot in bucket.slots],
-            torch.ones(len(bucket.slots), device=device),
+            [torch.randn(shape_of[slot.parameter], device=device, dtype=dtype) for slot in bucket.slots],
+            torch.ones(len(bucket.slots), device=device, dtype=dtype),
         )
         for bucket in buckets
     ]
@@ -136,7 +143,7 @@ def flatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     if scale != 1:
         plain["foreach copy_, mul_"] = foreach_copy
     outputs = [view for into in views for view in into]
-    return Case(run, outputs, elements(model) * (4 + dtype.itemsize), plain)
+    return Case(run, outputs, _nbytes(outputs) + elements(model) * model[0].used.itemsize, plain)
 
 
 def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
@@ -151,7 +158,7 @@ def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
 
     def cast_divide_copy() -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
-            flat = wire.to(torch.float32)
+            flat = wire.to(each.used.dtype, copy=True)
             if scale != 1:
                 flat.div_(1 / scale)
             for grad, view in zip(grads, each.views(flat), strict=True):
@@ -183,12 +190,12 @@ def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     if scale != 1:
         plain["mul(out=)"] = multiply_out
     outputs = [grad for grads in targets for grad in grads]
-    return Case(run, outputs, elements(model) * (4 + dtype.itemsize), plain)
+    return Case(run, outputs, _nbytes(outputs) + elements(model) * dtype.itemsize, plain)
 
 
-def reduce_shards(model: Model, dtype: torch.dtype, scale: float) -> Case:
-    """Two ranks' shards of every wire → one."""
-    received = [each.filled_wire(dtype).view(RANKS, -1) for each in model]
+def reduce_shards(model: Model, dtype: torch.dtype, scale: float, ranks: int = RANKS) -> Case:
+    """Each rank's shards of every wire → one."""
+    received = [each.filled_wire(dtype).view(ranks, -1) for each in model]
     shards = [torch.zeros_like(rows[0]) for rows in received]
     totals = [torch.zeros_like(shard, dtype=torch.float32) for shard in shards]
 
@@ -202,7 +209,10 @@ def reduce_shards(model: Model, dtype: torch.dtype, scale: float) -> Case:
 
     def add_in_place() -> None:
         for rows, shard, total in zip(received, shards, totals, strict=True):
-            shard.copy_(total.copy_(rows[0]).add_(rows[1]).mul_(scale))
+            total.copy_(rows[0])
+            for row in rows[1:]:
+                total.add_(row)
+            shard.copy_(total.mul_(scale))
 
     plain: dict[str, Way] = {"sum, mul_, copy_": sum_and_scale, "copy_, add_, mul_, copy_": add_in_place}
     return Case(run, shards, _nbytes(received) + _nbytes(shards), plain)
@@ -219,7 +229,11 @@ def quantize(model: Model, error_feedback: bool = False) -> Case:
             kernels.quantize([*each.grads, each.used], each.bucket.table, wire, RANKS, BLOCK, old, new)
 
     outputs = [*wires, *(new for new in lost if new is not None)]
-    nbytes = elements(model) * 4 + _nbytes(outputs) + _nbytes([old for old in residuals if old is not None])
+    nbytes = (
+        elements(model) * model[0].used.itemsize
+        + _nbytes(outputs)
+        + _nbytes([old for old in residuals if old is not None])
+    )
     return Case(run, outputs, nbytes)
 
 

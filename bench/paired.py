@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 Seconds = dict[str, list[float]]
 
 
@@ -44,24 +46,37 @@ class Contestant:
     nbytes: int = 0
 
 
-def alternate(contestants: Mapping[str, Contestant], seconds: float, finish: Callable[[], None]) -> Seconds:
-    """Time contestants in turn, for about `seconds`, in 7 to 201 rounds; `finish` waits for a device."""
+def seconds_on_host(call: Callable[[], Any]) -> float:
+    """Time of a call that returns when its work is done."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def seconds_on_device(call: Callable[[], Any]) -> float:
+    """Time of a call on the current CUDA stream, from an idle device to the end of its work: launches are included."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def alternate(
+    contestants: Mapping[str, Contestant], seconds: float, clock: Callable[[Callable[[], Any]], float] = seconds_on_host
+) -> Seconds:
+    """Time contestants in turn, for about `seconds`, in 7 to 201 rounds."""
     for _ in range(2):
-        start = time.perf_counter()
-        for contestant in contestants.values():
-            contestant.call()
-        finish()
-        a_round = time.perf_counter() - start
+        a_round = sum(clock(contestant.call) for contestant in contestants.values())
     times: Seconds = {name: [] for name in contestants}
     gc.collect()
     gc.disable()
     try:
         for _ in range(min(201, max(7, int(seconds / a_round)))):
             for name, contestant in contestants.items():
-                start = time.perf_counter()
-                contestant.call()
-                finish()
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock(contestant.call))
     finally:
         gc.enable()
     return times

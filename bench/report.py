@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .goals import NOT_PLAIN, Results, goals
+from .goals import NOT_PLAIN, Results, goals, gpu_goals
 from .plot import draw
 
 COLUMNS = [
     "date",
     "commit",
     "cpu",
+    "gpu",
     "cores",
     "load",
     "python",
@@ -40,17 +41,18 @@ COLUMNS = [
     "overhead_ratio_low",
     "overhead_ratio_high",
     "allocations",
+    "peak_bytes",
 ]
 
 
-def show(source: Path, picture: Path, rows: Path) -> None:
-    """Print the tables, draw the plot and append the rows."""
+def show(source: Path, picture: Path, rows: Path, everything: bool = True) -> None:
+    """Print the tables, draw the plot and append the rows; `everything` was measured that can be on this machine."""
     document = json.loads(source.read_text())
     results: Results = {each["name"]: each["extra_info"] for each in document["benchmarks"]}
     console = Console()
     if not console.is_terminal:
         console = Console(width=170)
-    for table in tables(results):
+    for table in tables(results, everything):
         console.print(table)
     if document["machine_info"]["quick"]:
         console.print("[red]A quick run: sizes are too small for the goals, and rounds too few for the intervals.")
@@ -59,14 +61,24 @@ def show(source: Path, picture: Path, rows: Path) -> None:
     console.print(f"{source}, {picture}, and rows added to {rows}", soft_wrap=True)
 
 
-def tables(results: Results) -> Iterator[Table]:
-    """One for kernels, two for steps, one for overheads, one for MPI, and the goals last."""
-    kernels = Table(
-        "operation", "ms", "GB/s", "/ copy", "× best of torch", "", "× reference", title="Kernels (numba_cpu)"
-    )
+def tables(results: Results, everything: bool) -> Iterator[Table]:
+    """Two for kernels, three for steps, one for overheads, one for MPI, and the goals last."""
+    columns = ("operation", "ms", "GB/s", "/ copy", "× best of torch", "")
+    kernels = Table(*columns, "× reference", title="Kernels (numba_cpu)")
+    gpu_kernels = Table("backend", *columns, title="Kernels (GPU)")
     for name, info in results.items():
         if name.startswith("test_kernel"):
             kernels.add_row(*_kernel_row(name, info["contestants"], info["ours"]))
+        if name.startswith("test_gpu_kernel"):
+            gpu_kernels.add_row(info["ours"], *_kernel_row(name, info["contestants"], info["ours"]))
+    gpu_steps = Table("GPT-2 124M, 1 rank", "ms", "wrapper adds ms", "compress, reduce, decompress ms", "peak MiB")
+    gpu_steps.title = "Steps (GPU)"
+    peaks = _contestants(results, "test_gpu_memory")
+    for name, row in _contestants(results, "test_gpu_step").items():
+        stages = ", ".join(f"{1e3 * s:.2f}" for s in (row.get("stages_s") or {}).values())
+        peak = peaks.get(name, {}).get("peak_bytes")
+        figures = [f"{1e3 * row['median_s']:.2f}", _figure([1e3 * s for s in row.get("overhead_s", ())])]
+        gpu_steps.add_row(name, *figures, stages, f"{peak / 2**20:.0f}" if peak else "")
     steps = Table(
         "25 M parameters, 2 ranks",
         "ms",
@@ -102,11 +114,12 @@ def tables(results: Results) -> Iterator[Table]:
     for name, row in results.get("test_mpi", {}).get("contestants", {}).items():
         mpi.add_row(name, f"{1e3 * row['median_s']:.1f}", _figure(row.get("ratio")))
     reached = Table("goal", "", "measured", "", "", title="Goals")
-    for goal in goals(results):
-        verdict = "[green]met" if goal.met else "[red]missed"
+    on_gpu = gpu_goals(results) if everything or gpu_kernels.row_count else ()
+    for goal in [*goals(results), *on_gpu]:
         limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
-        reached.add_row(goal.what, limit, f"{goal.measured:.2f}", verdict, goal.where)
-    for table in (kernels, steps, links, overheads, mpi, reached):
+        measured = "" if goal.measured is None else f"{goal.measured:.2f}"
+        reached.add_row(goal.what, limit, measured, f"[{COLOURS[goal.verdict]}]{goal.verdict}", goal.where)
+    for table in (kernels, gpu_kernels, steps, gpu_steps, links, overheads, mpi, reached):
         if table.row_count:
             yield table
 
@@ -118,13 +131,16 @@ OVERHEADS = {
 }
 
 
+COLOURS = {"met": "green", "missed": "red", "unmeasured": "yellow"}
+
+
 def _contestants(results: Results, name: str) -> dict[str, Any]:
     contestants: dict[str, Any] = results.get(name, {}).get("contestants", {})
     return contestants
 
 
 def _kernel_row(name: str, rows: dict[str, Any], ours: str) -> Iterator[str]:
-    yield name.removeprefix("test_kernel[").removesuffix(f"-{ours}]").replace("-", " ")
+    yield name.partition("[")[2].removesuffix(f"-{ours}]").replace("-", " ")
     yield f"{1e3 * rows[ours]['median_s']:.2f}"
     yield f"{rows[ours]['gb_per_s']:.1f}"
     yield f"{rows[ours]['of_copy'][0]:.2f}"
@@ -132,7 +148,8 @@ def _kernel_row(name: str, rows: dict[str, Any], ours: str) -> Iterator[str]:
     best = max(plain, key=lambda way: plain[way][0], default="")
     yield _figure(_inverse(plain.get(best)))
     yield best
-    yield _figure(_inverse(rows["reference"]["ratio"]))
+    if "reference" in rows:
+        yield _figure(_inverse(rows["reference"]["ratio"]))
 
 
 def _inverse(figure: list[float] | None) -> list[float]:
@@ -151,6 +168,7 @@ def keep(document: dict[str, Any], path: Path) -> None:
         "date": document["datetime"][:19],
         "commit": f"{commit.get('id', '')[:12]}{'+changes' if commit.get('dirty') else ''}",
         "cpu": machine["cpu"].get("brand_raw", ""),
+        "gpu": machine.get("gpu", ""),
         "cores": machine["cores"],
         "load": round(machine["load"], 2),
         "python": machine["python_version"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from fastreduce.buckets import Bucket, ParameterSpec, build_plan, group_by_size
 
 Shape = tuple[int, ...]
 
+CAPS = (FIRST_BUCKET_BYTES, BUCKET_BYTES)
 MOST_ELEMENTS = 25_600_000  # all of ResNet-50; of larger models the first buckets of backward
 
 
@@ -34,11 +35,11 @@ def resnet50() -> Iterator[Shape]:
     yield from ((1000, 2048), (1000,))
 
 
-def bert_base() -> Iterator[Shape]:
-    """BERT-base, uncased, with its pooler: 109,482,240 parameters."""
-    width, inner = 768, 3072
+def bert(width: int, layers: int) -> Iterator[Shape]:
+    """BERT, uncased, with its pooler; base is 768 wide with 12 layers: 109,482,240 parameters."""
+    inner = 4 * width
     yield from ((30522, width), (512, width), (2, width), (width,), (width,))
-    for _ in range(12):
+    for _ in range(layers):
         yield from ((width, width), (width,)) * 4  # query, key, value, output
         yield from ((width,), (width,))
         yield from ((inner, width), (inner,), (width, inner), (width,))
@@ -46,11 +47,10 @@ def bert_base() -> Iterator[Shape]:
     yield from ((width, width), (width,))
 
 
-def gpt2() -> Iterator[Shape]:
-    """GPT-2 124M, its output tied to its embedding: 124,439,808 parameters."""
-    width = 768
+def gpt2(width: int, layers: int) -> Iterator[Shape]:
+    """GPT-2, its output tied to its embedding; the small one is 768 wide with 12 layers: 124,439,808 parameters."""
     yield from ((50257, width), (1024, width))
-    for _ in range(12):
+    for _ in range(layers):
         yield from ((width,), (width,))
         yield from ((width, 3 * width), (3 * width,), (width, width), (width,))
         yield from ((width,), (width,))
@@ -58,23 +58,56 @@ def gpt2() -> Iterator[Shape]:
     yield from ((width,), (width,))
 
 
+def llama() -> Iterator[Shape]:
+    """Llama 3.2 1B, its output tied to its embedding: 1,235,814,400 parameters."""
+    width, inner, keys = 2048, 8192, 512
+    yield (128256, width)
+    for _ in range(16):
+        yield from ((width, width), (keys, width), (keys, width), (width, width))
+        yield from ((inner, width), (inner, width), (width, inner), (width,), (width,))
+    yield (width,)
+
+
 def thousand_tiny() -> Iterator[Shape]:
     """A thousand parameters of 64 elements."""
     yield from [(64,)] * 1000
 
 
-LISTS = {"resnet50": resnet50, "bert": bert_base, "gpt2": gpt2, "tiny": thousand_tiny}
-TOTALS = {"resnet50": 25_557_032, "bert": 109_482_240, "gpt2": 124_439_808, "tiny": 64_000}
+def few() -> Iterator[Shape]:
+    """What an interpreter of GPU kernels can do."""
+    yield from ((16, 40), (33,), (129,))
 
 
-def buckets_of(name: str, alignment: int, most: int = MOST_ELEMENTS) -> tuple[list[Shape], list[Bucket]]:
+LISTS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "resnet50": resnet50,
+    "bert": lambda: bert(768, 12),
+    "gpt2": lambda: gpt2(768, 12),
+    "tiny": thousand_tiny,
+    "few": few,
+    "bert_large": lambda: bert(1024, 24),
+    "gpt2_xl": lambda: gpt2(1600, 48),
+    "llama_1b": llama,
+}
+TOTALS = {
+    "resnet50": 25_557_032,
+    "bert": 109_482_240,
+    "gpt2": 124_439_808,
+    "tiny": 64_000,
+    "few": 802,
+    "bert_large": 335_141_888,
+    "gpt2_xl": 1_557_611_200,
+    "llama_1b": 1_235_814_400,
+}
+
+
+def buckets_of(name: str, alignment: int, most: int, caps: Sequence[int] = CAPS) -> tuple[list[Shape], list[Bucket]]:
     """A model's shapes and its buckets in the order of backward, as many as hold at most `most` elements (or one)."""
     shapes = list(LISTS[name]())
     assert sum(map(math.prod, shapes)) == TOTALS[name]
     cpu = torch.device("cpu")
     specs = [ParameterSpec(str(i), math.prod(s), torch.float32, cpu) for i, s in enumerate(shapes)]
     groups, elements = [], 0
-    for group in group_by_size(specs, reversed(range(len(specs))), [FIRST_BUCKET_BYTES, BUCKET_BYTES]):
+    for group in group_by_size(specs, reversed(range(len(specs))), caps):
         elements += sum(specs[i].numel for i in group)
         if groups and elements > most:
             break

@@ -8,6 +8,7 @@ import gc
 import os
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 import fastreduce
 from fastreduce.backends import ENVIRONMENT_VARIABLE
 from fastreduce.streams import InlineStream, ThreadStream
+from fastreduce.transports import Transport
+
+from .models import build
 
 WARM_UP = 3  # steps: buckets are rebuilt, and kernels chosen again, after the first
 
@@ -38,42 +42,27 @@ class Setting:
     zero_in_place: bool = False  # in place of zero_grad's None
     node_hooks: bool = False  # a Python function on each parameter that does nothing
     kernels: str = "numba_cpu"
-
-
-class TinyParameters(nn.Module):
-    """A thousand parameters of 64 elements, and next to no work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.ParameterList([torch.randn(64) for _ in range(1000)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack(list(self.rows)) * x[0]
-
-
-def linear_layers(width: int) -> nn.Module:
-    """12 linear layers: 24.9 million parameters at a width of 1440. All gradients are within reach of FP16."""
-    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(width, width), nn.ReLU())))
-    for layer in model[::2].children():
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    return model
+    transport: Callable[[dist.ProcessGroup], Transport] | None = None  # else the default
 
 
 class Contestant:
     """A model under one setting; all contestants' parameters lie in the same memory."""
 
-    def __init__(self, setting: Setting, model: nn.Module) -> None:
+    def __init__(self, setting: Setting, model: nn.Module, group: dist.ProcessGroup) -> None:
         self.setting, self.plain = setting, copy.deepcopy(model)
         for mine, shared in zip(self.plain.parameters(), model.parameters(), strict=True):
             mine.data = shared.data
-        os.environ[ENVIRONMENT_VARIABLE] = setting.kernels
         self.wrapped: Any = self.plain
         if setting.wrapper == "fastreduce":
-            self.wrapped = fastreduce.DistributedDataParallel(self.plain, **setting.options)
+            os.environ[ENVIRONMENT_VARIABLE] = setting.kernels  # still set in the first steps, which lay out buckets
+            transport = setting.transport and setting.transport(group)
+            self.wrapped = fastreduce.DistributedDataParallel(
+                self.plain, process_group=group, transport=transport, **setting.options
+            )
         if setting.wrapper == "torch":
-            self.wrapped = TorchDDP(self.plain, **setting.options)
+            self.wrapped = TorchDDP(self.plain, process_group=group, **setting.options)
         if setting.hook:
-            self.wrapped.register_comm_hook(None, fp16_compress_hook)
+            self.wrapped.register_comm_hook(group, fp16_compress_hook)
         if setting.node_hooks:
             nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.plain.parameters()]
             self.hooks = [(node, node.register_hook(lambda *_: None)) for node in nodes]
@@ -104,6 +93,7 @@ def measure(
     rounds: int,
     tolerances: dict[str, float],
     count: bool = False,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Seconds of every step by contestant, alternating, our own stages' medians, and allocations.
 
@@ -111,13 +101,11 @@ def measure(
     the gradients' norm, 0 for the same bits.
     """
     _set_up_process()
-    torch.manual_seed(0)
-    module, inputs = (TinyParameters(), 64) if model == "tiny" else (linear_layers(width), width)
-    torch.manual_seed(1 + rank)
-    x = torch.randn(8, inputs)
+    group = _group(device)
+    module, x = (each.to(device) for each in build(model, width, rank))
     contestants, expected = {}, torch.zeros(0)
     for name in sorted(settings, key=lambda name: name != "torch"):
-        contestants[name] = contestant = Contestant(settings[name], module)
+        contestants[name] = contestant = Contestant(settings[name], module, group)
         for _ in range(WARM_UP):
             contestant.drop_gradients()
             contestant.step(x)
@@ -130,6 +118,7 @@ def measure(
 
     times: dict[str, list[float]] = {name: [] for name in settings}
     stages: dict[str, list[Any]] = {name: [] for name, s in settings.items() if s.wrapper == "fastreduce"}
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     gc.collect()
     gc.disable()
     for _ in range(rounds):
@@ -138,6 +127,7 @@ def measure(
             dist.barrier()
             start = time.perf_counter()
             contestant.step(x)
+            finish()
             times[name].append(time.perf_counter() - start)
             contestant.drop_gradients()
             if name in stages:
@@ -153,6 +143,38 @@ def measure(
     }
     allocations = _allocations(contestants, x, width * width) if count else {}
     return {"times": times, "stages": medians, "allocations": allocations}
+
+
+def peaks(rank: int, world_size: int, settings: dict[str, Setting], model: str, width: int) -> dict[str, int]:
+    """Most bytes that torch has allocated on the GPU at once in some steps of each contestant, one after the other.
+
+    What NCCL and CUDA allocate themselves is not in it.
+    """
+    _set_up_process()
+    group = _group("cuda")
+    found = {}
+    for name, setting in settings.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        module, x = (each.to("cuda") for each in build(model, width, rank))
+        contestant = Contestant(setting, module, group)
+        for _ in range(WARM_UP):
+            contestant.drop_gradients()
+            contestant.step(x)
+        found[name] = torch.cuda.max_memory_allocated()
+        del module, x, contestant
+    return found
+
+
+def _group(device: str) -> dist.ProcessGroup:
+    """All ranks, for tensors on `device`."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        nccl: dist.ProcessGroup = dist.new_group(backend="nccl")
+        return nccl
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _set_up_process() -> None:

@@ -12,9 +12,9 @@ from . import residuals
 from .buckets import BucketPlan, build_plan, group_by_size
 from .compression import Compression
 from .gradients import Collected, Gradients
-from .pipeline import BucketPipeline, Seconds, warm_up
+from .pipeline import BucketPipeline, Seconds, SharedBuffers, warm_up
 from .sparse import SparseGradients
-from .streams import Finish, Pending, Stream, make_stream
+from .streams import Finish, Pending, Stream, make_stream, one_by_one
 from .transports import Transport
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -118,7 +118,14 @@ class BucketedGradients:
 
     def _build(self, groups: Iterable[Sequence[int]]) -> tuple[BucketPlan, list[BucketPipeline]]:
         plan = build_plan(self._specs, groups, alignment=self.compression.alignment, shards=self.transport.world_size)
-        return plan, [BucketPipeline(bucket, self.compression, self.transport) for bucket in plan.buckets]
+        shared, made = SharedBuffers(), {}
+        for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
+            holds_views = self._as_views and self.compression.wire_dtype(bucket.dtype) is bucket.dtype
+            in_turn = one_by_one(bucket.device, self.transport) and not holds_views
+            made[bucket.index] = BucketPipeline(
+                bucket, self.compression, self.transport, shared=shared if in_turn else None
+            )
+        return plan, [made[bucket.index] for bucket in plan.buckets]
 
     # One bucket's average
 

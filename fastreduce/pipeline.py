@@ -30,6 +30,21 @@ class Seconds(NamedTuple):
     decompress: float
 
 
+class SharedBuffers:
+    """Memory for wires that buckets use in turn, where each is reduced to its end before the next is begun."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, torch.device], Tensor] = {}
+
+    def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The memory called `name` as a tensor; pipelines are made by size, the largest first."""
+        nbytes = numel * dtype.itemsize
+        made = self._made.get((name, device))
+        if made is None or made.numel() < nbytes:
+            made = self._made[name, device] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return made[:nbytes].view(dtype)
+
+
 class BucketPipeline:
     """The buffers of one bucket and the three stages over them, under one compression.
 
@@ -43,10 +58,22 @@ class BucketPipeline:
     2^-⌈log2(N)/2⌉ before, the rest after, which keeps away from both overflow and underflow.
 
     Nothing is allocated after construction.
+
+    Args:
+        bucket: what is averaged.
+        compression: the setting.
+        transport: the ranks.
+        divisor: what sums are divided by; None means the number of ranks.
+        shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
     """
 
     def __init__(
-        self, bucket: Bucket, compression: Compression, transport: Transport, divisor: int | None = None
+        self,
+        bucket: Bucket,
+        compression: Compression,
+        transport: Transport,
+        divisor: int | None = None,
+        shared: SharedBuffers | None = None,
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self._clock = make_clock(bucket.device, 6)
@@ -58,8 +85,13 @@ class BucketPipeline:
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=bucket.device)
 
-        self.wire = buffer(numel, wire_dtype)
-        self._received = buffer(numel, wire_dtype).view(shards, -1) if compression.two_shot else None
+        def wire(name: str) -> Tensor:
+            return shared.take(name, numel, wire_dtype, bucket.device) if shared else buffer(numel, wire_dtype)
+
+        self.wire = wire("wire")
+        # One rank's shard is its wire; 8-bit ones are summed all the same, for the bits of the second rounding.
+        two_shot = compression.two_shot and (shards > 1 or self._block > 0)
+        self._received = wire("received").view(shards, -1) if two_shot else None
         self._shard = self.wire.view(shards, -1)[transport.rank]
         self.used = torch.ones(len(bucket.slots), dtype=bucket.dtype, device=bucket.device)
         self.used_by_any = torch.ones_like(self.used)

@@ -38,7 +38,7 @@ class Stream(Protocol):
         """Enqueue work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
 
     def begin(self, begin: Begin) -> Finish:
-        """Do the first part now; the caller is to do the second. All that was enqueued has begun."""
+        """Do the first part now; what it returns is to be called for the rest. All that was enqueued has begun."""
 
     @property
     def idle(self) -> bool:
@@ -48,14 +48,16 @@ class Stream(Protocol):
         """End what the stream holds."""
 
 
-def make_stream(device: torch.device, transport: Transport) -> Stream:
-    """What a bucket on `device` is reduced on.
+def one_by_one(device: torch.device, transport: Transport) -> bool:
+    """Whether a bucket on `device` is reduced to its end before the next is begun: as CUDA work on one stream."""
+    return device.type == "cuda" and transport.enqueues
 
-    A transport that enqueues CUDA work needs no thread: the host goes on at once.
-    """
+
+def make_stream(device: torch.device, transport: Transport) -> Stream:
+    """What buckets on `device` are reduced on."""
     if device.type != "cuda":
         return ThreadStream()
-    return CudaStream(device, InlineStream() if transport.enqueues else ThreadStream())
+    return CudaStream(device, InlineStream() if one_by_one(device, transport) else ThreadStream())
 
 
 class Job:
@@ -170,7 +172,7 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 
 class InlineStream:
-    """Runs jobs at once, on the caller's thread."""
+    """Runs jobs at once, one by one, on the caller's thread: for work that only enqueues other work."""
 
     idle = True
 
@@ -182,8 +184,8 @@ class InlineStream:
         return job
 
     def begin(self, begin: Begin) -> Finish:
-        """Do the first part."""
-        return begin()
+        """Do both parts."""
+        return self.submit(begin).result
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -1,4 +1,6 @@
-"""CudaStream's order: fake streams know what they have waited for, and nothing else of CUDA is there to wait on."""
+"""What a GPU's stream does, without one: its order, by fake streams that know what they have waited for and can do
+nothing else; and steps whose buckets are reduced one by one in shared buffers.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,19 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 
+from fastreduce import bucketed
 from fastreduce.streams import CudaStream, InlineStream, ThreadStream
+
+from .models import SETTINGS, MixedDtypes, assert_same_bits, train
+from .random_models import Program, check
+from .ranks import RankPool
+from .test_random_models import programs
 
 DEVICE = torch.device("cuda", 0)
 
@@ -140,3 +150,39 @@ def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStr
     with pytest.raises(ValueError, match="no"):
         pending.result()
     stream.submit(lambda: lambda: None).result()
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Reduce CPU tensors as CUDA tensors are: each bucket to its end at once, in memory that they share."""
+    with (
+        patch.object(bucketed, "make_stream", lambda device, transport: InlineStream()),
+        patch.object(bucketed, "one_by_one", lambda device, transport: True),
+    ):
+        yield
+
+
+def _steps_one_by_one(rank: int, world_size: int) -> None:
+    for setting in SETTINGS:
+        for views in (False, True):
+            options = {"compression": setting, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.002}
+            expected = train("ours", MixedDtypes, rank, **options)
+            with one_by_one():
+                found = train("ours", MixedDtypes, rank, **options)
+            assert_same_bits(found, expected, f"{setting}, views={views}")
+
+
+def test_buckets_one_by_one_in_shared_buffers_give_the_same_bits(ranks2: RankPool):
+    ranks2.run(_steps_one_by_one)
+
+
+def _check_one_by_one(rank: int, world_size: int, program: Program) -> list[str]:
+    with one_by_one():
+        return check(rank, world_size, program, "none")
+
+
+@given(program=programs())
+@settings(max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate])
+def test_random_programs_one_by_one_train_as_with_torch(ranks2: RankPool, program: Program):
+    problems = [problem for of_rank in ranks2.run(_check_one_by_one, program, timeout=30) for problem in of_rank]
+    assert not problems, "\n".join(problems[:12])

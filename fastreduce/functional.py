@@ -39,7 +39,7 @@ def _names(tensors: list[Tensor]) -> list[str]:
     return [f"tensor {i}" for i in range(len(tensors))]
 
 
-_transports: weakref.WeakKeyDictionary[Any, Transport] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
 _reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakref.WeakKeyDictionary()
 
 
@@ -62,7 +62,7 @@ def all_reduce_gradients(
             too, and whatever has `__dlpack__` or `__cuda_array_interface__`.
         compression: as in `DistributedDataParallel`.
         group: the ranks; None means the default group.
-        transport: what moves the data, in place of gloo or MPI over `group`.
+        transport: what moves the data, in place of NCCL (for CUDA tensors), gloo or MPI over `group`.
         op: "mean", or "sum".
 
     Raises:
@@ -73,7 +73,12 @@ def all_reduce_gradients(
     """
     tensors = [as_tensor(array) for array in tensors_or_parameters]
     owners = [t if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf) else _as_owner(t) for t in tensors]
-    transport = transport or transport_of(group, "all_reduce_gradients")
+    for kind in sorted({owner.device.type for owner in owners}) or ["cpu"]:
+        chosen = transport or transport_of(group, "all_reduce_gradients", kind)
+        _average([owner for owner in owners if owner.device.type == kind], chosen, compression, op)
+
+
+def _average(owners: list[Tensor], transport: Transport, compression: Compression | str | None, op: str) -> None:
     reduction = _reduction_for(owners, transport, compression, op)
     gradients = Gradients(owners, _names(owners))
     used = [owner.grad is not None for owner in owners]
@@ -117,8 +122,8 @@ def _as_owner(tensor: Tensor) -> Tensor:
     return owner
 
 
-def transport_of(group: dist.ProcessGroup | None, call: str) -> Transport:
-    """The transport that calls over `group` share; `call` asks, and is named in errors.
+def transport_of(group: dist.ProcessGroup | None, call: str, device: str = "cpu") -> Transport:
+    """The transport that calls over `group` share for a type of device; `call` asks, and is named in errors.
 
     Raises:
         NotInitializedError: if there is no group.
@@ -126,6 +131,7 @@ def transport_of(group: dist.ProcessGroup | None, call: str) -> Transport:
     group = group or dist.group.WORLD
     if group is None:
         raise NotInitializedError(call)
-    if group not in _transports:
-        _transports[group] = make_transport(group)
-    return _transports[group]
+    made = _transports.setdefault(group, {})
+    if device not in made:
+        made[device] = make_transport(group, device)
+    return made[device]

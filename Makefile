@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-.PHONY: help demo test test-all bench lint conformance
+.PHONY: help demo test test-all bench gpu lint conformance
 .NOTPARALLEL:
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    the tests"
 	@echo "make test-all      with those that are left out for their length"
 	@echo "make bench   the benchmarks, results in out/bench and bench/results"
+	@echo "make gpu     on a machine with a GPU, with its own Python: tests, then benchmarks, results in out/gpu"
 	@echo "make lint    ruff and mypy"
 	@echo "make conformance   torch's own DDP tests against our class, all of them"
 
@@ -30,6 +31,10 @@ test-all: .venv/.stamp-dev
 
 bench: .venv/.stamp-dev
 	$(BIN)/python -m bench
+
+# Nothing is set up: it runs with what a CUDA image holds.
+gpu:
+	$(PYTHON) -m bench.gpu
 
 conformance: .venv/.stamp-dev
 	$(BIN)/python -m tests.conformance

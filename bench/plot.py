@@ -15,17 +15,23 @@ from matplotlib.axes import Axes
 from .goals import NOT_PLAIN, Results
 
 OURS, TORCH, NEITHER = "#0b6e99", "#e07b39", "#8a8a8a"
+BACKENDS = {"numba_cpu": OURS, "triton": OURS, "numba_cuda": "#7bb8d0"}
+
+Rows = dict[str, Any]  # a contestant → its figures
 
 
 def draw(results: Results, path: Path) -> None:
     """Write the plot: a panel for whatever was measured."""
     kernels = {
-        name.removeprefix("test_kernel[").split("-numba_cpu")[0].replace("-resnet50", "").replace("-", " "): info[
-            "contestants"
-        ]
+        _case(name.replace("-resnet50", "")): {"numba_cpu": info["contestants"]}
         for name, info in results.items()
-        if "-resnet50" in name and "-numba_cpu" in name
+        if name.startswith("test_kernel[") and "-resnet50" in name
     }
+    gpu_kernels: dict[str, dict[str, Rows]] = {}
+    for name, info in results.items():
+        if name.startswith("test_gpu_kernel["):
+            gpu_kernels.setdefault(_case(name), {})[info["ours"]] = info["contestants"]
+    gpu_steps = results.get("test_gpu_step", {}).get("contestants", {})
     steps = results.get("test_step[none]", {}).get("contestants", {})
     overheads = {
         title: results[name]["contestants"]
@@ -36,30 +42,51 @@ def draw(results: Results, path: Path) -> None:
         )
         if name in results
     }
-    panels = [(f, data) for f, data in ((_kernels, kernels), (_steps, steps), (_overheads, overheads)) if data]
+    panels = [
+        (panel, title, data)
+        for panel, title, data in (
+            (_kernels, "Kernels, gradients of ResNet-50, one thread", kernels),
+            (_kernels, "Kernels on a GPU", gpu_kernels),
+            (_steps, "Step, 25 M parameters, 2 gloo ranks", steps),
+            (_steps, "Step on a GPU, GPT-2 124M, 1 rank", gpu_steps),
+            (_overheads, "What a wrapper adds, 1,000 parameters of 64", overheads),
+        )
+        if data
+    ]
     if not panels:
         return
-    figure, axes = plt.subplots(1, len(panels), figsize=(7.2 * len(panels), 7), squeeze=False, layout="constrained")
-    for (panel, data), axis in zip(panels, axes[0], strict=True):
+    height = max(7, 0.3 * len(gpu_kernels))
+    size = (7.2 * len(panels), height)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    for (panel, title, data), axis in zip(panels, axes[0], strict=True):
         panel(axis, data)
+        axis.set_title(title)
         axis.spines[["top", "right"]].set_visible(False)
         axis.invert_yaxis()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _kernels(axis: Axes, kernels: dict[str, dict[str, Any]]) -> None:
-    for y, rows in enumerate(kernels.values()):
-        axis.barh(y, rows["numba_cpu"]["of_copy"][0], 0.7, color=OURS, label="numba_cpu" if y == 0 else None)
+def _case(name: str) -> str:
+    """A benchmark's parameters without the backend."""
+    return name.partition("[")[2].rpartition("-")[0].replace("-", " ")
+
+
+def _kernels(axis: Axes, kernels: dict[str, dict[str, Rows]]) -> None:
+    for y, by_backend in enumerate(kernels.values()):
+        height = 0.7 / len(by_backend)
+        for i, (backend, rows) in enumerate(by_backend.items()):
+            middle = y + (i - (len(by_backend) - 1) / 2) * height
+            share = rows[backend]["of_copy"][0]
+            axis.barh(middle, share, height, color=BACKENDS[backend], label=backend if y == 0 else None)
         plain = [row["of_copy"][0] for way, row in rows.items() if way not in NOT_PLAIN]
         axis.plot(plain, [y] * len(plain), "o", color=TORCH, mec="white", label="torch's ways" if y == 0 else None)
-        reference = rows["reference"]["of_copy"][0]
-        axis.plot(reference, y, "d", color=NEITHER, mec="white", label="reference" if y == 0 else None)
+        if "reference" in rows:
+            reference = rows["reference"]["of_copy"][0]
+            axis.plot(reference, y, "d", color=NEITHER, mec="white", label="reference" if y == 0 else None)
     axis.axvline(1, color="black", lw=0.8, ls=":")
     axis.set_yticks(range(len(kernels)), list(kernels))
-    axis.set(
-        title="Kernels, gradients of ResNet-50, one thread", xlabel="bytes a second / those of a copy in the same run"
-    )
+    axis.set(xlabel="bytes a second / those of a copy in the same run")
     axis.legend(loc="lower right", frameon=False)
 
 
@@ -69,7 +96,7 @@ def _steps(axis: Axes, steps: dict[str, dict[str, Any]]) -> None:
         colour = NEITHER if name == "unwrapped" else TORCH if name.startswith("torch") else OURS
         axis.barh(y, median, 0.7, color=colour, xerr=[[median - low], [high - median]], ecolor="black", capsize=2)
     axis.set_yticks(range(len(steps)), list(steps))
-    axis.set(title="Step, 25 M parameters, 2 gloo ranks", xlabel="ms, median and quartiles")
+    axis.set(xlabel="ms, median and quartiles")
 
 
 def _overheads(axis: Axes, overheads: dict[str, dict[str, Any]]) -> None:
@@ -83,4 +110,4 @@ def _overheads(axis: Axes, overheads: dict[str, dict[str, Any]]) -> None:
             axis.barh(len(labels), median, 0.7, color=colour, xerr=[[median - low], [high - median]], capsize=2)
             labels.append(f"{name} ({title})")
     axis.set_yticks(range(len(labels)), labels)
-    axis.set(title="What a wrapper adds, 1,000 parameters of 64", xlabel="ms a step, median and its 95 % interval")
+    axis.set(xlabel="ms a step, median and its 95 % interval")

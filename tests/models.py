@@ -7,9 +7,11 @@ no operation rounds, in any order, and bits can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fastreduce
+from fastreduce import bucketed
+from fastreduce.streams import InlineStream
 
 EXACT = 216  # 2³ · 3³: three averages in a row over two or three ranks stay whole
 
@@ -42,6 +46,21 @@ TWO_SHOT = tuple(s for s in SETTINGS if s != "none" and not s.endswith("wire"))
 def wrap(kind: str, model: nn.Module, **options: Any) -> Any:
     """`model` in torch's class or in ours."""
     return {"torch": TorchDDP, "ours": fastreduce.DistributedDataParallel}[kind](model, **options)
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Reduce CPU tensors as CUDA tensors are: each bucket to its end at once, in memory that they share.
+
+    Where the model holds a SyncBatchNorm, that is when backward has ended.
+    """
+    ddp = fastreduce.DistributedDataParallel
+    with (
+        patch.object(bucketed, "make_stream", lambda device, transport: InlineStream()),
+        patch.object(bucketed, "one_by_one", lambda device, transport: True),
+        patch.object(ddp, "_meets_elsewhere", ddp._has_sync_batchnorm),
+    ):
+        yield
 
 
 def grads_of(model: nn.Module) -> Grads:

@@ -8,16 +8,14 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from fastreduce import bucketed
 from fastreduce.streams import CudaStream, InlineStream, ThreadStream
 
-from .models import SETTINGS, MixedDtypes, assert_same_bits, train
+from .models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from .random_models import Program, check
 from .ranks import RankPool
 from .test_random_models import programs
@@ -150,16 +148,6 @@ def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStr
     with pytest.raises(ValueError, match="no"):
         pending.result()
     stream.submit(lambda: lambda: None).result()
-
-
-@contextlib.contextmanager
-def one_by_one() -> Iterator[None]:
-    """Reduce CPU tensors as CUDA tensors are: each bucket to its end at once, in memory that they share."""
-    with (
-        patch.object(bucketed, "make_stream", lambda device, transport: InlineStream()),
-        patch.object(bucketed, "one_by_one", lambda device, transport: True),
-    ):
-        yield
 
 
 def _steps_one_by_one(rank: int, world_size: int) -> None:

@@ -1,0 +1,131 @@
+"""`python -m bench.aot`: what the GPU kernels cost each element, read from machine code for one GPU, without one.
+
+Numba's and Triton's kernels are compiled as tests/test_aot.py does, assembled by Triton's ptxas and disassembled.
+A thread's main path is the way from the first instruction to an end with the most 16-byte accesses, and among
+those the shortest; loops are gone through once, which is what two ranks take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+ELEMENTS = {"triton": {"": 16}, "numba_cuda": {"flatten": 8, "unflatten": 8, "reduce ": 8, "": 16}}  # of a thread
+WARPS_A_CYCLE = 4  # of one multiprocessor
+
+
+class Cost(NamedTuple):
+    """What one thread runs."""
+
+    wide: int  # accesses of 16 bytes
+    instructions: int
+
+
+def compiled(backend: str, folder: Path) -> list[dict[str, Any]]:
+    """The kernels of a backend for all targets: name, PTX, the compiler's log."""
+    simulated = ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
+    environment = {key: value for key, value in os.environ.items() if key not in simulated}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
+    file = folder / f"{backend}.json"
+    command = [sys.executable, "-m", f"tests.aot_{backend}", str(file)]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True)
+    kernels: list[dict[str, Any]] = json.loads(file.read_text())
+    return kernels
+
+
+def disassembled(ptx: str, folder: Path) -> tuple[str, int]:
+    """Machine code as text, and registers."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    source, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    source.write_text(ptx)
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    assert target is not None
+    assemble = [tools / "ptxas-blackwell", f"-arch={target[1]}", "-v", source, "-o", cubin]
+    log = subprocess.run(assemble, capture_output=True, text=True, check=False).stderr
+    if not cubin.exists():
+        raise RuntimeError(log)
+    text = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None
+    return text, int(registers[1])
+
+
+def main_path(code: str) -> Cost:
+    """The main path through machine code."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x?_?\w+):", line.strip()):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            lines.append(instruction[1])
+
+    sys.setrecursionlimit(100_000)
+
+    @cache
+    def best(at: int) -> Cost | None:
+        """From instruction `at` to an end; None if it only leads back."""
+        if at >= len(lines):
+            return None
+        line = lines[at]
+        words = line.split()
+        predicated = words[0].startswith("@")
+        name = words[1] if predicated else words[0]
+        here = Cost(int(bool(re.match(r"(LDG|STG)\..*128", name))), int(name != "NOP"))
+        ends: list[Cost | None] = []
+        if name.startswith(("EXIT", "RET")):
+            ends.append(Cost(0, 0))
+        if name.startswith("BRA"):
+            target = re.search(r"\((\.L\w+)\)", line)
+            assert target is not None, line
+            if labels[target[1]] > at:
+                ends.append(best(labels[target[1]]))
+        if predicated or not name.startswith(("EXIT", "RET", "BRA")):
+            ends.append(best(at + 1))
+        found = [end for end in ends if end is not None]
+        if not found:
+            return None
+        most = max(found, key=lambda end: (end.wide, -end.instructions))
+        return Cost(here.wide + most.wide, here.instructions + most.instructions)
+
+    path = best(0)
+    assert path is not None
+    return path
+
+
+def main(target: Annotated[int, typer.Option(help="Compute capability, as in sm_90.")] = 90) -> None:
+    """Print the table as Markdown."""
+    print(
+        f"| sm_{target} | backend | registers | 16-byte accesses | instructions | elements | instructions / element |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for backend, counts in ELEMENTS.items():
+            for kernel in compiled(backend, folder):
+                what, _, compiled_for = kernel["name"].rpartition(", sm_")
+                if compiled_for != str(target) or kernel["wide"] is None:
+                    continue
+                elements = next(count for prefix, count in counts.items() if what.startswith(prefix))
+                code, registers = disassembled(kernel["ptx"], folder)
+                path = main_path(code)
+                each = path.instructions / elements
+                print(
+                    f"| {what} | {backend} | {registers} | {path.wide} | {path.instructions} | {elements} | {each:.1f} |"
+                )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -121,10 +121,8 @@ def main(target: Annotated[int, typer.Option(help="Compute capability, as in sm_
                 elements = next(count for prefix, count in counts.items() if what.startswith(prefix))
                 code, registers = disassembled(kernel["ptx"], folder)
                 path = main_path(code)
-                each = path.instructions / elements
-                print(
-                    f"| {what} | {backend} | {registers} | {path.wide} | {path.instructions} | {elements} | {each:.1f} |"
-                )
+                cells = [what, backend, registers, path.wide, path.instructions, elements]
+                print("|", *(f"{cell} |" for cell in cells), f"{path.instructions / elements:.1f} |")
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def all_reduce_gradients(
         for pipeline in reduction.pipelines:
             found = gradients.collect(gradients.members(pipeline.bucket), used)
             pipeline.run(found.sources, found.targets, found.unused)
+            torch.autograd.graph.increment_version(found.targets)
             found.settle(pipeline.used_by_any)
 
 

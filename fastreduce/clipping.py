@@ -51,8 +51,8 @@ def clip_(
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
-            f"clipped: {_what_is_not_finite(grads, named, known)}. To disable this error and scale the gradients by the "
-            "non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"clipped: {_what_is_not_finite(grads, named, known)}. To disable this error and scale the gradients by "
+            "the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
     dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads.values()))
     # Not in 16 bits, where a norm may overflow that no element does.

@@ -47,7 +47,7 @@ def clip_(
     norms = [_sum(_rows(pipeline, slots)[:, 1].double()).sqrt() for pipeline, slots in known]
     norms += [_norm(grads[name], norm_type) for name in grads if id(named[name]) not in summed]
     device = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -114,11 +114,12 @@ def _norm(grad: Tensor, order: float) -> Tensor:
         return grad.new_zeros((), dtype=torch.float64)
     dtype = torch.promote_types(grad.dtype, torch.float32)
     if order in ORDER_IS_NOTHING:
-        return torch.linalg.vector_norm(grad, order, dtype=dtype).double()
+        norm: Tensor = torch.linalg.vector_norm(grad, order, dtype=dtype)
+        return norm.double()
     whole, rest = grad.split([len(grad) // TILE * TILE, len(grad) % TILE])
     rows = [whole.view(-1, TILE), *([rest.view(1, -1)] if len(rest) else [])]
     norms = torch.cat([torch.linalg.vector_norm(each, order, dim=1, dtype=dtype) for each in rows])
-    return _sum(norms.double() ** order) ** (1 / order)
+    return _sum(norms.double().pow(order)).pow(1 / order)
 
 
 def _elements(grad: Tensor) -> Tensor:

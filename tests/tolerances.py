@@ -28,7 +28,7 @@ with T = 200 and both residuals within a step or so, while a constant input with
 CLIPPING = {dtype: 64 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float64, torch.float32)}
 CLIPPING |= {dtype: 4 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float16, torch.bfloat16)}
 """Relative, between our norm and torch's, which sums squares in another order and rounds each parameter's norm to its
-dtype: of parameters of at most 300,000 elements, with roots and one product. Of several dtypes the coarsest counts."""
+dtype: of parameters of at most 6,500 elements, with roots and one product. Of several dtypes the coarsest counts."""
 
 SYNC_BATCH_NORM = 64
 """Roundoffs of the statistics' dtype, relative to the largest magnitude, between SyncBatchNorm and one process: for

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .operations import WITHOUT
+
 Results = dict[str, dict[str, Any]]  # a benchmark's name → its extra_info
 
 
@@ -33,8 +35,13 @@ def _kernel(operation: str, dtype: str) -> str:
 
 CASTS = {f"{o} {d}": _kernel(o, d) for o in ("flatten", "unflatten") for d in ("fp16", "bf16")}
 INT8 = {operation: f"test_kernel[{operation}-resnet50-numba_cpu]" for operation in ("quantize", "dequantize")}
+STATISTICS = {
+    "unflatten fp16": "unflatten_with_statistics-resnet50-dtype=fp16-scale=0.5",
+    "unflatten bf16": "unflatten_with_statistics-resnet50-dtype=bf16-scale=0.5",
+    "dequantize": "dequantize_with_statistics-resnet50",
+}
 ALLOCATING = ("cat, cast, divide", "cast, divide, copy_")
-NOT_PLAIN = ("numba_cpu", "triton", "numba_cuda", "reference", "copy")
+NOT_PLAIN = ("numba_cpu", "triton", "numba_cuda", "reference", "copy", WITHOUT)
 
 
 def goals(results: Results) -> Iterator[Goal]:
@@ -56,6 +63,14 @@ def goals(results: Results) -> Iterator[Goal]:
     int8 = {label: results[name]["contestants"] for label, name in INT8.items() if name in results}
     if int8:
         yield _worst("INT8, 25 M elements: share of a copy's bandwidth", 0.6, _of_copy(int8))
+    for backend in ("numba_cpu", "triton"):
+        named = {label: f"test_kernel[{name}-{backend}]" for label, name in STATISTICS.items()}
+        ratios = {o: results[name]["contestants"][WITHOUT]["ratio"] for o, name in named.items() if name in results}
+        if ratios:
+            worst = max(ratios, key=lambda label: ratios[label][0])
+            where = f"worst of {len(ratios)}: {worst}, {_interval(ratios[worst])}"
+            what = f"statistics, {backend}, 25 M elements: the pass with / without"
+            yield Goal(what, False, 1.03, ratios[worst][0], where)
     for world_size, limit in ((1, 0.6), (2, 0.8)):
         if (name := f"test_overhead[{world_size}]") in results:
             figure = results[name]["contestants"]["torch"].get("overhead_ratio", [math.nan] * 3)

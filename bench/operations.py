@@ -15,6 +15,7 @@ from fastreduce.buckets import Bucket
 from .shapes import CAPS, buckets_of
 
 BLOCK, RANKS = 128, 2
+WITHOUT = "without statistics"
 REFERENCE = backends.load("reference")
 
 Way = Callable[[], list[Tensor] | None]
@@ -221,19 +222,17 @@ def reduce_shards(model: Model, dtype: torch.dtype, scale: float, ranks: int = R
 def quantize(model: Model, error_feedback: bool = False) -> Case:
     """Gradients (+ residuals) → INT8 wires (and new residuals)."""
     wires = [each.int8_wire() for each in model]
-    residuals = [each.flat(torch.float32).normal_(std=0.01) if error_feedback else None for each in model]
-    lost = [each.flat(torch.float32) if error_feedback else None for each in model]
+    kept = [torch.stack([each.flat(torch.float32).normal_(std=0.01), each.flat(torch.float32)]) for each in model]
+    turn = torch.zeros(1, dtype=torch.int32, device=model[0].used.device)
+    residuals = [(rows, turn) if error_feedback else (None, None) for rows in kept]
 
     def run(kernels: Backend) -> None:
-        for each, wire, old, new in zip(model, wires, residuals, lost, strict=True):
-            kernels.quantize([*each.grads, each.used], each.bucket.table, wire, RANKS, BLOCK, old, new)
+        for each, wire, rows_and_turn in zip(model, wires, residuals, strict=True):
+            kernels.quantize([*each.grads, each.used], each.bucket.table, wire, RANKS, BLOCK, *rows_and_turn)
 
-    outputs = [*wires, *(new for new in lost if new is not None)]
-    nbytes = (
-        elements(model) * model[0].used.itemsize
-        + _nbytes(outputs)
-        + _nbytes([old for old in residuals if old is not None])
-    )
+    outputs = [*wires, *(rows[1] for rows in kept if error_feedback)]
+    nbytes = _nbytes([rows[0] for rows in kept if error_feedback]) + elements(model) * model[0].used.itemsize
+    nbytes += _nbytes(outputs)
     return Case(run, outputs, nbytes)
 
 
@@ -248,6 +247,50 @@ def dequantize(model: Model) -> Case:
 
     outputs = [grad for grads in targets for grad in grads]
     return Case(run, outputs, _nbytes(wires) + _nbytes(outputs))
+
+
+def dequantize_with_statistics(model: Model) -> Case:
+    """INT8 wires → gradients, and what their norm is made of."""
+    wires = [each.quantized_wire() for each in model]
+
+    def decompress(kernels: Backend, each: Gradients, wire: Tensor, grads: list[Tensor], *kept: Tensor) -> None:
+        kernels.dequantize(wire, RANKS, BLOCK, each.bucket.table, [*grads, each.used], *kept)
+
+    return _with_statistics(model, wires, BLOCK, decompress)
+
+
+def unflatten_with_statistics(model: Model, dtype: torch.dtype, scale: float) -> Case:
+    """Wires in `dtype` → gradients, and what their norm is made of."""
+    wires = [each.filled_wire(dtype) for each in model]
+
+    def decompress(kernels: Backend, each: Gradients, wire: Tensor, grads: list[Tensor], *kept: Tensor) -> None:
+        kernels.unflatten(wire, each.bucket.table, [*grads, each.used], scale, *kept)
+
+    return _with_statistics(model, wires, 0, decompress)
+
+
+def _with_statistics(model: Model, wires: list[Tensor], block: int, decompress: Callable[..., None]) -> Case:
+    """The same pass with and without; and without, then torch's norm and whether it is finite."""
+    device = model[0].used.device
+    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+    kept = [torch.zeros(ops.statistics_shape(each.bucket.table, block), device=device) for each in model]
+
+    def run(kernels: Backend) -> None:
+        for each, wire, grads, statistics in zip(model, wires, targets, kept, strict=True):
+            decompress(kernels, each, wire, grads, statistics)
+
+    def without() -> None:
+        for each, wire, grads in zip(model, wires, targets, strict=True):
+            decompress(ops.unchecked(device), each, wire, grads)
+
+    def then_norm() -> None:
+        without()
+        norms = torch._foreach_norm([grad for grads in targets for grad in grads])
+        torch.linalg.vector_norm(torch.stack(norms)).isfinite()
+
+    outputs = [grad for grads in targets for grad in grads]
+    plain: dict[str, Way] = {WITHOUT: without, "without, foreach_norm, isfinite": then_norm}
+    return Case(run, outputs, _nbytes(wires) + _nbytes(outputs), plain)
 
 
 def reduce_quantized(model: Model) -> Case:

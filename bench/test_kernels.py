@@ -35,6 +35,8 @@ CASES: list[tuple[str, str, Options]] = [
     ("reduce_shards", "resnet50", {"dtype": "bf16", "scale": 0.5}),
     *((operation, name, {}) for operation in ("quantize", "dequantize", "reduce_quantized") for name in MODELS),
     ("quantize", "resnet50", {"error_feedback": True}),
+    *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
+    ("dequantize_with_statistics", "resnet50", {}),
 ]
 
 

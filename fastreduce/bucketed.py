@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import residuals
 from .buckets import BucketPlan, build_plan, group_by_size
+from .clipping import note, notice_unscaling
 from .compression import Compression
 from .gradients import Collected, Gradients
 from .pipeline import BucketPipeline, Seconds, SharedBuffers, warm_up
@@ -58,6 +59,7 @@ class BucketedGradients:
     """
 
     _used: list[bool]  # by parameter, whether a backward has reached it; changed in place
+    _statistics = False
 
     def __init__(
         self,
@@ -112,6 +114,9 @@ class BucketedGradients:
     def _install(self, groups: Iterable[Sequence[int]]) -> None:
         self.plan, self.pipelines = self._build(groups)
         self._members = [self._gradients.members(bucket) for bucket in self.plan.buckets]
+        if self._statistics:
+            for pipeline in self.pipelines:
+                pipeline.keep_statistics()
         if self._as_views:
             for members, pipeline in zip(self._members, self.pipelines, strict=True):
                 self._gradients.install_views(members, pipeline.make_views)
@@ -149,12 +154,23 @@ class BucketedGradients:
 
     def _settle(self, job: Job) -> set[int]:
         """Store what arrived; returns the parameters that no rank used."""
-        slots = job.pipeline.bucket.slots
-        return {slots[position].parameter for position in job.found.settle(job.pipeline.used_by_any)}
+        bucket, left = job.pipeline.bucket, job.found.settle(job.pipeline.used_by_any)
+        note(job.pipeline, self._members[bucket.index].parameters, left)
+        return {bucket.slots[position].parameter for position in left}
 
     def _active_ranks(self) -> int:
         """What sums are divided by."""
         return self.transport.world_size
+
+    def keep_statistics(self) -> None:
+        """Let decompression count non-finite elements and sum squares from now on; its kernels are compiled here."""
+        if not self._statistics:
+            self._statistics = True
+            notice_unscaling()
+            for device, dtype in {(pipeline.bucket.device, pipeline.bucket.dtype) for pipeline in self.pipelines}:
+                warm_up(dtype, device, self.compression, self.transport, statistics=True)
+            for pipeline in self.pipelines:
+                pipeline.keep_statistics()
 
     # Figures
 

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from .agreement import check_agreement
 from .arrivals import weakly
+from .clipping import clip_
 from .compression import Compression
 from .errors import FastreduceError, ReducerError, SettingError
 from .mixed_precision import LowPrecision
@@ -207,6 +208,33 @@ class DistributedDataParallel(TorchDDP):
                     "module was wrapped, so its gradient is not averaged and replicas would drift apart. Wrap the "
                     "module again (fastreduce.DistributedDataParallel(ddp.module, …)), or freeze the parameter"
                 )
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients of all parameters by their total norm, which is returned: the same bits on every rank.
+
+        As `torch.nn.utils.clip_grad_norm_`, without its pass over the gradients: from the first call on, decompression
+        sums up squares while it writes averages. What has been changed since, by `GradScaler.unscale_`, by a backward
+        without synchronisation or in place, is read again. That is told by autograd's version counter, which does not
+        see writes through `.data`, NumPy or a collective of `torch.distributed`: after these call torch's function.
+
+        Every rank calls it. Nothing waits for the device, except `error_if_nonfinite`.
+
+        Raises:
+            RuntimeError: if the norm is not finite and `error_if_nonfinite` is set, with the parameters, their buckets
+                and how many of their elements are not finite. Nothing has been clipped then.
+        """
+        pipelines = []
+        if not self._delay_all_reduce_all_params:  # else torch has built no reducer
+            self.reducer.keep_statistics()
+            pipelines = self.reducer.pipelines
+        named = dict(self.module.named_parameters())
+        return clip_(named, pipelines, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Let `hook` reduce the buckets, as in torch; it receives a duck type of `dist.GradBucket`.

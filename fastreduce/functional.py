@@ -86,6 +86,7 @@ def _average(owners: list[Tensor], transport: Transport, compression: Compressio
         for pipeline in reduction.pipelines:
             found = gradients.collect(gradients.members(pipeline.bucket), used)
             pipeline.run(found.sources, found.targets, found.unused)
+            torch.autograd.graph.increment_version(found.targets)
             found.settle(pipeline.used_by_any)
 
 

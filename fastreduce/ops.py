@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import backends
 from .errors import TensorError
-from .kernels.slots import SlotTable, shard_bytes
+from .kernels.slots import SlotTable, shard_bytes, tile_elements
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -46,14 +46,42 @@ def _check_flat(operation: str, what: str, flat: Tensor, numel: int, dtypes: Seq
         )
 
 
-def _check_residuals(operation: str, numel: int, residual: Tensor | None, new_residual: Tensor | None) -> None:
-    if (residual is None) != (new_residual is None):
-        raise TensorError(f"{operation}: residual and new_residual go together; one of them is None")
-    if residual is not None and new_residual is not None:
-        _check_flat(operation, "residual", residual, numel, [torch.float32])
-        _check_flat(operation, "new_residual", new_residual, numel, [torch.float32])
-        if numel and residual.data_ptr() == new_residual.data_ptr():
-            raise TensorError(f"{operation}: residual and new_residual are the same buffer")
+def _check_table(
+    operation: str, what: str, table: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    if tuple(table.shape) != shape or table.dtype != dtype or table.device != device or not table.is_contiguous():
+        raise TensorError(
+            f"{operation}: {what} is {list(table.shape)} of {table.dtype} on {table.device}, strides {table.stride()}; "
+            f"needed: {list(shape)}, contiguous, of {dtype} on {device}"
+        )
+
+
+def _check_residuals(
+    operation: str, numel: int, device: torch.device, residuals: Tensor | None, turn: Tensor | None
+) -> None:
+    if (residuals is None) != (turn is None):
+        raise TensorError(f"{operation}: residuals and turn go together; one of them is None")
+    if residuals is not None and turn is not None:
+        _check_table(operation, "residuals", residuals, (2, numel), torch.float32, device)
+        _check_table(operation, "turn", turn, (1,), torch.int32, device)
+
+
+def _check_statistics(
+    operation: str, slots: SlotTable, block: int, tensors: Sequence[Tensor], statistics: Tensor | None, wire: Tensor
+) -> None:
+    if statistics is not None:
+        dtype = statistics_dtype(tensors[0].dtype if tensors else wire.dtype)
+        _check_table(operation, "statistics", statistics, statistics_shape(slots, block), dtype, wire.device)
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the statistics of tensors of `dtype` are kept in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def statistics_shape(slots: SlotTable, block: int = 0) -> tuple[int, int]:
+    """A row for each tile: how many of its elements are not finite, and the sum of their squares."""
+    return int(slots.tile_rows(tile_elements(block))[-1]), 2
 
 
 def unchecked(device: torch.device) -> backends.Backend:
@@ -87,15 +115,18 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
     backends.choose(wire.device).flatten(tensors, slots, wire, scale)
 
 
-def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float = 1.0) -> None:
-    """One wire → many dense tensors of one dtype, scaled and cast.
+def unflatten(
+    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float = 1.0, statistics: Tensor | None = None
+) -> None:
+    """One wire → many dense tensors of one dtype, scaled and cast, and `[tiles, 2]` statistics of what is stored.
 
     Raises:
-        TensorError: if a tensor or the wire does not fit `slots`.
+        TensorError: if a tensor, the wire or the statistics do not fit `slots`.
     """
     _check_flat("unflatten", "wire", wire, slots.total, FLOATS)
     _check_tensors("unflatten", tensors, slots, wire.device)
-    backends.choose(wire.device).unflatten(wire, slots, tensors, scale)
+    _check_statistics("unflatten", slots, 0, tensors, statistics, wire)
+    backends.choose(wire.device).unflatten(wire, slots, tensors, scale, statistics)
 
 
 def quantize(
@@ -105,29 +136,40 @@ def quantize(
     *,
     shards: int = 1,
     block: int = 128,
-    residual: Tensor | None = None,
-    new_residual: Tensor | None = None,
+    residuals: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> None:
     """Many dense tensors (+ FP32 residual) → block-scaled INT8 wire of `shards` shards, and the new residual.
 
+    Of `residuals`, FP32 `[2, slots.total]`, row `turn` (int32 `[1]`) is read and the other one written.
+
     Raises:
-        TensorError: if a tensor, the wire or a residual does not fit `slots`.
+        TensorError: if a tensor, the wire, the residuals or the turn do not fit `slots`.
     """
     _check_flat("quantize", "wire", wire, wire_numel(slots.total, shards, block), [torch.uint8])
     _check_tensors("quantize", tensors, slots, wire.device)
-    _check_residuals("quantize", slots.total, residual, new_residual)
-    backends.choose(wire.device).quantize(tensors, slots, wire, shards, block, residual, new_residual)
+    _check_residuals("quantize", slots.total, wire.device, residuals, turn)
+    backends.choose(wire.device).quantize(tensors, slots, wire, shards, block, residuals, turn)
 
 
-def dequantize(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], *, shards: int = 1, block: int = 128) -> None:
-    """Block-scaled INT8 wire → many dense tensors of one dtype.
+def dequantize(
+    wire: Tensor,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    *,
+    shards: int = 1,
+    block: int = 128,
+    statistics: Tensor | None = None,
+) -> None:
+    """Block-scaled INT8 wire → many dense tensors of one dtype, and `[tiles, 2]` statistics of what is stored.
 
     Raises:
-        TensorError: if a tensor or the wire does not fit `slots`.
+        TensorError: if a tensor, the wire or the statistics do not fit `slots`.
     """
     _check_flat("dequantize", "wire", wire, wire_numel(slots.total, shards, block), [torch.uint8])
     _check_tensors("dequantize", tensors, slots, wire.device)
-    backends.choose(wire.device).dequantize(wire, shards, block, slots, tensors)
+    _check_statistics("dequantize", slots, block, tensors, statistics, wire)
+    backends.choose(wire.device).dequantize(wire, shards, block, slots, tensors, statistics)
 
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
@@ -148,12 +190,13 @@ def reduce_quantized(
     *,
     block: int = 128,
     flag_block: int,
-    residual: Tensor | None = None,
-    new_residual: Tensor | None = None,
+    residuals: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> None:
     """`[world_size, bytes]` INT8 shards → one: summed in FP32 in rank order, scaled once, (+ residual), INT8 again.
 
-    Blocks from `flag_block` on hold used-flags: 1 where any rank's is, else 0.
+    Blocks from `flag_block` on hold used-flags: 1 where any rank's is, else 0. `residuals`, FP32 `[2, elements]`, and
+    `turn` are those of `quantize`.
 
     Raises:
         TensorError: if sizes do not fit.
@@ -161,5 +204,5 @@ def reduce_quantized(
     blocks = shard.numel() // (block + 4)
     _check_flat("reduce_quantized", "shard", shard, shard_bytes(blocks, block), [torch.uint8])
     _check_flat("reduce_quantized", "received", received, received.shape[0] * shard.numel(), [torch.uint8])
-    _check_residuals("reduce_quantized", blocks * block, residual, new_residual)
-    backends.choose(shard.device).reduce_quantized(received, shard, scale, block, flag_block, residual, new_residual)
+    _check_residuals("reduce_quantized", blocks * block, shard.device, residuals, turn)
+    backends.choose(shard.device).reduce_quantized(received, shard, scale, block, flag_block, residuals, turn)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
 from .compression import Compression
 from .errors import TransportError
+from .kernels.slots import tile_elements
 from .streams import Finish, Pending, Stream
 from .transports import Transport, Work
 
@@ -57,7 +59,7 @@ class BucketPipeline:
     (as torch does), in the reduction kernel of a two-shot, and split in two for a 16-bit all-reduce:
     2^-⌈log2(N)/2⌉ before, the rest after, which keeps away from both overflow and underflow.
 
-    Nothing is allocated after construction.
+    Nothing is allocated after construction, but for what `keep_statistics` asks for.
 
     Args:
         bucket: what is averaged.
@@ -65,6 +67,14 @@ class BucketPipeline:
         transport: the ranks.
         divisor: what sums are divided by; None means the number of ranks.
         shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
+
+    Attributes:
+        turn: the row of `residuals` and `shard_residuals` that holds what is kept, on the device; the other one is
+            written by the next reduction. None of the three without error feedback.
+        statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
+        has_statistics: whether the last `decompress` made them.
+        reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
+            the version of that, as `clipping.note` found them.
     """
 
     def __init__(
@@ -102,14 +112,16 @@ class BucketPipeline:
         # One rank's average in the gradients' own dtype is what it has.
         self.alone = shards == 1 and self._in_place
         self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
-        self.residual: Tensor | None = None
-        self._new_residual: Tensor | None = None
-        self.shard_residual: Tensor | None = None
-        self._new_shard_residual: Tensor | None = None
+        self.residuals: Tensor | None = None
+        self.shard_residuals: Tensor | None = None
+        self.turn: Tensor | None = None
         if compression.error_feedback:
-            self.residual, self._new_residual = (buffer(bucket.total, torch.float32) for _ in range(2))
-            own = bucket.total // shards
-            self.shard_residual, self._new_shard_residual = (buffer(own, torch.float32) for _ in range(2))
+            self.residuals = buffer(2 * bucket.total, torch.float32).view(2, -1)
+            self.shard_residuals = buffer(2 * bucket.total // shards, torch.float32).view(2, -1)
+            self.turn = buffer(1, torch.int32)
+        self.statistics: Tensor | None = None
+        self.has_statistics = False
+        self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
 
         self._average = 1.0 / (divisor or shards)
         if compression.two_shot:
@@ -197,8 +209,7 @@ class BucketPipeline:
             work.wait()
         mark(_REDUCED)
         self.decompress(averaged)
-        if self.residual is not None and self._wire_is_finite():
-            self._advance_residuals(unused)
+        self._advance_residuals(unused)
         mark(_END)
 
     @contextmanager
@@ -216,7 +227,7 @@ class BucketPipeline:
         tensors, slots = [*grads, self.used], self.bucket.table
         if self._block:
             shards = self.transport.world_size
-            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, self.residual, self._new_residual)
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, self.residuals, self.turn)
         else:
             self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
 
@@ -237,8 +248,8 @@ class BucketPipeline:
                 self._average,
                 self._block,
                 self._flag_block,
-                self.shard_residual,
-                self._new_shard_residual,
+                self.shard_residuals,
+                self.turn,
             )
         else:
             self._kernels.reduce_shards(received, self._shard, self._average)
@@ -246,12 +257,41 @@ class BucketPipeline:
     def decompress(self, averaged: Sequence[Tensor]) -> None:
         """Wire → averaged gradients and `used_by_any`."""
         tensors, slots = [*averaged, self.used_by_any], self.bucket.table
-        if self._in_place and averaged and averaged[0].data_ptr() == self.wire.data_ptr():
+        in_wire = self._in_place and averaged and averaged[0].data_ptr() == self.wire.data_ptr()
+        self.has_statistics = self.statistics is not None and not in_wire
+        self.reduced = {}
+        if in_wire:
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
         elif self._block:
-            self._kernels.dequantize(self.wire, self.transport.world_size, self._block, slots, tensors)
+            shards = self.transport.world_size
+            self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, self.statistics)
         else:
-            self._kernels.unflatten(self.wire, slots, tensors, self._scale_after)
+            self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics)
+
+    def keep_statistics(self) -> None:
+        """Let `decompress` fill `statistics` from now on."""
+        if self.statistics is None:
+            shape = ops.statistics_shape(self.bucket.table, self._block)
+            dtype = ops.statistics_dtype(self.bucket.dtype)
+            self.statistics = torch.zeros(shape, dtype=dtype, device=self.bucket.device)
+
+    def statistics_of(self, first: int, last: int) -> Tensor:
+        """The rows of the tiles of the slots from position `first` to before `last`."""
+        assert self.statistics is not None
+        rows = self.bucket.table.tile_rows(tile_elements(self._block))
+        return self.statistics[rows[first] : rows[last]]
+
+    # Error feedback
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What is kept of this rank's gradients: a view, which makes the host wait for `turn`."""
+        return None if self.residuals is None or self.turn is None else self.residuals[int(self.turn)]
+
+    @property
+    def shard_residual(self) -> Tensor | None:
+        """What is kept of the own shard's average, likewise."""
+        return None if self.shard_residuals is None or self.turn is None else self.shard_residuals[int(self.turn)]
 
     def launch_kernels(self, grads: Sequence[Tensor]) -> None:
         """Launch every kernel of a reduction once, and move nothing between ranks."""
@@ -261,39 +301,44 @@ class BucketPipeline:
         self.decompress(grads)
 
     def _advance_residuals(self, unused: Sequence[int]) -> None:
-        """Go on with the new residuals, save those of slots that no rank used: what they sent is thrown away."""
-        self.residual, self._new_residual = self._new_residual, self.residual
-        self.shard_residual, self._new_shard_residual = self._new_shard_residual, self.shard_residual
+        """Go on with the new residuals, save those of slots that no rank used: what they sent is thrown away.
+
+        Where the wire is not finite, and so on every rank, all stay as they were. Everything happens on the device.
+        """
+        if self.residuals is None or self.shard_residuals is None or self.turn is None:
+            return
         own = self.bucket.total // self.transport.world_size
         first = self.transport.rank * own
         for position in unused:
-            if self.used_by_any[position] == 0:
-                slot = self.bucket.slots[position]
-                _restore(self.residual, self._new_residual, slot.offset, slot.offset + slot.numel)
-                _restore(
-                    self.shard_residual,
-                    self._new_shard_residual,
-                    max(slot.offset - first, 0),
-                    min(slot.offset + slot.numel - first, own),
-                )
+            slot, used = self.bucket.slots[position], self.used_by_any[position] != 0
+            start, stop = slot.offset, slot.offset + slot.numel
+            _keep_unless(used, self.residuals[:, start:stop], self.turn)
+            start, stop = max(start - first, 0), min(stop - first, own)
+            if start < stop:
+                _keep_unless(used, self.shard_residuals[:, start:stop], self.turn)
+        self.turn.bitwise_xor_(self._wire_is_finite())
 
-    def _wire_is_finite(self) -> bool:
+    def _wire_is_finite(self) -> Tensor:
         """Whether no block's scale is NaN: the same answer on every rank, since the wire is."""
         shards = self.transport.world_size
         blocks = self.bucket.total // shards // self._block
         scales = self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)]
-        return not bool(scales.view(torch.float32).isnan().any())
+        return ~scales.view(torch.float32).isnan().any()
 
 
-def _restore(residual: Tensor | None, old: Tensor | None, start: int, stop: int) -> None:
-    if residual is not None and old is not None and start < stop:
-        residual[start:stop] = old[start:stop]
+def _keep_unless(used: Tensor, rows: Tensor, turn: Tensor) -> None:
+    """Copy row `turn` over the other one, unless `used`."""
+    for turned, (row, other) in enumerate(((rows[1], rows[0]), (rows[0], rows[1]))):
+        torch.where(used | (turn != turned), row, other, out=row)
 
 
-def warm_up(dtype: torch.dtype, device: torch.device, compression: Compression, transport: Transport) -> None:
+def warm_up(
+    dtype: torch.dtype, device: torch.device, compression: Compression, transport: Transport, statistics: bool = False
+) -> None:
     """Compile (or load from the disk cache) every kernel that buckets of `dtype` on `device` will launch."""
-    plan = build_plan(
-        [ParameterSpec("", 1, dtype, device)], [[0]], alignment=compression.alignment, shards=transport.world_size
-    )
-    one = [torch.zeros(1, dtype=dtype, device=device)]
-    BucketPipeline(plan.buckets[0], compression, transport).launch_kernels(one)
+    alignment, shards = compression.alignment, transport.world_size
+    plan = build_plan([ParameterSpec("", 1, dtype, device)], [[0]], alignment=alignment, shards=shards)
+    pipeline = BucketPipeline(plan.buckets[0], compression, transport)
+    if statistics:
+        pipeline.keep_statistics()
+    pipeline.launch_kernels([torch.zeros(1, dtype=dtype, device=device)])

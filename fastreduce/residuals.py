@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Tensor]:
     """Copies of the first-stage residuals (FP32, 1-D, in memory order) by parameter name."""
     return {
-        slot.name: pipeline.residual[slot.offset : slot.offset + slot.numel].clone()
+        slot.name: residual[slot.offset : slot.offset + slot.numel].clone()
         for pipeline in pipelines
-        if pipeline.residual is not None
+        if (residual := pipeline.residual) is not None
         for slot in pipeline.bucket.slots
     }
 
@@ -29,19 +29,20 @@ def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Tensor]:
 def restore(kept: Mapping[str, Tensor], pipelines: Sequence[BucketPipeline]) -> None:
     """Write residuals by parameter name into pipelines; a name without one keeps what it has."""
     for pipeline in pipelines:
-        if pipeline.residual is None:
+        residual = pipeline.residual
+        if residual is None:
             continue
         for slot in pipeline.bucket.slots:
             if slot.name in kept:
-                pipeline.residual[slot.offset : slot.offset + slot.numel] = kept[slot.name]
+                residual[slot.offset : slot.offset + slot.numel] = kept[slot.name]
 
 
 def rescale(pipelines: Sequence[BucketPipeline], factor: float) -> None:
     """Multiply every residual by `factor`."""
     for pipeline in pipelines:
-        for residual in (pipeline.residual, pipeline.shard_residual):
-            if residual is not None:
-                residual.mul_(factor)
+        for residuals in (pipeline.residuals, pipeline.shard_residuals):
+            if residuals is not None:
+                residuals.mul_(factor)  # both rows: which one counts only the device knows
 
 
 def save(plan: BucketPlan, pipelines: Sequence[BucketPipeline], rank: int, compression: str) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def save(plan: BucketPlan, pipelines: Sequence[BucketPipeline], rank: int, compr
         "compression": compression,
         "buckets": plan.names(),
         "residuals": collect(pipelines),
-        "shard_residuals": [p.shard_residual.clone() for p in pipelines if p.shard_residual is not None],
+        "shard_residuals": [kept.clone() for p in pipelines if (kept := p.shard_residual) is not None],
     }
 
 

@@ -235,6 +235,7 @@ class TorchReducer(GradientReducer):
         active = self._active_ranks()
         if active != self.transport.world_size:
             torch._foreach_mul_(job.found.targets, self.transport.world_size / active)
+            job.pipeline.has_statistics = False
         return super()._settle(job)
 
     def _used_by_any(self) -> Tensor:

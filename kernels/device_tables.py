@@ -18,7 +18,8 @@ class DeviceTable:
 
     `tiles` holds a row for each program: its slot, its first element counted from the slot's and from the
     flat's beginning, how many of its elements belong to the slot, and how many with the padding that follows.
-    Slot 0 is an empty one at offset 0, so that padding before the first real slot belongs to someone as well.
+    Slot 0 is an empty one at offset 0, so that padding before the first real slot belongs to someone as well. Without
+    padding, row i is tile i of the slots (`SlotTable.tile_rows`).
     """
 
     tiles: Tensor
@@ -43,17 +44,17 @@ class DeviceTable:
         return table
 
 
-def device_table(slots: SlotTable, tile: int, device: torch.device) -> DeviceTable:
-    """The table for tiles of `tile` elements, made once for each slot table and device."""
-    tables: dict[tuple[torch.device, int], DeviceTable] = slots.cache.setdefault("device_tables", {})
-    if (device, tile) not in tables:
+def device_table(slots: SlotTable, tile: int, device: torch.device, padding: bool = True) -> DeviceTable:
+    """The table for tiles of `tile` elements, made once for each slot table and device; `padding` counts as work."""
+    tables: dict[tuple[torch.device, int, bool], DeviceTable] = slots.cache.setdefault("device_tables", {})
+    if (device, tile, padding) not in tables:
         offsets = np.concatenate(([0], slots.offsets))
         numels = np.concatenate(([0], slots.numels))
-        extents = np.diff(offsets, append=slots.total)
+        extents = np.diff(offsets, append=slots.total) if padding else numels
         counts = -(-extents // tile)
         slot = np.repeat(np.arange(len(offsets)), counts)
         start = (np.arange(len(slot)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile
         elements, extent = (np.clip(sizes[slot] - start, 0, tile) for sizes in (numels, extents))
         tiles = np.stack([slot, start, offsets[slot] + start, elements, extent], axis=1)
-        tables[device, tile] = DeviceTable(torch.from_numpy(tiles).to(device))
-    return tables[device, tile]
+        tables[device, tile, padding] = DeviceTable(torch.from_numpy(tiles).to(device))
+    return tables[device, tile, padding]

@@ -21,7 +21,8 @@ from .numba_cpu_convert import (
     stage,
     store,
 )
-from .slots import SlotTable
+from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
+from .slots import SlotTable, tile_elements
 
 CHUNK = 256  # small enough that reading ahead and writing out overlap
 
@@ -57,6 +58,20 @@ def _unflatten(wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stre
 
 
 @kernel
+def _unflatten_and_sum(
+    wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream, tile, statistics, tag, sums
+):  # fmt: skip
+    for slot in range(len(tensors)):
+        for start in range(0, numels[slot], tile):
+            source = wire + (offsets[slot] + start) * size_of(wire_tag)
+            to, count = tensors[slot] + start * size_of(tensor_tag), min(tile, numels[slot] - start)
+            convert_and_sum(to, tensor_tag, source, wire_tag, count, scale, stream, sums, tag)
+            end_tile(to, tensor_tag, count, sums, tag, statistics)
+            statistics += 2 * size_of(tag)
+    fence()
+
+
+@kernel
 def _reduce_shards(received, ranks, shard, numel, tag, scale, total, stream):
     for start in range(0, numel, CHUNK):
         count = min(CHUNK, numel - start)
@@ -86,10 +101,12 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
     )
 
 
-def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float) -> None:
-    """One wire → many tensors in their dtypes, scaled."""
+def unflatten(
+    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+) -> None:
+    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
     dtype = tensors[0].dtype if tensors else wire.dtype
-    _unflatten(
+    arguments = (
         wire.data_ptr(),
         TAGS[wire.dtype],
         slots.offsets,
@@ -99,6 +116,11 @@ def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: 
         _factor(scale, dtype, wire.dtype),
         slots.total * dtype.itemsize >= STREAM_BYTES,
     )
+    if statistics is None:
+        _unflatten(*arguments)
+    else:
+        address, tag, lanes = lanes_for(statistics)
+        _unflatten_and_sum(*arguments, tile_elements(), address, tag, lanes.data_ptr())
 
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:

@@ -36,7 +36,7 @@ kernel = njit(nogil=True, cache=True, error_model="numpy")
 
 _HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_MEMORY = {
+MEMORY = {
     types.float64: (_DOUBLE, 8),
     types.float32: (_FLOAT, 4),
     types.int16: (_HALF, 2),
@@ -55,9 +55,10 @@ def stage(doubles: int) -> Tensor:
     return torch.empty(doubles, dtype=torch.float64, device="cpu")
 
 
-def _element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, tag: types.Type) -> ir.Value:
+def element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, tag: types.Type) -> ir.Value:
+    """A pointer to element `index`."""
     base = builder.inttoptr(address, ir.PointerType())
-    return builder.gep(base, [index], source_etype=_MEMORY[tag][0])
+    return builder.gep(base, [index], source_etype=MEMORY[tag][0])
 
 
 def _like(value: ir.Value, scalar: ir.Type) -> ir.Type:
@@ -69,7 +70,8 @@ def _constant(value: ir.Value, number: int) -> ir.Constant:
     return ir.Constant(value.type, [number] * value.type.count if is_vector else number)
 
 
-def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+def widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+    """What memory holds → FP64 where that is FP64, else FP32."""
     if tag == types.int16:
         return builder.fpext(value, _like(value, _FLOAT))
     if tag == types.uint16:
@@ -103,7 +105,7 @@ def _narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: t
 @intrinsic
 def size_of(_typing: Any, tag: types.Type) -> tuple[Any, Any]:
     """Bytes of an element."""
-    return types.int64(tag), lambda _target, _builder, _signature, _args: _I64(_MEMORY[tag][1])
+    return types.int64(tag), lambda _target, _builder, _signature, _args: _I64(MEMORY[tag][1])
 
 
 @intrinsic
@@ -111,8 +113,8 @@ def load(_typing: Any, address: types.Type, index: types.Type, tag: types.Type) 
     """Element `index` as FP64 where memory holds FP64, else as FP32."""
 
     def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        value = builder.load(_element(builder, args[0], args[1], tag), typ=_MEMORY[tag][0])
-        return _widen(builder, value, tag)
+        value = builder.load(element(builder, args[0], args[1], tag), typ=MEMORY[tag][0])
+        return widen(builder, value, tag)
 
     result = types.float64 if tag == types.float64 else types.float32
     return result(types.int64, types.int64, tag), emit
@@ -123,10 +125,39 @@ def store(_typing: Any, address: types.Type, index: types.Type, tag: types.Type,
     """Round FP64 or FP32 to what memory holds, 16 bits by way of FP32; int8 takes an int32's low byte."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        builder.store(_narrow(builder, args[3], value, tag), _element(builder, args[0], args[1], tag))
+        builder.store(_narrow(builder, args[3], value, tag), element(builder, args[0], args[1], tag))
         return target.get_dummy_value()
 
     return types.void(types.int64, types.int64, tag, value), emit
+
+
+def line_of(
+    builder: ir.IRBuilder,
+    source: ir.Value,
+    source_tag: types.Type,
+    index: ir.Value,
+    factor: ir.Value,
+    to_tag: types.Type,
+    lanes: int,
+) -> ir.Value:
+    """`lanes` elements from `index` on, multiplied by `factor`, as memory of `to_tag` holds them."""
+    scalar, alignment = MEMORY[source_tag]
+    pointer = element(builder, source, index, source_tag)
+    value = builder.load(pointer, typ=ir.VectorType(scalar, lanes), align=alignment)
+    value = widen(builder, value, source_tag)
+    scale = types.float64 if factor.type == _DOUBLE else types.float32
+    if scale == types.float64 and source_tag != types.float64:
+        value = builder.fpext(value, _like(value, _DOUBLE))
+    first = builder.insert_element(ir.Constant(value.type, ir.Undefined), factor, _I32(0))
+    factors = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, lanes), None))
+    return _narrow(builder, builder.fmul(value, factors), scale, to_tag)
+
+
+def store_line(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, stream: bool, alignment: int) -> None:
+    """Store a vector: past the cache, to the beginning of a line, or as any other."""
+    stored = builder.store(value, pointer, align=LINE if stream else alignment)
+    if stream:
+        stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
 
 # Vectors by hand: LLVM vectorises no loop into non-temporal stores unless its scalars were so aligned.
@@ -140,21 +171,12 @@ def _stream_line(
     index: types.Type,
     scale: types.Type,
 ) -> tuple[Any, Any]:
-    lanes = LINE // _MEMORY[to_tag][1]
-    scalar, alignment = _MEMORY[source_tag]
+    size = MEMORY[to_tag][1]
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         to, _, source, _, index, factor = args
-        pointer = _element(builder, source, index, source_tag)
-        value = builder.load(pointer, typ=ir.VectorType(scalar, lanes), align=alignment)
-        value = _widen(builder, value, source_tag)
-        if scale == types.float64 and source_tag != types.float64:
-            value = builder.fpext(value, _like(value, _DOUBLE))
-        first = builder.insert_element(ir.Constant(value.type, ir.Undefined), factor, _I32(0))
-        factors = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, lanes), None))
-        value = _narrow(builder, builder.fmul(value, factors), scale, to_tag)
-        line = builder.store(value, _element(builder, to, index, to_tag), align=LINE)
-        line.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        value = line_of(builder, source, source_tag, index, factor, to_tag, LINE // size)
+        store_line(builder, value, element(builder, to, index, to_tag), True, size)
         return target.get_dummy_value()
 
     return types.void(types.int64, to_tag, types.int64, source_tag, types.int64, scale), emit

@@ -23,7 +23,8 @@ from .numba_cpu_convert import (
     stage,
     store,
 )
-from .slots import SlotTable, shard_bytes
+from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
+from .slots import SlotTable, shard_bytes, tile_elements
 
 INT8, FP32 = np.int8(0), np.float32(0)
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
@@ -131,6 +132,25 @@ def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, 
 
 
 @kernel
+def _dequantize_and_sum(
+    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, tile, statistics, sum_tag, sums
+):  # fmt: skip
+    for slot in range(len(tensors)):
+        for first in range(0, numels[slot], tile):
+            end = min(first + tile, numels[slot])
+            for start in range(first, end, block):
+                shard, number = divmod((offsets[slot] + start) // block, blocks)
+                payload = wire + shard * shard_size
+                scale = load(payload + blocks * block, number, FP32)
+                to = tensors[slot] + start * size_of(tag)
+                count = min(block, end - start)
+                convert_and_sum(to, tag, payload + number * block, INT8, count, scale, stream, sums, sum_tag)
+            end_tile(tensors[slot] + first * size_of(tag), tag, end - first, sums, sum_tag, statistics)
+            statistics += 2 * size_of(sum_tag)
+    fence()
+
+
+@kernel
 def _reduce_quantized(
     received,
     ranks,
@@ -173,8 +193,12 @@ def _reduce_quantized(
     fence()
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _rows(residuals: Tensor | None, turn: Tensor | None) -> tuple[int, int]:
+    """The addresses of the row to read and of the other, which is to be written; 0 without residuals."""
+    if residuals is None or turn is None:
+        return 0, 0
+    row, size = int(turn), residuals.shape[1] * 4
+    return residuals.data_ptr() + row * size, residuals.data_ptr() + (1 - row) * size
 
 
 def quantize(
@@ -183,10 +207,10 @@ def quantize(
     wire: Tensor,
     shards: int,
     block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """Many tensors (+ residual) → one quantized wire, and the new residual."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
     blocks = slots.total // shards // block
     values = stage(block)
     _quantize(
@@ -199,20 +223,26 @@ def quantize(
         blocks,
         block,
         shard_bytes(blocks, block),
-        _address(residual),
-        _address(new_residual),
+        *_rows(residuals, turn),
         values.data_ptr(),
         slots.total * 4 >= STREAM_BYTES,
     )
 
 
-def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
-    """One quantized wire → many tensors in their dtypes."""
+def dequantize(
+    wire: Tensor,
+    shards: int,
+    block: int,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    statistics: Tensor | None = None,
+) -> None:
+    """One quantized wire → many tensors in their dtypes (and their statistics)."""
     if not tensors:
         return
     dtype = tensors[0].dtype
     blocks = slots.total // shards // block
-    _dequantize(
+    arguments = (
         wire.data_ptr(),
         blocks,
         block,
@@ -223,6 +253,11 @@ def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors:
         TAGS[dtype],
         slots.total * dtype.itemsize >= STREAM_BYTES,
     )
+    if statistics is None:
+        _dequantize(*arguments)
+    else:
+        address, sum_tag, lanes = lanes_for(statistics)
+        _dequantize_and_sum(*arguments, tile_elements(block), address, sum_tag, lanes.data_ptr())
 
 
 def reduce_quantized(
@@ -231,10 +266,10 @@ def reduce_quantized(
     scale: float,
     block: int,
     flag_block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
     blocks = shard.numel() // (block + 4)
     values = stage(block)
     _reduce_quantized(
@@ -246,8 +281,7 @@ def reduce_quantized(
         shard.numel(),
         flag_block,
         np.float32(scale),
-        _address(residual),
-        _address(new_residual),
+        *_rows(residuals, turn),
         values.data_ptr(),
         blocks * block * 4 >= STREAM_BYTES,
     )

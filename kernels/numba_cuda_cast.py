@@ -25,9 +25,10 @@ from .numba_cuda_convert import (
     size_of,
     store,
 )
-from .slots import SlotTable
+from .numba_cuda_sum import unflatten_and_sum
+from .slots import SlotTable, tile_elements
 
-TILE = 8 * THREADS
+TILE = tile_elements()
 
 
 @function
@@ -78,15 +79,27 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
     _launch_move(_flatten, "flatten", tensors, slots, wire, scale)
 
 
-def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float) -> None:
-    """One wire → many tensors in their dtypes, scaled."""
-    _launch_move(_unflatten, "unflatten", tensors, slots, wire, scale)
+def unflatten(
+    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+) -> None:
+    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
+    if statistics is None:
+        _launch_move(_unflatten, "unflatten", tensors, slots, wire, scale)
+    else:
+        row = statistics.data_ptr(), TAGS[statistics.dtype]
+        _launch_move(unflatten_and_sum, "unflatten", tensors, slots, wire, scale, *row)
 
 
 def _launch_move(
-    kernel: Any, operation: str, tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float
+    kernel: Any,
+    operation: str,
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    scale: float,
+    *statistics: Any,
 ) -> None:
-    table = device_table(slots, TILE, wire.device)
+    table = device_table(slots, TILE, wire.device, padding=operation == "flatten")
     dtype = tensors[0].dtype if tensors else wire.dtype
     launch(
         kernel,
@@ -98,6 +111,7 @@ def _launch_move(
         table.addresses(operation, tensors).data_ptr(),
         TAGS[dtype],
         _in_compute_type(scale, dtype, wire.dtype),
+        *statistics,
     )
 
 

@@ -14,17 +14,23 @@ from torch import Tensor
 SIMULATED = bool(cuda.config.ENABLE_CUDASIM)
 
 if SIMULATED:
+    from . import numba_cuda_simulated as statistics
     from . import numba_cuda_simulated as vectors
 else:
+    from . import numba_cuda_statistics as statistics  # type: ignore[no-redef]
     from . import numba_cuda_vectors as vectors  # type: ignore[no-redef]
 
 kernel, function = vectors.kernel, vectors.function
 size_of, lanes_of, quotient = vectors.size_of, vectors.lanes_of, vectors.quotient
-fetch, load, store = vectors.fetch, vectors.load, vectors.store
+fetch, fetch_int32, load, store = vectors.fetch, vectors.fetch_int32, vectors.load, vectors.store
 multiply, add, divide = vectors.multiply, vectors.add, vectors.divide
+sum_of_squares, not_finite = statistics.sum_of_squares, statistics.not_finite
 largest_bits, from_bits, more_than_half = vectors.largest_bits, vectors.from_bits, vectors.more_than_half
 
+LANES = 16  # of a thread that works on an INT8 wire
 THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of Python
+
+INT8, FP32 = np.int8(0), np.float32(0)
 
 TAGS: dict[torch.dtype, Any] = {
     torch.float64: np.float64(0),
@@ -42,23 +48,31 @@ def locate(tiles, addresses, program, tag):
     return tensor, fetch(tiles, row + 2), fetch(tiles, row + 3), fetch(tiles, row + 4)
 
 
+@function
+def decode(shard, blocks, block, index, column, count):
+    """16 elements of block `index` from `column` on; zeros where `count` is 0."""
+    quantized = load(shard + index * block + column, INT8, INT8, count)
+    scale_at = shard + blocks * block + index * 4
+    return multiply(quantized, load(scale_at, FP32, FP32, min(count, 1))[0])
+
+
 def address(tensor: Tensor | None) -> int:
     """Where a tensor's elements begin; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache
-def _configured(kernel: Any, programs: int, _device: torch.device, stream: int) -> Any:
+def _configured(kernel: Any, programs: int, threads: int, _device: torch.device, stream: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numba warns of every small grid, and buckets may be small
-        return kernel[programs, THREADS, cuda.external_stream(stream) if stream else 0]
+        return kernel[programs, threads, cuda.external_stream(stream) if stream else 0]
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any) -> None:
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, threads: int = THREADS) -> None:
     """Run `programs` blocks of a kernel on a device's current stream."""
     if SIMULATED and programs:
-        kernel[programs, THREADS](*arguments)
+        kernel[programs, threads](*arguments)
     elif programs:
         with torch.cuda.device(device):
             stream = torch.cuda.current_stream().cuda_stream
-            _configured(kernel, programs, device, stream)(*arguments)
+            _configured(kernel, programs, threads, device, stream)(*arguments)

@@ -10,17 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numba import cuda
 from torch import Tensor
 
-from .device_tables import DeviceTable, device_table
+from .device_tables import device_table
 from .numba_cuda_convert import (
+    FP32,
+    INT8,
+    LANES,
     TAGS,
     THREADS,
     add,
     address,
+    decode,
     divide,
+    fetch_int32,
     from_bits,
     function,
     kernel,
@@ -34,25 +38,16 @@ from .numba_cuda_convert import (
     size_of,
     store,
 )
-from .slots import SlotTable
+from .numba_cuda_sum import SUMMING, dequantize_and_sum
+from .slots import SlotTable, tile_elements
 
-LANES = 16
 TILE = LANES * THREADS  # the largest block of the format on a GPU
 
-INT8, FP32 = np.int8(0), np.float32(0)
 ZERO, MINUS_ONE, LARGEST, NAN = np.float32(0), np.float32(-1), np.float32(127), np.float32(np.nan)
 INFINITY_BITS = np.int32(0x7F800000)
 TINY = np.float32(2.0**-100)
 RECIPROCAL_127 = np.float32(1 / 127)
 ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a sum with it has no bits behind the point
-
-
-@function
-def _decode(shard, blocks, block, index, column, count):
-    """16 elements of block `index` from `column` on; zeros where `count` is 0."""
-    quantized = load(shard + index * block + column, INT8, INT8, count)
-    scale_at = shard + blocks * block + index * 4
-    return multiply(quantized, load(scale_at, FP32, FP32, min(count, 1))[0])
 
 
 @function
@@ -80,9 +75,17 @@ def _encode(values, largest, old, shard, blocks, block, index, column):
     return lost
 
 
+@function
+def _rows(residuals, turn, row_bytes):
+    """The addresses of the row to read and of the other, which is to be written; without residuals all are 0."""
+    old = (fetch_int32(turn) if residuals else 0) * row_bytes
+    return residuals + old, residuals + row_bytes - old
+
+
 @kernel
-def _quantize(wire, residual, new_residual, tiles, addresses, tag, blocks, block, shard_size):
+def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size):
     """One tile of one slot, from its tensor to the wire."""
+    residual, new_residual = _rows(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0
     tensor, place, count, extent = locate(tiles, addresses, cuda.blockIdx.x, tag)
@@ -114,13 +117,14 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size):
         number = place // block + row
         rank = quotient(number, blocks)
         shard, index = wire + rank * shard_size, number - rank * blocks
-        values = _decode(shard, blocks, block, index, element - row * block, LANES)
+        values = decode(shard, blocks, block, index, element - row * block, LANES)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
 
 
 @kernel
-def _reduce(received, ranks, shard, residual, new_residual, blocks, block, shard_size, flag_block, scale):
+def _reduce(received, ranks, shard, residuals, turn, row_bytes, blocks, block, shard_size, flag_block, scale):
     """A few blocks of every rank's shard → their sum in rank order, scaled, encoded again."""
+    residual, new_residual = _rows(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0
     rows = quotient(TILE, block)
@@ -128,9 +132,9 @@ def _reduce(received, ranks, shard, residual, new_residual, blocks, block, shard
     row = quotient(element, block)
     index, column = cuda.blockIdx.x * rows + row, element - row * block
     count = LANES if row < rows and index < blocks else 0
-    total = _decode(received, blocks, block, index, column, count)
+    total = decode(received, blocks, block, index, column, count)
     for rank in range(1, ranks):
-        total = add(total, _decode(received + rank * shard_size, blocks, block, index, column, count))
+        total = add(total, decode(received + rank * shard_size, blocks, block, index, column, count))
     at = (index * block + column) * 4
     if index >= flag_block:
         values = more_than_half(total)
@@ -146,10 +150,6 @@ def _reduce(received, ranks, shard, residual, new_residual, blocks, block, shard
             store(new_residual + at, FP32, lost, LANES if index < flag_block else 0, LANES)
 
 
-def _table(slots: SlotTable, block: int, device: torch.device) -> DeviceTable:
-    return device_table(slots, TILE // block * block, device)
-
-
 def _tag(tensors: Sequence[Tensor]) -> Any:
     return TAGS[tensors[0].dtype] if tensors else FP32
 
@@ -160,18 +160,19 @@ def quantize(
     wire: Tensor,
     shards: int,
     block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """Many tensors (+ residual) → one quantized wire, and the new residual."""
-    table = _table(slots, block, wire.device)
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    table = device_table(slots, TILE // block * block, wire.device)
     launch(
         _quantize,
         len(table.tiles),
         wire.device,
         wire.data_ptr(),
-        address(residual),
-        address(new_residual),
+        address(residuals),
+        address(turn),
+        0 if residuals is None else residuals.shape[1] * 4,
         table.tiles.data_ptr(),
         table.addresses("quantize", tensors).data_ptr(),
         _tag(tensors),
@@ -181,13 +182,18 @@ def quantize(
     )
 
 
-def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
-    """One quantized wire → many tensors in their dtypes."""
-    table = _table(slots, block, wire.device)
-    launch(
-        _dequantize,
-        len(table.tiles),
-        wire.device,
+def dequantize(
+    wire: Tensor,
+    shards: int,
+    block: int,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    statistics: Tensor | None = None,
+) -> None:
+    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    tile = TILE // block * block if statistics is None else tile_elements(block)
+    table = device_table(slots, tile, wire.device, padding=False)
+    arguments = (
         wire.data_ptr(),
         table.tiles.data_ptr(),
         table.addresses("dequantize", tensors).data_ptr(),
@@ -196,6 +202,11 @@ def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors:
         block,
         wire.numel() // shards,
     )
+    if statistics is None:
+        launch(_dequantize, len(table.tiles), wire.device, *arguments)
+    else:
+        row = statistics.data_ptr(), TAGS[statistics.dtype]
+        launch(dequantize_and_sum, len(table.tiles), wire.device, *arguments, *row, threads=SUMMING)
 
 
 def reduce_quantized(
@@ -204,10 +215,10 @@ def reduce_quantized(
     scale: float,
     block: int,
     flag_block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
     blocks = shard.numel() // (block + 4)
     launch(
         _reduce,
@@ -216,8 +227,9 @@ def reduce_quantized(
         received.data_ptr(),
         received.shape[0],
         shard.data_ptr(),
-        address(residual),
-        address(new_residual),
+        address(residuals),
+        address(turn),
+        0 if residuals is None else residuals.shape[1] * 4,
         blocks,
         block,
         shard.numel(),

@@ -42,31 +42,42 @@ def fetch(address: int, index: int) -> int:
     return ctypes.c_int64.from_address(int(address + 8 * index)).value
 
 
+def fetch_int32(address: int) -> int:
+    """An int32."""
+    return ctypes.c_int32.from_address(int(address)).value
+
+
 def load(address: int, tag: Any, other: Any, count: int) -> Numbers:
     """A vector from memory of type `tag`, on its way to memory of type `other`; numbers from `count` on are zero."""
     memory = np.zeros(lanes_of(tag, other), tag.dtype)
     ctypes.memmove(memory.ctypes.data, int(address), int(max(0, min(len(memory), count))) * size_of(tag))
-    if tag.dtype == np.int16:
-        memory = memory.view(np.float16)
-    elif tag.dtype == np.uint16:
-        memory = (memory.astype(np.uint32) << 16).view(np.float32)
+    memory = _widen(memory)
     wide = np.float64 in (tag.dtype, other.dtype) and np.int8 not in (tag.dtype, other.dtype)
     return memory.astype(np.float64 if wide else np.float32)
 
 
-def store(address: int, tag: Any, vector: Any, count: int, extent: int) -> None:
-    """The first `count` numbers of a vector to memory of type `tag`, each rounded once more, then zeros to `extent`."""
+def _narrow(vector: Any, tag: Any) -> Numbers:
     memory = np.array(vector)
     if tag.dtype != np.float64:
         memory = memory.astype(np.float32)
     if tag.dtype == np.int16:
-        memory = memory.astype(np.float16)
-    elif tag.dtype == np.uint16:
+        return memory.astype(np.float16)
+    if tag.dtype == np.uint16:
         bits = memory.view(np.uint32)
         rounded = np.where(np.isnan(memory), (bits >> 16) | 0x40, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-        memory = rounded.astype(np.uint16)
-    else:
-        memory = memory.astype(tag.dtype)
+        return rounded.astype(np.uint16)
+    return memory.astype(tag.dtype)
+
+
+def _widen(memory: Numbers) -> Numbers:
+    if memory.dtype == np.int16:
+        return memory.view(np.float16)
+    return (memory.astype(np.uint32) << 16).view(np.float32) if memory.dtype == np.uint16 else memory
+
+
+def store(address: int, tag: Any, vector: Any, count: int, extent: int) -> None:
+    """The first `count` numbers of a vector to memory of type `tag`, each rounded once more, then zeros to `extent`."""
+    memory = _narrow(vector, tag)
     memory[max(0, count) :] = 0
     ctypes.memmove(int(address), memory.ctypes.data, int(max(0, min(len(memory), extent))) * size_of(tag))
 
@@ -99,3 +110,16 @@ def from_bits(bits: int) -> np.float32:
 def more_than_half(vector: Numbers) -> Numbers:
     """1 where a number is larger than 0.5, else 0."""
     return (vector > np.float32(0.5)).astype(np.float32)
+
+
+def sum_of_squares(vector: Any, tag: Any, sum_tag: Any, count: int) -> Any:
+    """The sum of the first `count` numbers' squares, in their order, each as memory of type `tag` will hold it."""
+    total = sum_tag
+    for number in _widen(_narrow(vector, tag)).astype(sum_tag.dtype)[: max(0, count)]:
+        total = total + number * number
+    return total
+
+
+def not_finite(vector: Any, tag: Any, count: int) -> int:
+    """How many of the first `count` numbers memory of type `tag` will hold as infinity or NaN."""
+    return int((~np.isfinite(_widen(_narrow(vector, tag))[: max(0, count)])).sum())

@@ -77,7 +77,8 @@ def _join(builder: ir.IRBuilder, numbers: Sequence[ir.Value], tag: types.Type) -
     return words
 
 
-def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type, to: types.Type) -> ir.Value:
+def widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type, to: types.Type) -> ir.Value:
+    """What memory of type `tag` holds → FP32 or FP64."""
     if tag == types.uint16:
         value = builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _FLOAT)
     elif tag == types.int8:
@@ -93,7 +94,8 @@ def _cast(builder: ir.IRBuilder, value: ir.Value, to: types.Type) -> ir.Value:
     return builder.fpext(value, _DOUBLE) if value.type == _FLOAT and to == types.float64 else value
 
 
-def _narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+def narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+    """FP32 or FP64 → what memory of type `tag` holds."""
     if tag == types.float64:
         return _cast(builder, value, tag)
     value = _cast(builder, value, types.float32)
@@ -148,6 +150,16 @@ def fetch(_typing: Any, address: types.Type, index: types.Type) -> Any:
 
 
 @intrinsic
+def fetch_int32(_typing: Any, address: types.Type) -> Any:
+    """An int32, as an int64."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.sext(builder.load(_pointer(builder, args[0], 0, _I32), align=4), _I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
 def load(_typing: Any, address: types.Type, tag: types.Type, other: types.Type, count: types.Type) -> Any:
     """A vector from memory of type `tag`, on its way to memory of type `other`; numbers from `count` on are zero."""
     result, (scalar, size) = _vector(tag, other), _MEMORY[tag]
@@ -160,7 +172,7 @@ def load(_typing: Any, address: types.Type, tag: types.Type, other: types.Type, 
             place = builder.alloca(array)
 
         def put(lane: int, value: ir.Value) -> None:
-            value = _widen(builder, value, tag, result.dtype)
+            value = widen(builder, value, tag, result.dtype)
             builder.store(value, builder.gep(place, [_I32(0), _I32(lane)]))
 
         with builder.if_else(_whole(builder, address, count, lanes)) as (whole, scattered):
@@ -192,7 +204,7 @@ def store(
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         address, _, numbers, count, extent = args
-        values = [_narrow(builder, builder.extract_value(numbers, lane), tag) for lane in range(lanes)]
+        values = [narrow(builder, builder.extract_value(numbers, lane), tag) for lane in range(lanes)]
         with builder.if_else(_whole(builder, address, count, lanes)) as (whole, scattered):
             with whole:
                 for start in range(0, lanes, part):
@@ -222,17 +234,19 @@ def _pack(context: Any, builder: ir.IRBuilder, values: Sequence[ir.Value], resul
     return packed
 
 
+def rounded_to_nearest(builder: ir.IRBuilder, operation: str, number: types.Type) -> ir.Function:
+    """The instruction for an operation (mul, add, div) on two numbers."""
+    kind, letter = (_DOUBLE, "d") if number == types.float64 else (_FLOAT, "f")
+    declared, name = builder.module.globals, f"llvm.nvvm.{operation}.rn.{letter}"
+    return declared.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind, kind]), name)
+
+
 def _arithmetic(name: str, operation: str) -> Callable[..., Any]:
     """An operation on two vectors of one type, or a vector and a number, or two numbers, rounded to nearest even."""
 
     def define(_typing: Any, a: types.Type, b: types.Type) -> Any:
-        number = a.dtype if isinstance(a, types.UniTuple) else a
-        kind, letter = (_DOUBLE, "d") if number == types.float64 else (_FLOAT, "f")
-
         def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            operator = builder.module.globals.get(f"llvm.nvvm.{operation}.rn.{letter}") or ir.Function(
-                builder.module, ir.FunctionType(kind, [kind, kind]), f"llvm.nvvm.{operation}.rn.{letter}"
-            )
+            operator = rounded_to_nearest(builder, operation, a.dtype if isinstance(a, types.UniTuple) else a)
             lanes = a.count if isinstance(a, types.UniTuple) else 1
             pairs = zip(_numbers(builder, args[0], lanes), _numbers(builder, args[1], lanes), strict=True)
             values = [builder.call(operator, pair) for pair in pairs]

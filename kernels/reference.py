@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .slots import SlotTable, shard_bytes
+from .slots import SlotTable, shard_bytes, tile_elements
 
 TINY = 2.0**-100
 RECIPROCAL_127 = 1 / 127
@@ -40,13 +40,34 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
     wire[end:] = 0
 
 
-def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float) -> None:
-    """One wire → many tensors in their dtypes, scaled."""
+def unflatten(
+    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+) -> None:
+    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         compute = _compute_dtype(tensor.dtype, wire.dtype)
         factor = torch.tensor(scale, dtype=compute, device=wire.device)
         values = wire[offset : offset + numel].to(compute) * factor
         _memory_order(tensor).copy_(_convert(values, tensor.dtype))
+    if statistics is not None:
+        _count_and_sum(tensors, tile_elements(), statistics)
+
+
+def _count_and_sum(tensors: Sequence[Tensor], tile: int, statistics: Tensor) -> None:
+    """Each tile's count of non-finite elements and its sum of squares, in the order of `numba_cpu`."""
+    lanes = 64 // statistics.element_size()
+    padded = [torch.nn.functional.pad(_memory_order(tensor), (0, -tensor.numel() % tile)) for tensor in tensors]
+    if not len(statistics):
+        return
+    values = torch.cat(padded).to(statistics.dtype).view(-1, tile // lanes, lanes)
+    total = values.new_zeros(len(values), lanes)
+    for row in values.unbind(1):
+        total = total + row * row
+    while total.shape[1] > 1:
+        first, second = total.chunk(2, dim=1)
+        total = first + second
+    statistics[:, 0] = (~values.isfinite()).sum((1, 2))
+    statistics[:, 1] = total[:, 0]
 
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
@@ -90,19 +111,30 @@ def _decode(shard: Tensor, block: int) -> Tensor:
     return (payload.to(torch.float32) * scales[:, None]).flatten()
 
 
+def _row(residuals: Tensor | None, turn: Tensor | None) -> Tensor | None:
+    return None if residuals is None or turn is None else residuals.index_select(0, turn)[0]
+
+
+def _set_other_row(residuals: Tensor | None, turn: Tensor | None, values: Tensor) -> None:
+    if residuals is not None and turn is not None:
+        residuals.index_copy_(0, 1 - turn.to(torch.int64), values[None])
+
+
 def quantize(
     tensors: Sequence[Tensor],
     slots: SlotTable,
     wire: Tensor,
     shards: int,
     block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """Many tensors (+ residual) → one quantized wire, and the new residual."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
     if not slots.total:
         return
+    residual = _row(residuals, turn)
     values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
+    kept = torch.zeros_like(values)
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         slot = slice(offset, offset + numel)
         values[slot] = _memory_order(tensor).to(torch.float32)
@@ -111,18 +143,26 @@ def quantize(
     size = slots.total // shards
     for rank, shard in enumerate(wire.view(shards, -1)):
         elements = slice(rank * size, (rank + 1) * size)
-        lost = _encode(values[elements], shard, block, None if residual is None else residual[elements])
-        if new_residual is not None:
-            new_residual[elements] = lost
+        kept[elements] = _encode(values[elements], shard, block, None if residual is None else residual[elements])
+    _set_other_row(residuals, turn, kept)
 
 
-def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
-    """One quantized wire → many tensors in their dtypes."""
+def dequantize(
+    wire: Tensor,
+    shards: int,
+    block: int,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    statistics: Tensor | None = None,
+) -> None:
+    """One quantized wire → many tensors in their dtypes (and their statistics)."""
     if not slots.total:
         return
     values = torch.cat([_decode(shard, block) for shard in wire.view(shards, -1)])
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         _memory_order(tensor).copy_(values[offset : offset + numel])
+    if statistics is not None:
+        _count_and_sum(tensors, tile_elements(block), statistics)
 
 
 def reduce_quantized(
@@ -131,12 +171,13 @@ def reduce_quantized(
     scale: float,
     block: int,
     flag_block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
     if not shard.numel():
         return
+    residual = _row(residuals, turn)
     total = _decode(received[0], block)
     for row in received[1:]:
         total = total + _decode(row, block)
@@ -146,6 +187,5 @@ def reduce_quantized(
     flags = flag_block * block
     values[flags:] = (total[flags:] > 0.5).to(torch.float32)
     lost = _encode(values, shard, block, residual)
-    if new_residual is not None:
-        lost[flags:] = 0
-        new_residual.copy_(lost)
+    lost[flags:] = 0
+    _set_other_row(residuals, turn, lost)

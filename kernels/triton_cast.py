@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import device_table
-from .slots import SlotTable
-from .triton_convert import DTYPES, convert, double_bits, launch, load_tile, widen
+from .slots import SlotTable, tile_elements
+from .triton_convert import DTYPES, convert, double_bits, launch, load_tile, store_statistics, widen
 
-TILE = 2048
+TILE = tile_elements()
 
 
 @triton.jit
@@ -22,8 +22,11 @@ def _scaled(values, scale_bits, compute: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale_bits"])
-def _move(wire, tiles, addresses, scale_bits, dtype: tl.constexpr, TO_WIRE: tl.constexpr, TILE: tl.constexpr):
-    """One tile of one slot, from its tensor to the wire with the padding after it, or back."""
+def _move(
+    wire, tiles, addresses, scale_bits, statistics,
+    dtype: tl.constexpr, TO_WIRE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of one slot, from its tensor to the wire with the padding after it, or back (with its statistics)."""
     wire_dtype: tl.constexpr = wire.dtype.element_ty
     compute: tl.constexpr = tl.float64 if dtype == tl.float64 or wire_dtype == tl.float64 else tl.float32
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
@@ -36,7 +39,8 @@ def _move(wire, tiles, addresses, scale_bits, dtype: tl.constexpr, TO_WIRE: tl.c
         if TO_WIRE:
             tl.store(wire_at, convert(_scaled(tl.load(tensor_at), scale_bits, compute), wire_dtype))
         else:
-            tl.store(tensor_at, convert(_scaled(tl.load(wire_at), scale_bits, compute), dtype))
+            values = convert(_scaled(tl.load(wire_at), scale_bits, compute), dtype)
+            tl.store(tensor_at, values)
     else:
         tensor_at = tensor.to(tl.pointer_type(dtype)) + lane
         wire_at = flat.to(tl.pointer_type(wire_dtype)) + lane
@@ -45,8 +49,11 @@ def _move(wire, tiles, addresses, scale_bits, dtype: tl.constexpr, TO_WIRE: tl.c
             values = _scaled(tl.load(tensor_at, mask=mask), scale_bits, compute)
             tl.store(wire_at, convert(tl.where(mask, values, 0.0), wire_dtype), mask=lane < extent)
         else:
-            values = _scaled(tl.load(wire_at, mask=mask), scale_bits, compute)
-            tl.store(tensor_at, convert(values, dtype), mask=mask)
+            values = convert(_scaled(tl.load(wire_at, mask=mask), scale_bits, compute), dtype)
+            tl.store(tensor_at, values, mask=mask)
+    # Here and not in the branches, so that the order of the sum does not depend on where memory lies.
+    if statistics is not None:
+        store_statistics(statistics, values, lane < count)
 
 
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
@@ -54,13 +61,22 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
     _launch_move("flatten", tensors, slots, wire, scale)
 
 
-def unflatten(wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float) -> None:
-    """One wire → many tensors in their dtypes, scaled."""
-    _launch_move("unflatten", tensors, slots, wire, scale)
+def unflatten(
+    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+) -> None:
+    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
+    _launch_move("unflatten", tensors, slots, wire, scale, statistics)
 
 
-def _launch_move(operation: str, tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
-    table = device_table(slots, TILE, wire.device)
+def _launch_move(
+    operation: str,
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    scale: float,
+    statistics: Tensor | None = None,
+) -> None:
+    table = device_table(slots, TILE, wire.device, padding=operation == "flatten")
     launch(
         _move,
         len(table.tiles),
@@ -69,6 +85,7 @@ def _launch_move(operation: str, tensors: Sequence[Tensor], slots: SlotTable, wi
         table.tiles,
         table.addresses(operation, tensors),
         double_bits(scale),
+        statistics,
         dtype=DTYPES[tensors[0].dtype if tensors else wire.dtype],
         TO_WIRE=operation == "flatten",
         TILE=TILE,

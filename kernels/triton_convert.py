@@ -53,6 +53,16 @@ def load_tile(tiles, addresses, dtype: tl.constexpr):
     return tensor + start * (dtype.primitive_bitwidth // 8), tl.load(tiles + 2), count, extent
 
 
+@triton.jit
+def store_statistics(statistics, values, inside):
+    """Write this program's row: how many of the values `inside` are not finite, and the sum of their squares."""
+    dtype: tl.constexpr = statistics.dtype.element_ty
+    values = tl.where(inside, widen(values, dtype), 0.0)
+    row = statistics + 2 * tl.program_id(0).to(tl.int64)
+    tl.store(row, tl.sum(tl.where(tl.abs(values) < float("inf"), 0, 1)).to(dtype))
+    tl.store(row + 1, tl.sum(values * values))
+
+
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Run `programs` programs of a kernel on a device, multiplications and additions rounded one by one."""
     if programs:

@@ -9,10 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import device_table
-from .slots import SlotTable
-from .triton_convert import DTYPES, convert, double_bits, launch, load_tile, widen
+from .slots import SlotTable, tile_elements
+from .triton_convert import DTYPES, convert, double_bits, launch, load_tile, store_statistics, widen
 
-TILE = 2048
 TINY = tl.constexpr(2.0**-100)
 RECIPROCAL_127 = tl.constexpr(1 / 127)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no bits behind the point
@@ -56,9 +55,16 @@ def _encode(values, old, shard, index, blocks, inside, BLOCK: tl.constexpr, WIDT
     return tl.where(finite[:, None], values - quantized.to(tl.float32) * scale[:, None], old)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit
+def _rows(residuals, turn, size):
+    """The row of residuals to read and the one to write: `turn` and the other; rows begin at multiples of 16 bytes."""
+    which = tl.load(turn).to(tl.int64)
+    return residuals + tl.multiple_of(which * size, 16), residuals + tl.multiple_of((1 - which) * size, 16)
+
+
+@triton.jit(do_not_specialize=["blocks", "size"])
 def _quantize(
-    wire, residual, new_residual, tiles, addresses, blocks, shard_size,
+    wire, residuals, turn, size, tiles, addresses, blocks, shard_size,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
@@ -78,7 +84,8 @@ def _quantize(
         values = widen(loaded, tl.float32)
     old = tl.zeros_like(values)
     owned = inside[:, None] & (column < BLOCK)
-    if residual is not None:
+    if residuals is not None:
+        residual, new_residual = _rows(residuals, turn, size)
         old = tl.load(residual + first * BLOCK + element, mask=owned, other=0.0)
         values += tl.where(valid, old, 0.0)
 
@@ -86,7 +93,7 @@ def _quantize(
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH)
-    if new_residual is not None:
+    if residuals is not None:
         tl.store(new_residual + first * BLOCK + element, lost, mask=owned)
 
 
@@ -96,10 +103,10 @@ def quantize(
     wire: Tensor,
     shards: int,
     block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """Many tensors (+ residual) → one quantized wire, and the new residual."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
     shape = _tile_shape(block)
     table = device_table(slots, shape["ROWS"] * block, wire.device)
     launch(
@@ -107,8 +114,9 @@ def quantize(
         len(table.tiles),
         wire.device,
         wire,
-        residual,
-        new_residual,
+        residuals,
+        turn,
+        slots.total,
         table.tiles,
         table.addresses("quantize", tensors),
         slots.total // block // shards,
@@ -120,7 +128,7 @@ def quantize(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _dequantize(
-    wire, tiles, addresses, blocks, shard_size,
+    wire, tiles, addresses, blocks, shard_size, statistics,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
@@ -139,12 +147,21 @@ def _dequantize(
     else:
         valid = (element < count) & (column < BLOCK)
         tl.store(tensor.to(tl.pointer_type(dtype)) + element, values, mask=valid)
+    if statistics is not None:
+        store_statistics(statistics, values, (element < count) & (column < BLOCK))
 
 
-def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors: Sequence[Tensor]) -> None:
-    """One quantized wire → many tensors in their dtypes."""
+def dequantize(
+    wire: Tensor,
+    shards: int,
+    block: int,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    statistics: Tensor | None = None,
+) -> None:
+    """One quantized wire → many tensors in their dtypes (and their statistics)."""
     shape = _tile_shape(block)
-    table = device_table(slots, shape["ROWS"] * block, wire.device)
+    table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
     launch(
         _dequantize,
         len(table.tiles),
@@ -154,6 +171,7 @@ def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors:
         table.addresses("dequantize", tensors),
         slots.total // block // shards,
         wire.numel() // shards,
+        statistics,
         dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
         **shape,
     )
@@ -161,7 +179,7 @@ def dequantize(wire: Tensor, shards: int, block: int, slots: SlotTable, tensors:
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
 def _reduce(
-    received, shard, residual, new_residual, blocks, shard_size, scale_bits, flag_block,
+    received, shard, residuals, turn, blocks, shard_size, scale_bits, flag_block,
     RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block a row: every rank's → their sum in rank order, scaled, encoded again."""
@@ -177,13 +195,14 @@ def _reduce(
     old = tl.zeros_like(values)
     element = index.to(tl.int64)[:, None] * BLOCK + column
     owned = inside[:, None] & (column < BLOCK)
-    if residual is not None:
+    if residuals is not None:
+        residual, new_residual = _rows(residuals, turn, tl.cast(blocks, tl.int64) * BLOCK)
         old = tl.load(residual + element, mask=owned, other=0.0)
         values += old
     flags = (index >= flag_block)[:, None]
     values = tl.where(flags, tl.where(total > 0.5, 1.0, 0.0), values)
     lost = _encode(values, old, shard, index, blocks, inside, BLOCK, WIDTH)
-    if new_residual is not None:
+    if residuals is not None:
         tl.store(new_residual + element, tl.where(flags, 0.0, lost), mask=owned)
 
 
@@ -193,10 +212,10 @@ def reduce_quantized(
     scale: float,
     block: int,
     flag_block: int,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
+    residuals: Tensor | None,
+    turn: Tensor | None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residual), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
     shape = _tile_shape(block)
     blocks = shard.numel() // (block + 4)
     launch(
@@ -205,8 +224,8 @@ def reduce_quantized(
         shard.device,
         received,
         shard,
-        residual,
-        new_residual,
+        residuals,
+        turn,
         blocks,
         shard.numel(),
         double_bits(scale),
@@ -218,5 +237,4 @@ def reduce_quantized(
 
 def _tile_shape(block: int) -> dict[str, int]:
     """Rows of a tile, elements of a block, and columns of a tile: a power of two, as Triton asks."""
-    width = triton.next_power_of_2(block)
-    return {"ROWS": max(1, TILE // width), "BLOCK": block, "WIDTH": width}
+    return {"ROWS": tile_elements(block) // block, "BLOCK": block, "WIDTH": triton.next_power_of_2(block)}

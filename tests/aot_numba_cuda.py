@@ -11,7 +11,7 @@ from cuda.bindings import nvjitlink
 from numba import cuda
 from numba.cuda import types
 
-from fastreduce.kernels import numba_cuda_cast, numba_cuda_int8
+from fastreduce.kernels import numba_cuda_cast, numba_cuda_int8, numba_cuda_sum
 
 TARGETS = (80, 90, 100)
 INT64, FP64, FP32, FP16, BF16 = types.int64, types.float64, types.float32, types.int16, types.uint16
@@ -34,11 +34,18 @@ def variants() -> list[Variant]:
 
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
         # The old residual is read in two places: once more where a block is not finite.
-        arguments = (*[INT64] * 5, tag, *[INT64] * 3)
+        arguments = (*[INT64] * 6, tag, *[INT64] * 3)
         found.append((f"quantize {name}", numba_cuda_int8._quantize, arguments, (16 * (size + 8), 16 * 5)))
         arguments = (*[INT64] * 3, tag, *[INT64] * 3)
         found.append((f"dequantize {name}", numba_cuda_int8._dequantize, arguments, (16, 16 * size)))
-    arguments = (*[INT64] * 9, FP32)
+    unflatten, dequantize = numba_cuda_sum.unflatten_and_sum, numba_cuda_sum.dequantize_and_sum
+    for name, kernel, types_, wide in [
+        ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32)),
+        ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32)),
+        ("dequantize fp32", dequantize, (*[INT64] * 3, FP32, *[INT64] * 4, FP32), (16, 64)),
+    ]:
+        found.append((f"{name} with statistics", kernel, types_, wide))
+    arguments = (*[INT64] * 10, FP32)
     found.append(("reduce_quantized", numba_cuda_int8._reduce, arguments, (16 * (2 + 8), 16 * 5)))
     return found
 

@@ -14,8 +14,9 @@ THREADS = 128
 POINTERS = {
     "addresses": "*i64",
     "tiles": "*i64",
-    "residual": "*fp32",
-    "new_residual": "*fp32",
+    "residuals": "*fp32",
+    "turn": "*i32",
+    "statistics": "*fp32",
 }
 
 
@@ -39,10 +40,15 @@ def variants() -> list[Variant]:
     dtypes = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
     tile, found = triton_cast.TILE, []
     for wire in ("fp16", "bf16"):
-        for name, to_wire, wide in [("flatten", True, (4, 2)), ("unflatten", False, (2, 4))]:
-            constants = {"dtype": dtypes["fp32"], "TO_WIRE": to_wire, "TILE": tile}
+        for name, to_wire, off, wide in [
+            ("flatten", True, {"statistics": None}, (4, 2)),
+            ("unflatten", False, {"statistics": None}, (2, 4)),
+            ("unflatten with statistics", False, {}, (2, 4)),
+        ]:
+            constants: dict[str, Any] = {**off, "dtype": dtypes["fp32"], "TO_WIRE": to_wire, "TILE": tile}
             moved = (tile * wide[0], tile * wide[1])
-            found.append(Variant(f"{name} {wire}", triton_cast._move, {"wire": f"*{wire}"}, constants, moved))
+            if wire == "bf16" or "statistics" not in name:
+                found.append(Variant(f"{name} {wire}", triton_cast._move, {"wire": f"*{wire}"}, constants, moved))
         types = {"received": f"*{wire}", "shard": f"*{wire}", "numel": "i32"}
         constants = {"RANKS": 2, "TILE": tile}
         moved = (2 * tile * 2, tile * 2)
@@ -52,7 +58,7 @@ def variants() -> list[Variant]:
     found.append(Variant("reduce of many", triton_cast._reduce, types, constants, None, (90,)))
 
     types = {"wire": "*u8", "received": "*u8", "shard": "*u8", "blocks": "i32", "shard_size": "i32"}
-    types["flag_block"] = "i32"
+    types |= {"flag_block": "i32", "size": "i64"}
     for block, feedback, targets in [
         (128, True, TARGETS),
         (128, False, TARGETS),
@@ -60,7 +66,8 @@ def variants() -> list[Variant]:
         (4096, True, (90,)),
     ]:
         shape: dict[str, Any] = triton_int8._tile_shape(block)
-        lanes, residual = shape["ROWS"] * shape["WIDTH"], {} if feedback else {"residual": None, "new_residual": None}
+        lanes = shape["ROWS"] * shape["WIDTH"]
+        residual: dict[str, Any] = {} if feedback else {"residuals": None, "turn": None}
         more = 4 * lanes if feedback else 0
         name = f"blocks of {block}, {'' if feedback else 'no '}residual"
         for dtype, size in [("fp32", 4), ("bf16", 2)]:
@@ -68,9 +75,12 @@ def variants() -> list[Variant]:
             moved = (lanes * size + more, lanes + more)
             found.append(Variant(f"quantize {dtype}, {name}", triton_int8._quantize, types, constants, moved, targets))
             if not feedback:
-                constants = {**shape, "dtype": dtypes[dtype]}
                 moved = (lanes, lanes * size)
-                found.append(Variant(f"dequantize {dtype}", triton_int8._dequantize, types, constants, moved))
+                for what, off in [("", {"statistics": None}), (" with statistics", {})]:
+                    constants = {**shape, **off, "dtype": dtypes[dtype]}
+                    if dtype == "bf16" or not what:
+                        title = f"dequantize {dtype}{what}"
+                        found.append(Variant(title, triton_int8._dequantize, types, constants, moved))
         constants = {**shape, **residual, "RANKS": 2}
         moved = (2 * lanes + more, lanes + more)
         found.append(Variant(f"reduce_quantized, {name}", triton_int8._reduce, types, constants, moved, targets))

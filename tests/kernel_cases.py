@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,8 +28,29 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPE_PAIRS = tuple((dtype, wire) for dtype in DTYPES for wire in DTYPES)
 SIZES: tuple[int, ...] = (0, 1, 63, 127, 128, 129, 1000, 4099)
 BLOCKS: tuple[int, ...] = (16, 48, 128, 256)
+STATISTICS_SIZES: tuple[int, ...] = (0, 1, 129, 1100, 2048, 4099)  # tiles of 2048, 1536 and 4096, full and not
+STATISTICS_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
+STATISTICS_BLOCKS: tuple[int, ...] = (48, 128)
 EXAMPLES = 20
 STRIDE = 1  # of what goes through all numbers of a format
+
+
+def make_shared_array_once() -> None:
+    """Let one thread at a time ask for shared memory.
+
+    Numba's simulator looks for the array and makes it if there is none, without a lock: two threads that ask at
+    once get two arrays, and their block of threads no longer agrees on a maximum.
+    """
+    from numba.cuda.simulator import kernelapi
+
+    lock, make = threading.Lock(), kernelapi.FakeCUDAShared.array
+
+    def array(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return make(*args, **kwargs)
+
+    kernelapi.FakeCUDAShared.array = array
+
 
 if SIMULATOR:  # half a millisecond a thread: every path once, with tiles that are full and tiles that are not
     DTYPE_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
@@ -37,6 +59,7 @@ if SIMULATOR:  # half a millisecond a thread: every path once, with tiles that a
     EXAMPLES = 3
     sys.setswitchinterval(5e-5)  # its threads wait for each other: half the time
     STRIDE = 61
+    make_shared_array_once()
 
 
 def _backends() -> list[Any]:

@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastreduce import GradientReducer, SettingError
+from fastreduce import Compression, GradientReducer, SettingError
+from fastreduce.buckets import ParameterSpec, build_plan
+from fastreduce.pipeline import BucketPipeline
+from fastreduce.transports import LocalTransport
 from tests import tolerances
 from tests.models import Branches, Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
 from tests.ranks import RankPool
+from tests.test_clipping import no_waiting
 from tests.test_reducer import in_threads, make_reducer, seeded
 
 FEEDBACK = "int8:error_feedback"
@@ -211,6 +215,32 @@ def _rescaled(rank: int, world_size: int) -> tuple[bool, bool]:
     plain = run(1.0, False)
     same = all(map(torch.equal, run(1024.0, True), plain))
     return same, all(map(torch.equal, run(1024.0, False), plain))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("used", [True, False])
+def test_going_on_with_residuals_does_not_wait_for_the_device(used: bool, finite: bool):
+    specs = [ParameterSpec(name, 1000, torch.float32, torch.device("cpu")) for name in ("a", "b")]
+    compression = Compression.parse(FEEDBACK)
+    (bucket,) = build_plan(specs, [[0, 1]], alignment=compression.alignment, shards=1).buckets
+    pipeline = BucketPipeline(bucket, compression, LocalTransport())
+    both, turn = (pipeline.residuals, pipeline.shard_residuals), pipeline.turn
+    assert both[0] is not None and both[1] is not None and turn is not None
+    for step in range(2):  # from either row to the other
+        for rows in both:
+            rows.normal_()
+        before = [rows.clone() for rows in both]
+        old = int(turn)
+        pipeline.wire.fill_(0 if finite else 255)
+        pipeline.used_by_any.fill_(1)[1] = float(used)
+        with no_waiting():
+            pipeline._advance_residuals([1])
+        assert int(turn) == (1 - old if finite else old)
+        for now, rows in zip((pipeline.residual, pipeline.shard_residual), before, strict=True):
+            expected = rows[1 - old if finite else old].clone()
+            if not used:
+                expected[1024:2024] = rows[old, 1024:2024]
+            assert_same_bits(now, expected, f"step {step}")
 
 
 # It survives restarts

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 # ddp → reducer → {buckets, compression, ops, transports}; ops → backends → kernels; nothing below ddp
 # imports it. `kernels.slots` is the kernels' data type, no kernel; "" is fastreduce itself, the public names.
 BASE = {"errors", "buckets", "compression", "ops", "transports"}
-PARTS = BASE | {"agreement", "arrivals", "gradients", "pipeline", "residuals", "sparse", "streams"}
+PARTS = BASE | {"agreement", "arrivals", "clipping", "gradients", "pipeline", "residuals", "sparse", "streams"}
 TOP = PARTS | {"checkpoint", "data", "ddp", "functional", "reducer", "sync_batchnorm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
@@ -35,8 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "reducer", "snapshot_file"},
     "gradients": BASE,
     "sparse": {"transports"},
-    "pipeline": BASE | {"clocks", "streams"},
+    "pipeline": BASE | {"clocks", "kernels.slots", "streams"},
     "residuals": BASE | {"pipeline"},
+    "clipping": BASE | {"pipeline"},
     "bucketed": PARTS,
     "reducer": PARTS | {"bucketed"},
     "comm_hook": BASE | {"pipeline", "streams"},

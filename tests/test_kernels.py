@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -11,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastreduce import backends
+from fastreduce import backends, ops
 from fastreduce.backends import Backend
 from fastreduce.kernels import reference
 from fastreduce.kernels.device_tables import device_table
-from fastreduce.kernels.slots import SlotTable
+from fastreduce.kernels.slots import SlotTable, tile_elements
 
+from . import tolerances
 from .kernel_cases import (
     BACKENDS,
     BLOCKS,
@@ -24,6 +27,9 @@ from .kernel_cases import (
     DTYPES,
     EXAMPLES,
     SIZES,
+    STATISTICS_BLOCKS,
+    STATISTICS_PAIRS,
+    STATISTICS_SIZES,
     STRIDE,
     Memory,
     assert_same_bits,
@@ -240,6 +246,17 @@ def residual_of(slots: SlotTable) -> Tensor:
     return values(slots.total, torch.float32, 99, special=False)
 
 
+NO_RESIDUALS: tuple[list[Any], list[Any]] = ([None, None], [None, None])
+
+
+def residuals_of(memory: Memory, old: Tensor, turn: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Residuals whose row `turn` is `old`, and the turn: those of a backend, and the reference's."""
+    residuals = torch.full((2, old.numel()), torch.nan)
+    residuals[turn] = old
+    turns = torch.tensor([turn], dtype=torch.int32)
+    return [memory.copy(residuals), memory.copy(turns)], [residuals, turns]
+
+
 def int8_tensors(numels, dtype: torch.dtype) -> list[Tensor]:
     """Ordinary numbers and, in the larger tensors, blocks of every special kind."""
     tensors = tensors_of(numels, dtype, special=False)
@@ -271,19 +288,15 @@ def test_quantize_and_dequantize_other_dtypes(backend, memory, dtype):
 def _check_quantize(backend, memory, dtype, block, shards, with_residual):
     slots = slot_table(SIZES, block, [1, 0, 2], shards)
     tensors = int8_tensors(SIZES, dtype)
-    old, wanted = residual_of(slots), torch.empty(slots.total)
-    mine: list[Any] = [None, None]
-    if with_residual:
-        mine = [memory.copy(old), memory.empty(slots.total, torch.float32)]
+    mine, theirs = residuals_of(memory, residual_of(slots), shards % 2) if with_residual else NO_RESIDUALS
     size = wire_size(slots, shards, block)
     wire, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
     backend.quantize([memory.copy(t, shards - 1) for t in tensors], slots, wire, shards, block, *mine)
-    theirs = [old, wanted] if with_residual else [None, None]
     reference.quantize(tensors, slots, expected, shards, block, *theirs)
     assert_same_wire(wire, expected, shards, block)
     if with_residual:
-        assert_same_bits(mine[0], old, "old residual")
-        assert_same_bits(mine[1], wanted, "new residual")
+        assert_same_bits(mine[0], theirs[0], "residuals")
+        assert int(mine[1]) == shards % 2
 
     targets = [memory.like(tensor, shards - 1) for tensor in tensors]
     decoded = [torch.empty_like(tensor) for tensor in tensors]
@@ -310,19 +323,16 @@ def received_of(world_size: int, numel: int, block: int) -> Tensor:
 def test_reduce_quantized(backend, memory, block, world_size, with_residual):
     blocks = 2051 // block + 1
     received = received_of(world_size, blocks * block, block)
-    old, wanted = values(blocks * block, torch.float32, 77, special=False), torch.empty(blocks * block)
-    for flag_block, scale in [(0, 1.0), (blocks // 2, 1 / world_size), (blocks + 5, 1 / 3)]:
-        mine: list[Any] = [None, None]
-        if with_residual:
-            mine = [memory.copy(old), memory.empty(blocks * block, torch.float32)]
-        theirs = [old, wanted] if with_residual else [None, None]
+    old = values(blocks * block, torch.float32, 77, special=False)
+    for turn, (flag_block, scale) in enumerate([(0, 1.0), (blocks // 2, 1 / world_size), (blocks + 5, 1 / 3)]):
+        mine, theirs = residuals_of(memory, old, turn % 2) if with_residual else NO_RESIDUALS
         shard = memory.empty(received.shape[1], torch.uint8)
         expected = torch.empty(received.shape[1], dtype=torch.uint8)
         backend.reduce_quantized(memory.copy(received), shard, scale, block, flag_block, *mine)
         reference.reduce_quantized(received, expected, scale, block, flag_block, *theirs)
         assert_same_wire(shard, expected, 1, block)
         if with_residual:
-            assert_same_bits(mine[1], wanted, "new residual")
+            assert_same_bits(mine[0], theirs[0], "residuals")
 
 
 def test_empty_quantized_wires(backend, memory):
@@ -409,12 +419,11 @@ def test_tiny_blocks_wait_in_the_residual(backend, memory):
 def _round_trip(backend, memory, tensors, slots, block, old=None):
     """What arrives, the new residual and the wire, all on the CPU."""
     wire = memory.empty(wire_size(slots, 1, block), torch.uint8)
-    new = None if old is None else memory.empty(slots.total, torch.float32)
-    given_old = None if old is None else memory.copy(old)
-    backend.quantize([memory.copy(tensor) for tensor in tensors], slots, wire, 1, block, given_old, new)
+    (residuals, turn), _ = NO_RESIDUALS if old is None else residuals_of(memory, old, 1)
+    backend.quantize([memory.copy(tensor) for tensor in tensors], slots, wire, 1, block, residuals, turn)
     targets = [memory.like(tensor) for tensor in tensors]
     backend.dequantize(wire, 1, block, slots, targets)
-    return [memory_order(target) for target in targets], None if new is None else new.cpu(), wire.cpu()
+    return [memory_order(target) for target in targets], None if old is None else residuals[0].cpu(), wire.cpu()
 
 
 def test_one_rank_of_many_keeps_its_flag(backend, memory):
@@ -432,6 +441,116 @@ def test_one_rank_of_many_keeps_its_flag(backend, memory):
     payload, scales, _ = split_wire(shard, 1, block)
     decoded = payload[0, 1].float() * scales[0, 1]
     assert torch.equal(decoded > 0.5, torch.tensor([True, True] + [False] * 14))
+
+
+# Statistics
+
+
+def statistics_of(memory: Memory, slots: SlotTable, dtype: torch.dtype, block: int = 0) -> Tensor:
+    rows, columns = ops.statistics_shape(slots, block)
+    return memory.empty(rows * columns, ops.statistics_dtype(dtype)).view(rows, columns)
+
+
+def check_statistics(backend: Backend, found: Tensor, tensors: list[Tensor], block: int = 0) -> None:
+    """Held against counts and FP64 sums of what is in the tensors, tile for tile, in slot order."""
+    tile = tile_elements(block)
+    tiles = [part for tensor in tensors for part in memory_order(tensor).split(tile) if part.numel()]
+    assert found.shape == (len(tiles), 2)
+    for i, (part, (count, squares)) in enumerate(zip(tiles, found.cpu().double(), strict=True)):
+        exact = part.double().square().sum()
+        assert count == (~part.isfinite()).sum(), f"tile {i}"
+        if count or exact > torch.finfo(found.dtype).max:
+            assert not squares.isfinite(), f"tile {i}"
+        else:
+            bound = tolerances.sum_of_squares(exact, tile, found.dtype)
+            assert (squares - exact).abs() <= bound, f"tile {i}: {squares} for {exact}"
+    if backend.name in ("reference", "numba_cpu"):
+        assert_same_bits(found.flatten(), _reference_statistics(tensors, found, block), "statistics")
+
+
+def _reference_statistics(tensors: list[Tensor], like: Tensor, block: int) -> Tensor:
+    expected = torch.empty_like(like)
+    reference._count_and_sum([memory_order(tensor) for tensor in tensors], tile_elements(block), expected)
+    return expected.flatten()
+
+
+@pytest.mark.parametrize(("dtype", "wire_dtype"), STATISTICS_PAIRS, ids=str)
+def test_statistics_of_unflatten(backend, memory, dtype, wire_dtype):
+    slots = slot_table(STATISTICS_SIZES, gaps=GAPS)
+    for special in (False, True):
+        tensors = [values(numel, dtype, seed, special) for seed, numel in enumerate(STATISTICS_SIZES)]
+        wire = memory.copy(expected_wire(tensors, slots, wire_dtype, 2.0**-8))
+        kept = []
+        for shift in (0, 1):
+            targets = [memory.like(tensor, shift) for tensor in tensors]
+            statistics = statistics_of(memory, slots, dtype)
+            backend.unflatten(wire, slots, targets, 1 / 3, statistics)
+            without = [memory.like(tensor) for tensor in tensors]
+            backend.unflatten(wire, slots, without, 1 / 3)
+            for i, (target, other) in enumerate(zip(targets, without, strict=True)):
+                assert_same_bits(target, other, f"tensor {i}")
+            check_statistics(backend, statistics, targets)
+            kept.append(statistics)
+        assert_same_bits(kept[0].flatten(), kept[1].flatten(), "wherever tensors lie")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", STATISTICS_BLOCKS)
+def test_statistics_of_dequantize(backend, memory, dtype, block):
+    slots = slot_table(STATISTICS_SIZES, block, [1, 0, 2], 2)
+    tensors = int8_tensors(STATISTICS_SIZES, dtype)
+    wire = torch.empty(wire_size(slots, 2, block), dtype=torch.uint8)
+    reference.quantize(tensors, slots, wire, 2, block, None, None)
+    wire, kept = memory.copy(wire), []
+    for shift in (0, 1):
+        targets = [memory.like(tensor, shift) for tensor in tensors]
+        statistics = statistics_of(memory, slots, dtype, block)
+        backend.dequantize(wire, 2, block, slots, targets, statistics)
+        without = [memory.like(tensor) for tensor in tensors]
+        backend.dequantize(wire, 2, block, slots, without)
+        for i, (target, other) in enumerate(zip(targets, without, strict=True)):
+            assert_same_bits(target, other, f"tensor {i}")
+        check_statistics(backend, statistics, targets, block)
+        kept.append(statistics)
+    assert_same_bits(kept[0].flatten(), kept[1].flatten(), "wherever tensors lie")
+
+
+def test_statistics_of_nothing(backend, memory):
+    for numels in ([], [0, 0]):
+        slots = SlotTable(np.zeros(len(numels), np.int64), np.array(numels, np.int64), 0)
+        tensors, statistics = [torch.empty(0) for _ in numels], statistics_of(memory, slots, torch.float32)
+        assert statistics.shape == (0, 2)
+        backend.unflatten(memory.empty(0, torch.float16), slots, tensors, 1.0, statistics)
+        backend.dequantize(memory.empty(0, torch.uint8), 2, 128, slots, tensors, statistics)
+
+
+def test_statistics_do_not_depend_on_threads(backend, memory):
+    """Not on how many Numba and torch may use, nor on which one runs the kernel, nor on what else runs."""
+    numels = [4099, 2048, 1]
+    slots = slot_table(numels)
+    tensors = [values(numel, torch.float32, seed, special=False) for seed, numel in enumerate(numels)]
+    wire = memory.copy(expected_wire(tensors, slots, torch.bfloat16, 1.0))
+
+    def run(_: Any = None) -> Tensor:
+        targets = [memory.like(tensor) for tensor in tensors]
+        statistics = statistics_of(memory, slots, torch.float32)
+        backend.unflatten(wire, slots, targets, 1.0, statistics)
+        return statistics.flatten()
+
+    threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
+    expected = run()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            numba.set_num_threads(min(count, numba_threads))
+            assert_same_bits(run(), expected, f"{count} threads")
+    finally:
+        torch.set_num_threads(threads)
+        numba.set_num_threads(numba_threads)
+    if backend.name == "numba_cpu":
+        with ThreadPoolExecutor(2) as pool:
+            for found in pool.map(run, range(8)):
+                assert_same_bits(found, expected, "beside another thread")
 
 
 # Any shape
@@ -455,15 +574,14 @@ def test_any_shape(name, data):
     backend.flatten([memory.copy(tensor) for tensor in tensors], slots, wire, 1 / shards)
     assert_same_bits(wire, expected_wire(tensors, slots, wire_dtype, 1 / shards), "flat")
 
-    old, wanted = residual_of(slots), torch.empty(slots.total)
-    new = memory.empty(slots.total, torch.float32)
+    mine, theirs = residuals_of(memory, residual_of(slots), shards % 2)
     size = wire_size(slots, shards, block)
     quantized, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
     copies = [memory.copy(tensor) for tensor in tensors]
-    backend.quantize(copies, slots, quantized, shards, block, memory.copy(old), new)
-    reference.quantize(tensors, slots, expected, shards, block, old, wanted)
+    backend.quantize(copies, slots, quantized, shards, block, *mine)
+    reference.quantize(tensors, slots, expected, shards, block, *theirs)
     assert_same_wire(quantized, expected, shards, block)
-    assert_same_bits(new, wanted, "new residual")
+    assert_same_bits(mine[0], theirs[0], "residuals")
     memory.check()
 
 

@@ -25,6 +25,11 @@ LONG_RUN = 0.03
 with T = 200 and both residuals within a step or so, while a constant input without feedback repeats its error."""
 
 
+CLIPPING = {dtype: 64 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float64, torch.float32)}
+CLIPPING |= {dtype: 4 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float16, torch.bfloat16)}
+"""Relative, between our norm and torch's, which sums squares in another order and rounds each parameter's norm to its
+dtype: of parameters of at most 6,500 elements, with roots and one product. Of several dtypes the coarsest counts."""
+
 SYNC_BATCH_NORM = 64
 """Roundoffs of the statistics' dtype, relative to the largest magnitude, between SyncBatchNorm and one process: for
 inputs whose mean is no larger than a few standard deviations, each of mean, scale, product and sum (over at most a
@@ -33,6 +38,16 @@ hundred values, in FP32, in another order) rounds a few times."""
 SYNC_BATCH_NORM_HALF = 4
 """Roundoffs of a half-precision input's dtype more: its output and its gradient are rounded to it, and what they are
 multiplied with is of the size of a few."""
+
+
+def sum_of_squares(exact: Tensor, tile: int, dtype: torch.dtype) -> Tensor:
+    """How far a tile's sum of squares in `dtype` may be from the exact one, on any backend.
+
+    Each square is rounded once, and goes through no more additions than in the longest order there is: one lane of 16
+    (8 for FP64) in turn, then lanes by halves.
+    """
+    lanes = 64 // dtype.itemsize
+    return SECOND_ORDER * (tile // lanes + lanes.bit_length()) * U[dtype] * exact + tile * HALF_SUBNORMAL[dtype]
 
 
 def _memory_order(tensor: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""clip_grad_norm_: the norm of all gradients, out of what decompression has summed up where it still holds."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, reduce
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from .pipeline import BucketPipeline
+
+TILE = 2048  # elements that one thread sums up
+ORDER_IS_NOTHING = (0, math.inf, -math.inf)
+
+Known = list[tuple[BucketPipeline, dict[int, Tensor]]]  # each pipeline's slots, by position, and their parameters
+
+
+@torch.no_grad()
+def clip_(
+    named: Mapping[str, Tensor],
+    pipelines: Sequence[BucketPipeline],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """Clip the gradients of parameters by their total norm, which is returned; the same bits on every rank.
+
+    1. Of a gradient that is as its reduction left it, the squares are known, tile by tile.
+    2. Every other gradient is read, in an order that no number of threads changes.
+    3. Both make one norm in FP64, and torch clips by it.
+
+    Raises:
+        RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; nothing has been clipped then.
+    """
+    norm_type = float(norm_type)
+    grads = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    if not grads:
+        return torch.tensor(0.0)
+    parameters = [named[name] for name in grads]
+    known = known_slots(pipelines, parameters) if norm_type == 2 else []
+    summed = {id(parameter) for _, slots in known for parameter in slots.values()}
+    norms = [_sum(_rows(pipeline, slots)[:, 1].double()).sqrt() for pipeline, slots in known]
+    norms += [_norm(grads[name], norm_type) for name in grads if id(named[name]) not in summed]
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            f"clipped: {_what_is_not_finite(grads, named, known)}. To disable this error and scale the gradients by "
+            "the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads.values()))
+    # Not in 16 bits, where a norm may overflow that no element does.
+    clip_grads_with_norm_(parameters, max_norm, total.to(torch.promote_types(dtype, torch.float32)), foreach)
+    return total.to(dtype)
+
+
+def note(pipeline: BucketPipeline, parameters: Sequence[Tensor], left: Iterable[int]) -> None:
+    """Remember which gradients a reduction that has just been stored has left, if it made statistics of them.
+
+    Not those at the positions `left`, which no rank used, nor what was cast. The choice is the same on every rank.
+    """
+    if pipeline.has_statistics:
+        pipeline.reduced = {
+            position: (parameter, weakref.ref(grad), grad._version)
+            for position, parameter in enumerate(parameters)
+            if (grad := parameter.grad) is not None and grad.dtype.to_real() is pipeline.bucket.dtype
+        }
+        for position in left:
+            pipeline.reduced.pop(position, None)
+
+
+def known_slots(pipelines: Iterable[BucketPipeline], parameters: Iterable[Tensor]) -> Known:
+    """The slots whose statistics describe what is in the gradients of `parameters` now."""
+    wanted = set(map(id, parameters))
+    known = []
+    for pipeline in pipelines:
+        slots = {
+            position: parameter
+            for position, (parameter, noted, version) in pipeline.reduced.items()
+            if (grad := parameter.grad) is not None
+            and grad is noted()
+            and grad._version == version
+            and id(parameter) in wanted
+        }
+        if slots:
+            known.append((pipeline, slots))
+    return known
+
+
+def _rows(pipeline: BucketPipeline, slots: Mapping[int, Tensor]) -> Tensor:
+    count = len(pipeline.bucket.slots)
+    if len(slots) == count:
+        return pipeline.statistics_of(0, count)
+    return torch.cat([pipeline.statistics_of(position, position + 1) for position in sorted(slots)])
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """The sum of a 1-D tensor, in an order that no number of threads changes."""
+    while len(numbers) > TILE:
+        numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % TILE)).view(-1, TILE).sum(1)
+    return numbers.sum()
+
+
+def _norm(grad: Tensor, order: float) -> Tensor:
+    """The norm of a gradient in FP64, in an order that no number of threads changes."""
+    grad = _elements(grad)
+    if not len(grad):
+        return grad.new_zeros((), dtype=torch.float64)
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    if order in ORDER_IS_NOTHING:
+        norm: Tensor = torch.linalg.vector_norm(grad, order, dtype=dtype)
+        return norm.double()
+    whole, rest = grad.split([len(grad) // TILE * TILE, len(grad) % TILE])
+    rows = [whole.view(-1, TILE), *([rest.view(1, -1)] if len(rest) else [])]
+    norms = torch.cat([torch.linalg.vector_norm(each, order, dim=1, dtype=dtype) for each in rows])
+    return _sum(norms.double().pow(order)).pow(1 / order)
+
+
+def _elements(grad: Tensor) -> Tensor:
+    """What a gradient holds, 1-D: the values of a sparse one, the magnitudes of a complex one."""
+    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+    return (values.abs() if values.is_complex() else values).reshape(-1)
+
+
+def _what_is_not_finite(grads: Mapping[str, Tensor], named: Mapping[str, Tensor], known: Known) -> str:
+    place = {id(parameter): (pipeline, i) for pipeline, slots in known for i, parameter in slots.items()}
+    found = {}
+    for name, grad in grads.items():
+        if (at := place.get(id(named[name]))) is not None:
+            count = int(at[0].statistics_of(at[1], at[1] + 1)[:, 0].sum())
+        else:
+            count = int((~_elements(grad).isfinite()).sum())
+        if count:
+            found[name] = f"{name} ({count}{f', bucket {at[0].bucket.index}' if at else ''})"
+    if not found:
+        return "every element is finite, but their squares overflow"
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return "not finite are elements of " + ", ".join([*found.values()][:8]) + more
+
+
+@cache
+def notice_unscaling() -> None:
+    """Let `GradScaler.unscale_` count as a change of gradients; by itself its operation leaves their versions alone."""
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+    def and_count(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            unscale(tensors, found_inf, inverse_scale)
+        torch.autograd.graph.increment_version(tensors)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(unscale, and_count, "ADInplaceOrView")
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []  # an implementation ends with its library

@@ -309,8 +309,10 @@ def exits(rank: int, size: int, place: Place) -> None:
     raise AssertionError(f"told: {text}")
 
 
-def linear(rank: int, size: int, place: Place) -> None:
-    """A whole training in a fresh process, which must exit cleanly with its communicators in use."""
+def ends_cleanly(rank: int, size: int, place: Place) -> str:
+    """A fresh process, which must exit cleanly after an abort, and with a transport in use."""
+    text = absent_on_a_stream(rank, size, place)[0] if size > 1 else "nothing"
     model = wrap("ours", nn.Linear(4, 4).to(place.device), transport=NcclTransport(world()))
     for step in range(3):
         model(batch(rank, step, 4, 4).to(place.device)).sum().backward()
+    return text

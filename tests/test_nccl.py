@@ -106,8 +106,8 @@ def test_random_floats_sum_as_over_gloo(ranks2: RankPool, place: OnHost):
     ranks2.run(run_case, cases.random_floats_sum_as_over_gloo, place)
 
 
-def test_processes_end_cleanly_with_a_transport_in_use(place: OnHost):
-    run_ranks(run_case, 2, cases.linear, place)
+def test_processes_end_cleanly_after_an_abort_and_with_a_transport_in_use(place: OnHost):
+    run_ranks(run_case, 2, cases.ends_cleanly, place)
 
 
 # Who does not come

@@ -74,8 +74,8 @@ def test_groups_of_some_ranks(several: RankPool):
 
 
 @pytest.mark.parametrize("size", [1, *MANY[:1]])
-def test_processes_end_cleanly_with_a_transport_in_use(size: int):
-    run_ranks(run_case, size, cases.linear, PLACE, timeout=SECONDS)
+def test_processes_end_cleanly_after_an_abort_and_with_a_transport_in_use(size: int):
+    run_ranks(run_case, size, cases.ends_cleanly, PLACE, timeout=SECONDS)
 
 
 def _graphs(rank: int, size: int, place: OnGpu) -> None:
@@ -189,7 +189,7 @@ def _no_permission(rank: int, size: int, place: OnGpu) -> str:
 
 def test_two_ranks_on_one_gpu_need_permission(pools: Callable[[int], RankPool]):
     for text in pools(2).run(run_case, _no_permission, PLACE, timeout=SECONDS):
-        assert "ranks 0 and 1 are on one GPU, cuda:0 of " in text and "GPU-" not in text[:20]
+        assert "ranks 0 and 1 are on one GPU, cuda:0 of " in text
 
 
 def _outlasts(rank: int, size: int, place: OnGpu) -> Any:

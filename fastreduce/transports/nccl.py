@@ -73,7 +73,7 @@ class NcclTransport(Transport):
     def _taken(self) -> Connection:
         """Taken at the first call, so that a copied or loaded wrapper needs nobody until it trains."""
         ours = _beside.setdefault(self._group, Connections())
-        ours.free -= {number for number in ours.free if ours.made[number].failed}
+        ours.free -= {number for number in ours.free if ours.made[number].failed}  # since it was left
         self._number = ours.take(
             lambda name: Connection(self._group, name), lambda control, value: control.exchange(value, "connecting")
         )

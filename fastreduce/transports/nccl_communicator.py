@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .nccl_library import Cuda
 
-END_SECONDS = 5.0  # for what is under way, and again for NCCL's own end: nobody waits for ever at exit
-
 Enqueue = Callable[[Any, int], None]  # (CuPy's communicator, address of a stream)
 
 
@@ -47,7 +45,6 @@ class Communicator:
         self._spare_events: list[Any] = []
         self._order = threading.Lock()  # collectives are enqueued in the order of their numbers
         self._forgetting = threading.Lock()
-        self._ended = False
 
     def run(self, operation: str, tensor: Tensor, about: str, enqueue: Enqueue) -> None:
         """Enqueue a collective on the current stream, and watch it, unless a CUDA graph is being captured.
@@ -82,41 +79,30 @@ class Communicator:
                 self._spare_events.append(entry.event)
         return None
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way."""
+        with contextlib.suppress(RuntimeError):
+            return self.oldest() is not None
+        return True
+
     def check(self) -> None:
         """Raise CuPy's error if NCCL noticed one by itself."""
-        if not self._ended:
-            self._made.check_async_error()
+        self._made.check_async_error()
 
-    def abort(self) -> None:
-        """End what is under way, here and on the peers."""
-        if not self._ended:
-            self._ended = True
-            # Not while another thread is inside NCCL, unless it waits there for a peer.
-            locked = self._order.acquire(timeout=1)
-            try:
-                self._in_background(self._made.abort)
-            finally:
-                if locked:
-                    self._order.release()
+    def end(self, abort: bool) -> None:
+        """Give it back. `abort` ends what is under way; without it, peers still receive what was sent to them.
 
-    def end(self) -> None:
-        """Give it back; what is under way is waited for, but not for long."""
-        if self._ended:
-            return
-        deadline = time.monotonic() + END_SECONDS
-        with contextlib.suppress(RuntimeError):
-            while self.oldest() is not None:
-                if time.monotonic() > deadline:
-                    self.abort()
-                    return
-                time.sleep(0.01)
-        self._ended = True
-        self._in_background(self._made.destroy)  # unlike abort, delivers what peers have still to receive
-
-    def _in_background(self, end: Callable[[], None]) -> None:
-        """NCCL may wait for the peers' own end."""
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            in_background(end, END_SECONDS, self._cuda, self.device)
+        Called once, by the thread that calls `check`. May wait for the peers' own end.
+        """
+        # Not while another thread is inside NCCL, unless it waits there for a peer.
+        locked = self._order.acquire(timeout=1)
+        try:
+            with contextlib.suppress(RuntimeError), self._cuda.using(self.device):
+                (self._made.abort if abort else self._made.destroy)()
+        finally:
+            if locked:
+                self._order.release()
 
 
 def in_background(function: Callable[[], Any], seconds: float, cuda: Cuda, device: torch.device) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,19 +18,12 @@ from ..errors import TransportError
 from . import nccl_library
 from .nccl_communicator import Communicator, Enqueue, Entry, in_background
 from .nccl_library import Place, check_distinct
-from .nccl_watchdog import WAKE_SECONDS, raise_in_main_thread, watch, withdraw_from_main_thread
+from .nccl_watchdog import END_SECONDS, WAKE_SECONDS, Watchdog, raise_in_main_thread, withdraw_from_main_thread
 from .store_notes import StoreNotes
 
 PATIENCE_SECONDS = 4 * WAKE_SECONDS  # for ranks to note how far they are, once one has failed
 
-
-@dataclass
-class _Use:
-    """What outlives the connection for its end."""
-
-    number: int = 0  # how often it was taken, on every rank
-    open: bool = False  # whether a transport uses it
-    over: threading.Event = field(default_factory=threading.Event)  # ends the watchdog
+_alive: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class Connection:
@@ -52,10 +45,12 @@ class Connection:
         self._communicators: dict[tuple[str, ...], Communicator] = {}
         self._failure: str | None = None
         self._state = threading.Lock()  # never held while anything blocks
-        self._inside, self._raised = 0, False
+        self._inside, self._taken = 0, 0
+        self._open = self._raised = False
         self._told: dict[str, int] = {}
-        self._use = _Use()
-        weakref.finalize(self, _end, self._communicators, self._watchdog_notes, self._use)
+        self._watchdog = Watchdog(self, self._communicators)
+        weakref.finalize(self, self._watchdog.end).atexit = False
+        _alive.add(self)
 
     # Use by transports
 
@@ -66,23 +61,37 @@ class Connection:
 
     def take(self) -> None:
         """A transport uses it from now on; on every rank at once."""
-        self._use.number += 1
-        self._use.open = True
+        self._taken += 1
+        self._open = True
 
     def leave(self) -> None:
         """The transport begins nothing more; nothing is raised on the main thread from now on."""
         with self._state:
-            self._use.open = False
+            self._open = False
             self._withdraw()
-        _leave(self._communicators, self._watchdog_notes, self._use.number)
+        for communicator in list(self._communicators.values()):
+            self._tell(communicator)
+        self._watchdog_notes.append(f"left/{self._taken}", f"{self.rank} ")
 
     def abort(self) -> None:
         """End what is under way, here and on the peers."""
         with self._state:
-            self._use.open = False
+            self._open = False
             self._withdraw()
             self._failure = self._failure or f"rank {self.rank} of {self.size}: this NCCL transport was aborted."
         self._abort()
+        self._watchdog.join(END_SECONDS)
+
+    def end(self) -> None:
+        """At exit: begin to give everything back."""
+        if not self.failed:
+            if self._open and self._communicators:
+                self.leave()
+            self._watchdog.end()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the communicators' end."""
+        self._watchdog.join(seconds)
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Every rank's picklable value, over the store.
@@ -116,8 +125,8 @@ class Connection:
         if gpus not in self._communicators:
             communicator = self._connect(device, str(len(self._communicators)))
             self._communicators[gpus] = communicator
-            if len(self._communicators) == 1:
-                watch(self, self._use.over)
+            cuda = self._cuda  # the thread must not hold the connection
+            self._watchdog.start(lambda: cuda.enter_watchdog(device))
         return self._communicators[gpus]
 
     def _connect(self, device: torch.device, key: str) -> Communicator:
@@ -193,25 +202,19 @@ class Connection:
             if self._failure is not None:
                 return
             self._failure = f"rank {self.rank} of {self.size}: {operation} over NCCL failed: {reason}"
-            if self._use.open and not self._inside:
+            if self._open and not self._inside:
                 self._raised = True
                 raise_in_main_thread(self._failure)
         self._abort()
 
     def _abort(self) -> None:
-        self._watchdog_notes.append(f"left/{self._use.number}", f"{self.rank}! ")
-        self._use.over.set()
-        for communicator in self._communicators.values():
-            communicator.abort()
+        self._watchdog_notes.append(f"left/{self._taken}", f"{self.rank}! ")
+        self._watchdog.end(abort=True)
 
     # The watchdog's part
 
-    def prepare_watchdog(self) -> None:
-        """Called once, on the watchdog's thread."""
-        self._cuda.enter_watchdog(next(iter(self._communicators.values())).device)
-
     def look(self) -> bool:
-        """Look at what is under way, and tell the others how far this rank is; false when all is over."""
+        """Look at what is under way, and tell the others how far this rank is; true when all is over."""
         for communicator in list(self._communicators.values()):
             oldest = None
             try:
@@ -220,14 +223,12 @@ class Connection:
                 reason = self._why_given_up(communicator, oldest)
             except RuntimeError as error:
                 reason = f"{error}."
-            if self.failed:
-                return False
             if reason is not None:
                 self._give_up(communicator, oldest, reason)
-                return False
+                return True
             if self._told.get(communicator.key) != communicator.begun:
                 self._tell(communicator)
-        return True
+        return self.failed
 
     def _why_given_up(self, communicator: Communicator, oldest: Entry | None) -> str | None:
         waited = time.monotonic() - oldest.begun if oldest else 0.0
@@ -235,7 +236,7 @@ class Connection:
             return None
         if waited > self._seconds:
             return f"it did not end within {self._seconds:g} s."
-        for note in self._watchdog_notes.read(f"left/{self._use.number}").split():
+        for note in self._watchdog_notes.read(f"left/{self._taken}").split():
             rank = int(note.rstrip("!"))
             if note.endswith("!"):
                 return f"rank {rank} gave up."
@@ -262,17 +263,13 @@ class Connection:
         return "All ranks had come to it."
 
 
-def _leave(communicators: dict[Any, Communicator], notes: StoreNotes, number: int) -> None:
-    for communicator in list(communicators.values()):
-        notes.tell(f"{communicator.key}/{notes.rank}", communicator.begun)
-    notes.append(f"left/{number}", f"{notes.rank} ")
+def _end_all() -> None:
+    connections = list(_alive)
+    for connection in connections:
+        connection.end()
+    deadline = time.monotonic() + 2 * END_SECONDS
+    for connection in connections:
+        connection.join(max(0.0, deadline - time.monotonic()))
 
 
-def _end(communicators: dict[Any, Communicator], notes: StoreNotes, use: _Use) -> None:
-    """When nobody holds the connection any more, or at exit."""
-    aborted, use.open = use.over.is_set(), False
-    use.over.set()
-    if communicators and not aborted:
-        _leave(communicators, notes, use.number)
-    for communicator in communicators.values():
-        communicator.end()
+atexit.register(_end_all)

@@ -95,7 +95,7 @@ def every_collective(rank: int, size: int, place: Place) -> None:
     transport, device = NcclTransport(world()), place.device
     assert (transport.name, transport.rank, transport.world_size) == ("nccl", rank, size)
     for dtype in nccl.DTYPES:
-        for numel in (0, 1, 7, 1000):
+        for numel in (0, 7, 1000):
             mine, whole = _whole(rank, numel, dtype), _whole(rank, numel * size, dtype)
             everybody = [_whole(r, numel * size, dtype).view(size, -1) for r in range(size)]
             where = f"{numel} of {dtype}"

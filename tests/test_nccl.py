@@ -19,10 +19,20 @@ import torch.distributed as dist
 
 from fastreduce import BackendUnavailableError, TransportError
 from fastreduce.errors import DeviceError, SettingError, TensorError
-from fastreduce.transports import LocalTransport, NcclTransport, TorchProcessGroup, make_transport, nccl, nccl_library
+from fastreduce.transports import (
+    LocalTransport,
+    NcclTransport,
+    TorchProcessGroup,
+    make_transport,
+    nccl,
+    nccl_library,
+    register_transport,
+)
 from tests import nccl_cases as cases
 from tests import nccl_stand_in as stand_in
+from tests import random_models
 from tests.nccl_cases import SHORT, OnHost, caught, run_case, short_group, world
+from tests.random_models import Block, Program
 from tests.ranks import RankError, RankPool, run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -106,8 +116,46 @@ def test_random_floats_sum_as_over_gloo(ranks2: RankPool, place: OnHost):
     ranks2.run(run_case, cases.random_floats_sum_as_over_gloo, place)
 
 
+PROGRAMS = [
+    Program(
+        (Block("linear"), Block("embedding"), Block("gru"), Block("ragged", "float16")),
+        "f0:abcd/ac/ab b0 s z ( f1:abcd b1 ) f2:ab b2 s z f3:abcd b3 s",
+        find_unused=True,
+        options={"bucket_cap_mb": 0.0002, "broadcast_buffers": False},
+    ),
+    Program(
+        (
+            Block("linear"),
+            Block("wide", "bfloat16"),
+            Block("empty"),
+            Block("complex"),
+            Block("channels_last", "float64"),
+        ),
+        "f0:abcde b0 s Z f1:abcde b1 s",
+        "dict",
+        options={"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True},
+    ),
+]
+
+
+def _trains(rank: int, size: int, place: OnHost, program: Program, setting: str) -> list[str]:
+    register_transport(world(), NcclTransport)
+    try:
+        return random_models.check(rank, size, program, setting)
+    finally:
+        register_transport(world(), TorchProcessGroup)
+
+
+@pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
+def test_programs_train_as_with_torch(setting: str, ranks2: RankPool, place: OnHost):
+    for program in PROGRAMS:
+        problems = ranks2.run(run_case, _trains, place, program, setting)
+        assert problems == [[], []]
+
+
 def test_processes_end_cleanly_after_an_abort_and_with_a_transport_in_use(place: OnHost):
-    run_ranks(run_case, 2, cases.ends_cleanly, place)
+    text, _ = run_ranks(run_case, 2, cases.ends_cleanly, place)
+    assert "No word from rank 1" in text
 
 
 # Who does not come
@@ -121,9 +169,9 @@ def test_a_rank_that_does_not_connect_is_named(ranks3: RankPool, place: OnHost):
         assert f"rank {rank} of {last + 1}: connecting over NCCL's store failed. No word from rank {last}: " in text
 
 
-def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks: RankPool, place: OnHost):
-    *waiting, absent = ranks.run(run_case, cases.absent_on_a_stream, place)
-    last = ranks.world_size - 1
+def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks3: RankPool, place: OnHost):
+    *waiting, absent = ranks3.run(run_case, cases.absent_on_a_stream, place)
+    last = 2
     assert absent[0] == "nothing"
     for rank, (text, took) in enumerate(waiting):
         where = f"rank {rank} of {last + 1}: all_gather (collective 2, {16 * (last + 1)} bytes of torch.float32)"
@@ -143,8 +191,13 @@ def _absent_inside(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
     """NCCL itself waits for the peer, inside the call: it is that call that raises."""
     transport, wire = NcclTransport(short_group()), torch.ones(4)
     transport.all_reduce(wire).wait()
-    text = "nothing" if rank == size - 1 else caught(lambda: transport.all_reduce(wire))
-    cases.come_by()  # nothing more comes
+    text = "nothing"
+    if rank != size - 1:
+        with pytest.raises(TransportError) as caught_here:
+            transport.all_reduce(wire)
+        text = str(caught_here.value)
+        assert isinstance(caught_here.value.__context__, stand_in.NcclError)  # and not what came from outside
+        cases.come_by()  # nothing more comes
     aborted = _stand_in_of(transport).aborted
     dist.barrier()
     transport.close()

@@ -19,7 +19,7 @@ from fastreduce.transports import NcclTransport, TorchProcessGroup, nccl
 from tests import nccl_stand_in
 from tests.models import Grads, assert_same_bits, batch, grads_of, mlp, wrap
 
-SHORT = 2.0  # seconds, a timeout
+SHORT = 1.5  # seconds, a timeout
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastreduce import BackendUnavailableError, TransportError
+from fastreduce import BackendUnavailableError, TransportError, transports
 from fastreduce.errors import DeviceError, SettingError, TensorError
 from fastreduce.transports import (
     LocalTransport,
@@ -41,12 +40,6 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> OnHost:
     return OnHost(str(tmp_path_factory.mktemp("nccl")))
-
-
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
 
 
 # The stand-in is like CuPy
@@ -97,19 +90,27 @@ def test_numbers_are_those_of_cupy():
 # What moves
 
 
+CASES = [
+    (3, cases.every_collective),
+    (2, cases.every_collective),
+    (3, cases.other_settings_reduce_as_over_gloo),
+    (2, cases.other_settings_reduce_as_over_gloo),
+    (2, cases.ddp_trains_alike),
+    (3, cases.ddp_trains_alike),
+    (2, cases.communicators_are_taken_again),
+    (3, cases.groups_of_some_ranks),
+]
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("size", "case"),
     [
-        cases.every_collective,
-        cases.other_settings_reduce_as_over_gloo,
-        cases.ddp_trains_alike,
-        cases.communicators_are_taken_again,
-        cases.groups_of_some_ranks,
+        pytest.param(size, case, id=f"{case.__name__}, {size} ranks", marks=[pytest.mark.long] * (i in (1, 3, 5)))
+        for i, (size, case) in enumerate(CASES)
     ],
-    ids=lambda case: case.__name__,
 )
-def test_ranks(case: Callable[..., None], ranks: RankPool, place: OnHost):
-    ranks.run(run_case, case, place)
+def test_ranks(size: int, case: Callable[..., None], place: OnHost, request: pytest.FixtureRequest):
+    request.getfixturevalue(f"ranks{size}").run(run_case, case, place)
 
 
 def test_random_floats_sum_as_over_gloo(ranks2: RankPool, place: OnHost):
@@ -143,7 +144,7 @@ def _trains(rank: int, size: int, place: OnHost, program: Program, setting: str)
     try:
         return random_models.check(rank, size, program, setting)
     finally:
-        register_transport(world(), TorchProcessGroup)
+        transports._factories.clear()
 
 
 @pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
@@ -256,58 +257,42 @@ def test_an_error_that_nccl_notices_is_raised_and_the_others_told(ranks2: RankPo
     assert "all_reduce (collective " in second and "rank 0 gave up." in second
 
 
-def _closed_before_it_fails(rank: int, size: int, place: OnHost) -> bool:
-    """Nothing is raised on the main thread for a transport that is closed."""
-    group = short_group()
-    transport, wire = NcclTransport(group), torch.ones(4)
+def _told_elsewhere(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
+    """Of two transports that fail, one is closed before, and one has told another thread: the main thread is spared."""
+    groups = [short_group(), short_group()]
+    closed, open_one = (NcclTransport(group) for group in groups)
+    wire, said = torch.ones(4), [""]
     with place.asynchronous() as synchronize:
-        transport.all_reduce(wire).wait()
-        synchronize()
-        if rank == 0:
+        for transport in (closed, open_one):
             transport.all_reduce(wire).wait()
-        connection = transport._taken
-        transport.close()
-        synchronize()  # returns once the watchdog has aborted
-        cases.come_by()
-    failed = connection.failed
-    dist.barrier()
-    cases.works_again(group, size, place)
-    return failed
-
-
-def test_nothing_is_raised_after_close(ranks2: RankPool, place: OnHost):
-    assert ranks2.run(run_case, _closed_before_it_fails, place) == [True, False]
-
-
-def _withdrawn(rank: int, size: int, place: OnHost) -> str:
-    """A call on another thread raises the error first: the main thread is spared it."""
-    transport, wire = NcclTransport(short_group()), torch.ones(4)
-    said = []
-    with place.asynchronous() as synchronize:
-        transport.all_reduce(wire).wait()
         synchronize()
+        connection = closed._taken
         if rank == 0:
-            transport.all_reduce(wire).wait()
-            done = threading.Event()
+            for transport in (closed, open_one):
+                transport.all_reduce(wire).wait()
+            closed.close()
 
             def call_until_it_raises() -> None:
-                while not said:
-                    text = caught(transport.check)
-                    said.extend([text] if text != "nothing" else [])
-                done.set()
+                while "failed" not in said[0]:
+                    said[0] = caught(open_one.check)
 
             thread = threading.Thread(target=call_until_it_raises)
             thread.start()
             thread.join()
+            synchronize()  # ends once both watchdogs have aborted
             cases.come_by()
     dist.barrier()
-    transport.close()
-    return "".join(said)
+    for transport in (closed, open_one):
+        transport.close()
+    for group in groups:
+        cases.works_again(group, size, place)
+    return said[0], connection.failed
 
 
-def test_an_error_is_raised_once(ranks2: RankPool, place: OnHost):
-    text, _ = ranks2.run(run_case, _withdrawn, place)
-    assert "did not end within" in text
+def test_an_error_is_raised_once_and_not_after_close(ranks2: RankPool, place: OnHost):
+    (text, failed), other = ranks2.run(run_case, _told_elsewhere, place)
+    assert "did not end within" in text and failed
+    assert other == ("", False)
 
 
 # CUDA graphs
@@ -322,7 +307,6 @@ def _captured(rank: int, size: int, place: OnHost) -> int:
         stand_in.HostCuda.is_capturing = False
         transport.all_reduce(wire).wait()
         communicator = transport._communicators[wire.device]
-        time.sleep(0)
         stand_in.HostCuda.is_capturing = True
         assert communicator.oldest() is None
         transport.all_reduce(wire).wait()

@@ -42,6 +42,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> OnHost:
     return OnHost(str(tmp_path_factory.mktemp("nccl")))
 
 
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 # The stand-in is like CuPy
 
 
@@ -111,6 +118,10 @@ CASES = [
 )
 def test_ranks(size: int, case: Callable[..., None], place: OnHost, request: pytest.FixtureRequest):
     request.getfixturevalue(f"ranks{size}").run(run_case, case, place)
+
+
+def test_one_rank(alone: None, place: OnHost):
+    run_case(0, 1, cases.every_collective, place)
 
 
 def test_random_floats_sum_as_over_gloo(ranks2: RankPool, place: OnHost):
@@ -322,13 +333,6 @@ def test_what_a_graph_captures_is_not_watched(ranks2: RankPool, place: OnHost):
 
 
 # What is missing
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _library(**attributes: Any) -> types.ModuleType:

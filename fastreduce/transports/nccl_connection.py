@@ -156,8 +156,9 @@ class Connection:
             try:
                 communicator.run(operation, tensor, about, enqueue)
             except RuntimeError as error:
-                entry = Entry(communicator.begun, operation, tensor.nbytes, tensor.dtype, about)
-                self._give_up(communicator, entry, f"{error}.")
+                if not self.failed:
+                    entry = Entry(communicator.begun, operation, tensor.nbytes, tensor.dtype, about)
+                    self._fail(str(entry), f"{error}. {self._who(communicator, entry)} {about}".rstrip())
                 raise
 
     # Failing
@@ -190,12 +191,6 @@ class Connection:
             self._raised = False
             withdraw_from_main_thread()
 
-    def _give_up(self, communicator: Communicator, entry: Entry | None, reason: str) -> None:
-        if not self.failed:
-            self._tell(communicator)
-            who = entry and f" {self._who(communicator, entry)} {entry.about}".rstrip()
-            self._fail(str(entry or "watching"), f"{reason}{who or ''}")
-
     def _fail(self, operation: str, reason: str) -> None:
         """Keep the error, raise it on the main thread if nobody else will, abort: in this order."""
         with self._state:
@@ -222,9 +217,9 @@ class Connection:
                 communicator.check()
                 reason = self._why_given_up(communicator, oldest)
             except RuntimeError as error:
-                reason = f"{error}."
+                reason = f"{error}." if oldest is None else f"{error}. {self._who(communicator, oldest)}"
             if reason is not None:
-                self._give_up(communicator, oldest, reason)
+                self._fail(str(oldest or "watching"), f"{reason} {oldest.about if oldest else ''}".rstrip())
                 return True
             if self._told.get(communicator.key) != communicator.begun:
                 self._tell(communicator)
@@ -235,11 +230,11 @@ class Connection:
         if oldest is None or waited < WAKE_SECONDS:
             return None
         if waited > self._seconds:
-            return f"it did not end within {self._seconds:g} s."
+            return f"it did not end within {self._seconds:g} s. {self._who(communicator, oldest)}"
         for note in self._watchdog_notes.read(f"left/{self._taken}").split():
             rank = int(note.rstrip("!"))
             if note.endswith("!"):
-                return f"rank {rank} gave up."
+                return f"rank {rank} gave up. {self._who(communicator, oldest)}"
             if rank != self.rank and self._progress(communicator, rank) < oldest.number:
                 return f"rank {rank} has ended, or takes no part any more."
         return None
@@ -252,7 +247,8 @@ class Connection:
         return int(self._watchdog_notes.read(f"{communicator.key}/{rank}") or 0)
 
     def _who(self, communicator: Communicator, entry: Entry) -> str:
-        """Ranks that have not come to `entry`; those that have may still have to say so."""
+        """Ranks that have not come to `entry`; those that have may still have to say so, as this one does."""
+        self._tell(communicator)
         missing = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while missing := [r for r in missing if self._progress(communicator, r) < entry.number]:

@@ -19,7 +19,6 @@ from fastreduce.transports import NcclTransport, TorchProcessGroup, nccl
 from tests import nccl_stand_in
 from tests.models import Grads, assert_same_bits, batch, grads_of, mlp, wrap
 
-SHORT = 1.5  # seconds, a timeout
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -29,6 +28,7 @@ class OnHost:
 
     directory: str
     device = torch.device("cpu")
+    timeout = 1.5  # seconds, where ranks do not come
 
     def installed(self) -> Any:
         return nccl_stand_in.installed(self.directory)
@@ -44,6 +44,7 @@ class OnGpu:
     """CUDA tensors on the first GPU."""
 
     device = torch.device("cuda", 0)
+    timeout = 10.0  # NCCL's start counts too
 
     def installed(self) -> Any:
         return torch.cuda.device(self.device)
@@ -67,8 +68,8 @@ def world() -> Any:
     return dist.group.WORLD
 
 
-def short_group() -> Any:
-    return dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
+def short_group(place: Place) -> Any:
+    return dist.new_group(timeout=datetime.timedelta(seconds=place.timeout))
 
 
 def caught(call: Callable[[], object]) -> str:
@@ -232,7 +233,7 @@ def groups_of_some_ranks(rank: int, size: int, place: Place) -> None:
 
 
 def absent_from_connecting(rank: int, size: int, place: Place) -> str:
-    group, text = short_group(), "nothing"
+    group, text = short_group(place), "nothing"
     if rank != size - 1:
         text = caught(lambda: NcclTransport(group).all_reduce(torch.ones(4, device=place.device)))
     dist.barrier()
@@ -242,7 +243,7 @@ def absent_from_connecting(rank: int, size: int, place: Place) -> str:
 
 def absent_on_a_stream(rank: int, size: int, place: Place) -> tuple[str, float]:
     """The main thread waits for the stream: the error is raised there. Then a new transport serves."""
-    group = short_group()
+    group = short_group(place)
     transport, wire = NcclTransport(group), torch.ones(4 * size, device=place.device)
     text = later = "nothing"
     start = time.monotonic()
@@ -297,7 +298,7 @@ def left_early(rank: int, size: int, place: Place, end: str) -> str:
 
 def exits(rank: int, size: int, place: Place) -> None:
     """The last rank ends without a word; the others fail the run with what they are told."""
-    group = short_group()
+    group = short_group(place)
     transport, wire = NcclTransport(group), torch.ones(4, device=place.device)
     with place.asynchronous() as synchronize:
         transport.all_reduce(wire).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import os
@@ -30,7 +31,7 @@ from fastreduce.transports import (
 from tests import nccl_cases as cases
 from tests import nccl_stand_in as stand_in
 from tests import random_models
-from tests.nccl_cases import SHORT, OnHost, caught, run_case, short_group, world
+from tests.nccl_cases import OnHost, caught, run_case, short_group, world
 from tests.random_models import Block, Program
 from tests.ranks import RankError, RankPool, run_ranks
 
@@ -170,6 +171,27 @@ def test_processes_end_cleanly_after_an_abort_and_with_a_transport_in_use(place:
     assert "No word from rank 1" in text
 
 
+def _watchdogs() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "fastreduce-nccl-watchdog"}
+
+
+def test_communicators_end_with_their_group(place: OnHost):
+    before = _watchdogs()
+    with place.installed():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        transport = NcclTransport(world())
+        transport.all_reduce(torch.ones(3)).wait()
+        made = _stand_in_of(transport)
+        (watchdog,) = _watchdogs() - before
+        dist.destroy_process_group()
+        transport.close()
+        del transport
+        gc.collect()
+        watchdog.join(timeout=20)
+        assert not watchdog.is_alive()
+        assert made.destroyed and not made.aborted
+
+
 # Who does not come
 
 
@@ -187,10 +209,12 @@ def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks3: RankPool, p
     assert absent[0] == "nothing"
     for rank, (text, took) in enumerate(waiting):
         where = f"rank {rank} of {last + 1}: all_gather (collective 2, {16 * (last + 1)} bytes of torch.float32)"
-        assert f"{where} over NCCL failed: it did not end within {SHORT:g} s." in text or "gave up" in text, text
+        assert f"{where} over NCCL failed: it did not end within {place.timeout:g} s." in text or "gave up" in text, (
+            text
+        )
         assert f"No word from rank {last}: it has exited, takes no part" in text, text
         assert text.endswith("Bucket 3 holds a, b."), text
-        assert SHORT <= took + 1 < SHORT + 10
+        assert place.timeout <= took + 1 < place.timeout + 10
 
 
 def _stand_in_of(transport: NcclTransport) -> stand_in.NcclCommunicator:
@@ -201,7 +225,7 @@ def _stand_in_of(transport: NcclTransport) -> stand_in.NcclCommunicator:
 
 def _absent_inside(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
     """NCCL itself waits for the peer, inside the call: it is that call that raises."""
-    transport, wire = NcclTransport(short_group()), torch.ones(4)
+    transport, wire = NcclTransport(short_group(place)), torch.ones(4)
     transport.all_reduce(wire).wait()
     text = "nothing"
     if rank != size - 1:
@@ -219,7 +243,7 @@ def _absent_inside(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
 def test_a_call_that_nccl_holds_up_raises_by_itself(ranks2: RankPool, place: OnHost):
     (text, aborted), absent = ranks2.run(run_case, _absent_inside, place)
     assert absent == ("nothing", False)
-    assert aborted and f"it did not end within {SHORT:g} s. No word from rank 1: " in text, text
+    assert aborted and f"it did not end within {place.timeout:g} s. No word from rank 1: " in text, text
 
 
 @pytest.mark.parametrize(("end", "says"), [("close", "has ended, or takes no part any more"), ("abort", "gave up")])
@@ -270,7 +294,7 @@ def test_an_error_that_nccl_notices_is_raised_and_the_others_told(ranks2: RankPo
 
 def _told_elsewhere(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
     """Of two transports that fail, one is closed before, and one has told another thread: the main thread is spared."""
-    groups = [short_group(), short_group()]
+    groups = [short_group(place), short_group(place)]
     closed, open_one = (NcclTransport(group) for group in groups)
     wire, said = torch.ones(4), [""]
     with place.asynchronous() as synchronize:

@@ -62,7 +62,7 @@ class NcclTransport(Transport):
     name = "nccl"
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        nccl_library.load_nccl()
+        self._nccl = nccl_library.load_nccl()
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
         self._number, self._ended = -1, False
@@ -109,16 +109,15 @@ class NcclTransport(Transport):
         self._check("all_to_all", received)
         self._check_size("all_to_all", "received", received, wire.numel())
         source, target, size = wire.data_ptr(), received.data_ptr(), self._shard_bytes("all_to_all", wire)
-        nccl = nccl_library.load_nccl()
 
         def enqueue(communicator: Any, stream: int) -> None:
-            nccl.groupStart()
+            self._nccl.groupStart()
             try:
                 for rank in range(self.world_size):
                     communicator.send(source + rank * size, size, _BYTES, rank, stream)
                     communicator.recv(target + rank * size, size, _BYTES, rank, stream)
             finally:
-                nccl.groupEnd()
+                self._nccl.groupEnd()
 
         return self._run("all_to_all", wire, enqueue)
 

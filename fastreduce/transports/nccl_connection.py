@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class Connection:
         self._inside, self._taken = 0, 0
         self._open = self._raised = False
         self._told: dict[str, int] = {}
+        self._session = ""  # no rank has left the same notes in this store before
         self._watchdog = Watchdog(self, self._communicators)
         weakref.finalize(self, self._watchdog.end).atexit = False
         _alive.add(self)
@@ -61,6 +63,8 @@ class Connection:
 
     def take(self) -> None:
         """A transport uses it from now on; on every rank at once."""
+        if not self._taken:
+            self._session = self.exchange(uuid.uuid4().hex, "connecting")[0]
         self._taken += 1
         self._open = True
 
@@ -71,7 +75,7 @@ class Connection:
             self._withdraw()
         for communicator in list(self._communicators.values()):
             self._tell(communicator)
-        self._watchdog_notes.append(f"left/{self._taken}", f"{self.rank} ")
+        self._watchdog_notes.append(self._left, f"{self.rank} ")
 
     def abort(self) -> None:
         """End what is under way, here and on the peers."""
@@ -203,7 +207,7 @@ class Connection:
         self._abort()
 
     def _abort(self) -> None:
-        self._watchdog_notes.append(f"left/{self._taken}", f"{self.rank}! ")
+        self._watchdog_notes.append(self._left, f"{self.rank}! ")
         self._watchdog.end(abort=True)
 
     # The watchdog's part
@@ -231,7 +235,7 @@ class Connection:
             return None
         if waited > self._seconds:
             return f"it did not end within {self._seconds:g} s. {self._who(communicator, oldest)}"
-        for note in self._watchdog_notes.read(f"left/{self._taken}").split():
+        for note in self._watchdog_notes.read(self._left).split():
             rank = int(note.rstrip("!"))
             if note.endswith("!"):
                 return f"rank {rank} gave up. {self._who(communicator, oldest)}"
@@ -239,12 +243,16 @@ class Connection:
                 return f"rank {rank} has ended, or takes no part any more."
         return None
 
+    @property
+    def _left(self) -> str:
+        return f"{self._session}/left/{self._taken}"
+
     def _tell(self, communicator: Communicator) -> None:
         self._told[communicator.key] = communicator.begun
-        self._watchdog_notes.tell(f"{communicator.key}/{self.rank}", communicator.begun)
+        self._watchdog_notes.tell(f"{self._session}/{communicator.key}/{self.rank}", communicator.begun)
 
     def _progress(self, communicator: Communicator, rank: int) -> int:
-        return int(self._watchdog_notes.read(f"{communicator.key}/{rank}") or 0)
+        return int(self._watchdog_notes.read(f"{self._session}/{communicator.key}/{rank}") or 0)
 
     def _who(self, communicator: Communicator, entry: Entry) -> str:
         """Ranks that have not come to `entry`; those that have may still have to say so, as this one does."""

@@ -31,7 +31,8 @@ class StoreNotes:
     def exchange(self, value: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
         """Every rank's picklable value, in rank order; `look`, called now and then, may raise.
 
-        The last one to come tells all. A rank that raises has left; all ranks may then try again.
+        The last one to come tells all, the last one to read clears up: a later group may have the same name in the
+        same store. A rank that raises has left; all ranks may then try again.
 
         Raises:
             TransportError: naming the ranks that do not come within the group's timeout.
@@ -47,8 +48,9 @@ class StoreNotes:
                 self._store.add(f"{here}/count", -1)
                 raise
             values = [pickle.loads(self._store.get(f"{here}/{rank}")) for rank in range(self.size)]
-            if self._round:  # all have come here, so all have read the round before
-                self._forget(f"round {self._round - 1}")
+            if self._store.add(f"{here}/read", 1) == self.size:
+                for key in (*range(self.size), "count", "complete", "read"):
+                    self._store.delete_key(f"{here}/{key}")
         except TransportError:
             raise
         except RuntimeError as error:
@@ -73,12 +75,6 @@ class StoreNotes:
                     f"No word from rank {', '.join(missing) or 'unknown'}: it has exited, takes no part, or did not "
                     "come within the timeout."
                 )
-
-    def _forget(self, here: str) -> None:
-        self._store.delete_key(f"{here}/{self.rank}")
-        if self.rank == 0:
-            self._store.delete_key(f"{here}/count")
-            self._store.delete_key(f"{here}/complete")
 
     def tell(self, key: str, value: object) -> None:
         """Leave a note, unless the store is gone."""

@@ -87,6 +87,9 @@ class BucketPipeline:
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self._clock = make_clock(bucket.device, 6)
+        names = [slot.name for slot in bucket.slots]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        self._about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
         self._block, shards = compression.block, transport.world_size
         self._kernels = ops.unchecked(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
@@ -191,12 +194,13 @@ class BucketPipeline:
         """The first part of `run`: compress, and start the last collective; returns the second part."""
         mark = self._clock.mark
         mark(_START)
-        for position in unused:
-            self.used[position] = 0
+        if unused:
+            self.used.index_fill_(0, self._on_device(unused), 0)
         self.compress(grads)
         if unused:
             self.used.fill_(1)
         mark(_COMPRESSED)
+        self.transport.note(self._about)
         with self._named_in_errors():
             work = self.reduce()
         mark(_STARTED)
@@ -212,15 +216,19 @@ class BucketPipeline:
         self._advance_residuals(unused)
         mark(_END)
 
+    def _on_device(self, positions: Sequence[int]) -> Tensor:
+        """Positions as an index, for which the host does not wait."""
+        host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
+        return host.to(self.used.device, non_blocking=True)
+
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
         try:
             yield
         except TransportError as error:
-            names = ", ".join(slot.name for slot in self.bucket.slots[:8])
-            more = len(self.bucket.slots) - 8
-            names += f" and {more} more" if more > 0 else ""
-            raise TransportError(f"{error} Bucket {self.bucket.index} holds {names}.") from error
+            if self._about in str(error):
+                raise
+            raise TransportError(f"{error} {self._about}") from error
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
-import torch
-import torch.distributed as dist
-
-from ..errors import BackendUnavailableError, SettingError
+from ..errors import SettingError
+from ..transports.nccl_library import unavailable, why_no_nccl
 
 NAMES = ("nccl", "gloo", "mpi")
 
@@ -42,22 +38,4 @@ def check_available(names: set[str]) -> None:
     """
     reason = why_no_nccl() if "nccl" in names else None
     if reason is not None:
-        raise BackendUnavailableError(
-            f"NCCL library not available: {reason}. Or use backend='gloo', which needs no GPU"
-        )
-
-
-def why_no_nccl() -> str | None:
-    """What is missing for backend "nccl", and what to install; None if nothing is."""
-    if not torch.cuda.is_available() and torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, and fastreduce[cuda12]"
-    if not torch.cuda.is_available():
-        return "torch sees no GPU: install a driver, or look at CUDA_VISIBLE_DEVICES"
-    if not dist.is_nccl_available():
-        return "torch is built without NCCL: install a CUDA build of torch"
-    extra = f"fastreduce[cuda{(torch.version.cuda or '12').split('.')[0]}]"
-    try:
-        nccl = importlib.import_module("cupy.cuda.nccl")
-    except ImportError as error:
-        return f"CuPy cannot be imported ({error}): pip install '{extra}'"
-    return None if nccl.available else f"CuPy finds no libnccl: pip install '{extra}'"
+        raise unavailable(f"{reason}. Or use backend='gloo', which needs no GPU")

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from .base import Transport, Work
 from .local import LocalTransport, local_ranks
+from .nccl import NcclTransport
 from .torch_pg import TorchProcessGroup
 
 __all__ = [
     "LocalTransport",
+    "NcclTransport",
     "TorchProcessGroup",
     "Transport",
     "Work",
@@ -33,9 +35,15 @@ def register_transport(group: dist.ProcessGroup, factory: Factory) -> None:
 
 
 def make_transport(group: dist.ProcessGroup, device: torch.device | str = "cpu") -> Transport:
-    """What moves wires between the ranks of `group`: what was registered, else gloo; one rank alone needs nobody."""
+    """What moves wires on `device` between the ranks of `group`.
+
+    One rank alone needs nobody; else what was registered, NCCL for CUDA, gloo for the CPU.
+
+    Raises:
+        BackendUnavailableError: if NCCL is needed and cannot be used.
+    """
     if dist.get_world_size(group) == 1:
         return LocalTransport()
     world = dist.group.WORLD
-    factory = _factories.get(group) or (world and _factories.get(world)) or TorchProcessGroup
-    return factory(group)
+    factory = _factories.get(group) or (world and _factories.get(world))
+    return (factory or (NcclTransport if torch.device(device).type == "cuda" else TorchProcessGroup))(group)

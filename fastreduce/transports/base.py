@@ -54,6 +54,9 @@ class Transport(ABC):
             TransportError: if it failed or timed out.
         """
 
+    def note(self, about: str) -> None:  # noqa: B027 (most transports raise where they are called)
+        """Say what the collectives that follow work for, as a sentence: errors that come by themselves tell it."""
+
     @abstractmethod
     def abort(self) -> None:
         """End collectives under way with an error, here and on the peers."""

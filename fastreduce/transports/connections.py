@@ -31,9 +31,11 @@ class Connections:
         """
         if self._control is None:
             self._control = connect("control")
-        free = set[int].intersection(*exchange(self._control, self.free))
-        number = min(free, default=len(self.made))
+        told = exchange(self._control, (self.free, len(self.made)))
+        free = set[int].intersection(*(theirs for theirs, _ in told))
+        number = min(free, default=max(count for _, count in told))
         if not free:
+            self.made += [None] * (number - len(self.made))  # connections that this rank did not come to
             self.made.append(connect(str(number)))
         self.free.discard(number)
         return number

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ..errors import TransportError
+from ..errors import DeviceError, TransportError
 from .base import Transport, Work
 from .connections import Connections, timeout_of
 
@@ -41,6 +41,7 @@ class TorchProcessGroup(Transport):
 
     Raises:
         TransportError: if ranks do not come within the timeout.
+        DeviceError: for tensors that are not on the CPU.
     """
 
     name = "gloo"
@@ -98,6 +99,7 @@ class TorchProcessGroup(Transport):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Gloo's all-reduce: the algorithm that torch's own wrapper uses."""
+        self._check("all_reduce", tensor)
         return _Works(self, "all_reduce", [self.call("all_reduce", self._gloo.allreduce, [tensor])])
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
@@ -105,6 +107,8 @@ class TorchProcessGroup(Transport):
 
         32 MB on two ranks with 1 Gbit/s between them took 142 ms so, and 146 or 280 with gloo's.
         """
+        self._check("all_to_all", received)
+        self._check("all_to_all", wire)
         rows, shards = (tensor.view(-1).view(torch.uint8).view(self.world_size, -1) for tensor in (received, wire))
         works = self._swap("all_to_all", list(rows), list(shards))
         rows[self.rank].copy_(shards[self.rank])
@@ -112,6 +116,7 @@ class TorchProcessGroup(Transport):
 
     def all_gather(self, wire: Tensor) -> Work:
         """Sends and receives in place: 18 ms for 50 MB on two ranks where gloo's own all-gather took 51."""
+        self._check("all_gather", wire)
         shards = list(wire.view(torch.uint8).view(self.world_size, -1))
         return self._swap("all_gather", shards, [shards[self.rank]] * self.world_size)
 
@@ -122,6 +127,14 @@ class TorchProcessGroup(Transport):
         works = [self.call(operation, self._gloo.recv, [into[r]], r, self._swaps) for r in others]
         works += [self.call(operation, self._gloo.send, [out[r]], r, self._swaps) for r in others]
         return _Works(self, operation, works)
+
+    def _check(self, operation: str, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise DeviceError(
+                f"rank {self.rank} of {self.world_size}: {operation} over gloo: TorchProcessGroup moves tensors on the "
+                f"CPU, and this one is on {tensor.device}: use NcclTransport, which make_transport(group, "
+                f"{str(tensor.device)!r}) makes, or move the tensor with .cpu()"
+            )
 
     def exchange(self, value: Any) -> list[Any]:
         """Pickle, gather the lengths, gather the bytes padded to the longest."""

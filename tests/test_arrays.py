@@ -17,12 +17,6 @@ from tests.models import EXACT, assert_same_bits, batch
 from tests.ranks import RankPool
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
-
-
 class OnlyDLPack:
     """An array of a library that we have never heard of."""
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
@@ -21,8 +20,8 @@ from fastreduce.cli import choices, machine, self_test
 from fastreduce.cli.doctor import to_json
 from fastreduce.cli.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.rows import FAILED, MISSING, OK, Row, row, rows
+from tests.commands import FASTREDUCE, ROOT, Done, run
 
-DOCTOR = [sys.executable, "-c", "from fastreduce.cli import main; main()", "doctor"]
 CPU = torch.device("cpu")
 SECTIONS = [
     "machine",
@@ -37,11 +36,11 @@ SECTIONS = [
 ]
 
 
-def _run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, **more: str) -> Done:
     """The command, in a process without settings of this one's."""
     ours = ("FASTREDUCE_", "NCCL_", "GLOO_", "TRITON_", "NUMBA_ENABLE_CUDASIM")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return subprocess.run([*DOCTOR, *arguments], env={**kept, **more}, capture_output=True, text=True, timeout=120)
+    return run(*FASTREDUCE, "doctor", *arguments, env={**kept, "PYTHONPATH": str(ROOT), **more})
 
 
 def _squeezed(text: str) -> str:
@@ -50,22 +49,22 @@ def _squeezed(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def healthy() -> subprocess.CompletedProcess[str]:
+def healthy() -> Done:
     return _run(GLOO_SOCKET_IFNAME="lo", NCCL_DEBUG="WARN", NCCL_OF_TOMORROW="7")
 
 
 @pytest.fixture(scope="module")
-def broken_kernels() -> subprocess.CompletedProcess[str]:
+def broken_kernels() -> Done:
     return _run("--json", FASTREDUCE_KERNELS="triton", FASTREDUCE_COMPRESION="fp16")
 
 
 @pytest.fixture(scope="module")
-def broken_transport() -> subprocess.CompletedProcess[str]:
+def broken_transport() -> Done:
     return _run(GLOO_SOCKET_IFNAME="nosuch0", MPI4PY_LIBMPI="/nowhere/libmpi.so")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
-def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: subprocess.CompletedProcess[str]):
+def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Done):
     out = healthy.stdout
     assert (healthy.returncode, healthy.stderr) == (0, "")
     assert [line for line in out.splitlines() if line in SECTIONS] == SECTIONS
@@ -87,9 +86,7 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: subprocess.C
     assert out.splitlines()[-1] == "Verdict: works. CPU tensors: numba_cpu kernels, gloo."
 
 
-def test_json_holds_what_the_text_holds(
-    healthy: subprocess.CompletedProcess[str], broken_kernels: subprocess.CompletedProcess[str]
-):
+def test_json_holds_what_the_text_holds(healthy: Done, broken_kernels: Done):
     report = json.loads(broken_kernels.stdout)
     assert list(report["sections"]) == SECTIONS
     text = _squeezed(healthy.stdout)
@@ -100,7 +97,7 @@ def test_json_holds_what_the_text_holds(
                 assert _squeezed(piece) in text, (section, name, piece)
 
 
-def test_kernels_that_cannot_run_are_a_failure_with_what_helps(broken_kernels: subprocess.CompletedProcess[str]):
+def test_kernels_that_cannot_run_are_a_failure_with_what_helps(broken_kernels: Done):
     assert (broken_kernels.returncode, broken_kernels.stderr) == (1, "")
     report = json.loads(broken_kernels.stdout)
     if not torch.cuda.is_available():
@@ -113,7 +110,7 @@ def test_kernels_that_cannot_run_are_a_failure_with_what_helps(broken_kernels: s
 
 
 def test_a_transport_that_cannot_connect_is_a_failure_with_what_helps(
-    broken_transport: subprocess.CompletedProcess[str],
+    broken_transport: Done,
 ):
     out = _squeezed(broken_transport.stdout)
     assert (broken_transport.returncode, broken_transport.stderr.count("Traceback")) == (1, 0)
@@ -191,7 +188,7 @@ NIC0\tPXB\tPXB\tSYS\t X
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_described_and_averages_over_nccl(healthy: subprocess.CompletedProcess[str]):
+def test_a_gpu_is_described_and_averages_over_nccl(healthy: Done):
     out = healthy.stdout
     assert healthy.returncode == 0, out
     assert re.search(rf"✓ GPU 0 +{torch.cuda.get_device_name(0)}, \d+ GiB, sm_", out)

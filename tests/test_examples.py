@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, finish, free_port, started, with_environment
+
 SECONDS = 60
 
 
 def losses(script: str, world_size: int, *arguments: str) -> tuple[list[str], str]:
     """What the ranks of a script print as losses, and all that they print."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    environment = dict(os.environ, WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        output = "".join(process.communicate(timeout=SECONDS)[0] for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * world_size, output
+    where = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, ROOT / "examples" / script, *arguments]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in map(str, range(world_size)):
+            env = with_environment(**where, RANK=rank, LOCAL_RANK=rank)
+            processes.append(stack.enter_context(started(*command, env=env, together=True)))
+        done = [finish(process, SECONDS) for process in processes]
+    output = "".join(each.stdout for each in done)
+    assert [each.returncode for each in done] == [0] * world_size, output
     return re.findall(r"^epoch \d+: loss ([\d.]+)$", output, flags=re.MULTILINE), output
 
 

@@ -18,12 +18,6 @@ from tests.ranks import RankPool
 from tests.test_reducer import in_threads
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
-
-
 def make_tensors(rank: int) -> list[Tensor]:
     """Many dtypes, sizes and layouts: contiguous, transposed, channels_last, strided, expanded from one, views."""
     return [

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,9 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from fastreduce.cli import main
+from tests.commands import FASTREDUCE, ROOT, Done, free_port, run, started, with_environment
 
-LAUNCH = [sys.executable, "-c", "from fastreduce.cli import main; main()", "launch"]
-ROOT = Path(__file__).parents[1]
+LAUNCH = [*FASTREDUCE, "launch"]
 WORKER = ROOT / "fastreduce" / "cli" / "worker.py"
 TRAIN = """
 import argparse, os, sys
@@ -69,33 +66,8 @@ threading.Event().wait()
 """
 
 
-@contextlib.contextmanager
-def _started(*command: object, **env: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **env},
-    )
-    try:
-        yield process
-    finally:
-        for child in [*_children(process), psutil.Process(process.pid)] if process.poll() is None else []:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.communicate()
-
-
-def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def _run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
-    with _started(*command, **env) as process:
-        out, err = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+def _run(*command: object, **env: str) -> Done:
+    return run(*command, env=with_environment(**env))
 
 
 @pytest.fixture
@@ -163,9 +135,7 @@ if __name__ == "__main__":
     mp.spawn(worker, nprocs=2, args=(2,))
 """
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    done = _run(sys.executable, path, MASTER_PORT=str(port))
+    done = _run(sys.executable, path, MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 0.5", "1 0.5"]
 
@@ -222,7 +192,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
     """Ranks that ignore SIGTERM or hang in C++, and what they started, end with the launcher or with each other."""
     path, pids = tmp_path / "stuck.py", tmp_path / "pids"
     path.write_text(STUCK)
-    with _started(*LAUNCH, "--nproc-per-node", "2", path, PIDS=str(pids)) as launcher:
+    with started(*LAUNCH, "--nproc-per-node", "2", path, env=with_environment(PIDS=str(pids))) as launcher:
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
         lines = sorted([int(word) for word in line.split()] for line in pids.read_text().splitlines())
@@ -296,9 +266,8 @@ def test_the_template_in_the_docs_finds_its_node_rank(tmp_path: Path):
         (tmp_path / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
 
-    def start(script: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "-c", script, "train.sh", "--lr", "1"]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    def start(script: str) -> Done:
+        return run("bash", "-c", script, "train.sh", "--lr", "1", env=env, seconds=30)
 
     assert start(template).stdout == "launch --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py --lr 1\n"
     elsewhere = start(template.replace("10.0.0.2)", "10.0.0.3)"))
@@ -314,6 +283,5 @@ def test_with_gpus_each_rank_sees_one(tmp_path: Path, visible: str | None, sees:
     if visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    command = [sys.executable, str(WORKER), "script", str(path)]
-    out = subprocess.run(command, env={**inherited, **env}, capture_output=True, text=True, timeout=60, check=True)
-    assert out.stdout == f"{sees} 0\n"
+    done = run(sys.executable, WORKER, "script", path, env={**inherited, **env}, seconds=60)
+    assert done.stdout == f"{sees} 0\n", done.stderr

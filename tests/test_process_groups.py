@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -231,24 +232,44 @@ def test_a_port_in_use_and_ranks_that_do_not_come_are_named():
     assert not dist.is_initialized()
 
 
-def _clash(rank: int, world_size: int, method: str, what: str) -> str:
+def _clash(rank: int, world_size: int, method: str, what: str) -> list[str]:
     numbers = {"world_size": world_size, "rank": rank}
+    backend, seconds = "gloo", 30
     if what == "rank":
-        numbers["rank"] = 0
-    elif rank == 1:
+        numbers["rank"], seconds = 0, 1
+    elif rank == 1 and what == "world size":
         numbers["world_size"] = 3
-    return message(lambda: dist.init_process_group("gloo", method, timeout=SECOND, **numbers))
+    elif rank == 1:
+        backend = "cpu:gloo"
+    start = time.monotonic()
+    said = [message(lambda: dist.init_process_group(backend, method, timeout=timedelta(seconds=seconds), **numbers))]
+    assert time.monotonic() - start < 20
+    if what != "rank":  # all were told, so all may try again
+        dist.init_process_group("gloo", method, timeout=timedelta(seconds=seconds), world_size=2, rank=rank)
+        dist.destroy_process_group()
+    return said
 
 
-@pytest.mark.parametrize("what", ["rank", "world size"])
-def test_ranks_that_come_with_wrong_numbers_are_told(bare2: RankPool, tmp_path: Path, what: str):
-    told = sorted(bare2.run(_clash, f"file://{tmp_path}/store", what))
-    if what == "rank":
-        assert "another process has joined as rank 0" in told[0] + told[1]
-        assert "rank 1 did not arrive" in told[0] + told[1]
-    else:
-        assert told[0].startswith("MismatchError: ") and "world size 2" in told[0] and "world size 3" in told[0]
-        assert "did not arrive" in told[1]
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("world size", "backend gloo, world size 2", "backend gloo, world size 3"),
+        ("backend", "backend gloo, world size 2", "backend cpu:gloo, world size 2"),
+    ],
+)
+def test_ranks_that_ask_for_different_groups_are_told_on_every_rank(
+    bare2: RankPool, tmp_path: Path, what: str, first: str, second: str
+):
+    address = f"file://{tmp_path}/store"
+    for rank, (told,) in enumerate(bare2.run(_clash, address, what)):
+        assert told.startswith(f"MismatchError: init_process_group on rank {rank} at {address}: ranks differ: rank ")
+        assert f"rank 0 has {first}" in told and f"rank 1 has {second}" in told
+
+
+def test_ranks_that_come_as_the_same_rank_are_told(bare2: RankPool, tmp_path: Path):
+    told = sorted(text for (text,) in bare2.run(_clash, f"file://{tmp_path}/store", "rank"))
+    assert "another process has joined as rank 0" in told[0] + told[1]
+    assert "rank 1 did not arrive" in told[0] + told[1]
 
 
 def test_the_device_is_the_local_rank_bounded_by_the_visible_ones(monkeypatch: pytest.MonkeyPatch):

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from tests.commands import ROOT, finish, free_port, started, with_environment
+from tests.commands import ROOT, finish, free_port, run, started, with_environment
 
 SECONDS = 60
+LOSS = r"^epoch \d+: loss ([\d.]+)$"
 
 
 def losses(script: str, world_size: int, *arguments: str) -> tuple[list[str], str]:
@@ -26,7 +27,7 @@ def losses(script: str, world_size: int, *arguments: str) -> tuple[list[str], st
         done = [finish(process, SECONDS) for process in processes]
     output = "".join(each.stdout for each in done)
     assert [each.returncode for each in done] == [0] * world_size, output
-    return re.findall(r"^epoch \d+: loss ([\d.]+)$", output, flags=re.MULTILINE), output
+    return re.findall(LOSS, output, flags=re.MULTILINE), output
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,10 @@ def losses(script: str, world_size: int, *arguments: str) -> tuple[list[str], st
     [pytest.param(1, "1.944 1.379 1.050 0.852 0.723", marks=pytest.mark.long), (2, "1.964 1.388 1.055 0.855 0.726")],
 )
 def test_megengines_program_gives_the_reference_run(world_size: int, reference: str):
-    assert losses("megengine_train.py", world_size)[0] == reference.split()
+    """It starts its ranks itself, with the launcher's decorator."""
+    done = run(sys.executable, ROOT / "examples" / "megengine_train.py", world_size, together=True, seconds=SECONDS)
+    assert done.returncode == 0, done.stdout
+    assert re.findall(LOSS, done.stdout, flags=re.MULTILINE) == reference.split()
 
 
 def test_two_stages_train_to_the_losses_of_one_process():

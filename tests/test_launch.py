@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -15,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from fastreduce.cli import main
-from tests.commands import FASTREDUCE, ROOT, Done, free_port, run, started, with_environment
+from tests.commands import FASTREDUCE, ROOT, Done, end, finish, free_port, run, started, with_environment
 
 LAUNCH = [*FASTREDUCE, "launch"]
 WORKER = ROOT / "fastreduce" / "cli" / "worker.py"
@@ -226,6 +228,43 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
         assert launcher.stderr is not None
         told = "rank 1 was ended by SIGSEGV" if how == "rank" else f"{how.split()[0]}: all ranks were ended"
         assert f"fastreduce launch: {told}\n" in launcher.stderr.read()
+
+
+WAITS = """
+import os, sys, threading
+os.write(1, b"up\\n")
+if os.environ["RANK"] == sys.argv[1]:
+    sys.exit(7)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "how"), [(1, "killed"), (0, "killed"), pytest.param(1, "its rank fails", marks=pytest.mark.long)]
+)
+def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, how: str):
+    """Two launchers as two nodes, whose ranks do not talk: none of them would miss the other's."""
+    path = tmp_path / "waits.py"
+    path.write_text(WAITS)
+    command = [*LAUNCH, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    command += ["--nproc-per-node", "1"]
+    env = with_environment(FASTREDUCE_NODE_SECONDS="2")
+    failing = -1 if how == "killed" else node
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(started(*command, "--node-rank", n, path, failing, env=env)) for n in (0, 1)]
+        for each in nodes:
+            assert each.stdout is not None and each.stdout.readline() == "up\n"
+        survivor = nodes[1 - node]
+        ranks = psutil.Process(survivor.pid).children(recursive=True)
+        if how == "killed":
+            end(nodes[node])
+        done = finish(survivor, 20)
+    assert done.returncode == 1
+    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    last = done.stderr.splitlines()[-1]
+    assert re.match(rf"fastreduce launch: node {node} \(.+\) (is gone|has ended)", last), done.stderr
+    assert last.endswith("; the ranks here were ended")
+    assert (how == "killed") != ("has ended: rank 1 failed with exit code 7" in last)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ VARIABLES = {
     "FASTREDUCE_COMPRESSION": "the compression of wrappers that are given none",
     "FASTREDUCE_DEBUG": "1 compares calls, shapes and dtypes between ranks before each collective",
     "FASTREDUCE_KERNELS": "the kernel backend, in place of the one chosen by device",
+    "FASTREDUCE_NODE_SECONDS": "how long fastreduce launch waits for a word from another node's launcher, else 15",
     "GLOO_SOCKET_IFNAME": "the network interface that gloo uses",
     "NCCL_ALGO": "which algorithms NCCL may choose (Ring, Tree, …)",
     "NCCL_DEBUG": "what NCCL prints: WARN for errors, INFO for its choices too",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import sys
 
 import pytest
+import torch
 
-from tests.commands import ROOT, finish, free_port, run, started, with_environment
+from tests.commands import FASTREDUCE, ROOT, finish, free_port, run, started, with_environment
 
 SECONDS = 60
 LOSS = r"^epoch \d+: loss ([\d.]+)$"
@@ -52,3 +54,25 @@ def test_genesis_program_falls_back_to_gloo_and_learns(compression: str):
     found, output = losses("genesis_train.py", 2, "--compression", compression)
     assert len(found) == 3 and float(found[-1]) < 0.7 * float(found[0])
     assert "NCCL library not available" in output or "gloo" not in output
+
+
+@pytest.mark.parametrize(
+    ("model", "items"), [("gpt2", "tokens"), pytest.param("resnet50", "images", marks=pytest.mark.long)]
+)
+def test_the_gpu_example_trains_a_tiny_model_where_there_is_no_gpu(model: str, items: str):
+    script = ROOT / "examples" / "gpu_train.py"
+    options = ["--model", model, "--size", "tiny", "--compression", "fp16", "--steps", "10"]
+    done = run(*FASTREDUCE, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
+    assert done.returncode == 0, done.stderr
+    start = rf"{model} \(tiny\), 2 ranks on (?:cpu|cuda), compression fp16: loss"
+    found = re.fullmatch(rf"{start} (\S+) to (\S+), (\S+) ms per step, \S+ {items} per second\n", done.stdout)
+    assert found and float(found[2]) < float(found[1]) and float(found[3]) > 0, done.stdout
+
+
+def test_its_models_are_as_large_as_their_names_say():
+    spec = importlib.util.spec_from_file_location("models", ROOT / "examples" / "models.py")
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    with torch.device("meta"):
+        numels = {name: sum(p.numel() for p in models.make(name, "full").parameters()) for name in ("gpt2", "resnet50")}
+    assert numels == {"gpt2": 124_439_808, "resnet50": 25_557_032}

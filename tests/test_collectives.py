@@ -93,6 +93,28 @@ def _reduced(op: str, tensors: list[Tensor]) -> Tensor:
     return total
 
 
+def check_all_kinds(rank: int, size: int, seen: dict[str, Any], dtype: torch.dtype, layout: str) -> None:
+    """Whether `all_kinds` saw on `rank` what it should."""
+    make = partial(data, dtype=dtype, layout=layout)
+    for name, found in seen.items():
+        kind, _, op = name.partition(" ")
+        op = op.removeprefix("RedOpType.")
+        untouched = make(rank, 9)
+        expected: Any = {
+            "all_reduce": lambda op=op: _reduced(op, [make(r) for r in range(size)]),
+            "reduce": lambda op=op: _reduced(op, [make(r) for r in range(size)]) if rank == 1 else make(rank),
+            "reduce_scatter": lambda op=op: _reduced(op, [make(s, rank) for s in range(size)]),
+            "broadcast": lambda: make(1),
+            "all_gather": lambda: [make(r) for r in range(size)],
+            "gather": lambda u=untouched: [make(s) for s in range(size)] if rank == 1 else [u] * size,
+            "scatter": lambda: make(1, rank),
+            "all_to_all": lambda: [make(s, rank) for s in range(size)],
+            "recv": lambda: make(0) if rank == 1 else make(rank),
+        }[kind]()
+        contiguous = [t.contiguous() for t in expected] if isinstance(expected, list) else expected.contiguous()
+        assert_same_bits(found, contiguous, f"rank {rank}: {name}")
+
+
 @pytest.mark.parametrize(
     ("dtype", "layout", "async_op"),
     [(dtype, "contiguous", False) for dtype in DTYPES]
@@ -100,26 +122,8 @@ def _reduced(op: str, tensors: list[Tensor]) -> Tensor:
     + [(torch.float32, "apart", False), (torch.float64, "apart", True)],
 )
 def test_collectives_write_into_the_callers_tensors(ranks: RankPool, dtype: torch.dtype, layout: str, async_op: bool):
-    size = ranks.world_size
-    make = partial(data, dtype=dtype, layout=layout)
     for rank, seen in enumerate(ranks.run(all_kinds, dtype, layout, async_op)):
-        for name, found in seen.items():
-            kind, _, op = name.partition(" ")
-            op = op.removeprefix("RedOpType.")
-            untouched = make(rank, 9)
-            expected: Any = {
-                "all_reduce": lambda op=op: _reduced(op, [make(r) for r in range(size)]),
-                "reduce": lambda op=op, r=rank: _reduced(op, [make(r) for r in range(size)]) if r == 1 else make(r),
-                "reduce_scatter": lambda op=op, r=rank: _reduced(op, [make(s, r) for s in range(size)]),
-                "broadcast": lambda: make(1),
-                "all_gather": lambda: [make(r) for r in range(size)],
-                "gather": lambda r=rank, u=untouched: [make(s) for s in range(size)] if r == 1 else [u] * size,
-                "scatter": lambda r=rank: make(1, r),
-                "all_to_all": lambda r=rank: [make(s, r) for s in range(size)],
-                "recv": lambda r=rank: make(0) if r == 1 else make(r),
-            }[kind]()
-            contiguous = [t.contiguous() for t in expected] if isinstance(expected, list) else expected.contiguous()
-            assert_same_bits(found, contiguous, f"rank {rank}: {name}")
+        check_all_kinds(rank, ranks.world_size, seen, dtype, layout)
 
 
 def _gaps(rank: int, world_size: int) -> Tensor:

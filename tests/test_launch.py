@@ -35,6 +35,7 @@ torch.manual_seed(0)
 ddp = DDP(torch.nn.Linear(3, 2))
 ddp(torch.ones(1, 3) * dist.get_rank()).sum().backward()
 env = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
+assert set(os.environ.get("EXPECTED", "").split()) <= {"=".join(item) for item in os.environ.items()}
 line = f"{'|'.join(env)} lr {args.lr} local {args.local_rank} grad {ddp.module.weight.grad[0, 0].item()}\\n"
 os.write(1, line.encode())  # whole, however the ranks share the pipe
 dist.destroy_process_group()
@@ -87,7 +88,13 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_a_script_runs_on_every_rank(script: Path, before: list[str], after: list[str]):
-    done = _run(*LAUNCH, *[str(script) if a == "SCRIPT" else a for a in before])
+    nccl = {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}  # as users set them: they reach every rank
+    done = _run(
+        *LAUNCH,
+        *[script if a == "SCRIPT" else a for a in before],
+        EXPECTED=" ".join(map("=".join, nccl.items())),
+        **nccl,
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"{rank}|2|{rank}|127.0.0.1 lr 0.5 local None grad 0.5" for rank in (0, 1)

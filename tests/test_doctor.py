@@ -134,7 +134,21 @@ def test_kernels_with_other_bits_are_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "load", load)
     found = self_test.kernel_test("numba_cpu", CPU)
     assert found.state == FAILED
+    assert self_test.kernel_test("numba_cpu", CPU, chosen=False).state == FAILED
     assert found.value.startswith("not the reference's bits after unflatten from torch.float16 and unflatten from")
+
+
+def test_kernels_that_do_not_run_fail_the_verdict_only_where_they_are_chosen(monkeypatch: pytest.MonkeyPatch):
+    real = backends.load
+
+    def load(name: str) -> backends.Backend:
+        if name == "numba_cpu":
+            raise OSError("no compiler")
+        return real(name)
+
+    monkeypatch.setattr(backends, "load", load)
+    for chosen, state in ((True, FAILED), (False, MISSING)):
+        assert self_test.kernel_test("numba_cpu", CPU, chosen) == Row("numba_cpu on cpu", "OSError: no compiler", state)
 
 
 def test_what_is_not_installed_says_so_with_the_command(monkeypatch: pytest.MonkeyPatch):

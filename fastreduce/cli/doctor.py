@@ -64,8 +64,10 @@ def self_test(sections: Sections) -> list[Row]:
     """Try out every kernel backend that can run, and the transports of the devices that have kernels."""
     found = []
     for device in [CPU, *([CUDA] if torch.cuda.is_available() else [])]:
+        chosen = sections[f"kernels for {device.type.upper()} tensors"][0].value
         able = [name for name in backends.NAMES if backends.why_not(name, device) is None]
-        found += [kernel_test(name, device) for name in able if name != "reference" or len(able) == 1]
+        tried = [name for name in able if name != "reference" or name == chosen]
+        found += [kernel_test(name, device, name == chosen) for name in tried]
     for title, ranks, device in (("gloo, 2 ranks", 2, CPU), ("NCCL, 1 rank", 1, CUDA)):
         needed = [sections[f"{what} for {device.type.upper()} tensors"] for what in ("kernels", "transport")]
         if all(map(works, needed)):

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner, Result
 
 from fastreduce import backends
-from fastreduce.cli import choices, machine, self_test
+from fastreduce.cli import choices, machine, main, self_test
 from fastreduce.cli.doctor import to_json
 from fastreduce.cli.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.rows import FAILED, MISSING, OK, Row, row, rows
@@ -54,8 +55,13 @@ def healthy() -> Done:
 
 
 @pytest.fixture(scope="module")
-def broken_kernels() -> Done:
-    return _run("--json", FASTREDUCE_KERNELS="triton", FASTREDUCE_COMPRESION="fp16")
+def broken_kernels() -> Result:
+    """In this process, since nothing is started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setenv("FASTREDUCE_KERNELS", "triton")
+        patch.setenv("FASTREDUCE_COMPRESION", "fp16")
+        return CliRunner().invoke(main, ["doctor", "--json"])
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,7 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Done):
     assert out.splitlines()[-1] == "Verdict: works. CPU tensors: numba_cpu kernels, gloo."
 
 
-def test_json_holds_what_the_text_holds(healthy: Done, broken_kernels: Done):
+def test_json_holds_what_the_text_holds(healthy: Done, broken_kernels: Result):
     report = json.loads(broken_kernels.stdout)
     assert list(report["sections"]) == SECTIONS
     text = _squeezed(healthy.stdout)
@@ -97,8 +103,8 @@ def test_json_holds_what_the_text_holds(healthy: Done, broken_kernels: Done):
                 assert _squeezed(piece) in text, (section, name, piece)
 
 
-def test_kernels_that_cannot_run_are_a_failure_with_what_helps(broken_kernels: Done):
-    assert (broken_kernels.returncode, broken_kernels.stderr) == (1, "")
+def test_kernels_that_cannot_run_are_a_failure_with_what_helps(broken_kernels: Result):
+    assert (broken_kernels.exit_code, broken_kernels.stderr) == (1, "")
     report = json.loads(broken_kernels.stdout)
     if not torch.cuda.is_available():
         assert (report["verdict"], report["failed"]) == ("broken", ["kernels for CPU tensors: chosen"])

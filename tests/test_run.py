@@ -34,7 +34,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("launcher", ["fastreduce run", "torchrun -m fastreduce.run"])
+@pytest.mark.parametrize(
+    "launcher", ["fastreduce run", pytest.param("torchrun -m fastreduce.run", marks=pytest.mark.long)]
+)
 def test_an_unedited_script_gets_our_class(script: Path, launcher: str):
     torchrun = ["--standalone", "--nproc_per_node=2"]
     if launcher == "fastreduce run":

@@ -43,16 +43,19 @@ def started(
         yield process
     finally:
         end(process)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
-def end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a command and what it started, in whatever groups; what it has written that was not read."""
+def end(process: subprocess.Popen[str]) -> None:
+    """End a command and what it started, in whatever groups."""
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         os.killpg(process.pid, signal.SIGKILL)  # what outlived its own parent, too
-    return process.communicate()
+        process.wait()
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> Done:
@@ -60,7 +63,8 @@ def finish(process: subprocess.Popen[str], seconds: float) -> Done:
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        out, err = end(process)
+        end(process)
+        out, err = process.communicate()
         pytest.fail(f"{process.args!r}: still running after {seconds:g} s\n{out}{err or ''}")
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

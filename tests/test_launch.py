@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -246,21 +248,48 @@ threading.Event().wait()
 """
 
 
+TALKS = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+os.write(1, b"up\\n")
+while True:
+    dist.barrier()
+"""
+
+
+@pytest.mark.long
+def test_where_ranks_miss_a_node_first_it_is_named_too(tmp_path: Path):
+    path = tmp_path / "talks.py"
+    path.write_text(TALKS)
+    with _two_nodes(path) as (survivor, killed):
+        end(killed)
+        done = finish(survivor, 30)
+    assert done.returncode == 1
+    assert "rank 0 failed with exit code 1" in done.stderr and done.stderr.count("Traceback") == 1
+    assert re.search(r"\nfastreduce launch: no word from node 1 \(.+\) for 0\.6 s\n", done.stderr), done.stderr
+
+
+@contextlib.contextmanager
+def _two_nodes(*script: object) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two launchers as two nodes, whose ranks are up."""
+    command = [*LAUNCH, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    command += ["--nproc-per-node", "1"]
+    env = with_environment(FASTREDUCE_NODE_SECONDS="2", GLOO_SOCKET_IFNAME="lo")
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(started(*command, "--node-rank", n, *script, env=env)) for n in (0, 1)]
+        for each in nodes:
+            assert each.stdout is not None and each.stdout.readline() == "up\n"
+        yield nodes
+
+
 @pytest.mark.parametrize(
     ("node", "how"), [(1, "killed"), (0, "killed"), pytest.param(1, "its rank fails", marks=pytest.mark.long)]
 )
 def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, how: str):
-    """Two launchers as two nodes, whose ranks do not talk: none of them would miss the other's."""
+    """The ranks do not talk: none of them would miss the other's."""
     path = tmp_path / "waits.py"
     path.write_text(WAITS)
-    command = [*LAUNCH, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    command += ["--nproc-per-node", "1"]
-    env = with_environment(FASTREDUCE_NODE_SECONDS="2")
-    failing = -1 if how == "killed" else node
-    with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(started(*command, "--node-rank", n, path, failing, env=env)) for n in (0, 1)]
-        for each in nodes:
-            assert each.stdout is not None and each.stdout.readline() == "up\n"
+    with _two_nodes(path, -1 if how == "killed" else node) as nodes:
         survivor = nodes[1 - node]
         ranks = psutil.Process(survivor.pid).children(recursive=True)
         if how == "killed":

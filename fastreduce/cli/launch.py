@@ -90,6 +90,8 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
     try:
         start(*arguments)
     except ChildFailedError as error:
+        if Ranks.nodes is not None and (node := Ranks.nodes.suspect()):
+            say(node)
         Ranks.leave(Ranks.why)
         return _exit_code(cause(error.failures.values()))
     except (SignalException, KeyboardInterrupt) as error:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 LIMIT_VARIABLE = "FASTREDUCE_NODE_SECONDS"
 LIMIT_SECONDS = 15.0
 BEATS = 10  # in that time
+SUSPECT_BEATS = 3  # without a word, after which a node may be why ranks fail here
 
 
 class NodeLostError(RuntimeError):
@@ -39,6 +40,7 @@ class Nodes:
         self._limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT_SECONDS))
         self._lost = ""
         self._others = set(range(self._size)) - {self._rank}  # those that are not known to have ended
+        self._numbers = dict.fromkeys(self._others, 0)  # how often each has beaten
         self._silent_seconds, self._last_check = 0.0, time.monotonic()
         self._store: dist.Store | None = None
         self._ending = threading.Event()
@@ -59,6 +61,18 @@ class Nodes:
         if self._lost:
             raise NodeLostError(f"{self._lost}; the ranks here were ended")
 
+    def suspect(self) -> str:
+        """Which other node may be why ranks fail here: one that has ended, or is silent for some beats; "" if none."""
+        before, pause = dict(self._numbers), self._limit / BEATS
+        deadline = time.monotonic() + SUSPECT_BEATS * pause
+        while not self._lost and time.monotonic() < deadline:
+            if all(self._numbers[node] != number for node, number in before.items()):
+                return ""
+            time.sleep(pause / 10)
+        silent = [node for node, number in before.items() if self._numbers[node] == number]
+        names = " and ".join(map(self._name, silent))
+        return self._lost or (f"no word from {names} for {SUSPECT_BEATS * pause:g} s" if silent else "")
+
     def leave(self, why: str) -> None:
         """End the thread, and tell the others `why` this node leaves early ("": its ranks are done)."""
         self._ending.set()
@@ -74,19 +88,19 @@ class Nodes:
 
     def _beat(self) -> None:
         pause = self._limit / BEATS
-        heard = dict.fromkeys(self._others, (0, 0))  # node → its number, beats without change
+        unchanged = dict.fromkeys(self._others, 0)  # for how many beats of ours
         try:
             self._store = store = self._connect()
             store.set(f"host/{self._rank}", socket.gethostname())
             while not self._ending.wait(pause):
                 store.add(f"beat/{self._rank}", 1)
-                for node, (number, unchanged) in heard.items():
-                    now = store.add(f"beat/{node}", 0)
-                    heard[node] = (now, 0 if now != number else unchanged + 1)
+                for node, number in self._numbers.items():
+                    self._numbers[node] = store.add(f"beat/{node}", 0)
+                    unchanged[node] = unchanged[node] + 1 if self._numbers[node] == number else 0
                     if store.check([f"left/{node}"]):
                         self._lost = f"{self._name(node)} has ended: {store.get(f'left/{node}').decode()}"
                         store.set(f"knows/{self._rank}", "")
-                    elif heard[node][1] > BEATS:
+                    elif unchanged[node] > BEATS:
                         self._lost = f"{self._name(node)} is gone: no word from its launcher for {self._limit:g} s"
                     if self._lost:
                         self._others.discard(node)
@@ -105,6 +119,7 @@ class Nodes:
     def _name(self, node: int) -> str:
         if node == 0:
             return f"node 0 ({self._address[0]})"
-        assert self._store is not None
-        key = f"host/{node}"
-        return f"node {node} ({self._store.get(key).decode()})" if self._store.check([key]) else f"node {node}"
+        with contextlib.suppress(dist.DistError):
+            if self._store is not None and self._store.check([f"host/{node}"]):
+                return f"node {node} ({self._store.get(f'host/{node}').decode()})"
+        return f"node {node}"

@@ -323,6 +323,12 @@ def test_bad_input_is_an_error_before_anything_starts(script: Path, arguments: l
     assert done.stderr.startswith("fastreduce launch: ") and message.replace("PORT", words["PORT"]) in done.stderr
 
 
+def test_a_limit_that_is_no_number_is_an_error(script: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FASTREDUCE_NODE_SECONDS", "soon")
+    done = CliRunner().invoke(main, ["launch", "--nproc-per-node", "1", str(script)])
+    assert (done.exit_code, done.stderr) == (2, "fastreduce launch: FASTREDUCE_NODE_SECONDS=soon: give seconds\n")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the number of GPUs is the default")
 def test_without_gpus_the_number_of_ranks_must_be_given(script: Path):
     done = CliRunner().invoke(main, ["launch", str(script)])

@@ -136,6 +136,7 @@ class Ranks(SubprocessContext):
     def _start(self) -> None:
         super()._start()  # type: ignore[no-untyped-call]
         if self.watches_nodes:
+            self.leave()  # where nodes have met anew
             Ranks.nodes = Nodes(self.envs[0])
 
     @classmethod

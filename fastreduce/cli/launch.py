@@ -26,6 +26,7 @@ from typer.core import TyperCommand
 
 from . import worker
 from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
+from .nodes import limit_seconds
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
 
@@ -46,6 +47,10 @@ def launch(context: typer.Context) -> None:
     """
     options = _parse(context.args)
     _check_script(options)
+    try:
+        limit_seconds()
+    except ValueError as error:
+        fail(str(error))
     ranks = _decide_ranks(options)
     listener = _listen(options)
     with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:

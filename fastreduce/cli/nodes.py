@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -16,6 +17,22 @@ LIMIT_VARIABLE = "FASTREDUCE_NODE_SECONDS"
 LIMIT_SECONDS = 15.0
 BEATS = 10  # in that time
 SUSPECT_BEATS = 3  # without a word, after which a node may be why ranks fail here
+
+
+def limit_seconds() -> float:
+    """What FASTREDUCE_NODE_SECONDS says, or 15.
+
+    Raises:
+        ValueError: if that is no positive number.
+    """
+    text = os.environ.get(LIMIT_VARIABLE, "")
+    try:
+        seconds = float(text) if text else LIMIT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{LIMIT_VARIABLE}={text}: give seconds")
+    return seconds
 
 
 class NodeLostError(RuntimeError):
@@ -37,7 +54,7 @@ class Nodes:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._rank, self._size = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
         self._address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        self._limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT_SECONDS))
+        self._limit = limit_seconds()
         self._lost = ""
         self._others = set(range(self._size)) - {self._rank}  # those that are not known to have ended
         self._numbers = dict.fromkeys(self._others, 0)  # how often each has beaten

@@ -1,13 +1,17 @@
 """MegEngine's data-parallel tutorial carried over: softmax regression on digits, gradients summed by a callback.
 
-torchrun --nproc_per_node=2 examples/megengine_train.py
+python examples/megengine_train.py        (one rank a GPU, two without; another number: megengine_train.py 4)
 """
+
+import sys
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
 import fastreduce.distributed as dist
+
+RANKS = int(sys.argv[1]) if len(sys.argv) > 1 else torch.cuda.device_count() or 2
 
 
 class Softmax(nn.Module):
@@ -20,8 +24,8 @@ class Softmax(nn.Module):
         return images @ self.weight + self.bias
 
 
+@dist.launcher(n_gpus=RANKS)
 def main() -> None:
-    dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32)[rank::world_size]
@@ -43,8 +47,7 @@ def main() -> None:
             optimizer.step()
             total += dist.functional.all_reduce_sum(loss.detach()).item() / world_size
         if rank == 0:
-            print(f"epoch {epoch}: loss {total / steps:.3f}")
-    dist.destroy_process_group()
+            print(f"epoch {epoch}: loss {total / steps:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .errors import SettingError
+from .errors import NotInitializedError, SettingError
 
 
 def shard_range(n: int, rank: int | None = None, world_size: int | None = None) -> range:
@@ -24,9 +24,9 @@ def shard_range(n: int, rank: int | None = None, world_size: int | None = None) 
 
     Raises:
         SettingError: if `n` is negative, or `rank` is not in `[0, world_size)`.
-        ValueError: if a None must come from the default group, and there is none.
+        NotInitializedError: if a None must come from the default group, and there is none.
     """
-    rank, world_size = _rank_and_size(rank, world_size)
+    rank, world_size = _rank_and_size("shard_range", rank, world_size)
     if n < 0:
         raise SettingError(f"n={n}: cannot share out a negative number")
     each, longer = divmod(n, world_size)
@@ -52,7 +52,7 @@ class ShardSampler:
 
     Raises:
         SettingError: if the number of samples is negative, or `rank` is not in `[0, world_size)`.
-        ValueError: if a None must come from the default group, and there is none.
+        NotInitializedError: if a None must come from the default group, and there is none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardSampler:
         self.n = data if isinstance(data, int) else len(data)
         if self.n < 0:
             raise SettingError(f"data={data}: the number of samples cannot be negative")
-        self.rank, self.world_size = _rank_and_size(rank, world_size)
+        self.rank, self.world_size = _rank_and_size("ShardSampler", rank, world_size)
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
         self._begin = 0  # samples of the epoch that all ranks together had before a resumption
@@ -119,12 +119,9 @@ class ShardSampler:
         self._taken = 0
 
 
-def _rank_and_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _rank_and_size(call: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None or world_size is None) and not dist.is_initialized():
-        raise ValueError(
-            "Default process group has not been initialized: call torch.distributed.init_process_group first, or "
-            "pass rank= and world_size="
-        )
+        raise NotInitializedError(call, "pass rank= and world_size=")
     rank = dist.get_rank() if rank is None else rank
     world_size = dist.get_world_size() if world_size is None else world_size
     if not 0 <= rank < world_size:

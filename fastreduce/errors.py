@@ -31,10 +31,11 @@ class BackendUnavailableError(FastreduceError, RuntimeError):
 class NotInitializedError(FastreduceError, RuntimeError, ValueError):
     """A call that needs a process group, before there is one; torch raises the one kind, Genesis the other."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, instead: str = "") -> None:
         super().__init__(
             f"{call}: the default process group has not been initialized: call "
             "fastreduce.distributed.init_process_group (or torch.distributed.init_process_group) first"
+            + (f", or {instead}" if instead else "")
         )
 
 

@@ -42,3 +42,21 @@ def ranks3() -> Iterator[RankPool]:
     """Three ranks that live as long as the test session."""
     with RankPool(3) as pool:
         yield pool
+
+
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    """Two ranks, then three."""
+    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
+    return pool
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    import fastreduce.distributed as dist
+
+    dist.init_process_group("gloo", world_size=1, rank=0)
+    yield
+    dist.destroy_process_group()
+    assert not dist.is_initialized()

@@ -46,6 +46,7 @@ from tests.models import (
     wrap,
 )
 from tests.ranks import one_thread_and_poison
+from tests.test_collectives import all_kinds, check_all_kinds
 from tests.test_sparse import Words, _indices
 from tests.test_transports import collect, expected
 
@@ -96,6 +97,12 @@ def collectives_move_what_they_should() -> None:
     communicator.BLOCK = usual
     communicator._unit.cache_clear()
     transport.close()
+
+
+def collectives_in_place_work_beside_it() -> None:
+    rank, size = _rank(), dist.get_world_size()
+    seen = all_kinds(rank, size, torch.float32, "contiguous", False)
+    check_all_kinds(rank, size, seen, torch.float32, "contiguous")
 
 
 def every_setting_gives_what_gloo_gives() -> None:
@@ -336,6 +343,7 @@ def _raises(kind: type[BaseException], *texts: str) -> Iterator[None]:
 CHECKS: tuple[Callable[[], None], ...] = (
     launchers_environment,
     collectives_move_what_they_should,
+    collectives_in_place_work_beside_it,
     every_setting_gives_what_gloo_gives,
     gradients_equal_torchs,
     error_feedback_resumes,

@@ -30,6 +30,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fastreduce import FastreduceError
+
 T = TypeVar("T")
 
 START_SECONDS = 90.0  # importing torch and joining, on a busy machine
@@ -210,6 +212,15 @@ def _work(rank: int, world_size: int, port: int, pipe: Any, stack_file: str) -> 
     gc.unfreeze()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def message(call: Callable[[], Any]) -> str:
+    """What a call raises, kind and text; any other exception than ours goes through."""
+    try:
+        call()
+    except FastreduceError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def one_thread_and_poison() -> None:

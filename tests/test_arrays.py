@@ -11,16 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fastreduce.distributed as dist
-from fastreduce import DeviceError, FastreduceError, SettingError, TensorError, all_reduce_gradients
+from fastreduce import DeviceError, SettingError, TensorError, all_reduce_gradients
 from fastreduce.arrays import as_tensor
 from tests.models import EXACT, assert_same_bits, batch
-from tests.ranks import RankPool
-
-
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
+from tests.ranks import RankPool, message
 
 
 class OnlyDLPack:
@@ -155,40 +149,6 @@ def test_every_rank_gets_one_ranks_values_in_place(ranks: RankPool, src: int | N
         assert between == rank, "elements between those of a strided array are not touched"
 
 
-def _list_errors(rank: int, world_size: int, case: str) -> str:
-    arrays: list[Any] = [torch.ones(2), np.ones(3, np.float32)]
-    if rank == 1:
-        if case == "shape":
-            arrays[1] = np.ones(4, np.float32)
-        elif case == "dtype":
-            arrays[1] = np.ones(3)
-        elif case == "number":
-            arrays.append(torch.ones(1))
-        elif case == "bad":
-            arrays[0] = "text"
-    try:
-        dist.bcast_list_(arrays, src=1 if case == "src" and rank else 0)
-    except FastreduceError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("shape", "(4,)"),
-        ("dtype", "float64"),
-        ("number", "tensor 2"),
-        ("src", "differ in src"),
-        ("bad", "builtins.str"),
-    ],
-)
-def test_lists_that_differ_are_an_error_on_every_rank(ranks2: RankPool, case: str, says: str):
-    first, second = ranks2.run(_list_errors, case, timeout=20)
-    assert first.startswith("MismatchError: ") and says in first
-    assert says in second and (case == "bad" or first == second)
-
-
 # Gradients
 
 
@@ -212,18 +172,51 @@ def test_arrays_are_reduced_in_place(ranks2: RankPool, op: str, setting: str):
             assert (values - expected).abs().max() <= (0.01 if setting == "int8" else 0), (setting, op)
 
 
-def _bad_op(rank: int, world_size: int) -> str:
-    try:
-        all_reduce_gradients([np.ones(2)], op="max" if rank == 0 else "sum")
-    except FastreduceError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+# Ranks that differ
 
 
-def test_an_unknown_op_is_an_error_on_every_rank(ranks2: RankPool):
-    first, second = ranks2.run(_bad_op, timeout=20)
-    assert first == "SettingError: all_reduce_gradients: unknown op 'max'; allowed: mean, sum"
-    assert second.startswith("MismatchError: rank 0 ")
+def _differ(rank: int, world_size: int, call: str, case: str) -> str:
+    arrays: list[Any] = [np.ones(1, np.float32), torch.ones(2, 3, 2, 2)]
+    src, setting, op = 0, "fp16", "mean"
+    if rank == 1:
+        if case == "shape":
+            arrays[1] = torch.ones(2, 3, 4)
+        elif case == "dtype":
+            arrays[1] = torch.ones(2, 3, 2, 2).double()
+        elif case == "strides":
+            arrays[1] = torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last)
+        elif case == "number":
+            arrays.append(torch.ones(1))
+        elif case == "no array":
+            arrays[0] = "text"
+        src = int(case == "src")
+        setting = {"setting": "bf16", "bad setting": "int9"}.get(case, setting)
+        op = {"op": "sum", "bad op": "max"}.get(case, op)
+    if call == "bcast_list_":
+        return message(lambda: dist.bcast_list_(arrays, src=src))
+    return message(lambda: all_reduce_gradients(arrays, setting, op=op))
+
+
+LISTS = [("shape", "tensor 1"), ("dtype", "float64"), ("strides", "strides"), ("number", "tensor 2")]
+DIFFERENT = [(call, *case) for call in ("bcast_list_", "all_reduce_gradients") for case in LISTS] + [
+    ("bcast_list_", "src", "differ in src"),
+    ("bcast_list_", "no array", "builtins.str"),
+    ("all_reduce_gradients", "setting", "bf16"),
+    ("all_reduce_gradients", "bad setting", "int9"),
+    ("all_reduce_gradients", "op", "differ in op"),
+    ("all_reduce_gradients", "bad op", "'max'; allowed: mean, sum"),
+]
+
+
+@pytest.mark.parametrize(("call", "case", "says"), DIFFERENT)
+def test_ranks_that_differ_get_one_error_each(ranks2: RankPool, call: str, case: str, says: str):
+    first, second = ranks2.run(_differ, call, case, timeout=20)
+    assert first.startswith("MismatchError: ") and says in first
+    own = case in ("no array", "bad setting", "bad op")  # an error of that rank alone
+    assert says in second and (own or first == second)
+
+
+# A callback
 
 
 def _by_hand(rank: int, world_size: int, method: str) -> dict[str, Any]:

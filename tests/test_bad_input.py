@@ -17,12 +17,6 @@ from tests.models import SETTINGS, Grads, assert_same_bits, batch, grads_of, wra
 from tests.ranks import RankPool
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
-
-
 @pytest.fixture
 def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -8,11 +8,8 @@ import importlib.util
 import io
 import itertools
 import logging
-import os
 import random
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,18 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastreduce import SettingError, ShardSampler, load_checkpoint, save_checkpoint
+from tests.commands import ROOT, TORCHRUN, run, started, with_environment
 from tests.models import assert_same_bits, batch, wrap
 from tests.ranks import RankPool
 
 FEEDBACK = "int8:error_feedback"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-EXAMPLE = Path(__file__).parents[1] / "examples" / "snapshot_train.py"
-
-
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
+EXAMPLE = ROOT / "examples" / "snapshot_train.py"
 
 
 class Training:
@@ -349,15 +340,9 @@ print(*found)
 
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_snapshot(tmp_path: Path):
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "snapshot.pt")],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    epochs = [int(epoch) for epoch in process.stdout.split()]
+    done = run(sys.executable, "-c", KILLED, tmp_path / "snapshot.pt", seconds=120)
+    assert done.returncode == 0, done.stderr
+    epochs = [int(epoch) for epoch in done.stdout.split()]
     assert len(epochs) > 5 and epochs == sorted(epochs)
     assert epochs[0] == 0 and epochs[-1] == len(epochs), "the last save was not killed"
     left = {file.name for file in tmp_path.iterdir()}
@@ -467,15 +452,9 @@ OPTIONS = ["--batch_size=128", f"--compression={FEEDBACK}"]
 @pytest.mark.timeout(240)
 def test_the_example_goes_on_after_its_ranks_were_killed_as_if_nothing_had_happened(ranks2: RankPool, tmp_path: Path):
     whole, killed = (tmp_path / name / "snapshot.pt" for name in ("whole", "killed"))
-    process = subprocess.Popen(
-        [*TORCHRUN, str(EXAMPLE), *OPTIONS, "--max_epochs=100000", f"--snapshot_path={killed}"],
-        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "GLOO_SOCKET_IFNAME": "lo"},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", EXAMPLE, *OPTIONS]
+    command += ["--max_epochs=100000", f"--snapshot_path={killed}"]
+    with started(*command, env=with_environment(GLOO_SOCKET_IFNAME="lo"), together=True) as process:
         assert process.stdout is not None
         seen = list(itertools.takewhile(lambda line: not line.startswith("epoch 1: loss"), process.stdout))
         assert process.poll() is None, "".join(seen)
@@ -483,10 +462,6 @@ def test_the_example_goes_on_after_its_ranks_were_killed_as_if_nothing_had_happe
             rank.kill()  # in some later epoch, or at its end
         output, _ = process.communicate()
         assert process.returncode != 0, output
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
     epoch = torch.load(killed)["epoch"]
     until = [*OPTIONS, f"--max_epochs={epoch + 3}"]

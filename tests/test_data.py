@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from fastreduce import SettingError, ShardSampler, shard_range
+from fastreduce import NotInitializedError, SettingError, ShardSampler, shard_range
 from tests.ranks import RankPool
 
 SIZES = st.integers(0, 50)
@@ -102,8 +102,8 @@ def test_it_serves_torchs_loader():
     [
         (lambda: shard_range(-1, 0, 1), SettingError, "n=-1"),
         (lambda: shard_range(3, 2, 2), SettingError, "rank=2, world_size=2"),
-        (lambda: shard_range(3), ValueError, "init_process_group first, or pass rank="),
-        (lambda: ShardSampler(3, rank=0), ValueError, "init_process_group first"),
+        (lambda: shard_range(3), NotInitializedError, "shard_range.*init_process_group\\) first, or pass rank="),
+        (lambda: ShardSampler(3, rank=0), NotInitializedError, "ShardSampler.*init_process_group\\) first"),
         (lambda: ShardSampler(-3, rank=0, world_size=1), SettingError, "data=-3"),
         (lambda: ShardSampler(3, rank=-1, world_size=1), SettingError, "rank=-1"),
     ],

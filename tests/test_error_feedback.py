@@ -23,12 +23,6 @@ from tests.test_reducer import in_threads, make_reducer, seeded
 FEEDBACK = "int8:error_feedback"
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
-
-
 class Constant(nn.Module):
     """A model whose gradients are what one says."""
 

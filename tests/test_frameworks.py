@@ -6,11 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +17,9 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
 from fastreduce.run import replace_torchs_class
+from tests.commands import FASTREDUCE, ROOT, TORCHRUN, run, with_environment
 from tests.ranks import RankPool
 
-ROOT = Path(__file__).parents[1]
 QUIET = {
     "DO_NOT_TRACK": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -30,8 +27,6 @@ QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
-FASTREDUCE = [sys.executable, "-c", "from fastreduce.cli import main; main()", "run", "--standalone"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 Trained = tuple[type, list[float], list[Tensor]]  # the wrapper's class, losses, parameters
 
@@ -41,12 +36,15 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("command", "setting"),
     [
-        ([*FASTREDUCE, "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"], "fp16"),
+        (
+            [*FASTREDUCE, "run", "--standalone", "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"],
+            "fp16",
+        ),
         pytest.param(
             [sys.executable, "lightning_train.py", "--strategy=fastreduce_fp16"], "fp16", marks=pytest.mark.long
         ),
         pytest.param(
-            [*TORCHRUN, "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"],
+            [*TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"],
             "int8:error_feedback",
             marks=pytest.mark.long,
         ),
@@ -54,25 +52,12 @@ pytestmark = pytest.mark.timeout(150)
     ids=["accelerate", "lightning", "transformers"],
 )
 def test_the_example_trains_compressed_as_a_user_starts_it(command: list[str], setting: str):
-    environment = {**os.environ, **QUIET, "PYTHONPATH": str(ROOT)}
+    environment = with_environment(**QUIET)
     if "fastreduce.run" in command:  # one of the three takes the setting from here
         environment["FASTREDUCE_COMPRESSION"] = setting
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT / "examples",
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
-    assert process.returncode == 0, output
-    (found,) = re.findall(r"^fastreduce\S* (\S+): loss (\S+) to (\S+)$", output, flags=re.MULTILINE)
+    done = run(*command, cwd=ROOT / "examples", env=environment, together=True, seconds=120)
+    assert done.returncode == 0, done.stdout
+    (found,) = re.findall(r"^fastreduce\S* (\S+): loss (\S+) to (\S+)$", done.stdout, flags=re.MULTILINE)
     assert found[0] == setting
     assert float(found[2]) < 0.8 * float(found[1])
 

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": TOP,
     "processes": {"errors"},
     "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes"},
-    "cli": TOP | {"", "backends", "processes"},
+    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "processes"},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,9 +19,9 @@ import torch
 from typer.testing import CliRunner
 
 from fastreduce.cli import main
+from tests.commands import FASTREDUCE, ROOT, Done, end, finish, free_port, run, started, with_environment
 
-LAUNCH = [sys.executable, "-c", "from fastreduce.cli import main; main()", "launch"]
-ROOT = Path(__file__).parents[1]
+LAUNCH = [*FASTREDUCE, "launch"]
 WORKER = ROOT / "fastreduce" / "cli" / "worker.py"
 TRAIN = """
 import argparse, os, sys
@@ -36,6 +37,7 @@ torch.manual_seed(0)
 ddp = DDP(torch.nn.Linear(3, 2))
 ddp(torch.ones(1, 3) * dist.get_rank()).sum().backward()
 env = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")]
+assert set(os.environ.get("EXPECTED", "").split()) <= {"=".join(item) for item in os.environ.items()}
 line = f"{'|'.join(env)} lr {args.lr} local {args.local_rank} grad {ddp.module.weight.grad[0, 0].item()}\\n"
 os.write(1, line.encode())  # whole, however the ranks share the pipe
 dist.destroy_process_group()
@@ -69,33 +71,8 @@ threading.Event().wait()
 """
 
 
-@contextlib.contextmanager
-def _started(*command: object, **env: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **env},
-    )
-    try:
-        yield process
-    finally:
-        for child in [*_children(process), psutil.Process(process.pid)] if process.poll() is None else []:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        process.communicate()
-
-
-def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def _run(*command: object, **env: str) -> subprocess.CompletedProcess[str]:
-    with _started(*command, **env) as process:
-        out, err = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+def _run(*command: object, **env: str) -> Done:
+    return run(*command, env=with_environment(**env))
 
 
 @pytest.fixture
@@ -113,7 +90,13 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_a_script_runs_on_every_rank(script: Path, before: list[str], after: list[str]):
-    done = _run(*LAUNCH, *[str(script) if a == "SCRIPT" else a for a in before])
+    nccl = {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}  # as users set them: they reach every rank
+    done = _run(
+        *LAUNCH,
+        *[script if a == "SCRIPT" else a for a in before],
+        EXPECTED=" ".join(map("=".join, nccl.items())),
+        **nccl,
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
         f"{rank}|2|{rank}|127.0.0.1 lr 0.5 local None grad 0.5" for rank in (0, 1)
@@ -163,9 +146,7 @@ if __name__ == "__main__":
     mp.spawn(worker, nprocs=2, args=(2,))
 """
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    done = _run(sys.executable, path, MASTER_PORT=str(port))
+    done = _run(sys.executable, path, MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 0.5", "1 0.5"]
 
@@ -222,7 +203,7 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
     """Ranks that ignore SIGTERM or hang in C++, and what they started, end with the launcher or with each other."""
     path, pids = tmp_path / "stuck.py", tmp_path / "pids"
     path.write_text(STUCK)
-    with _started(*LAUNCH, "--nproc-per-node", "2", path, PIDS=str(pids)) as launcher:
+    with started(*LAUNCH, "--nproc-per-node", "2", path, env=with_environment(PIDS=str(pids))) as launcher:
         assert launcher.stdout is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
         lines = sorted([int(word) for word in line.split()] for line in pids.read_text().splitlines())
@@ -258,6 +239,79 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
         assert f"fastreduce launch: {told}\n" in launcher.stderr.read()
 
 
+WAITS = """
+import os, sys, threading
+os.write(1, b"up\\n")
+if os.environ["RANK"] == sys.argv[1]:
+    sys.exit(7)
+threading.Event().wait()
+"""
+
+
+TALKS = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo")
+os.write(1, b"up\\n")
+while True:
+    dist.barrier()
+"""
+
+
+@pytest.mark.long
+def test_where_ranks_miss_a_node_first_it_is_named_too(tmp_path: Path):
+    path = tmp_path / "talks.py"
+    path.write_text(TALKS)
+    with _two_nodes(path) as (survivor, killed):
+        end(killed)
+        done = finish(survivor, 30)
+    assert done.returncode == 1
+    assert "rank 0 failed with exit code 1" in done.stderr and done.stderr.count("Traceback") == 1
+    assert re.search(r"\nfastreduce launch: no word from node 1( \(.+\))? for 0\.9 s\n", done.stderr), done.stderr
+
+
+@contextlib.contextmanager
+def _two_nodes(*script: object) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two launchers as two nodes, whose ranks are up."""
+    command = [*LAUNCH, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    command += ["--nproc-per-node", "1"]
+    env = with_environment(FASTREDUCE_NODE_SECONDS="3", GLOO_SOCKET_IFNAME="lo")
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(started(*command, "--node-rank", n, *script, env=env)) for n in (0, 1)]
+        for each in nodes:
+            assert each.stdout is not None and each.stdout.readline() == "up\n"
+        yield nodes
+
+
+@pytest.mark.parametrize(
+    ("node", "how"), [(1, "killed"), (0, "killed"), pytest.param(1, "its rank fails", marks=pytest.mark.long)]
+)
+def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, how: str):
+    """The ranks do not talk: none of them would miss the other's."""
+    path = tmp_path / "waits.py"
+    path.write_text(WAITS)
+    with _two_nodes(path, -1 if how == "killed" else node) as nodes:
+        survivor = nodes[1 - node]
+        ranks = psutil.Process(survivor.pid).children(recursive=True)
+        if how == "killed":
+            end(nodes[node])
+        done = finish(survivor, 20)
+    assert done.returncode == 1
+    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    last = done.stderr.splitlines()[-1]
+    assert re.match(rf"fastreduce launch: node {node}( \(.+\))? (is gone|has ended)", last), done.stderr
+    assert last.endswith("; the ranks here were ended")
+    assert (how == "killed") != ("has ended: rank 1 failed with exit code 7" in last)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_node_that_is_done_earlier_is_not_missed(tmp_path: Path, slow: int):
+    path = tmp_path / "uneven.py"
+    path.write_text(f"import os, time; os.write(1, b'up\\n'); time.sleep(5 * (os.environ['RANK'] == '{slow}'))")
+    with _two_nodes(path) as nodes:
+        assert [finish(node, 30).returncode for node in nodes] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -278,6 +332,12 @@ def test_bad_input_is_an_error_before_anything_starts(script: Path, arguments: l
     assert done.stderr.startswith("fastreduce launch: ") and message.replace("PORT", words["PORT"]) in done.stderr
 
 
+def test_a_limit_that_is_no_number_is_an_error(script: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FASTREDUCE_NODE_SECONDS", "soon")
+    done = CliRunner().invoke(main, ["launch", "--nproc-per-node", "1", str(script)])
+    assert (done.exit_code, done.stderr) == (2, "fastreduce launch: FASTREDUCE_NODE_SECONDS=soon: give seconds\n")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the number of GPUs is the default")
 def test_without_gpus_the_number_of_ranks_must_be_given(script: Path):
     done = CliRunner().invoke(main, ["launch", str(script)])
@@ -296,9 +356,8 @@ def test_the_template_in_the_docs_finds_its_node_rank(tmp_path: Path):
         (tmp_path / name).chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
 
-    def start(script: str) -> subprocess.CompletedProcess[str]:
-        command = ["bash", "-c", script, "train.sh", "--lr", "1"]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
+    def start(script: str) -> Done:
+        return run("bash", "-c", script, "train.sh", "--lr", "1", env=env, seconds=30)
 
     assert start(template).stdout == "launch --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py --lr 1\n"
     elsewhere = start(template.replace("10.0.0.2)", "10.0.0.3)"))
@@ -314,6 +373,5 @@ def test_with_gpus_each_rank_sees_one(tmp_path: Path, visible: str | None, sees:
     if visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    command = [sys.executable, str(WORKER), "script", str(path)]
-    out = subprocess.run(command, env={**inherited, **env}, capture_output=True, text=True, timeout=60, check=True)
-    assert out.stdout == f"{sees} 0\n"
+    done = run(sys.executable, WORKER, "script", path, env={**inherited, **env}, seconds=60)
+    assert done.stdout == f"{sees} 0\n", done.stderr

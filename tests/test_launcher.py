@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fastreduce import RanksFailedError, SettingError
 from fastreduce import distributed as frdist
+from tests.commands import finish, free_port, run, started
 
 launcher, spawn = frdist.launcher, frdist.spawn
 
@@ -148,13 +149,11 @@ def test_no_rank_leaves_before_the_others():
 
 def test_two_machines_share_a_port(tmp_path: Path):
     """Two launchers of one rank each, as two machines would."""
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
     code = textwrap.dedent(
         f"""
         import sys, torch, torch.distributed as dist
         from fastreduce.distributed import launcher
-        @launcher(n_gpus=1, world_size=2, rank_start=int(sys.argv[1]), port={port})
+        @launcher(n_gpus=1, world_size=2, rank_start=int(sys.argv[1]), port={free_port()})
         def f():
             total = torch.tensor(dist.get_rank() + 1.0)
             dist.all_reduce(total)
@@ -165,17 +164,9 @@ def test_two_machines_share_a_port(tmp_path: Path):
     )
     script = tmp_path / "machine.py"
     script.write_text(code)
-    machines = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [machine.communicate(timeout=90)[0] for machine in machines]
-    finally:
-        for machine in machines:
-            machine.kill()
+    with contextlib.ExitStack() as stack:
+        machines = [stack.enter_context(started(sys.executable, script, r, together=True)) for r in (0, 1)]
+        outputs = [finish(machine, 90).stdout for machine in machines]
     assert outputs == ["[(0, 3.0)]\n", "[(1, 3.0)]\n"]
 
 
@@ -183,7 +174,7 @@ def test_the_example_in_the_docs(tmp_path: Path):
     text = (Path(__file__).parents[1] / "docs" / "launching.md").read_text()
     path = tmp_path / "functions.py"
     path.write_text(text.partition("```python\n")[2].partition("```")[0])
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    done = run(sys.executable, path, seconds=120)
     assert done.stdout == "[2.0, 2.0]\n[1, 4]\n", done.stderr
 
 
@@ -220,8 +211,10 @@ def test_a_function_that_ranks_cannot_import():
         launcher(lambda: None, n_gpus=1)()
 
 
-@pytest.mark.gpu
-def test_a_fork_after_cuda_was_initialised_is_an_error():
-    torch.zeros(1, device="cuda")
+def test_a_fork_after_cuda_was_initialised_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SettingError, match=r"fork.* after CUDA was initialised"):
         launcher(_late_peer, n_gpus=1, start_method="fork")(0)

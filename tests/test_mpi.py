@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, run
+
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 CHECKS = re.findall(r"^    (\w+),$", ROOT.joinpath("tests/mpi_jobs.py").read_text().split("\nCHECKS:")[1], re.MULTILINE)
 SECONDS = 120
@@ -37,25 +34,8 @@ def environment(**more: str) -> dict[str, str]:
 
 def mpirun(folder: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str]:
     """Exit code and output of `mpirun ARGUMENTS`, run in `folder`; nothing of it is left afterwards."""
-    process = subprocess.Popen(
-        [str(MPIRUN), *arguments],
-        cwd=folder,
-        env=environment(),
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        for pid in [*(int(path.read_text()) for path in folder.glob("*.pid")), -process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"mpirun {' '.join(arguments)}: still running after {seconds:g} s\n{output}")
-    return process.returncode, output
+    done = run(MPIRUN, *arguments, cwd=folder, env=environment(), together=True, seconds=seconds)
+    return done.returncode, done.stdout
 
 
 def run_job(folder: Path, world_size: int, job: str) -> tuple[int, str]:
@@ -178,13 +158,8 @@ def test_where_mpi_cannot_be_used_the_error_says_what_helps_and_gloo_works_after
         pytest.skip("no mpirun, or no mpi4py")
     before, help_ = PROBLEMS[problem]
     launcher = [str(MPIRUN), "-n", "1"] if problem == "no threads" else []
-    done: Any = subprocess.run(
-        [*launcher, sys.executable, "-c", before + MISSING, f"file://{tmp_path}/store"],
-        env=environment(),
-        text=True,
-        capture_output=True,
-        timeout=60,
-    )
+    command = [*launcher, sys.executable, "-c", before + MISSING, f"file://{tmp_path}/store"]
+    done = run(*command, env=environment(), seconds=60)
     assert done.returncode == 0, done.stderr
     assert help_ in done.stdout
     assert ("MPI library not available" in done.stdout) == (problem != "no threads")

@@ -12,15 +12,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.commands import ROOT, run
+
 README = ROOT / "README.md"
 SECONDS = 120
 
@@ -73,23 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(command: str, folder: Path) -> None:
     environment = dict(os.environ, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    process = subprocess.Popen(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks too
-        output, _ = process.communicate()
-        pytest.fail(f"{command}: still running after {SECONDS} s\n{output}")
-    assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{output}"
+    done = run("bash", "-c", command, cwd=folder, env=environment, together=True, seconds=SECONDS)
+    assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import FASTREDUCE, TORCHRUN, run
 
 SCRIPT = """
 import sys
@@ -35,27 +34,16 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def _run(*command: object) -> subprocess.CompletedProcess[str]:
-    process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=100)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-@pytest.mark.parametrize("launcher", ["fastreduce run", "torchrun -m fastreduce.run"])
+@pytest.mark.parametrize(
+    "launcher", ["fastreduce run", pytest.param("torchrun -m fastreduce.run", marks=pytest.mark.long)]
+)
 def test_an_unedited_script_gets_our_class(script: Path, launcher: str):
     torchrun = ["--standalone", "--nproc_per_node=2"]
     if launcher == "fastreduce run":
-        main = "from fastreduce.cli import main; main()"
-        done = _run(sys.executable, "-c", main, "run", "--compression", "bf16", *torchrun, script, "--lr", "1")
+        done = run(*FASTREDUCE, "run", "--compression", "bf16", *torchrun, script, "--lr", "1")
     else:
         module = ["-m", "fastreduce.run", "--compression", "bf16"]
-        done = _run(sys.executable, "-m", "torch.distributed.run", *torchrun, *module, script, "--lr", "1")
+        done = run(*TORCHRUN, *torchrun, *module, script, "--lr", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CLASS fastreduce.ddp bf16 0.5 ['--lr', '1'] 7" in done.stdout
     assert done.stderr.count("UserWarning: this is torch's own DistributedDataParallel") == 1
@@ -72,7 +60,7 @@ def test_an_unedited_script_gets_our_class(script: Path, launcher: str):
 )
 def test_bad_input_ends_with_a_message(script: Path, arguments: list[str], message: str):
     arguments = [str(script) if a == "train.py" else a for a in arguments]
-    done = _run(sys.executable, "-m", "fastreduce.run", *arguments)
+    done = run(sys.executable, "-m", "fastreduce.run", *arguments)
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr

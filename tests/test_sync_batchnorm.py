@@ -27,12 +27,6 @@ SHAPES = {"2-D": (), "3-D": (5,), "4-D": (3, 4), "5-D": (2, 3, 2)}
 CHANNELS = 6
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
-
-
 def _layers(options: dict[str, Any], dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     """One process's layer and ours, with the same random parameters and statistics."""
     torch.manual_seed(3)

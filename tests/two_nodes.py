@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+
+from tests.commands import finish, started, with_environment
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "veth0"
-ROOT = Path(__file__).parents[1]
 
 
 class CannotMake(Exception):
@@ -51,24 +51,19 @@ def launch(names: Sequence[str], command: Sequence[object], timeout: float, port
     Raises:
         AssertionError: if a node fails, with what it wrote.
     """
-    nodes = []
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(ROOT)}
-    try:
+    environment = with_environment(GLOO_SOCKET_IFNAME=INTERFACE)
+    with contextlib.ExitStack() as stack:
+        nodes = []
         for rank, name in enumerate(names):
             where = ["--nnodes=2", f"--node_rank={rank}", f"--master_addr={ADDRESSES[0]}", f"--master_port={port}"]
-            words = ["ip", "netns", "exec", name, sys.executable]
+            words: list[object] = ["ip", "netns", "exec", name, sys.executable]
             for word in command:
-                words += [*where, "--nproc_per_node=1"] if word == "WHERE" else [str(word)]
-            pipe = subprocess.PIPE
-            nodes.append(subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True))
-        outputs = [node.communicate(timeout=timeout) for node in nodes]
-    finally:
-        for node in nodes:
-            node.terminate()
-            node.wait()
-    for node, (out, err) in zip(nodes, outputs, strict=True):
-        assert node.returncode == 0, out + err
-    return [out for out, _ in outputs]
+                words += [*where, "--nproc_per_node=1"] if word == "WHERE" else [word]
+            nodes.append(stack.enter_context(started(*words, env=environment)))
+        done = [finish(node, timeout) for node in nodes]
+    for node in done:
+        assert node.returncode == 0, node.stdout + node.stderr
+    return [node.stdout for node in done]
 
 
 def _do(*command: str) -> None:

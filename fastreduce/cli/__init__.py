@@ -8,6 +8,7 @@ import typer
 
 from .. import __version__
 from .compare import CompareCommand, compare
+from .doctor import doctor
 from .launch import LaunchCommand, launch
 from .run import run
 
@@ -19,6 +20,7 @@ main = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 main.command(cls=CompareCommand)(compare)
+main.command()(doctor)
 main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(run)
 main.command(cls=LaunchCommand)(launch)
 

@@ -22,6 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from .nodes import Nodes
+
 LOCAL = "fastreduce-local"
 
 
@@ -126,7 +128,23 @@ class Ranks(SubprocessContext):
     """torch's processes, which end within `grace_seconds` of a signal, and why they failed is said once."""
 
     grace_seconds: ClassVar[int] = 2
+    watches_nodes: ClassVar[bool] = False
+    nodes: ClassVar[Nodes | None] = None
+    why: ClassVar[str] = ""  # the job has failed here
     _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
+
+    def _start(self) -> None:
+        super()._start()  # type: ignore[no-untyped-call]
+        if self.watches_nodes:
+            self.leave()  # where nodes have met anew
+            Ranks.nodes = Nodes(self.envs[0])
+
+    @classmethod
+    def leave(cls, why: str = "") -> None:
+        """The job is over on this node; the others learn `why`, if it is so before their ranks are done."""
+        nodes, cls.nodes = cls.nodes, None
+        if nodes is not None:
+            nodes.leave(why)
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         if self._ended:
@@ -145,6 +163,8 @@ class Ranks(SubprocessContext):
 
     def _poll(self) -> RunProcsResult | None:
         result = super()._poll()
+        if result is None and self.nodes is not None:
+            self.nodes.check()
         if result is not None and result.failures:
             own = {rank: f for rank, f in result.failures.items() if f.pid not in self._ended}
             result.failures = own or result.failures
@@ -160,7 +180,8 @@ class Ranks(SubprocessContext):
         env = self.envs[first.local_rank]
         code = first.error_file_data.get("exit_code", first.exitcode)
         fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        say(f"rank {env['RANK']} {fate}\n{_traceback(first)}".rstrip())
+        Ranks.why = f"rank {env['RANK']} {fate}"
+        say(f"{self.why}\n{_traceback(first)}".rstrip())
         others = [self.envs[rank]["RANK"] for rank in failures if rank != first.local_rank]
         if others:
             say(f"rank {', '.join(others)} failed right after it")

@@ -26,6 +26,7 @@ from typer.core import TyperCommand
 
 from . import worker
 from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
+from .nodes import limit_seconds
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
 
@@ -46,6 +47,10 @@ def launch(context: typer.Context) -> None:
     """
     options = _parse(context.args)
     _check_script(options)
+    try:
+        limit_seconds()
+    except ValueError as error:
+        fail(str(error))
     ranks = _decide_ranks(options)
     listener = _listen(options)
     with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
@@ -79,6 +84,9 @@ def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
         logging.disable(logging.ERROR)  # what went wrong is said here
     if (seconds := getattr(options, "shutdown_timeout", None)) is not None:  # torch's option, in its newer versions
         Ranks.grace_seconds = seconds
+    least, most = torchrun.parse_min_max_nnodes(options.nnodes)
+    # Where nodes may come and go or ranks start again, the rendezvous deals with it.
+    Ranks.watches_nodes = least == most > 1 and options.max_restarts == 0
     elastic_processes.SubprocessContext = Ranks  # type: ignore[misc]
 
 
@@ -87,13 +95,19 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
     try:
         start(*arguments)
     except ChildFailedError as error:
+        if Ranks.nodes is not None and (node := Ranks.nodes.suspect()):
+            say(node)
+        Ranks.leave(Ranks.why)
         return _exit_code(cause(error.failures.values()))
     except (SignalException, KeyboardInterrupt) as error:
         received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         say(f"{received.name}: all ranks were ended")
+        Ranks.leave(f"it received {received.name}")
         return 128 + received
-    except (OSError, RuntimeError) as error:  # a rendezvous that failed
+    except (OSError, RuntimeError) as error:  # a rendezvous that failed, or a node that is gone
+        Ranks.leave(str(error).splitlines()[0])
         fail(str(error).splitlines()[0], code=1)
+    Ranks.leave()
     return 0
 
 

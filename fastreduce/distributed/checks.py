@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DeviceError, MismatchError, SettingError, TensorError
-from .meetings import meet_in, ranks_of
+from .meetings import exchange_notes, find_sender, meet_in, ranks_of
 
 DEBUG_VARIABLE = "FASTREDUCE_DEBUG"
 OPERATIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -89,6 +90,11 @@ def text_of(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}"
 
 
+def debugging() -> bool:
+    """Whether ranks are held against each other before each call."""
+    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+
+
 def agree(call: str, group: dist.ProcessGroup, description: str) -> None:
     """In debug mode: come together before the call, and hold what all ranks are about to do against each other.
 
@@ -96,7 +102,7 @@ def agree(call: str, group: dist.ProcessGroup, description: str) -> None:
         MismatchError: on every rank alike, naming who is about to do what.
         TransportError: naming the ranks that do not come within the timeout.
     """
-    if os.environ.get(DEBUG_VARIABLE, "0") in ("", "0"):
+    if not debugging():
         return
     told = meet_in(group, call, note=f"{call}: {description}")
     by_text: dict[str, list[str]] = {}
@@ -105,3 +111,49 @@ def agree(call: str, group: dist.ProcessGroup, description: str) -> None:
     if len(by_text) > 1:
         each = "; ".join(f"rank {', '.join(ranks)} has {text}" for text, ranks in by_text.items())
         raise MismatchError(f"ranks differ in a collective: {each}")
+
+
+def agree_on_parts(call: str, group: dist.ProcessGroup, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+    """In debug mode: hold what each rank sends to each against what that one takes from it. Raises as `agree`."""
+    if not debugging():
+        return
+    note = json.dumps([[text_of(t) for t in sent], [text_of(t) for t in taken]])
+    told = {rank: json.loads(text) for rank, text in meet_in(group, call, note=note).items()}
+    ranks = ranks_of(group)
+    differences = [
+        f"rank {a} sends rank {b} {told[a][0][j]}, rank {b} takes {told[b][1][i]}"
+        for i, a in enumerate(ranks)
+        for j, b in enumerate(ranks)
+        if told[a][0][j] != told[b][1][i]
+    ]
+    if differences:
+        raise MismatchError(f"ranks differ in a collective: {call}: {'; '.join(differences)}")
+
+
+def agree_with_receiver(tensor: Tensor, destination: int, tag: int, group: dist.ProcessGroup) -> None:
+    """In debug mode, in `send`: hold the tensor against the receiver's.
+
+    Raises:
+        MismatchError: on both ranks.
+        TransportError: if the other one does not come within the timeout.
+    """
+    if debugging():
+        told = exchange_notes(group, "send", dist.get_rank(), destination, tag, text_of(tensor))
+        _check_message(text_of(tensor), told, dist.get_rank(), destination, tag)
+
+
+def agree_with_sender(tensor: Tensor, source: int | None, tag: int, group: dist.ProcessGroup) -> int | None:
+    """In debug mode, in `recv`: hold the tensor against the sender's, and return the sender. Raises as above."""
+    if not debugging():
+        return source
+    source = find_sender(group, "recv", tag) if source is None else source
+    told = exchange_notes(group, "recv", source, dist.get_rank(), tag, text_of(tensor))
+    _check_message(told, text_of(tensor), source, dist.get_rank(), tag)
+    return source
+
+
+def _check_message(sent: str, taken: str, source: int, destination: int, tag: int) -> None:
+    if sent != taken:
+        raise MismatchError(
+            f"ranks differ in a message with tag {tag}: rank {source} sends {sent}, rank {destination} takes {taken}"
+        )

@@ -21,7 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import SettingError, TensorError
-from .checks import agree, check_alike, check_op, check_peer, check_rank, check_tensors, text_of
+from .checks import (
+    agree,
+    agree_on_parts,
+    agree_with_receiver,
+    agree_with_sender,
+    check_alike,
+    check_op,
+    check_peer,
+    check_rank,
+    check_tensors,
+    text_of,
+)
 from .meetings import group_of
 from .works import Work, as_transport_error
 
@@ -187,6 +198,7 @@ def all_to_all(
                 f"all_to_all on rank {dist.get_rank()}: {name} has {len(tensors)} tensors for a group of {size} ranks"
             )
     call.agree(None, f"{input_list[0].dtype}")
+    agree_on_parts(call.name, call.group, input_list, output_list)
     # As one tensor each: gloo takes lists only of equal sizes.
     parts = [call.read(t).flatten() for t in input_list]
     sizes = [_real(t).numel() for t in output_list]
@@ -201,6 +213,7 @@ def send(tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Send `tensor` to rank `dst`, which calls `recv` with a tensor of the same shape and dtype; blocks."""
     call = _Call("send", group, [tensor], dst=dst)
     check_peer(call.name, "dst", dst, call.group)
+    agree_with_receiver(tensor, dst, tag, call.group)
     with as_transport_error(call.name):
         dist.send(call.read(tensor), dst, call.group, tag)
 
@@ -210,6 +223,7 @@ def recv(tensor: Tensor, src: int | None = None, group: Group = None, tag: int =
     call = _Call("recv", group, [tensor])
     if src is not None:
         check_peer(call.name, "src", src, call.group)
+    src = agree_with_sender(tensor, src, tag, call.group)
     flat = _contiguous(tensor)
     with as_transport_error(call.name):
         sender: int = dist.recv(_real(flat), src, call.group, tag)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from ..errors import BackendUnavailableError, MismatchError, SettingError, TransportError
+from ..errors import MismatchError, SettingError, TransportError
 from ..transports.connections import timeout_of
 from . import backends, point_to_point, queries
 from .checks import agree
@@ -54,7 +53,7 @@ def init_process_group(
         SettingError: for an unknown backend or init_method, numbers that are missing or out of range, or a group
             that exists with other arguments.
         BackendUnavailableError: if the backend cannot run here; nothing is initialised then.
-        MismatchError: if rank 0 asks for another backend or world size.
+        MismatchError: on every rank, if one asks for another backend or world size; it names both.
         TransportError: if the port is in use, or not all ranks come within the timeout (it names them).
     """
     if timeout is not None and not isinstance(timeout, timedelta):
@@ -67,7 +66,9 @@ def init_process_group(
     backends.check_available(set(names.values()))
     timeout = timeout or dist.default_pg_timeout
     if "mpi" in names.values():
-        queries.made = queries.Made(_init_mpi(timeout), "mpi", "mpi://")
+        from .mpi import init_mpi  # most people need none of it
+
+        queries.made = queries.Made(init_mpi(timeout), "mpi", "mpi://")
         try:
             _check_same(None, None, None, world_size, rank)
         except SettingError:
@@ -90,29 +91,34 @@ def init_process_group(
 
 
 def _join(store: dist.Store, address: str, job: str, rank: int, size: int, timeout: timedelta) -> None:
-    """Come together on the store, before the backend connects: who is missing can be named here."""
-    first = store.compare_set("job", "", job).decode() or job
-    if first != job:
-        raise MismatchError(f"init_process_group on rank {rank} at {address}: {job} here, {first} on another rank")
+    """Come together on the store, before the backend connects: who is missing or different can be named here.
+
+    A rank with another job than the first to come ends the meeting with what differs, for those too that come later.
+    """
+    call = f"init_process_group on rank {rank} at {address}"
+    mine = f"rank {rank} has {job}"
+    first = store.compare_set("job", "", mine).decode() or mine
+    if first.partition(" has ")[2] != job:
+        store.set("join/complete", f"{first}; {mine}")
+        raise _mismatch(call, address, f"{first}; {mine}")
     if store.add(f"joined as {rank}", 1) > 1:
         raise TransportError(
-            f"init_process_group on rank {rank}: at {address} another process has joined as rank {rank}. Ranks must "
-            "differ, and jobs need addresses of their own (MASTER_PORT; for file://, a new file)"
+            f"{call}: another process has joined as rank {rank}. Ranks must differ, and jobs need addresses of their "
+            "own (MASTER_PORT; for file://, a new file)"
         )
     try:
         meet(dist.PrefixStore("join", store), rank, range(size), timeout, f"init_process_group at {address}")
     except TransportError:
         store.add(f"joined as {rank}", -1)
         raise
+    different = store.get("join/complete").decode()
+    if different:
+        raise _mismatch(call, address, different)
 
 
-def _init_mpi(timeout: timedelta) -> dist.ProcessGroup:
-    try:
-        module = importlib.import_module(f"{__package__}.mpi")
-    except ImportError as error:
-        raise BackendUnavailableError(f"MPI library not available: {error}. pip install 'fastreduce[mpi]'") from error
-    group: dist.ProcessGroup = module.init_mpi(timeout)
-    return group
+def _mismatch(call: str, address: str, different: str) -> MismatchError:
+    count_initialisation(address)  # every rank is told, so all of them begin anew
+    return MismatchError(f"{call}: ranks differ: {different}")
 
 
 def _choose_device() -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from .. import FastreduceError, backends
-from ..distributed.backends import why_no_nccl
+from ..transports.nccl_library import why_no_nccl
 from .rows import FAILED, MISSING, OK, Row
 
 CHOSEN = "chosen"

@@ -15,6 +15,7 @@ from . import ops
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
 from .compression import Compression
+from .error_feedback import ErrorFeedback
 from .errors import TransportError
 from .kernels.slots import tile_elements
 from .streams import Finish, Pending, Stream
@@ -69,8 +70,7 @@ class BucketPipeline:
         shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
 
     Attributes:
-        turn: the row of `residuals` and `shard_residuals` that holds what is kept, on the device; the other one is
-            written by the next reduction. None of the three without error feedback.
+        feedback: what was lost; None without error feedback.
         statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
         has_statistics: whether the last `decompress` made them.
         reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
@@ -115,13 +115,7 @@ class BucketPipeline:
         # One rank's average in the gradients' own dtype is what it has.
         self.alone = shards == 1 and self._in_place
         self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
-        self.residuals: Tensor | None = None
-        self.shard_residuals: Tensor | None = None
-        self.turn: Tensor | None = None
-        if compression.error_feedback:
-            self.residuals = buffer(2 * bucket.total, torch.float32).view(2, -1)
-            self.shard_residuals = buffer(2 * bucket.total // shards, torch.float32).view(2, -1)
-            self.turn = buffer(1, torch.int32)
+        self.feedback = ErrorFeedback(bucket, transport.rank, shards) if compression.error_feedback else None
         self.statistics: Tensor | None = None
         self.has_statistics = False
         self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
@@ -213,7 +207,8 @@ class BucketPipeline:
             work.wait()
         mark(_REDUCED)
         self.decompress(averaged)
-        self._advance_residuals(unused)
+        if self.feedback is not None:
+            self.feedback.advance(self._wire_is_finite(), unused, self.used_by_any)
         mark(_END)
 
     def _on_device(self, positions: Sequence[int]) -> Tensor:
@@ -234,8 +229,9 @@ class BucketPipeline:
         """Gradients and `used` → wire."""
         tensors, slots = [*grads, self.used], self.bucket.table
         if self._block:
-            shards = self.transport.world_size
-            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, self.residuals, self.turn)
+            shards, kept = self.transport.world_size, self.feedback
+            rows = (kept.residuals, kept.turn) if kept else (None, None)
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows)
         else:
             self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
 
@@ -250,14 +246,9 @@ class BucketPipeline:
     def _reduce_shards(self, received: Tensor) -> None:
         """Every rank's version of this rank's shard → the average, in its place in the wire."""
         if self._block:
+            rows = (self.feedback.shard_residuals, self.feedback.turn) if self.feedback else (None, None)
             self._kernels.reduce_quantized(
-                received,
-                self._shard,
-                self._average,
-                self._block,
-                self._flag_block,
-                self.shard_residuals,
-                self.turn,
+                received, self._shard, self._average, self._block, self._flag_block, *rows
             )
         else:
             self._kernels.reduce_shards(received, self._shard, self._average)
@@ -289,18 +280,6 @@ class BucketPipeline:
         rows = self.bucket.table.tile_rows(tile_elements(self._block))
         return self.statistics[rows[first] : rows[last]]
 
-    # Error feedback
-
-    @property
-    def residual(self) -> Tensor | None:
-        """What is kept of this rank's gradients: a view, which makes the host wait for `turn`."""
-        return None if self.residuals is None or self.turn is None else self.residuals[int(self.turn)]
-
-    @property
-    def shard_residual(self) -> Tensor | None:
-        """What is kept of the own shard's average, likewise."""
-        return None if self.shard_residuals is None or self.turn is None else self.shard_residuals[int(self.turn)]
-
     def launch_kernels(self, grads: Sequence[Tensor]) -> None:
         """Launch every kernel of a reduction once, and move nothing between ranks."""
         self.compress(grads)
@@ -308,36 +287,12 @@ class BucketPipeline:
             self._reduce_shards(self._received)
         self.decompress(grads)
 
-    def _advance_residuals(self, unused: Sequence[int]) -> None:
-        """Go on with the new residuals, save those of slots that no rank used: what they sent is thrown away.
-
-        Where the wire is not finite, and so on every rank, all stay as they were. Everything happens on the device.
-        """
-        if self.residuals is None or self.shard_residuals is None or self.turn is None:
-            return
-        own = self.bucket.total // self.transport.world_size
-        first = self.transport.rank * own
-        for position in unused:
-            slot, used = self.bucket.slots[position], self.used_by_any[position] != 0
-            start, stop = slot.offset, slot.offset + slot.numel
-            _keep_unless(used, self.residuals[:, start:stop], self.turn)
-            start, stop = max(start - first, 0), min(stop - first, own)
-            if start < stop:
-                _keep_unless(used, self.shard_residuals[:, start:stop], self.turn)
-        self.turn.bitwise_xor_(self._wire_is_finite())
-
     def _wire_is_finite(self) -> Tensor:
         """Whether no block's scale is NaN: the same answer on every rank, since the wire is."""
         shards = self.transport.world_size
         blocks = self.bucket.total // shards // self._block
         scales = self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)]
         return ~scales.view(torch.float32).isnan().any()
-
-
-def _keep_unless(used: Tensor, rows: Tensor, turn: Tensor) -> None:
-    """Copy row `turn` over the other one, unless `used`."""
-    for turned, (row, other) in enumerate(((rows[1], rows[0]), (rows[0], rows[1]))):
-        torch.where(used | (turn != turned), row, other, out=row)
 
 
 def warm_up(

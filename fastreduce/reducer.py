@@ -237,8 +237,8 @@ class GradientReducer(BucketedGradients):
         self._install([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
         residuals.restore(chosen["residuals"], self.pipelines)
         for pipeline, saved in zip(self.pipelines, chosen["shard_residuals"], strict=False):
-            if pipeline.shard_residual is not None:
-                pipeline.shard_residual.copy_(saved)
+            if pipeline.feedback is not None:
+                pipeline.feedback.shard_residual.copy_(saved)
 
 
 def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> None:

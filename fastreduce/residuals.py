@@ -21,7 +21,8 @@ def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Tensor]:
     return {
         slot.name: residual[slot.offset : slot.offset + slot.numel].clone()
         for pipeline in pipelines
-        if (residual := pipeline.residual) is not None
+        if pipeline.feedback is not None
+        for residual in [pipeline.feedback.residual]
         for slot in pipeline.bucket.slots
     }
 
@@ -29,9 +30,9 @@ def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Tensor]:
 def restore(kept: Mapping[str, Tensor], pipelines: Sequence[BucketPipeline]) -> None:
     """Write residuals by parameter name into pipelines; a name without one keeps what it has."""
     for pipeline in pipelines:
-        residual = pipeline.residual
-        if residual is None:
+        if pipeline.feedback is None:
             continue
+        residual = pipeline.feedback.residual
         for slot in pipeline.bucket.slots:
             if slot.name in kept:
                 residual[slot.offset : slot.offset + slot.numel] = kept[slot.name]
@@ -40,9 +41,9 @@ def restore(kept: Mapping[str, Tensor], pipelines: Sequence[BucketPipeline]) -> 
 def rescale(pipelines: Sequence[BucketPipeline], factor: float) -> None:
     """Multiply every residual by `factor`."""
     for pipeline in pipelines:
-        for residuals in (pipeline.residuals, pipeline.shard_residuals):
-            if residuals is not None:
-                residuals.mul_(factor)  # both rows: which one counts only the device knows
+        if pipeline.feedback is not None:  # both rows: which one counts only the device knows
+            pipeline.feedback.residuals.mul_(factor)
+            pipeline.feedback.shard_residuals.mul_(factor)
 
 
 def save(plan: BucketPlan, pipelines: Sequence[BucketPipeline], rank: int, compression: str) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def save(plan: BucketPlan, pipelines: Sequence[BucketPipeline], rank: int, compr
         "compression": compression,
         "buckets": plan.names(),
         "residuals": collect(pipelines),
-        "shard_residuals": [kept.clone() for p in pipelines if (kept := p.shard_residual) is not None],
+        "shard_residuals": [p.feedback.shard_residual.clone() for p in pipelines if p.feedback is not None],
     }
 
 

@@ -56,6 +56,7 @@ if SIMULATOR:  # half a millisecond a thread: every path once, with tiles that a
     DTYPE_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
     SIZES = (0, 1, 129, 1100)
     BLOCKS = (48, 128)
+    STATISTICS_SIZES, STATISTICS_BLOCKS = (0, 1, 130, 2300), (48,)
     EXAMPLES = 3
     sys.setswitchinterval(5e-5)  # its threads wait for each other: half the time
     STRIDE = 61

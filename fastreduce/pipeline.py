@@ -247,9 +247,7 @@ class BucketPipeline:
         """Every rank's version of this rank's shard → the average, in its place in the wire."""
         if self._block:
             rows = (self.feedback.shard_residuals, self.feedback.turn) if self.feedback else (None, None)
-            self._kernels.reduce_quantized(
-                received, self._shard, self._average, self._block, self._flag_block, *rows
-            )
+            self._kernels.reduce_quantized(received, self._shard, self._average, self._block, self._flag_block, *rows)
         else:
             self._kernels.reduce_shards(received, self._shard, self._average)
 

@@ -293,7 +293,7 @@ class _Checks:
             return
         self.kept = {}
         for pipeline in self.ours.reducer.pipelines:
-            gathered = _gather((pipeline.residual, pipeline.shard_residual), self.world_size)
+            gathered = _gather((pipeline.feedback.residual, pipeline.feedback.shard_residual), self.world_size)
             shards = torch.cat([shard for _, shard in gathered])
             for slot in pipeline.bucket.slots:
                 place = slice(slot.offset, slot.offset + slot.numel)

@@ -218,8 +218,9 @@ def test_going_on_with_residuals_does_not_wait_for_the_device(used: bool, finite
     compression = Compression.parse(FEEDBACK)
     (bucket,) = build_plan(specs, [[0, 1]], alignment=compression.alignment, shards=1).buckets
     pipeline = BucketPipeline(bucket, compression, LocalTransport())
-    both, turn = (pipeline.residuals, pipeline.shard_residuals), pipeline.turn
-    assert both[0] is not None and both[1] is not None and turn is not None
+    kept = pipeline.feedback
+    assert kept is not None
+    both, turn = (kept.residuals, kept.shard_residuals), kept.turn
     for step in range(2):  # from either row to the other
         for rows in both:
             rows.normal_()
@@ -228,9 +229,9 @@ def test_going_on_with_residuals_does_not_wait_for_the_device(used: bool, finite
         pipeline.wire.fill_(0 if finite else 255)
         pipeline.used_by_any.fill_(1)[1] = float(used)
         with no_waiting():
-            pipeline._advance_residuals([1])
+            kept.advance(pipeline._wire_is_finite(), [1], pipeline.used_by_any)
         assert int(turn) == (1 - old if finite else old)
-        for now, rows in zip((pipeline.residual, pipeline.shard_residual), before, strict=True):
+        for now, rows in zip((kept.residual, kept.shard_residual), before, strict=True):
             expected = rows[1 - old if finite else old].clone()
             if not used:
                 expected[1024:2024] = rows[old, 1024:2024]

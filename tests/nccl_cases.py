@@ -29,7 +29,7 @@ class OnHost:
 
     directory: str
     device = torch.device("cpu")
-    timeout = 1.5  # seconds, where ranks do not come
+    timeout = 2.5  # seconds, where ranks do not come
 
     def installed(self) -> Any:
         return nccl_stand_in.installed(self.directory)

@@ -64,7 +64,7 @@ def installed(where: str) -> Iterator[None]:
         # Ten times a second in place of twice.
         patch.setattr(nccl_watchdog, "WAKE_SECONDS", 0.1)
         patch.setattr(nccl_connection, "WAKE_SECONDS", 0.1)
-        patch.setattr(nccl_connection, "PATIENCE_SECONDS", 0.6)
+        patch.setattr(nccl_connection, "PATIENCE_SECONDS", 1.0)
         yield
 
 

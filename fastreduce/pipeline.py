@@ -221,7 +221,7 @@ class BucketPipeline:
         try:
             yield
         except TransportError as error:
-            if self._about in str(error):
+            if " Bucket " in str(error):  # of one that failed by itself, earlier
                 raise
             raise TransportError(f"{error} {self._about}") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from .ranks import RankPool
 HAS_GPU = torch.cuda.is_available()
 SHARING = os.environ.get(nccl_library.SHARING_VARIABLE) == "1"
 MANY = [2] if not HAS_GPU else [2, 4] if SHARING else []
+KERNELS = ("triton", "numba_cuda") if HAS_GPU else ("triton",)
 CHOSEN = SETTINGS if HAS_GPU else ("none", "bf16:accumulate=wire", "int8:error_feedback")
 SECONDS = 150.0  # CUDA, NCCL and kernels start in every rank
 
@@ -102,15 +104,16 @@ def _bits(rank: int, size: int, place: Place, setting: str) -> None:
         ddp = fastreduce.DistributedDataParallel(Known(), compression=setting, transport=TorchProcessGroup(world()))
         expected = _steps(ddp, rank, torch.device("cpu"))
         ddp.reducer.close()
-    for views in (False, True):
-        ddp = fastreduce.DistributedDataParallel(
-            Known().to(place.device),
-            compression=setting,
-            transport=NcclTransport(world()),
-            gradient_as_bucket_view=views,
-        )
-        assert_same_bits(_steps(ddp, rank, place.device), expected, f"{setting}, views={views}")
-        ddp.reducer.close()
+    for kernels, views in itertools.product(KERNELS, (False, True)):
+        with patch.dict(os.environ, {ENVIRONMENT_VARIABLE: kernels}):
+            ddp = fastreduce.DistributedDataParallel(
+                Known().to(place.device),
+                compression=setting,
+                transport=NcclTransport(world()),
+                gradient_as_bucket_view=views,
+            )
+            assert_same_bits(_steps(ddp, rank, place.device), expected, f"{setting}, {kernels}, views={views}")
+            ddp.reducer.close()
 
 
 @pytest.mark.parametrize("setting", CHOSEN)

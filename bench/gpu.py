@@ -18,6 +18,8 @@ from typing import Annotated
 
 import typer
 
+from fastreduce.transports.nccl_library import SHARING_VARIABLE
+
 ROOT = Path(__file__).parents[1]
 TESTS = ["test_kernels.py", "test_nccl_gpu.py", "test_gpu.py"]
 
@@ -36,6 +38,8 @@ def main(
         print(f"\n[{time.monotonic() - start:.0f} s] {' '.join(words)}", flush=True)
         return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environment, check=False).returncode
 
+    if not rehearse and os.environ.get(SHARING_VARIABLE) != "1":
+        print(f"One rank only: several on this GPU need {SHARING_VARIABLE}=1 and NCCL 2.30 or later.")
     # In the rehearsal the kernels' own tests are left to `make test`, where they are interpreted too.
     chosen = [f"tests/{name}" for name in TESTS if not rehearse or name == "test_gpu.py"]
     # Compiling takes most of the time, on the host: one process a core, up to eight.

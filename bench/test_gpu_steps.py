@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from fastreduce import backends
 from fastreduce.transports.nccl import NcclTransport
 from tests.ranks import RankPool
 
@@ -35,14 +37,17 @@ STEPS = {
     "torch fp16 hook, views": Setting("torch", VIEWS, hook=True),
 }
 RIVAL = "torch fp16 hook, views"
-TOLERANCES = {"none": 0.0, "fp16": 2.0**-9, "int8": 2.0**-5, "int8, error feedback": 2.0**-4}
+# Two backwards of torch's own need not agree to the last bit here; that ours does is what tests/test_gpu.py shows.
+TOLERANCES = {"none": 2.0**-18, "fp16": 2.0**-9, "int8": 2.0**-5, "int8, error feedback": 2.0**-4}
 
 
 def test_gpu_step(benchmark: Any, pytestconfig: pytest.Config, ranks1: RankPool, size: Size) -> None:
     """GPT-2 124M, one sequence of 128 tokens: small enough for a wrapper to show. One rank."""
     rehearsal = pytestconfig.getoption("--rehearse")
     # NCCL needs a GPU, and the simulator a process of its own.
-    left_out = ("numba_cuda", "communicator") if rehearsal else ()
+    left_out = ["numba_cuda", "communicator"] if rehearsal else []
+    if not rehearsal and backends.why_not("numba_cuda", torch.device("cuda")):
+        left_out.append("numba_cuda")
     settings = {name: s for name, s in STEPS.items() if not any(part in name for part in left_out)}
     arguments = ("gpt2", size.width, size.rounds, TOLERANCES, False, "cpu" if rehearsal else "cuda")
     (result,) = ranks1.run(measure, settings, *arguments, timeout=TIMEOUT)

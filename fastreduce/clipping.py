@@ -45,7 +45,7 @@ def clip_(
     known = known_slots(pipelines, parameters) if norm_type == 2 else []
     summed = {id(parameter) for _, slots in known for parameter in slots.values()}
     norms = [_sum(_rows(pipeline, slots)[:, 1].double()).sqrt() for pipeline, slots in known]
-    norms += [_norm(grads[name], norm_type) for name in grads if id(named[name]) not in summed]
+    norms += _norms([grads[name] for name in grads if id(named[name]) not in summed], norm_type)
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -105,6 +105,21 @@ def _sum(numbers: Tensor) -> Tensor:
     while len(numbers) > TILE:
         numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % TILE)).view(-1, TILE).sum(1)
     return numbers.sum()
+
+
+def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+    """The norms of gradients in FP64; on a GPU, which has no number of threads, all dense ones at once."""
+    at_once = [_elements(grad) for grad in grads if grad.is_cuda and not grad.is_sparse and grad.numel()]
+    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in at_once]
+    norms = [
+        norm.double()
+        for dtype in dict.fromkeys(wide)
+        for norm in torch._foreach_norm(
+            [grad for grad, each in zip(at_once, wide, strict=True) if each is dtype], order, dtype=dtype
+        )
+    ]
+    rest = [grad for grad in grads if not grad.is_cuda or grad.is_sparse or not grad.numel()]
+    return norms + [_norm(grad, order) for grad in rest]
 
 
 def _norm(grad: Tensor, order: float) -> Tensor:

@@ -34,20 +34,25 @@ class HostClock:
 
 
 class CudaClock:
-    """For work that a CUDA stream does later: each point is an event. Passing one inside a graph capture is ignored."""
+    """For work that a CUDA stream does later: each point is an event.
+
+    Events cost time, so it runs from when somebody first reads it, and not while a CUDA graph is captured.
+    """
 
     def __init__(self, points: int) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(points)]
         self._passed = [False] * points
+        self._runs = False
 
     def mark(self, point: int) -> None:
         """Record the event on the current stream."""
-        if not torch.cuda.is_current_stream_capturing():
+        if self._runs and not torch.cuda.is_current_stream_capturing():
             self._events[point].record()
             self._passed[point] = True
 
     def between(self, start: int, end: int) -> float:
         """Seconds on the device; waits until it has come to `end`."""
+        self._runs = True
         if not (self._passed[start] and self._passed[end]):
             return 0.0
         self._events[end].synchronize()

@@ -66,6 +66,9 @@ class HookPipeline(BucketPipeline):
         parameters: the bucket's parameters.
         layouts: tensors of the sizes and strides of their gradients.
         last: whether this is the last bucket.
+
+    Attributes:
+        indices: of the parameters among all, on the bucket's device.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class HookPipeline(BucketPipeline):
         super().__init__(bucket, NoCompression(), LocalTransport())
         self._state, self._hook, self._parameters, self._last = state, hook, parameters, last
         self.alone = False
+        self.indices = torch.tensor([slot.parameter for slot in bucket.slots], device=bucket.device)
         self._buffer = self.wire[: bucket.flags_offset]
         self._gradients = self.make_views(layouts)
 

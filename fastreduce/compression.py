@@ -36,8 +36,8 @@ class Compression:
 
     @property
     def alignment(self) -> int:
-        """Elements to whose multiples slots are aligned: 16 bytes of the smallest dtype, or a block."""
-        return self.block or 8
+        """Elements to whose multiples slots and shards are aligned: a block, or what Triton sees as divisible."""
+        return self.block or 16
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the wire that carries gradients of `dtype`."""

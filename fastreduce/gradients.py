@@ -44,7 +44,10 @@ class Collected:
         for parameter, view in zip(self.repoint, self.targets, strict=False):
             if parameter.grad is not view:
                 parameter.grad = view
-        if not self.late and not self.unused:
+        if not self.unused and all(if_used is if_unused for _, if_used, if_unused in self.late):
+            for _, action, _ in self.late:
+                if action is not None:
+                    action()
             return []
         flags = used_by_any.tolist()
         for position, if_used, if_unused in self.late:

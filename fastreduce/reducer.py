@@ -172,8 +172,9 @@ class GradientReducer(BucketedGradients):
                 else:
                     job = self._collect(index)
                     under_way.append((job, job.begin_on(self._stream(index))))
-            for job, finish in under_way:
+            for _, finish in under_way:
                 finish()
+            for job, _ in under_way:
                 self._left_over |= self._settle(job)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._active_ranks())
         except TransportError:

@@ -230,8 +230,8 @@ class TorchReducer(GradientReducer):
 
     def _settle(self, job: Job) -> set[int]:
         if self._hook is not None:
-            indices = [slot.parameter for slot in job.pipeline.bucket.slots]
-            job.pipeline.used_by_any.copy_(self._used_by_any()[indices])
+            assert isinstance(job.pipeline, HookPipeline)
+            job.pipeline.used_by_any.copy_(self._used_by_any()[job.pipeline.indices])
         active = self._active_ranks()
         if active != self.transport.world_size:
             torch._foreach_mul_(job.found.targets, self.transport.world_size / active)
@@ -241,7 +241,9 @@ class TorchReducer(GradientReducer):
     def _used_by_any(self) -> Tensor:
         """One flag a parameter, summed over the ranks once a backward: a hook's buffer has no room for them."""
         if self._flags is None:
-            self._flags = torch.tensor(self._arrivals.used, dtype=torch.float32, device=self._specs[0].device)
+            device = self._specs[0].device
+            flags = torch.tensor(self._arrivals.used, dtype=torch.float32, pin_memory=device.type == "cuda")
+            self._flags = flags.to(device, non_blocking=True)
             self.transport.all_reduce(self._flags).wait()
         return self._flags
 
@@ -256,7 +258,8 @@ class TorchReducer(GradientReducer):
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The sum of the bucket's buffer over the ranks, in place and not divided."""
         self.transport.all_reduce(bucket.buffer()).wait()
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        device = bucket.buffer().device
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         future.set_result(bucket.buffer())
         return future
 

@@ -23,16 +23,20 @@ class DeviceTable:
     """
 
     tiles: Tensor
+    _captured: list[Tensor] = field(default_factory=list)  # which CUDA graphs read: they are never given back
     _addresses: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)
 
     def addresses(self, operation: str, tensors: Sequence[Tensor]) -> Tensor:
         """The tensors' addresses on the device, uploaded again only if one has changed since last time."""
         current = [0, *(tensor.data_ptr() for tensor in tensors)]
         known = self._addresses.get(operation)
-        if known is not None and known[0] == current:
-            return known[1]
         device = self.tiles.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if known is not None and known[0] == current:
+            if capturing and all(known[1] is not table for table in self._captured):
+                self._captured.append(known[1])
+            return known[1]
+        if capturing:
             raise RuntimeError(
                 f"{operation}: the address of a tensor changed during a CUDA graph capture; "
                 "capture after a step whose gradients are the same tensors"

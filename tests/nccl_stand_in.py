@@ -122,7 +122,7 @@ def _launch(calls: list[_Call]) -> None:
 
 
 class NcclCommunicator:
-    async_error: str | None = None
+    async_error: Exception | None = None
 
     def __init__(self, ndev: int, commId: bytes, rank: int, config: Any = None) -> None:
         assert isinstance(commId, bytes) and len(commId) == 128 and 0 <= rank < ndev and config is None
@@ -144,7 +144,7 @@ class NcclCommunicator:
     def check_async_error(self) -> None:
         assert not self.aborted and not self.destroyed
         if self.async_error:
-            raise NcclError(self.async_error)
+            raise self.async_error
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
         def combine(sent: list[Tensor]) -> Tensor:
@@ -234,7 +234,7 @@ class NcclCommunicator:
             run()
         except Exception as error:
             if not self.aborted:
-                self.async_error = str(error)
+                self.async_error = error
 
 
 class _Call:

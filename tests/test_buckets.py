@@ -11,8 +11,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastreduce import Compression
 from fastreduce.buckets import BucketPlan, ParameterSpec, build_plan, group_by_size
 from fastreduce.ops import wire_numel
+
+from .models import SETTINGS
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -71,6 +74,15 @@ def plan_of(of, caps, alignment, shards) -> tuple[list[ParameterSpec], BucketPla
     specs = make_specs(of)
     groups = group_by_size(specs, range(len(specs)), caps)
     return specs, build_plan(specs, groups, alignment=alignment, shards=shards)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@given(shapes, caps, st.integers(1, 9))
+def test_shards_are_what_kernels_read_16_bytes_at_a_time(setting, of, caps, shards):
+    """Triton sees that a size is divisible where it is a multiple of 16, whatever the dtype."""
+    specs, alignment = make_specs(of), Compression.parse(setting).alignment
+    plan = build_plan(specs, group_by_size(specs, range(len(specs)), caps), alignment=alignment, shards=shards)
+    assert all(bucket.total // shards % 16 == 0 for bucket in plan.buckets)
 
 
 @given(shapes, caps, alignments, st.integers(1, 9))

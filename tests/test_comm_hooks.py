@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
-from tests.models import wrap
+from fastreduce.comm_hook import HookPipeline
+from fastreduce.torch_reducer import TorchReducer
+from tests.models import mlp, wrap
 
 
 def _model() -> nn.Module:
@@ -197,3 +200,19 @@ def _joined_with_others(rank: int, world_size: int, views: bool) -> tuple[float,
 @pytest.mark.parametrize("views", [False, True])
 def test_joined_with_a_zero_optimizer_and_a_joinable_of_the_users(ranks2, views: bool):
     assert ranks2.run(_joined_with_others, views) == [(0.0, 7.0)] * 2
+
+
+def test_used_flags_are_summed_when_all_hooks_have_ended(group_of_one: None):
+    """On a GPU they travel in a communicator of ours, beside which the hooks' must not be at work."""
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.001)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    order: list[str] = []
+    store, flags = HookPipeline.store, TorchReducer._used_by_any
+    with (
+        patch.object(HookPipeline, "store", lambda self, *args: (order.append("hook"), store(self, *args))[1]),
+        patch.object(TorchReducer, "_used_by_any", lambda self: (order.append("flags"), flags(self))[1]),
+    ):
+        for _ in range(2):
+            ddp(torch.ones(2, 20)).sum().backward()
+    buckets = len(ddp.reducer.pipelines)
+    assert buckets > 2 and order[-2 * buckets :] == ["hook"] * buckets + ["flags"] * buckets

@@ -71,6 +71,11 @@ def test_settings(arguments: list[str], settings: tuple[str, ...], asked: list[E
         (["--settings"], r"--settings needs at least one setting"),
         (["fp16"], r"unexpected extra argument"),
         (["--ranks", "0"], r"(?s)--ranks.*greater than or equal to 1|--ranks.*x>=1"),
+        (
+            ["--device", "cuda", "--ranks", "99"],
+            r"--ranks 99 needs as many GPUs, and torch sees \d+; or take --device cpu",
+        ),
+        (["--device", "tpu"], r"(?s)'tpu' is not one of 'cpu', 'cuda'"),
         (["--ranks", "4000"], r"--ranks 4000 is more than this machine can time: at most \d+"),
         (["--out", "/dev/null/x"], r"cannot write to /dev/null/x"),
     ],

@@ -28,7 +28,7 @@ from fastreduce import hooks
 from fastreduce.backends import ENVIRONMENT_VARIABLE
 from fastreduce.transports import NcclTransport, TorchProcessGroup, nccl_library
 
-from .models import SETTINGS, Grads, assert_same_bits, batch, grads_of, one_by_one
+from .models import SETTINGS, TWO_SHOT, Grads, assert_same_bits, batch, grads_of, one_by_one
 from .nccl_cases import OnGpu, OnHost, Place, run_case, world
 from .ranks import RankPool
 
@@ -39,7 +39,7 @@ KERNELS = ("triton", "numba_cuda") if HAS_GPU else ("triton",)
 CHOSEN = SETTINGS if HAS_GPU else ("none", "bf16:accumulate=wire", "int8:error_feedback")
 SECONDS = 150.0  # CUDA, NCCL and kernels start in every rank
 
-pytestmark = pytest.mark.gpu if HAS_GPU else []
+pytestmark = [pytest.mark.timeout(400), *([pytest.mark.gpu] if HAS_GPU else [])]
 on_gpu_only = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
 
 
@@ -100,6 +100,8 @@ def _steps(ddp: Any, rank: int, device: torch.device) -> list[Grads]:
 
 def _bits(rank: int, size: int, place: Place, setting: str) -> None:
     """Averaged by Numba's CPU kernels over gloo, and by this device's kernels over NCCL."""
+    if size > 2 and setting not in TWO_SHOT:
+        return  # the transports sum themselves, each in an order of its own
     with patch.dict(os.environ, {ENVIRONMENT_VARIABLE: "numba_cpu"}):
         ddp = fastreduce.DistributedDataParallel(Known(), compression=setting, transport=TorchProcessGroup(world()))
         expected = _steps(ddp, rank, torch.device("cpu"))

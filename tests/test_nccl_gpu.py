@@ -22,6 +22,7 @@ from tests.ranks import RankError, RankPool, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 

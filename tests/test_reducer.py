@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastreduce import Compression, GradientReducer, ReducerError, TransportError
+from fastreduce.gradients import Collected
 from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, Work, local_ranks
 from tests import tolerances
 from tests.models import (
@@ -446,3 +447,14 @@ def test_kernels_get_no_memory_the_size_of_a_gradient_from_python_or_numpy(setti
     peak = tracemalloc.get_traced_memory()[1] - before
     tracemalloc.stop()
     assert 0 < peak < LARGE
+
+
+def test_flags_are_not_read_where_nothing_depends_on_them():
+    done: list[int] = []
+
+    def action() -> None:
+        done.append(0)
+
+    found = Collected(late=[(0, action, action)])
+    assert found.settle(None) == []  # type: ignore[arg-type]  # on a GPU the host would wait for them
+    assert done == [0]

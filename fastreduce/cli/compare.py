@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -34,6 +35,13 @@ STALL_SECONDS = 300.0
 PLAIN_WIDTH = 118  # where output goes to a file or a CI log
 
 
+class Device(str, Enum):
+    """Where networks are trained."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class CompareCommand(TyperCommand):
     """Lets `--settings` take several values: `--settings none fp16` is `--settings none --settings fp16`."""
 
@@ -60,7 +68,13 @@ def compare(
             help="Compression settings: none, fp16, bf16, int8, with options as in int8:block=64,error_feedback.",
         ),
     ] = DEFAULT_SETTINGS,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, one thread each.")] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes on this machine, one thread each.  [default: one a GPU; without GPUs 2]"),
+    ] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Where to train.  [default: cuda where there is a GPU]", show_choices=True)
+    ] = None,
     width: Annotated[
         int, typer.Option(min=1, help="Channels of the network; gradients have 4,500 × width² bytes.")
     ] = 64,
@@ -81,14 +95,16 @@ def compare(
 
     Prints a table of step times, gradient errors and accuracy, and writes results.json and compare.png.
     """
-    specs = _check(settings, ranks)
+    where = (device or (Device.cuda if torch.cuda.is_available() else Device.cpu)).value
+    ranks = ranks or (max(1, torch.cuda.device_count()) if where == "cuda" else 2)
+    specs = _check(settings, ranks, where)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _fail(f"cannot write to {out}: {error.strerror}")
     if not os.access(out, os.W_OK):
         _fail(f"cannot write to {out}: permission denied")
-    experiment = Experiment(specs, ranks, width, batch, rounds, steps, seed)
+    experiment = Experiment(specs, ranks, width, batch, rounds, steps, seed, where)
     console = Console()
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
@@ -118,16 +134,18 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     console.print(f"\n{seconds:.0f} s. Wrote {out / 'results.json'} and {out / 'compare.png'}.", highlight=False)
 
 
-def _check(settings: list[str], ranks: int) -> tuple[str, ...]:
+def _check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:
     """The settings in canonical form, with `none`, which the others are held against; or an error and exit code 2."""
     for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
         if find_spec(module) is None:
             _fail(f"{package} is missing: pip install 'fastreduce[demo]'")
     try:
         specs = list(dict.fromkeys(str(Compression.parse(spec)) for spec in settings))
-        backends.choose(torch.device("cpu"))
+        backends.choose(torch.device(device))
     except FastreduceError as error:
         _fail(str(error))
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        _fail(f"--ranks {ranks} needs as many GPUs, and torch sees {torch.cuda.device_count()}; or take --device cpu")
     most = RANKS_PER_CORE * len(os.sched_getaffinity(0))
     if ranks > most:
         _fail(f"--ranks {ranks} is more than this machine can time: at most {most}, {RANKS_PER_CORE} per core")
@@ -163,8 +181,8 @@ class _Watch:
     def __enter__(self) -> _Watch:
         e = self._experiment
         self._console.print(
-            f"--ranks {e.ranks} --width {e.width} --rounds {e.rounds} --steps {e.steps}, side by side: "
-            f"{', '.join(e.contenders)}.",
+            f"--device {e.device} --ranks {e.ranks} --width {e.width} --rounds {e.rounds} --steps {e.steps}, "
+            f"side by side: {', '.join(e.contenders)}.",
             highlight=False,
         )
         self._bar.start()
@@ -187,7 +205,9 @@ class _Watch:
 
 def _title(experiment: Experiment, records: Mapping[str, Record]) -> str:
     megabytes = records[BARE].parameters * 4 / 1e6
+    cores = f"{experiment.ranks} ranks on {len(os.sched_getaffinity(0))} cores"
+    where = f"{experiment.ranks} GPUs" if experiment.device == "cuda" else cores
     return (
-        f"{experiment.ranks} ranks on {len(os.sched_getaffinity(0))} cores, {records[BARE].parameters:,} parameters "
+        f"{where}, {records[BARE].parameters:,} parameters "
         f"({megabytes:.1f} MB of gradients), {experiment.batch} digits per rank and step"
     )

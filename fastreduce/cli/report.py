@@ -118,7 +118,8 @@ def write_results(
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)),
             "system": platform.platform(),
-            "kernels": backends.choose(torch.device("cpu")).name,
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "kernels": backends.choose(torch.device(experiment.device)).name,
         },
         "conclusion": conclude(figures),
         "settings": {

@@ -36,6 +36,7 @@ class Experiment:
     rounds: int
     steps: int
     seed: int
+    device: str = "cpu"  # or "cuda": each rank its own GPU
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -76,7 +77,7 @@ class Digits:
     test_labels: Tensor
 
 
-def load_digits(seed: int) -> Digits:
+def load_digits(seed: int, device: str = "cpu") -> Digits:
     """The same split for the same seed."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -86,7 +87,7 @@ def load_digits(seed: int) -> Digits:
     split = train_test_split(scaled, labels, test_size=0.2, stratify=labels, random_state=seed)
     train_images, test_images = (torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) for x in split[:2])
     train_labels, test_labels = (torch.tensor(y) for y in split[2:])
-    return Digits(train_images, train_labels, test_images, test_labels)
+    return Digits(*(each.to(device) for each in (train_images, train_labels, test_images, test_labels)))
 
 
 def make_network(width: int) -> nn.Sequential:
@@ -112,7 +113,8 @@ class Contender:
 
     def __init__(self, name: str, experiment: Experiment, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.manual_seed(experiment.seed)
-        self.network = make_network(experiment.width)
+        self.network = make_network(experiment.width).to(experiment.device)
+        self._on_gpu = experiment.device == "cuda"
         self.model = _wrap(name, self.network)
         self._optimizer = torch.optim.SGD(self.network.parameters(), lr=0.05, momentum=0.9, fused=True)
         self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.0, experiment.steps_each)
@@ -132,6 +134,8 @@ class Contender:
             start = time.perf_counter()
             self._forward_backward(images, labels)
             self._update()
+            if self._on_gpu:
+                torch.cuda.synchronize()
             steps.append(time.perf_counter() - start)
             if isinstance(self.model, DistributedDataParallel):
                 seconds = self.model.reducer.seconds
@@ -174,7 +178,7 @@ class Contender:
         self.record.correct = (predicted == digits.test_labels).tolist()
         fingerprint = hashlib.sha256()
         for parameter in self.network.parameters():
-            fingerprint.update(parameter.numpy().data)
+            fingerprint.update(parameter.cpu().numpy().data)
         self.record.weights = fingerprint.hexdigest()
         return self.record
 
@@ -189,10 +193,10 @@ def train(rank: int, report: Callable[[tuple[int, int]], None], experiment: Expe
     3. The trained networks are tested.
     """
     torch.set_num_threads(1)
-    digits = load_digits(experiment.seed)
+    digits = load_digits(experiment.seed, experiment.device)
     batches = _batches(digits, experiment, rank)
     contenders = {name: Contender(name, experiment, batches) for name in experiment.contenders}
-    twin = make_network(experiment.width)
+    twin = make_network(experiment.width).to(experiment.device)
 
     def tell(round_number: int, steps: int) -> None:
         if rank == 0:

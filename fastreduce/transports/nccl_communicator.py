@@ -40,6 +40,7 @@ class Communicator:
     def __init__(self, made: Any, device: torch.device, cuda: Cuda, key: str) -> None:
         self.device, self.key = device, key
         self.begun = 0  # the number of the last collective
+        self.captured = False  # a CUDA graph holds it: NCCL waits for the graph's end before it ends
         self._made, self._cuda = made, cuda
         self._entries: deque[Entry] = deque()
         self._spare_events: list[Any] = []
@@ -55,6 +56,7 @@ class Communicator:
         with self._order, self._cuda.using(self.device):
             self.begun += 1
             stream, watched = self._cuda.stream(self.device), not self._cuda.capturing()
+            self.captured |= not watched
             if watched:
                 entry = Entry(self.begun, operation, tensor.nbytes, tensor.dtype, about)
                 self._entries.append(entry)
@@ -71,9 +73,12 @@ class Communicator:
             RuntimeError: torch's, for an error of CUDA.
         """
         with self._forgetting:
-            while self._entries:
+            count = len(self._entries)  # others may come meanwhile
+            last = self._entries[-1].event if count else None
+            all_done = last is not None and last.query()  # a query lets other threads run: one is enough, as a rule
+            for _ in range(count):
                 entry = self._entries[0]
-                if entry.event is None or not entry.event.query():
+                if not all_done and (entry.event is None or not entry.event.query()):
                     return entry
                 self._entries.popleft()
                 self._spare_events.append(entry.event)

@@ -159,7 +159,7 @@ class Connection:
         with self.inside():
             try:
                 communicator.run(operation, tensor, about, enqueue)
-            except RuntimeError as error:
+            except Exception as error:  # CuPy meets codes that it does not know with KeyError
                 if not self.failed:
                     entry = Entry(communicator.begun, operation, tensor.nbytes, tensor.dtype, about)
                     self._fail(str(entry), f"{error}. {self._who(communicator, entry)} {about}".rstrip())
@@ -220,8 +220,10 @@ class Connection:
                 oldest = communicator.oldest()
                 communicator.check()
                 reason = self._why_given_up(communicator, oldest)
-            except RuntimeError as error:
-                reason = f"{error}." if oldest is None else f"{error}. {self._who(communicator, oldest)}"
+            except Exception as error:  # whatever it is, this thread must not die of it
+                reason = f"{type(error).__name__}: {error}."
+                if oldest is not None:
+                    reason += f" {self._who(communicator, oldest)}"
             if reason is not None:
                 self._fail(str(oldest or "watching"), f"{reason} {oldest.about if oldest else ''}".rstrip())
                 return True

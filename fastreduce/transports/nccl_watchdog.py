@@ -52,20 +52,23 @@ class Watchdog:
             self._done.wait(seconds)
 
     def _work(self, prepare: Callable[[], None]) -> None:
-        prepare()
-        while not self._over.wait(WAKE_SECONDS):
-            watched = self._watched()
-            if watched is None or watched.look():
-                self.end(abort=watched is not None)
-            del watched  # nobody waits for this thread to let go
         try:
+            prepare()
+            while not self._over.wait(WAKE_SECONDS):
+                watched = self._watched()
+                if watched is None or watched.look():
+                    self.end(abort=watched is not None)
+                del watched  # nobody waits for this thread to let go
             self._end_communicators()
         finally:
             self._done.set()
 
     def _end_communicators(self) -> None:
         deadline = time.monotonic() + END_SECONDS
-        for communicator in list(self._communicators.values()):
+        # Those that a CUDA graph holds come last: NCCL does not return before the graph is gone.
+        for communicator in sorted(self._communicators.values(), key=lambda communicator: communicator.captured):
+            if communicator.captured and not self._aborts:
+                continue
             while not self._aborts and communicator.busy and time.monotonic() < deadline:
                 time.sleep(0.01)
             communicator.end(abort=self._aborts or communicator.busy)

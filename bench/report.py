@@ -42,6 +42,7 @@ COLUMNS = [
     "overhead_ratio_high",
     "allocations",
     "peak_bytes",
+    "device_bytes",
 ]
 
 
@@ -71,14 +72,16 @@ def tables(results: Results, everything: bool) -> Iterator[Table]:
             kernels.add_row(*_kernel_row(name, info["contestants"], info["ours"]))
         if name.startswith("test_gpu_kernel"):
             gpu_kernels.add_row(info["ours"], *_kernel_row(name, info["contestants"], info["ours"]))
-    gpu_steps = Table("GPT-2 124M, 1 rank", "ms", "wrapper adds ms", "compress, reduce, decompress ms", "peak MiB")
+    gpu_steps = Table(
+        "GPT-2 124M, 1 rank", "ms", "wrapper adds ms", "compress, reduce, decompress ms", "peak, used MiB"
+    )
     gpu_steps.title = "Steps (GPU)"
     peaks = _contestants(results, "test_gpu_memory")
     for name, row in _contestants(results, "test_gpu_step").items():
         stages = ", ".join(f"{1e3 * s:.2f}" for s in (row.get("stages_s") or {}).values())
-        peak = peaks.get(name, {}).get("peak_bytes")
+        memory = ", ".join(f"{nbytes / 2**20:.0f}" for nbytes in peaks.get(name, {}).values())
         figures = [f"{1e3 * row['median_s']:.2f}", _figure([1e3 * s for s in row.get("overhead_s", ())])]
-        gpu_steps.add_row(name, *figures, stages, f"{peak / 2**20:.0f}" if peak else "")
+        gpu_steps.add_row(name, *figures, stages, memory)
     steps = Table(
         "25 M parameters, 2 ranks",
         "ms",

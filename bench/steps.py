@@ -145,26 +145,21 @@ def measure(
     return {"times": times, "stages": medians, "allocations": allocations}
 
 
-def peaks(rank: int, world_size: int, settings: dict[str, Setting], model: str, width: int) -> dict[str, int]:
-    """Most bytes that torch has allocated on the GPU at once in some steps of each contestant, one after the other.
+def peaks(rank: int, world_size: int, setting: Setting, model: str, width: int) -> dict[str, int]:
+    """Bytes of the GPU after some steps in a process of its own.
 
-    What NCCL and CUDA allocate themselves is not in it.
+    `peak_bytes` is the most that torch has allocated at once, `device_bytes` what is in use in the end, with what
+    CUDA, NCCL and torch's cache hold.
     """
     _set_up_process()
     group = _group("cuda")
-    found = {}
-    for name, setting in settings.items():
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        module, x = (each.to("cuda") for each in build(model, width, rank))
-        contestant = Contestant(setting, module, group)
-        for _ in range(WARM_UP):
-            contestant.drop_gradients()
-            contestant.step(x)
-        found[name] = torch.cuda.max_memory_allocated()
-        del module, x, contestant
-    return found
+    module, x = (each.to("cuda") for each in build(model, width, rank))
+    contestant = Contestant(setting, module, group)
+    for _ in range(WARM_UP):
+        contestant.drop_gradients()
+        contestant.step(x)
+    free, total = torch.cuda.mem_get_info()
+    return {"peak_bytes": torch.cuda.max_memory_allocated(), "device_bytes": total - free}
 
 
 def _group(device: str) -> dist.ProcessGroup:

@@ -208,10 +208,16 @@ def test_used_flags_are_summed_when_all_hooks_have_ended(group_of_one: None):
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     order: list[str] = []
     store, flags = HookPipeline.store, TorchReducer._used_by_any
-    with (
-        patch.object(HookPipeline, "store", lambda self, *args: (order.append("hook"), store(self, *args))[1]),
-        patch.object(TorchReducer, "_used_by_any", lambda self: (order.append("flags"), flags(self))[1]),
-    ):
+
+    def noted_store(self: HookPipeline, *args: Any) -> None:
+        order.append("hook")
+        store(self, *args)
+
+    def noted_flags(self: TorchReducer) -> torch.Tensor:
+        order.append("flags")
+        return flags(self)
+
+    with patch.object(HookPipeline, "store", noted_store), patch.object(TorchReducer, "_used_by_any", noted_flags):
         for _ in range(2):
             ddp(torch.ones(2, 20)).sum().backward()
     buckets = len(ddp.reducer.pipelines)

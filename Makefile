@@ -24,10 +24,10 @@ demo: .venv/.stamp-demo
 
 # Two files at a time: ranks wait for each other, for timeouts and for their own start.
 test: .venv/.stamp-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: .venv/.stamp-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
 
 bench: .venv/.stamp-dev
 	$(BIN)/python -m bench

@@ -23,7 +23,24 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)  
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+# What takes longest is begun first, so that nobody waits for it in the end.
+FIRST = (
+    "test_ddp.py",
+    "test_examples.py",
+    "test_two_nodes.py",
+    "test_launch.py",
+    "test_mpi.py",
+    "test_nccl.py",
+    "test_frameworks.py",
+    "test_random_models.py",
+    "test_bench_quick.py",
+    "test_aot.py",
+    "test_numba_cuda.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

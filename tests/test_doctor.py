@@ -115,6 +115,7 @@ def test_kernels_that_cannot_run_are_a_failure_with_what_helps(broken_kernels: R
     assert "knows no such variable" in misspelt["value"]
 
 
+@pytest.mark.long
 def test_a_transport_that_cannot_connect_is_a_failure_with_what_helps(
     broken_transport: Done,
 ):

@@ -85,7 +85,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (["--nproc-per-node", "2", "SCRIPT", "--lr", "0.5"], []),
+        pytest.param(["--nproc-per-node", "2", "SCRIPT", "--lr", "0.5"], [], marks=pytest.mark.long),
         (["--gpus", "2", "--script", "SCRIPT", "--lr", "0.5"], ["starts CPU ranks"]),
     ],
 )
@@ -197,7 +197,14 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, fate: s
 
 
 @pytest.mark.parametrize(
-    "how", ["SIGINT to the group", pytest.param("SIGINT", marks=pytest.mark.long), "SIGTERM", "SIGKILL", "rank"]
+    "how",
+    [
+        "SIGINT to the group",
+        pytest.param("SIGINT", marks=pytest.mark.long),
+        pytest.param("SIGTERM", marks=pytest.mark.long),
+        "SIGKILL",
+        "rank",
+    ],
 )
 def test_nothing_is_left_behind(tmp_path: Path, how: str):
     """Ranks that ignore SIGTERM or hang in C++, and what they started, end with the launcher or with each other."""

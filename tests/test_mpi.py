@@ -66,7 +66,7 @@ def test_on_ranks(checked: list[dict[str, str]], check: str):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("job", ["raises", "raises_in_a_thread"])
+@pytest.mark.parametrize("job", ["raises", pytest.param("raises_in_a_thread", marks=pytest.mark.long)])
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
     code, output = run_job(tmp_path, 2, job)
     assert code != 0

@@ -255,6 +255,7 @@ def test_a_rank_that_has_left_is_not_waited_for(end: str, says: str, ranks3: Ran
         assert f"rank {len(others)} {says}." in text or re.search(r"rank \d gave up\.", text), text
 
 
+@pytest.mark.long
 def test_a_rank_that_exits_is_named(place: OnHost, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.ranks.GRACE_SECONDS", 30.0)  # rank 0 is told when its timeout is over
     pool = RankPool(2)

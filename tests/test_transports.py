@@ -226,6 +226,7 @@ def _one_of_three_is_absent(rank: int, world_size: int) -> str:
     return text
 
 
+@pytest.mark.long
 def test_of_three_ranks_only_the_absent_one_is_named():
     first, absent, third = run_ranks(_one_of_three_is_absent, 3, timeout=60)
     assert absent == ""

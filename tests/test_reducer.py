@@ -168,7 +168,7 @@ class Maze(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8 + i) for i in range(6)])
+        self.layers = nn.ModuleList([nn.Linear(8, 8 + 7 * i) for i in range(6)])
 
     def forward(self, x: Tensor, order: list[int]) -> Tensor:
         return torch.stack([self.layers[i](x).square().mean() * (k + 1) for k, i in enumerate(order)]).sum()
@@ -358,7 +358,7 @@ def test_figures_say_what_was_sent_and_how_long_stages_took():
     numel = sum(p.numel() for p in mlp().parameters())
     found = {s: in_threads(2, lambda rank, transport, s=s: run(rank, transport, s)) for s in ("none", "fp16")}
     for (none, shortest), (fp16, _) in zip(found["none"], found["fp16"], strict=True):
-        assert 4 * numel <= none < 4.2 * numel
+        assert 4 * numel <= none < 4.3 * numel  # slots are aligned to 16 elements
         assert none == 2 * fp16
         assert shortest > 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 (the backend "fake")
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 

@@ -63,14 +63,8 @@ def goals(results: Results) -> Iterator[Goal]:
     int8 = {label: results[name]["contestants"] for label, name in INT8.items() if name in results}
     if int8:
         yield _worst("INT8, 25 M elements: share of a copy's bandwidth", 0.6, _of_copy(int8))
-    for backend in ("numba_cpu", "triton"):
-        named = {label: f"test_kernel[{name}-{backend}]" for label, name in STATISTICS.items()}
-        ratios = {o: results[name]["contestants"][WITHOUT]["ratio"] for o, name in named.items() if name in results}
-        if ratios:
-            worst = max(ratios, key=lambda label: ratios[label][0])
-            where = f"worst of {len(ratios)}: {worst}, {_interval(ratios[worst])}"
-            what = f"statistics, {backend}, 25 M elements: the pass with / without"
-            yield Goal(what, False, 1.03, ratios[worst][0], where)
+    if (with_statistics := _with_statistics(results, "test_kernel", "numba_cpu")).measured is not None:
+        yield with_statistics
     for world_size, limit in ((1, 0.6), (2, 0.8)):
         if (name := f"test_overhead[{world_size}]") in results:
             figure = results[name]["contestants"]["torch"].get("overhead_ratio", [math.nan] * 3)
@@ -137,6 +131,7 @@ def gpu_goals(results: Results) -> Iterator[Goal]:
         )
         yield _worst(f"{backend}: times as fast as plain torch", 2.5, plain)
         yield _worst(f"{backend}: times as fast as torch's foreach copies", 1.3, foreach)
+        yield _with_statistics(results, "test_gpu_kernel", backend)
     share = results.get("test_gpu_step", {}).get("share_of_rival")
     what = "GPT-2 124M, one GPU, fp16: time added to a step / by torch with views and FP16 hook"
     yield Goal(what, False, 0.6, share and share[0], _interval(share) if share else "")
@@ -144,6 +139,16 @@ def gpu_goals(results: Results) -> Iterator[Goal]:
     what = "GPT-2 124M, one GPU, fp16: peak memory / torch's with views and FP16 hook"
     share_of_memory = peaks["fp16"] / peaks["torch fp16 hook, views"] if peaks else None
     yield Goal(what, False, 1.0, share_of_memory, f"{peaks['fp16'] / 2**20:.0f} MiB" if peaks else "")
+
+
+def _with_statistics(results: Results, test: str, backend: str) -> Goal:
+    named = {label: f"{test}[{name}-{backend}]" for label, name in STATISTICS.items()}
+    ratios = {label: results[name]["contestants"][WITHOUT]["ratio"] for label, name in named.items() if name in results}
+    what = f"{backend}: statistics, 25 M elements: the pass with / without"
+    if not ratios:
+        return Goal(what, False, 1.03, None, "")
+    worst = max(ratios, key=lambda label: ratios[label][0])
+    return Goal(what, False, 1.03, ratios[worst][0], f"worst of {len(ratios)}: {worst}, {_interval(ratios[worst])}")
 
 
 def _of_copy(cases: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -41,23 +41,31 @@ CASES: list[tuple[str, str, Options]] = [
     ),
     *(("quantize", name, {"error_feedback": True}) for name in ("bert_large", "resnet50")),
     *(("reduce_quantized", name, {}) for name in ("bert_large", "resnet50")),
+    *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
+    ("dequantize_with_statistics", "resnet50", {}),
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_gpu_kernel(
-    benchmark: Any, pytestconfig: pytest.Config, size: Size, case: tuple[str, str, Options], backend: str
+    benchmark: Any,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
+    size: Size,
+    case: tuple[str, str, Options],
+    backend: str,
 ) -> None:
     """Each kernel does a bucket in one launch; a copy, bucket by bucket, is what it is held against."""
     operation, name, options = case
     rehearsal = pytestconfig.getoption("--rehearse")
     device, clock = ("cpu", seconds_on_host) if rehearsal else ("cuda", seconds_on_device)
     kernels = backends.load(backend)
+    monkeypatch.setenv(backends.ENVIRONMENT_VARIABLE, backend)
     options = {key: DTYPES.get(value, value) for key, value in options.items()}
     model = operations.model_of(
         "few" if rehearsal else name,
-        128 if "quantize" in operation else 8,
+        128 if "quantize" in operation else 16,
         size.elements,
         device,
         options.pop("grads", torch.float32),

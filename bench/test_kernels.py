@@ -50,7 +50,7 @@ def case_id(case: tuple[str, str, Options]) -> str:
 def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], backend: str) -> None:
     operation, name, options = case
     kernels = backends.load(backend)
-    model = operations.model_of(name, 128 if "quantize" in operation else 8, size.elements)
+    model = operations.model_of(name, 128 if "quantize" in operation else 16, size.elements)
     if "dtype" in options:
         options = {**options, "dtype": DTYPES[options["dtype"]]}
     made: Case = getattr(operations, operation)(model, **options)

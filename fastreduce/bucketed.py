@@ -13,7 +13,8 @@ from .buckets import BucketPlan, build_plan, group_by_size
 from .clipping import note, notice_unscaling
 from .compression import Compression
 from .gradients import Collected, Gradients
-from .pipeline import BucketPipeline, Seconds, SharedBuffers, warm_up
+from .pipeline import BucketPipeline, Seconds, warm_up
+from .shared_buffers import SharedBuffers
 from .sparse import SparseGradients
 from .streams import Finish, Pending, Stream, make_stream, one_by_one
 from .transports import Transport

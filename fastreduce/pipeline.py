@@ -18,6 +18,7 @@ from .compression import Compression
 from .error_feedback import ErrorFeedback
 from .errors import TransportError
 from .kernels.slots import tile_elements
+from .shared_buffers import SharedBuffers
 from .streams import Finish, Pending, Stream
 from .transports import Transport, Work
 
@@ -31,21 +32,6 @@ class Seconds(NamedTuple):
     compress: float
     reduce: float
     decompress: float
-
-
-class SharedBuffers:
-    """Memory for wires that buckets use in turn, where each is reduced to its end before the next is begun."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, torch.device], Tensor] = {}
-
-    def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The memory called `name` as a tensor; pipelines are made by size, the largest first."""
-        nbytes = numel * dtype.itemsize
-        made = self._made.get((name, device))
-        if made is None or made.numel() < nbytes:
-            made = self._made[name, device] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        return made[:nbytes].view(dtype)
 
 
 class BucketPipeline:

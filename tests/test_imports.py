@@ -13,13 +13,24 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 # ddp → reducer → {buckets, compression, ops, transports}; ops → backends → kernels; nothing below ddp
 # imports it. `kernels.slots` is the kernels' data type, no kernel; "" is fastreduce itself, the public names.
 BASE = {"errors", "buckets", "compression", "ops", "transports"}
-PARTS = BASE | {"agreement", "arrivals", "clipping", "gradients", "pipeline", "residuals", "sparse", "streams"}
+PARTS = BASE | {
+    "agreement",
+    "arrivals",
+    "clipping",
+    "gradients",
+    "pipeline",
+    "residuals",
+    "shared_buffers",
+    "sparse",
+    "streams",
+}
 TOP = PARTS | {"checkpoint", "data", "ddp", "functional", "reducer", "sync_batchnorm"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
     "clocks": set(),
     "error_feedback": {"buckets"},
+    "shared_buffers": set(),
     "streams": {"errors", "transports"},
     "compression": {"errors"},
     "transports": {"errors"},
@@ -36,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "reducer", "snapshot_file"},
     "gradients": BASE,
     "sparse": {"transports"},
-    "pipeline": BASE | {"clocks", "error_feedback", "kernels.slots", "streams"},
+    "pipeline": BASE | {"clocks", "error_feedback", "kernels.slots", "shared_buffers", "streams"},
     "residuals": BASE | {"pipeline"},
     "clipping": BASE | {"pipeline"},
     "bucketed": PARTS,

@@ -40,6 +40,13 @@ class Connections:
         self.free.discard(number)
         return number
 
+    def end(self) -> None:
+        """Give back those that nobody uses."""
+        for number in self.free:
+            self.made[number] = None
+        self.free.clear()
+        self._control = None
+
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """The timeout that the user gave to `group`."""

@@ -22,6 +22,15 @@ from .connections import Connections, timeout_of
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
 
 
+def _let_go() -> None:
+    """At exit, behind all that closes transports: gloo's threads end before Python does.
+
+    One that dropped its last tensor later, on a busy machine, would abort the process.
+    """
+    for connections in list(_beside.values()):
+        connections.end()
+
+
 class _Works:
     """Several torch works as one."""
 
@@ -165,3 +174,6 @@ class TorchProcessGroup(Transport):
         self.__dict__["_gloo"] = None
         if self._number is not None and not self._failed and self._group in _beside:
             _beside[self._group].free.add(self._number)
+
+
+weakref.finalize(TorchProcessGroup, _let_go)  # made before those of any reducer, and so called after them

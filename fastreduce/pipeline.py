@@ -154,9 +154,7 @@ class BucketPipeline:
 
     def run_broken(self) -> None:
         """Take part in a reduction that the other ranks may be in, with NaN: this rank's backward raised."""
-        broken = [
-            torch.full((s.numel,), torch.nan, dtype=self.used.dtype, device=self.used.device) for s in self.bucket.slots
-        ]
+        broken = [self.used.new_full((slot.numel,), torch.nan) for slot in self.bucket.slots]
         self.run(broken, broken)
 
     def run(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> None:

@@ -40,6 +40,13 @@ class Connections:
         self.free.discard(number)
         return number
 
+    def leave(self, number: int, failed: bool) -> None:
+        """Leave a connection to the next that takes one, unless it has failed."""
+        if failed:
+            self.made[number] = None
+        else:
+            self.free.add(number)
+
     def end(self) -> None:
         """Give back those that nobody uses."""
         for number in self.free:

@@ -105,14 +105,11 @@ class MpiTransport(Transport):
         communicator = self.__dict__.get("_taken")
         if ended or communicator is None or self._group not in _beside:
             return
-        beside = _beside[self._group]
         communicator.failed |= aborted
         communicator.leave(at_once=communicator.failed)
         if communicator.failed:
             _broken.append(communicator)
-            beside.made[self._number] = None
-        else:
-            beside.free.add(self._number)
+        _beside[self._group].leave(self._number, communicator.failed)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

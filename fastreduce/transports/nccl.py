@@ -182,11 +182,7 @@ class NcclTransport(Transport):
         else:
             connection.leave()
         if self._group in _beside:
-            beside = _beside[self._group]
-            if connection.failed:
-                beside.made[self._number] = None
-            else:
-                beside.free.add(self._number)
+            _beside[self._group].leave(self._number, connection.failed)
 
     def _run(self, operation: str, tensor: Tensor, enqueue: Enqueue) -> _Enqueued:
         self._check(operation, tensor)

@@ -167,13 +167,13 @@ class TorchProcessGroup(Transport):
         self._failed = True
         self.__dict__["_gloo"] = None
         if self._number is not None and self._group in _beside:
-            _beside[self._group].made[self._number] = None
+            _beside[self._group].leave(self._number, failed=True)
 
     def close(self) -> None:
         """Leave the connection to the next transport over these ranks, unless it has failed."""
         self.__dict__["_gloo"] = None
         if self._number is not None and not self._failed and self._group in _beside:
-            _beside[self._group].free.add(self._number)
+            _beside[self._group].leave(self._number, failed=False)
 
 
 weakref.finalize(TorchProcessGroup, _let_go)  # made before those of any reducer, and so called after them

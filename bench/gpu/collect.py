@@ -41,7 +41,7 @@ def show(source: Path, out: Path, keep: bool) -> None:
         RehearsalError: if rows of a rehearsal are to be kept, or are mixed with a GPU's.
     """
     files = sorted(source.rglob(FILE)) if source.is_dir() else [source]
-    found = rows(line for file in files for line in read(file))
+    found = sorted(rows(line for file in files for line in read(file)), key=lambda row: row.run)
     if not found:
         raise FileNotFoundError(f"no lines in {source}: a run leaves them in {FILE}")
     rehearsal = any(row.rehearsal for row in found)
@@ -63,7 +63,9 @@ def show(source: Path, out: Path, keep: bool) -> None:
     draw(latest(found), out / "gpu.png", warning)
     if keep:
         write(KEPT, written, "a")
-    console.print(f"{out / 'results.csv'}, {out / 'gpu.png'}{f', {KEPT}' if keep else ''}", soft_wrap=True)
+    console.print(
+        f"{out / 'results.csv'}, {out / 'gpu.png'}" + (f", and rows added to {KEPT}" if keep else ""), soft_wrap=True
+    )
 
 
 def latest(found: Iterable[Row]) -> list[Row]:

@@ -51,7 +51,9 @@ class Lines:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of a file; those that were torn are left out."""
+    """The lines of a file, none if it is not there; those that were torn are left out."""
+    if not path.exists():
+        return
     for text in path.read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -88,12 +90,14 @@ class Row:
 
 def rows(lines: Iterable[Line]) -> list[Row]:
     """A row for each case of each run, in the order in which they were planned."""
-    found: dict[tuple[str, str, str], Row] = {}
+    found: dict[tuple[str, str, str, bool], Row] = {}
     for line in lines:
-        key = str(line.get("run", "")), str(line["phase"]), str(line["case"])
-        row = found.get(key)
+        phase, case, run = str(line["phase"]), str(line["case"]), str(line.get("run", ""))
+        rehearsal = bool(line.get("rehearsal"))
+        row = found.get((phase, case, run, rehearsal))
         if row is None:
-            row = found[key] = Row(key[1], key[2], key[0], bool(line.get("rehearsal")), str(line.get("commit", "")))
+            row = Row(phase, case, run, rehearsal, str(line.get("commit", "")))
+            found[phase, case, run, rehearsal] = row
         if row.status in ENDS:
             continue  # a line that came late, of a case already given up
         row.status, row.at = str(line["status"]), float(line.get("at", 0))

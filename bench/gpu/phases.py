@@ -15,7 +15,7 @@ GPU, NO_GPU = ("-m", "gpu"), ("-m", "not gpu and not long")
 
 
 @dataclass(frozen=True)
-class Tests:
+class Suite:
     """A run of pytest: what it is called in the log, files and options; `ranks` chooses the tests of so many ranks.
 
     `spread` runs are for many processes at once, since compiling takes their time; ranks never are. `shares` says that
@@ -41,26 +41,26 @@ def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
     return [probe.machine_case("cpu" if rehearsal else "cuda"), *measured[phase]()] if phase in measured else []
 
 
-def tests_of(phase: str, rehearsal: bool) -> list[Tests]:
+def tests_of(phase: str, rehearsal: bool) -> list[Suite]:
     """A phase's runs of pytest, after its cases."""
     kernels, nccl, steps = ("tests/test_kernels.py", "tests/test_nccl_gpu.py", "tests/test_gpu.py")
     if rehearsal:
         return {
-            "tests": [Tests("kernels", [kernels, *NO_GPU, "-k", "triton and (no_slots or reduce_shards)"])],
-            "ranks": [Tests("2 ranks", [steps, *NO_GPU], ranks=2)],
+            "tests": [Suite("kernels", [kernels, *NO_GPU, "-k", "triton and (no_slots or reduce_shards)"])],
+            "ranks": [Suite("2 ranks", [steps, *NO_GPU], ranks=2)],
         }.get(phase, [])
     of_ranks = [nccl, steps, *GPU, "-k", "not numba_cuda"]
     return {
         "tests": [
-            Tests("kernels", [kernels, *GPU, "-k", "triton"], spread=True),
-            Tests("one rank", of_ranks, ranks=1),
+            Suite("kernels", [kernels, *GPU, "-k", "triton"], spread=True),
+            Suite("one rank", of_ranks, ranks=1),
         ],
         "ranks": [
-            Tests("2 ranks", of_ranks, ranks=2, shares=True),
-            Tests("4 ranks", of_ranks, ranks=4, shares=True),
+            Suite("2 ranks", of_ranks, ranks=2, shares=True),
+            Suite("4 ranks", of_ranks, ranks=4, shares=True),
         ],
         "numba": [
-            Tests("one rank", [steps, *GPU, "-k", "numba_cuda"], ranks=1),
-            Tests("kernels", [kernels, *GPU, "-k", "numba_cuda"], spread=True),
+            Suite("one rank", [steps, *GPU, "-k", "numba_cuda"], ranks=1),
+            Suite("kernels", [kernels, *GPU, "-k", "numba_cuda"], spread=True),
         ],
     }.get(phase, [])

@@ -19,11 +19,12 @@ from typing import Any
 from .carried_nccl import sharing_environment, version, why_not_shared
 from .cases import Case, why_too_late
 from .lines import ENDS, ROOT, Lines, predictions, read
-from .phases import Tests, cases_of, tests_of
+from .phases import Suite, cases_of, tests_of
 from .pytest_lines import VARIABLE
 
 START = 90.0  # seconds that a worker may take to begin with its first case: it imports torch
 MORE = 3.0, 20.0  # a case may take this many times its seconds, and so many more
+LEAST = 3.0  # seconds before the deadline in which no test begins
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -116,7 +117,7 @@ def _watched(run: Run, phase: str, process: Any, batch: Sequence[Case], deadline
     by_name = {case.name: case for case in batch}
     current, since, started = "", time.monotonic(), False
     while process.poll() is None:
-        time.sleep(0.1)
+        time.sleep(0.2)
         states = _states(run, phase)
         begun = next((name for name, state in states.items() if state == "begun" and name in by_name), "")
         started = started or any(states[name] != "planned" for name in by_name)
@@ -134,7 +135,7 @@ def _watched(run: Run, phase: str, process: Any, batch: Sequence[Case], deadline
     return f"its process ended with exit code {process.returncode}: see the log"
 
 
-def _run_tests(run: Run, phase: str, tests: Tests, deadline: float) -> None:
+def _run_tests(run: Run, phase: str, tests: Suite, deadline: float) -> None:
     """A run of pytest, of whose tests each has a line."""
     environment = run.environment(phase)
     if tests.shares:
@@ -151,7 +152,7 @@ def _run_tests(run: Run, phase: str, tests: Tests, deadline: float) -> None:
         "phase": phase,
         "name": tests.name,
         "ranks": tests.ranks,
-        "deadline": deadline,
+        "until": deadline - LEAST,
     }
     environment[VARIABLE] = json.dumps(asked)
     command = [sys.executable, "-m", "pytest", *tests.arguments, "-q", "-p", "bench.gpu.pytest_lines"]

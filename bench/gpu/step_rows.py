@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,7 @@ def _can_run(settings: dict[str, Setting], device: str) -> dict[str, Setting]:
             found[name] = replace(setting, transport=None, kernels=kernels)
         return found
     for setting in settings.values():
-        if (
-            reason := backends.why_not(setting.kernels, torch.device(device))
-            if setting.kernels != "numba_cpu"
-            else None
-        ):
+        if setting.wrapper == "fastreduce" and (reason := backends.why_not(setting.kernels, torch.device(device))):
             raise NotHere(reason)
     return settings
 
@@ -201,6 +198,11 @@ def _memory(setting: Setting, device: str) -> dict[str, Any]:
     before = _held()
     with _model(device, 128) as (module, x, group):
         contestant = wrapped({"": setting}, module, x, group, WARM_UP)[0][""]
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            contestant.step(x)
+            contestant.drop_gradients()
         peak = torch.cuda.max_memory_allocated()
         after, how = _held(), "of this process, by NVML" if before[1] else "growth of what is in use on the GPU"
         if setting.wrapper == "fastreduce":
@@ -214,8 +216,7 @@ def _held() -> tuple[int, bool]:
     """Bytes that this process holds on the GPU, where NVML lists it; else what is in use there, by anybody."""
     torch.cuda.synchronize()
     try:
-        import pynvml
-
+        pynvml = import_module("pynvml")
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
         for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):

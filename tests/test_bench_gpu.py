@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 
 pytest.importorskip("pytest_benchmark")
@@ -192,6 +193,17 @@ def _dies() -> dict[str, Any]:
     return {}
 
 
+def _breaks_the_gpu() -> dict[str, Any]:
+    """What a kernel does that writes where it must not: from then on CUDA refuses all work in this process."""
+
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+    torch.cuda.synchronize = refuse
+    return {}
+
+
 def _exits() -> dict[str, Any]:
     os._exit(3)
 
@@ -213,6 +225,8 @@ def some_cases() -> list[Case]:
         Case("first", 1, lambda: {"x": 1}),
         Case("dies", 1, _dies),
         Case("second", 1, lambda: {"x": 2}),
+        Case("breaks the GPU", 1, _breaks_the_gpu),
+        Case("third", 1, lambda: {"x": 3}),
         Case("exits", 1, _exits),
         Case("alone", 1, lambda: {"pid": os.getpid()}, alone=True),
         Case("sleeps", 0.2, _sleeps),
@@ -242,7 +256,7 @@ def a_run(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 def test_what_dies_or_hangs_is_named_and_the_rest_goes_on(a_run: runner.Run):
     runner.run_phase(a_run, "kernels", 120)
     found = endings(a_run.lines)
-    assert found["first"] == found["second"] == found["alone"] == found["last"] == "done"
+    assert found["first"] == found["second"] == found["third"] == found["alone"] == found["last"] == "done"
     assert found["dies"] == "failed: its process was ended by SIGKILL"
     assert found["exits"].startswith("failed: its process ended with exit code 3")
     assert found["sleeps"].startswith("failed: ended after 3 s")

@@ -10,7 +10,7 @@ from . import kernel_rows, probe, step_rows
 from .cases import Case
 
 # Minutes of thirty.
-SHARES = {"probe": 1.0, "tests": 3.0, "kernels": 8.0, "steps": 5.0, "ranks": 7.0, "numba": 6.0}
+SHARES = {"probe": 2.0, "tests": 3.0, "kernels": 8.0, "steps": 5.0, "ranks": 7.0, "numba": 5.0}
 GPU, NO_GPU = ("-m", "gpu"), ("-m", "not gpu and not long")
 
 

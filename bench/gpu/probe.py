@@ -44,12 +44,12 @@ def cases(rehearsal: bool) -> list[Case]:
     return [
         machine_case(device),
         Case("compiler for Triton's launcher", 2, _launcher),
-        Case("triton", 20, partial(_kernel, "triton", device)),
-        Case("nccl", 20, partial(_nccl, device)),
+        Case("triton", 10, partial(_kernel, "triton", device)),
+        Case("nccl", 10, partial(_nccl, device)),
         Case("copy", 8, partial(_copy, device)),
         Case("profilers", 5, _profilers),
-        Case("ranks on one GPU", 60, partial(_ranks_on_one_gpu, device), alone=True),
-        Case("numba_cuda", 30, partial(_numba_cuda, device), alone=True),
+        Case("ranks on one GPU", 35, partial(_ranks_on_one_gpu, device), alone=True),
+        Case("numba_cuda", 20, partial(_numba_cuda, device), alone=True),
     ]
 
 

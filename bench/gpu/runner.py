@@ -94,8 +94,8 @@ def _run_cases(run: Run, phase: str, cases: Sequence[Case], deadline: float) -> 
             why = _watched(run, phase, process, batch, deadline)
         states = _states(run, phase)
         broken = [case for case in batch if states[case.name] == "begun"]
-        if not broken and why:  # before any began
-            broken = [case for case in batch if states[case.name] not in ENDS][:1]
+        if why and all(states[case.name] == "planned" for case in batch):  # it did not come so far as to begin
+            broken = batch[:1]
         for case in broken:
             run.lines.write(phase, case.name, "failed", why=why or "its process ended")
         ended = {name for name, state in _states(run, phase).items() if state in ENDS}

@@ -132,7 +132,7 @@ def _steps(settings: dict[str, Setting], device: str, tokens: int) -> dict[str, 
     rounds = 2 if device == "cpu" else 41
     settings = _can_run(settings, device)
     with _model(device, tokens) as (module, x, group):
-        contestants, errors = wrapped(settings, module, x, group, 1 if device == "cpu" else WARM_UP)
+        contestants, errors = wrapped(settings, module, x, group, 3 if device == "cpu" else WARM_UP)
         finish = torch.cuda.synchronize if device == "cuda" else lambda: None
         times: dict[str, list[float]] = {name: [] for name in settings}
         backward: dict[str, list[float]] = {name: [] for name in settings}
@@ -232,7 +232,7 @@ def _trace(device: str, out: Path) -> dict[str, Any]:
     """One step of the headline under torch's profiler: how much of our work ran beside backward's."""
     settings = _can_run({OURS: HEADLINE[OURS]}, device)
     with _model(device, 1024) as (module, x, group):
-        contestant = wrapped(settings, module, x, group, 1 if device == "cpu" else WARM_UP)[0][OURS]
+        contestant = wrapped(settings, module, x, group, 3 if device == "cpu" else WARM_UP)[0][OURS]
         found = write_trace(partial(contestant.step, x), device, out / "trace.json.gz")
         contestant.wrapped.reducer.close()
         del contestant

@@ -1,4 +1,7 @@
-"""`python -m bench`: run the benchmarks, show and draw what came out, and keep it as CSV rows."""
+"""`python -m bench`: run the benchmarks, show and draw what came out, and keep it as CSV rows.
+
+Those that need a GPU are `python -m bench.gpu`.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,23 @@ HERE = Path(__file__).parent
 
 
 def main(
-    gpu: Annotated[bool, typer.Option(help="Only the benchmarks that need a GPU.")] = False,
-    rehearse: Annotated[bool, typer.Option(help="Those, without a GPU: interpreted kernels, tiny sizes.")] = False,
     quick: Annotated[bool, typer.Option(help="Small sizes, few rounds; nothing is added to bench/results.")] = False,
     out: Annotated[Path, typer.Option(help="Where the JSON and the plot go.")] = Path("out/bench"),
     select: Annotated[str, typer.Option("-k", help="Only benchmarks that match, as in pytest.")] = "",
 ) -> None:
     """Run the benchmarks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if rehearse:  # before triton and numba.cuda are imported
-        os.environ.update(TRITON_INTERPRET="1", NUMBA_ENABLE_CUDASIM="1")
     import pytest
 
     out.mkdir(parents=True, exist_ok=True)
     json = out / "benchmarks.json"
     json.unlink(missing_ok=True)
     arguments = [str(HERE), "-q", "-p", "no:cacheprovider", f"--benchmark-json={json}", "--benchmark-quiet"]
-    flags = {"--gpu": gpu, "--rehearse": rehearse, "--quick": quick}
-    arguments += [flag for flag, given in flags.items() if given]
+    arguments += ["--quick"] if quick else []
     code = pytest.main([*arguments, *(["-k", select] if select else [])])
     if json.exists() and json.stat().st_size:
-        rows = out / "results.csv" if quick or rehearse else HERE / "results" / "history.csv"
-        report.show(json, out / "bench.png", rows, everything=not select)
+        rows = out / "results.csv" if quick else HERE / "results" / "history.csv"
+        report.show(json, out / "bench.png", rows)
     sys.exit(code)
 
 

@@ -35,15 +35,11 @@ class Size:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="small sizes, few rounds: does it run?")
-    parser.addoption("--gpu", action="store_true", help="the benchmarks that need a GPU, and no others")
-    parser.addoption("--rehearse", action="store_true", help="them, without a GPU: interpreted kernels on the CPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
         items[:] = [item for item in items if not any(f"-{name}" in item.name for name in ("bert", "gpt2"))]
-    gpu = config.getoption("--gpu") or config.getoption("--rehearse")
-    items[:] = [item for item in items if ("test_gpu" in item.path.name) == gpu]
     for item in items:
         item.add_marker(pytest.mark.benchmark(timer=TAPE))
         item.add_marker(pytest.mark.timeout(300))
@@ -53,19 +49,13 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     machine_info["versions"] = {name: version(name) for name in ("torch", "numba", "numpy")}
     machine_info["load"] = os.getloadavg()[0]
     machine_info["cores"] = psutil.cpu_count()
-    machine_info["quick"] = config.getoption("--quick") or config.getoption("--rehearse")
-    if config.getoption("--gpu"):
-        machine_info["gpu"] = torch.cuda.get_device_name()
+    machine_info["quick"] = config.getoption("--quick")
 
 
 @pytest.fixture(scope="session")
 def size(pytestconfig: pytest.Config) -> Size:
-    if pytestconfig.getoption("--rehearse"):
-        return Size(elements=1000, seconds=0.05, rounds=3, width=64)
     if pytestconfig.getoption("--quick"):
         return Size(elements=100_000, seconds=0.05, rounds=3, width=96)
-    if pytestconfig.getoption("--gpu"):
-        return Size(elements=2_000_000_000, seconds=0.4, rounds=51, width=768)
     return Size(elements=shapes.MOST_ELEMENTS, seconds=2.0, rounds=21, width=1440)
 
 

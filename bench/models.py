@@ -48,7 +48,7 @@ class Gpt2Block(nn.Module):
 class Gpt2(nn.Module):
     """GPT-2; 124 million parameters at a width of 768. Takes token numbers, returns the mean loss of the next ones."""
 
-    def __init__(self, width: int, layers: int, vocabulary: int, context: int = 1024) -> None:
+    def __init__(self, width: int, layers: int, vocabulary: int, context: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList([Gpt2Block(width) for _ in range(layers)])
@@ -64,14 +64,14 @@ class Gpt2(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def build(name: str, width: int, rank: int) -> tuple[nn.Module, Tensor]:
-    """A model, the same on every rank, and this rank's batch."""
+def build(name: str, width: int, rank: int, tokens: int = 128) -> tuple[nn.Module, Tensor]:
+    """A model, the same on every rank, and this rank's batch: of GPT-2 one sequence of so many tokens."""
     torch.manual_seed(0)
     if name == "gpt2":
         vocabulary = 50257 if width == 768 else 100
-        model: nn.Module = Gpt2(width, 12 if width == 768 else 2, vocabulary)
+        model: nn.Module = Gpt2(width, 12 if width == 768 else 2, vocabulary, max(tokens, 128))
         torch.manual_seed(1 + rank)
-        return model, torch.randint(vocabulary, (1, 128))
+        return model, torch.randint(vocabulary, (1, tokens))
     model = TinyParameters() if name == "tiny" else linear_layers(width)
     torch.manual_seed(1 + rank)
     return model, torch.randn(8, 64 if name == "tiny" else width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from .shapes import CAPS, buckets_of
 
 BLOCK, RANKS = 128, 2
 WITHOUT = "without statistics"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 REFERENCE = backends.load("reference")
 
 Way = Callable[[], list[Tensor] | None]
+Options = dict[str, Any]  # of an operation, dtypes by their short names
 
 
 @dataclass
@@ -304,3 +307,26 @@ def reduce_quantized(model: Model) -> Case:
             kernels.reduce_quantized(rows, shard, 1 / RANKS, BLOCK, after_the_last, None, None)
 
     return Case(run, shards, _nbytes(received) + _nbytes(shards))
+
+
+def case_id(case: tuple[str, str, Options]) -> str:
+    """What a case is called: operation, model, options."""
+    operation, name, options = case
+    return "-".join([operation, name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def check(case: Case, kernels: Backend) -> None:
+    """Hold the kernels' bits against the reference's, and torch's ways against those."""
+    expected = _results(case, lambda: case.run(REFERENCE))
+    for got, want in zip(_results(case, lambda: case.run(kernels)), expected, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{kernels.name} differs from reference"
+    for way in case.plain.values():
+        whole = [torch.cat(tensors) for tensors in (_results(case, way), expected)]
+        torch.testing.assert_close(*whole, rtol=2**-7, atol=1e-6)
+
+
+def _results(case: Case, way: Way) -> list[Tensor]:
+    for output in case.outputs:
+        output.fill_(97)
+    returned = way()
+    return [tensor.detach().clone().flatten() for tensor in returned or case.outputs]

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 Seconds = dict[str, list[float]]
 
 
@@ -46,37 +44,24 @@ class Contestant:
     nbytes: int = 0
 
 
-def seconds_on_host(call: Callable[[], Any]) -> float:
+def seconds_of(call: Callable[[], Any]) -> float:
     """Time of a call that returns when its work is done."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def seconds_on_device(call: Callable[[], Any]) -> float:
-    """Time of a call on the current CUDA stream, from an idle device to the end of its work: launches are included."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def alternate(
-    contestants: Mapping[str, Contestant], seconds: float, clock: Callable[[Callable[[], Any]], float] = seconds_on_host
-) -> Seconds:
+def alternate(contestants: Mapping[str, Contestant], seconds: float) -> Seconds:
     """Time contestants in turn, for about `seconds`, in 7 to 201 rounds."""
     for _ in range(2):
-        a_round = sum(clock(contestant.call) for contestant in contestants.values())
+        a_round = sum(seconds_of(contestant.call) for contestant in contestants.values())
     times: Seconds = {name: [] for name in contestants}
     gc.collect()
     gc.disable()
     try:
         for _ in range(min(201, max(7, int(seconds / a_round)))):
             for name, contestant in contestants.items():
-                times[name].append(clock(contestant.call))
+                times[name].append(seconds_of(contestant.call))
     finally:
         gc.enable()
     return times
@@ -106,8 +91,8 @@ def difference(above: Sequence[float], below: Sequence[float]) -> list[float]:
     return _figure([a - b for a, b in zip(above, below, strict=True)])
 
 
-def record(benchmark: Any, times: Seconds, nbytes: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Give pytest-benchmark the first contestant's times, and describe all of them in its extra_info.
+def describe(times: Seconds, nbytes: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Figures of every contestant, the first being held against the others.
 
     `ratio` is the first contestant's time over this one's: below 1 the first is faster. `of_copy` is this
     one's bytes a second over those of the contestant called "copy".
@@ -126,6 +111,13 @@ def record(benchmark: Any, times: Seconds, nbytes: Mapping[str, int] | None = No
             work = nbytes[name] / nbytes["copy"]
             row["of_copy"] = [work * x for x in ratio(times["copy"], durations)]
         described[name] = row
+    return described
+
+
+def record(benchmark: Any, times: Seconds, nbytes: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Give pytest-benchmark the first contestant's times, and describe all of them in its extra_info."""
+    described = describe(times, nbytes)
+    ours = next(iter(times))
     benchmark.extra_info.update(ours=ours, contestants=described)
     TAPE.load(times[ours])
     benchmark.pedantic(lambda: None, rounds=len(times[ours]))

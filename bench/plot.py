@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ OURS, TORCH, NEITHER = "#0b6e99", "#e07b39", "#8a8a8a"
 BACKENDS = {"numba_cpu": OURS, "triton": OURS, "numba_cuda": "#7bb8d0"}
 
 Rows = dict[str, Any]  # a contestant → its figures
+Panel = tuple[Callable[[Axes, Any], None], str, Any]
 
 
 def draw(results: Results, path: Path) -> None:
@@ -27,11 +29,6 @@ def draw(results: Results, path: Path) -> None:
         for name, info in results.items()
         if name.startswith("test_kernel[") and "-resnet50" in name
     }
-    gpu_kernels: dict[str, dict[str, Rows]] = {}
-    for name, info in results.items():
-        if name.startswith("test_gpu_kernel["):
-            gpu_kernels.setdefault(_case(name), {})[info["ours"]] = info["contestants"]
-    gpu_steps = results.get("test_gpu_step", {}).get("contestants", {})
     steps = results.get("test_step[none]", {}).get("contestants", {})
     overheads = {
         title: results[name]["contestants"]
@@ -42,20 +39,21 @@ def draw(results: Results, path: Path) -> None:
         )
         if name in results
     }
-    panels = [
+    panels: list[Panel] = [
         (panel, title, data)
         for panel, title, data in (
-            (_kernels, "Kernels, gradients of ResNet-50, one thread", kernels),
-            (_kernels, "Kernels on a GPU", gpu_kernels),
-            (_steps, "Step, 25 M parameters, 2 gloo ranks", steps),
-            (_steps, "Step on a GPU, GPT-2 124M, 1 rank", gpu_steps),
+            (draw_kernels, "Kernels, gradients of ResNet-50, one thread", kernels),
+            (draw_steps, "Step, 25 M parameters, 2 gloo ranks", steps),
             (_overheads, "What a wrapper adds, 1,000 parameters of 64", overheads),
         )
         if data
     ]
-    if not panels:
-        return
-    height = max(7, 0.3 * len(gpu_kernels))
+    if panels:
+        draw_panels(panels, path)
+
+
+def draw_panels(panels: Sequence[Panel], path: Path, height: float = 7, above: str = "") -> None:
+    """Write panels side by side: each a function that draws, a title, and what it draws."""
     size = (7.2 * len(panels), height)
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for (panel, title, data), axis in zip(panels, axes[0], strict=True):
@@ -63,6 +61,8 @@ def draw(results: Results, path: Path) -> None:
         axis.set_title(title)
         axis.spines[["top", "right"]].set_visible(False)
         axis.invert_yaxis()
+    if above:
+        figure.suptitle(above, color="#b00020", fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -72,7 +72,8 @@ def _case(name: str) -> str:
     return name.partition("[")[2].rpartition("-")[0].replace("-", " ")
 
 
-def _kernels(axis: Axes, kernels: dict[str, dict[str, Rows]]) -> None:
+def draw_kernels(axis: Axes, kernels: dict[str, dict[str, Rows]]) -> None:
+    """By case and backend: bytes a second, in shares of a copy's."""
     for y, by_backend in enumerate(kernels.values()):
         height = 0.7 / len(by_backend)
         for i, (backend, rows) in enumerate(by_backend.items()):
@@ -80,7 +81,8 @@ def _kernels(axis: Axes, kernels: dict[str, dict[str, Rows]]) -> None:
             share = rows[backend]["of_copy"][0]
             axis.barh(middle, share, height, color=BACKENDS[backend], label=backend if y == 0 else None)
         plain = [row["of_copy"][0] for way, row in rows.items() if way not in NOT_PLAIN]
-        axis.plot(plain, [y] * len(plain), "o", color=TORCH, mec="white", label="torch's ways" if y == 0 else None)
+        if plain:
+            axis.plot(plain, [y] * len(plain), "o", color=TORCH, mec="white", label="torch's ways" if y == 0 else None)
         if "reference" in rows:
             reference = rows["reference"]["of_copy"][0]
             axis.plot(reference, y, "d", color=NEITHER, mec="white", label="reference" if y == 0 else None)
@@ -90,7 +92,8 @@ def _kernels(axis: Axes, kernels: dict[str, dict[str, Rows]]) -> None:
     axis.legend(loc="lower right", frameon=False)
 
 
-def _steps(axis: Axes, steps: dict[str, dict[str, Any]]) -> None:
+def draw_steps(axis: Axes, steps: dict[str, dict[str, Any]]) -> None:
+    """By contestant: a step's time."""
     for y, (name, row) in enumerate(steps.items()):
         low, median, high = (1e3 * s for s in row["quartiles_s"])
         colour = NEITHER if name == "unwrapped" else TORCH if name.startswith("torch") else OURS

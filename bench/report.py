@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .goals import NOT_PLAIN, Results, goals, gpu_goals
+from .goals import NOT_PLAIN, Goal, Results, goals
 from .plot import draw
 
 COLUMNS = [
@@ -46,14 +46,14 @@ COLUMNS = [
 ]
 
 
-def show(source: Path, picture: Path, rows: Path, everything: bool = True) -> None:
-    """Print the tables, draw the plot and append the rows; `everything` was measured that can be on this machine."""
+def show(source: Path, picture: Path, rows: Path) -> None:
+    """Print the tables, draw the plot and append the rows."""
     document = json.loads(source.read_text())
     results: Results = {each["name"]: each["extra_info"] for each in document["benchmarks"]}
     console = Console()
     if not console.is_terminal:
         console = Console(width=170)
-    for table in tables(results, everything):
+    for table in tables(results):
         console.print(table)
     if document["machine_info"]["quick"]:
         console.print("[red]A quick run: sizes are too small for the goals, and rounds too few for the intervals.")
@@ -62,26 +62,13 @@ def show(source: Path, picture: Path, rows: Path, everything: bool = True) -> No
     console.print(f"{source}, {picture}, and rows added to {rows}", soft_wrap=True)
 
 
-def tables(results: Results, everything: bool) -> Iterator[Table]:
-    """Two for kernels, three for steps, one for overheads, one for MPI, and the goals last."""
-    columns = ("operation", "ms", "GB/s", "/ copy", "× best of torch", "")
-    kernels = Table(*columns, "× reference", title="Kernels (numba_cpu)")
-    gpu_kernels = Table("backend", *columns, title="Kernels (GPU)")
+def tables(results: Results) -> Iterator[Table]:
+    """One for kernels, two for steps, one for overheads, one for MPI, and the goals last."""
+    columns = ("operation", "ms", "GB/s", "/ copy", "× best of torch", "", "× reference")
+    kernels = Table(*columns, title="Kernels (numba_cpu)")
     for name, info in results.items():
         if name.startswith("test_kernel"):
             kernels.add_row(*_kernel_row(name, info["contestants"], info["ours"]))
-        if name.startswith("test_gpu_kernel"):
-            gpu_kernels.add_row(info["ours"], *_kernel_row(name, info["contestants"], info["ours"]))
-    gpu_steps = Table(
-        "GPT-2 124M, 1 rank", "ms", "wrapper adds ms", "compress, reduce, decompress ms", "peak, used MiB"
-    )
-    gpu_steps.title = "Steps (GPU)"
-    peaks = _contestants(results, "test_gpu_memory")
-    for name, row in _contestants(results, "test_gpu_step").items():
-        stages = ", ".join(f"{1e3 * s:.2f}" for s in (row.get("stages_s") or {}).values())
-        memory = ", ".join(f"{nbytes / 2**20:.0f}" for nbytes in peaks.get(name, {}).values())
-        figures = [f"{1e3 * row['median_s']:.2f}", _figure([1e3 * s for s in row.get("overhead_s", ())])]
-        gpu_steps.add_row(name, *figures, stages, memory)
     steps = Table(
         "25 M parameters, 2 ranks",
         "ms",
@@ -117,12 +104,9 @@ def tables(results: Results, everything: bool) -> Iterator[Table]:
     for name, row in results.get("test_mpi", {}).get("contestants", {}).items():
         mpi.add_row(name, f"{1e3 * row['median_s']:.1f}", _figure(row.get("ratio")))
     reached = Table("goal", "", "measured", "", "", title="Goals")
-    on_gpu = gpu_goals(results) if everything or gpu_kernels.row_count else ()
-    for goal in [*goals(results), *on_gpu]:
-        limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
-        measured = "" if goal.measured is None else f"{goal.measured:.2f}"
-        reached.add_row(goal.what, limit, measured, f"[{COLOURS[goal.verdict]}]{goal.verdict}", goal.where)
-    for table in (kernels, gpu_kernels, steps, gpu_steps, links, overheads, mpi, reached):
+    for goal in goals(results):
+        add_goal(reached, goal)
+    for table in (kernels, steps, links, overheads, mpi, reached):
         if table.row_count:
             yield table
 
@@ -132,6 +116,13 @@ OVERHEADS = {
     "test_overhead[2]": "2 ranks",
     "test_overhead_of_hooks": "world size 1, no_sync",
 }
+
+
+def add_goal(table: Table, goal: Goal) -> None:
+    """A row of the table of goals."""
+    limit = f"{'≥' if goal.at_least else '≤'} {goal.limit:g}"
+    measured = "" if goal.measured is None else f"{goal.measured:.2f}"
+    table.add_row(goal.what, limit, measured, f"[{COLOURS[goal.verdict]}]{goal.verdict}", goal.where)
 
 
 COLOURS = {"met": "green", "missed": "red", "unmeasured": "yellow"}

@@ -41,6 +41,7 @@ class Setting:
     no_sync: bool = False  # gradients stay on their rank
     zero_in_place: bool = False  # in place of zero_grad's None
     node_hooks: bool = False  # a Python function on each parameter that does nothing
+    clip: bool = False  # gradients by their norm, with what the wrapper offers for it
     kernels: str = "numba_cpu"
     transport: Callable[[dist.ProcessGroup], Transport] | None = None  # else the default
 
@@ -67,12 +68,20 @@ class Contestant:
             nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.plain.parameters()]
             self.hooks = [(node, node.register_hook(lambda *_: None)) for node in nodes]
 
-    def step(self, x: Tensor) -> None:
-        """Forward and backward; no optimizer."""
+    def step(self, x: Tensor) -> float:
+        """Forward and backward; no optimizer. Returns how long the host was in `backward`."""
         if self.setting.zero_in_place:
             self.plain.zero_grad(set_to_none=False)
         with self.wrapped.no_sync() if self.setting.no_sync else nullcontext():
-            self.wrapped(x).square().sum().backward()
+            loss = self.wrapped(x).square().sum()
+            start = time.perf_counter()
+            loss.backward()
+            host = time.perf_counter() - start
+        if self.setting.clip and self.setting.wrapper == "fastreduce":
+            self.wrapped.clip_grad_norm_(1.0)
+        elif self.setting.clip:
+            nn.utils.clip_grad_norm_(self.plain.parameters(), 1.0)
+        return host
 
     def drop_gradients(self) -> None:
         """Give their memory back, as `zero_grad` does."""
@@ -84,6 +93,51 @@ class Contestant:
         return torch.cat([p.grad.flatten() for p in self.plain.parameters() if p.grad is not None])
 
 
+def wrapped(
+    settings: dict[str, Setting], module: nn.Module, x: Tensor, group: dist.ProcessGroup, warm_up: int = WARM_UP
+) -> tuple[dict[str, Contestant], dict[str, float]]:
+    """The contestants after some steps, and how far each one's gradients are from those of the one called "torch".
+
+    That is relative to the gradients' norm, and 0 for the same bits; it is known only if there is such a contestant.
+    """
+    contestants, errors, expected = {}, {}, None
+    for name in sorted(settings, key=lambda name: name != "torch"):
+        contestants[name] = contestant = Contestant(settings[name], module, group)
+        for _ in range(warm_up):
+            contestant.drop_gradients()
+            contestant.step(x)
+        if name == "torch":
+            expected = contestant.gradients()
+        elif expected is not None:
+            errors[name] = float((contestant.gradients() - expected).norm() / expected.norm())
+        contestant.drop_gradients()
+    return {name: contestants[name] for name in settings}, errors
+
+
+def too_far(errors: dict[str, float], tolerances: dict[str, float]) -> list[str]:
+    """Contestants whose gradients are not within their tolerance; NaN never is."""
+    return [
+        f"{name}: gradients differ from torch's by {errors[name]:.2g}"
+        for name, most in tolerances.items()
+        if name in errors and not errors[name] <= most
+    ]
+
+
+def stage_seconds(contestants: dict[str, Contestant], x: Tensor, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of our own stages, in rounds that nothing else is measured in: reading them costs time."""
+    ours = {name: each for name, each in contestants.items() if each.setting.wrapper == "fastreduce"}
+    seen: dict[str, list[Any]] = {name: [] for name in ours}
+    for number in range(rounds + 1):
+        for name, contestant in ours.items():
+            contestant.step(x)
+            contestant.drop_gradients()
+            seconds = contestant.wrapped.reducer.seconds
+            if number:  # on a stream the first reading asks for the next step to be timed
+                seen[name].append(seconds)
+    stages = ("compress", "reduce", "decompress")
+    return {name: {s: statistics.median(getattr(r, s) for r in read) for s in stages} for name, read in seen.items()}
+
+
 def measure(
     rank: int,
     world_size: int,
@@ -93,86 +147,36 @@ def measure(
     rounds: int,
     tolerances: dict[str, float],
     count: bool = False,
-    device: str = "cpu",
 ) -> dict[str, Any]:
     """Seconds of every step by contestant, alternating, our own stages' medians, and allocations.
 
-    First, gradients are held against torch's own wrapper: `tolerances` are by contestant, relative to
-    the gradients' norm, 0 for the same bits.
+    First, gradients are held against torch's own wrapper: `tolerances` are by contestant.
     """
-    _set_up_process()
-    group = _group(device)
-    module, x = (each.to(device) for each in build(model, width, rank))
-    contestants, expected = {}, torch.zeros(0)
-    for name in sorted(settings, key=lambda name: name != "torch"):
-        contestants[name] = contestant = Contestant(settings[name], module, group)
-        for _ in range(WARM_UP):
-            contestant.drop_gradients()
-            contestant.step(x)
-        if name == "torch":
-            expected = contestant.gradients()
-        if name in tolerances:
-            error = float((contestant.gradients() - expected).norm() / expected.norm())
-            assert error <= tolerances[name], f"{name}: gradients differ from torch's by {error:.2g}"
-        contestant.drop_gradients()
-
+    set_up_process()
+    group = dist.group.WORLD
+    assert group is not None
+    module, x = build(model, width, rank)
+    contestants, errors = wrapped(settings, module, x, group)
+    assert not too_far(errors, tolerances), too_far(errors, tolerances)
     times: dict[str, list[float]] = {name: [] for name in settings}
-    stages: dict[str, list[Any]] = {name: [] for name, s in settings.items() if s.wrapper == "fastreduce"}
-    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
     gc.collect()
     gc.disable()
     for _ in range(rounds):
-        for name in settings:
-            contestant = contestants[name]
+        for name, contestant in contestants.items():
             dist.barrier()
             start = time.perf_counter()
             contestant.step(x)
-            finish()
             times[name].append(time.perf_counter() - start)
             contestant.drop_gradients()
-            if name in stages:
-                stages[name].append(contestant.wrapped.reducer.seconds)
     gc.enable()
     dist.barrier()
-    medians = {
-        name: {
-            stage: statistics.median(getattr(each, stage) for each in seen)
-            for stage in ("compress", "reduce", "decompress")
-        }
-        for name, seen in stages.items()
-    }
+    stages = stage_seconds(contestants, x, min(rounds, 11))
     allocations = _allocations(contestants, x, width * width) if count else {}
-    return {"times": times, "stages": medians, "allocations": allocations}
+    return {"times": times, "stages": stages, "allocations": allocations}
 
 
-def peaks(rank: int, world_size: int, setting: Setting, model: str, width: int) -> dict[str, int]:
-    """Bytes of the GPU after some steps in a process of its own.
-
-    `peak_bytes` is the most that torch has allocated at once, `device_bytes` what is in use in the end, with what
-    CUDA, NCCL and torch's cache hold.
-    """
-    _set_up_process()
-    group = _group("cuda")
-    module, x = (each.to("cuda") for each in build(model, width, rank))
-    contestant = Contestant(setting, module, group)
-    for _ in range(WARM_UP):
-        contestant.drop_gradients()
-        contestant.step(x)
-    free, total = torch.cuda.mem_get_info()
-    return {"peak_bytes": torch.cuda.max_memory_allocated(), "device_bytes": total - free}
-
-
-def _group(device: str) -> dist.ProcessGroup:
-    """All ranks, for tensors on `device`."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        nccl: dist.ProcessGroup = dist.new_group(backend="nccl")
-        return nccl
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def _set_up_process() -> None:
+def set_up_process() -> None:
+    """One thread, and memory as a training script has it."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)  # tests fill new memory with NaN, which takes time
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

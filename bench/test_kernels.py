@@ -6,20 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastreduce import backends
-from fastreduce.backends import Backend
 
 from . import operations
 from .conftest import Size
-from .operations import REFERENCE, Case, Way, elements
+from .operations import DTYPES, REFERENCE, Case, Options, case_id, check, elements
 from .paired import Contestant, alternate, record
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MODELS = ("resnet50", "bert", "gpt2", "tiny")
 
-Options = dict[str, Any]
 CASES: list[tuple[str, str, Options]] = [
     *(
         (operation, name, {"dtype": dtype, "scale": 0.5})
@@ -38,11 +34,6 @@ CASES: list[tuple[str, str, Options]] = [
     *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
     ("dequantize_with_statistics", "resnet50", {}),
 ]
-
-
-def case_id(case: tuple[str, str, Options]) -> str:
-    operation, name, options = case
-    return "-".join([operation, name, *(f"{key}={value}" for key, value in options.items())])
 
 
 @pytest.mark.parametrize("backend", ["numba_cpu"])
@@ -66,20 +57,3 @@ def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], back
     }
     benchmark.group = operation
     record(benchmark, alternate(contestants, size.seconds), {name: c.nbytes for name, c in contestants.items()})
-
-
-def check(case: Case, kernels: Backend) -> None:
-    """Hold the kernels' bits against the reference's, and torch's ways against those."""
-    expected = _results(case, lambda: case.run(REFERENCE))
-    for got, want in zip(_results(case, lambda: case.run(kernels)), expected, strict=True):
-        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{kernels.name} differs from reference"
-    for way in case.plain.values():
-        whole = [torch.cat(tensors) for tensors in (_results(case, way), expected)]
-        torch.testing.assert_close(*whole, rtol=2**-7, atol=1e-6)
-
-
-def _results(case: Case, way: Way) -> list[Tensor]:
-    for output in case.outputs:
-        output.fill_(97)
-    returned = way()
-    return [tensor.detach().clone().flatten() for tensor in returned or case.outputs]

@@ -80,6 +80,15 @@ def _why_not_numba_cuda(device: torch.device) -> str | None:
             "numba_cuda works on CPU tensors only in Numba's simulator: set NUMBA_ENABLE_CUDASIM=1 before the process "
             "starts (slow, for tests)"
         )
+    if not simulated:
+        try:
+            importlib.import_module("numba.cuda.cudadrv.nvvm").NVVM()
+        except Exception as error:  # numba-cuda's own, or cuda-pathfinder's
+            reason = str(error).strip().split("\n")[0]
+            return (
+                f"numba-cuda finds no NVVM to compile with ({reason}): set CUDA_HOME to CUDA's folder, such as "
+                "/usr/local/cuda, before the process starts, or install 'fastreduce[cuda13]' or 'fastreduce[cuda12]'"
+            )
     if device.type != "cpu" and simulated:
         return f"Numba's simulator is on, which works on CPU tensors, not on {device}: unset NUMBA_ENABLE_CUDASIM"
     return None

@@ -9,7 +9,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Remembers when each of a few points was passed last."""
+    """Remembers when each of a few points was passed last; they are passed in order, from 0 on."""
 
     def mark(self, point: int) -> None:
         """Pass a point now."""
@@ -36,23 +36,28 @@ class HostClock:
 class CudaClock:
     """For work that a CUDA stream does later: each point is an event.
 
-    Events cost time, so it runs from when somebody first reads it, and not while a CUDA graph is captured.
+    Events cost time, so a reading asks for the next pass, from point 0 on, to be timed: whoever reads after every pass
+    has all of them, and what nobody reads is not timed. Nothing is while a CUDA graph is captured.
     """
 
     def __init__(self, points: int) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(points)]
         self._passed = [False] * points
-        self._runs = False
+        self._asked = self._runs = False
 
     def mark(self, point: int) -> None:
         """Record the event on the current stream."""
-        if self._runs and not torch.cuda.is_current_stream_capturing():
+        if not (self._asked or self._runs) or torch.cuda.is_current_stream_capturing():
+            return
+        if point == 0:
+            self._runs, self._asked = self._asked, False
+        if self._runs:
             self._events[point].record()
             self._passed[point] = True
 
     def between(self, start: int, end: int) -> float:
-        """Seconds on the device; waits until it has come to `end`."""
-        self._runs = True
+        """Seconds on the device in the last pass that was timed; waits until it has come to `end`."""
+        self._asked = True
         if not (self._passed[start] and self._passed[end]):
             return 0.0
         self._events[end].synchronize()

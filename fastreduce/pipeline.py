@@ -117,7 +117,7 @@ class BucketPipeline:
 
     @property
     def seconds(self) -> Seconds:
-        """Time of the last reduction; on a device, waits for its end."""
+        """Time of the last reduction; on a device, of the last after a reading, and waits for its end."""
         between = self._clock.between
         reduce = between(_COMPRESSED, _STARTED) + between(_RESUMED, _REDUCED)
         return Seconds(between(_START, _COMPRESSED), reduce, between(_REDUCED, _END))

@@ -46,7 +46,7 @@ class OnGpu:
     """CUDA tensors on the first GPU."""
 
     device = torch.device("cuda", 0)
-    timeout = 10.0  # NCCL's start counts too
+    timeout = 15.0  # the start of NCCL counts too, with several ranks on one GPU one after the other
 
     def installed(self) -> Any:
         return torch.cuda.device(self.device)

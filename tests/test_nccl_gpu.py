@@ -22,14 +22,14 @@ from tests.ranks import RankError, RankPool, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 SHARING = os.environ.get(nccl_library.SHARING_VARIABLE) == "1"
 MANY = [2, 4] if SHARING else []
 PLACE = OnGpu()
-SECONDS = 120.0  # CUDA and NCCL start in every rank
+SECONDS = 90.0  # CUDA and NCCL start in every rank
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +166,10 @@ def test_a_rank_that_has_left_is_not_waited_for(end: str, several: RankPool):
         assert "all_gather (collective " in text, text
 
 
-def test_a_rank_that_exits_is_named(monkeypatch: pytest.MonkeyPatch):
-    if not SHARING:
-        pytest.skip(f"needs {nccl_library.SHARING_VARIABLE}=1")
+@pytest.mark.parametrize("size", MANY[:1])
+def test_a_rank_that_exits_is_named(size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.ranks.GRACE_SECONDS", 30.0)
-    pool = RankPool(2)
+    pool = RankPool(size)
     try:
         with pytest.raises(RankError) as caught_here:
             pool.run(run_case, cases.exits, PLACE, timeout=SECONDS)
@@ -188,8 +187,9 @@ def _no_permission(rank: int, size: int, place: OnGpu) -> str:
     return "nothing"
 
 
-def test_two_ranks_on_one_gpu_need_permission(pools: Callable[[int], RankPool]):
-    for text in pools(2).run(run_case, _no_permission, PLACE, timeout=SECONDS):
+@pytest.mark.parametrize("size", [2])
+def test_two_ranks_on_one_gpu_need_permission(size: int, pools: Callable[[int], RankPool]):
+    for text in pools(size).run(run_case, _no_permission, PLACE, timeout=SECONDS):
         assert "ranks 0 and 1 are on one GPU, cuda:0 of " in text
 
 

@@ -38,9 +38,16 @@ def test_every_kernel_case_in_the_simulator():
     assert passed and int(passed[1]) > 50 and "skipped" not in done.stdout, done.stdout[-1000:]
 
 
+def _not_found(*_: object) -> None:
+    raise RuntimeError("libnvvm.so: not found")
+
+
 def test_the_reason_why_it_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch):
     assert "NUMBA_ENABLE_CUDASIM=1" in (backends.why_not("numba_cuda", CPU) or "")
     assert backends.why_not("numba_cuda", CUDA) is None
+    with monkeypatch.context() as patch:
+        patch.setattr("numba.cuda.cudadrv.nvvm.NVVM.get_ir_version", _not_found)
+        assert "CUDA_HOME" in (backends.why_not("numba_cuda", CUDA) or "")
     monkeypatch.setitem(sys.modules, "numba_cuda", None)
     assert "pip install" in (backends.why_not("numba_cuda", CUDA) or "")
 

@@ -1,0 +1,364 @@
+"""`python -m bench.gpu --collect DIR`: tables, CSV rows and a plot of what runs have left, however they ended."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..goals import NOT_PLAIN
+from ..plot import Panel, draw_kernels, draw_panels, draw_steps
+from ..report import COLOURS, add_goal
+from .gpu_goals import gpu_goals, shown
+from .lines import FILE, ROOT, Row, commit, read, rows, sources
+from .probe import MACHINE
+
+KEPT = ROOT / "bench" / "results" / "gpu.csv"
+COLUMNS = [
+    "date", "commit", "rehearsal", "gpu", "driver", "cores", "load", "python", "torch", "triton", "cupy", "numba-cuda",
+    "nccl", "phase", "case", "contestant", "rounds", "median_s", "gpu_s", "host_s", "late", "launches",
+    "host_us_a_launch", "bytes", "gb_per_s", "of_copy", "ratio", "ratio_low", "ratio_high", "backward_host_s",
+    "backward_overhead_s", "overhead_s", "overhead_ratio", "overhead_ratio_low", "overhead_ratio_high", "first_call_s",
+    "peak_bytes", "device_bytes", "error", "wrong", "predicted", "other",
+]  # fmt: skip
+
+
+class RehearsalError(Exception):
+    """A rehearsal's rows are to be kept as measured ones."""
+
+
+def show(source: Path, out: Path, keep: bool) -> None:
+    """Print tables of the lines in `source` and in folders below it; write results.csv and gpu.png into `out`.
+
+    Raises:
+        FileNotFoundError: if there are no lines.
+        RehearsalError: if rows of a rehearsal are to be kept, or are mixed with a GPU's.
+    """
+    files = sorted(source.rglob(FILE)) if source.is_dir() else [source]
+    found = sorted(rows(line for file in files for line in read(file)), key=lambda row: row.run)
+    if not found:
+        raise FileNotFoundError(f"no lines in {source}: a run leaves them in {FILE}")
+    rehearsal = any(row.rehearsal for row in found)
+    if rehearsal and not all(row.rehearsal for row in found):
+        raise RehearsalError(f"{source} holds lines of a rehearsal beside those of a GPU: collect them apart")
+    if rehearsal and keep:
+        raise RehearsalError(f"{source} holds lines of a rehearsal, which measures nothing: they are not kept")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=170)
+    warning = "A REHEARSAL, without a GPU: no figure here is a measurement" if rehearsal else ""
+    for table in tables(found):
+        if warning:
+            table.title = f"{table.title} [red]({warning})"
+        console.print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    written = list(csv_rows(found))
+    write(out / "results.csv", written, "w")
+    draw(latest(found), out / "gpu.png", warning)
+    if keep:
+        write(KEPT, written, "a")
+    console.print(
+        f"{out / 'results.csv'}, {out / 'gpu.png'}" + (f", and rows added to {KEPT}" if keep else ""), soft_wrap=True
+    )
+
+
+def latest(found: Iterable[Row]) -> list[Row]:
+    """One row for each case: the last that was done, else the last that ended."""
+    chosen: dict[tuple[str, str], Row] = {}
+    for row in sorted(found, key=lambda row: (row.status == "done", row.at)):
+        chosen[row.phase, row.case] = row
+    order = {(row.phase, row.case): None for row in found}
+    return [chosen[key] for key in order]
+
+
+# Tables
+
+
+def tables(found: Sequence[Row]) -> Iterator[Table]:
+    """Machine and probe, kernels, sweep, steps, memory, tests, what has no result, predictions, goals."""
+    last = latest(found)
+    done = [row for row in last if row.status == "done"]
+    chosen = (_probe(done), _kernels(done), _steps(done), _memory(done), _tests(last), _missing(last))
+    for table in (*chosen, _predictions(last), _goals(last)):
+        if table.row_count:
+            yield table
+
+
+def _probe(done: Sequence[Row]) -> Table:
+    table = Table("case", "", title="Machine")
+    for row in done:
+        if row.phase == "probe" or row.case in (MACHINE, "trace"):
+            parts = [f"{key}: {_short(value)}" for key, value in row.result.items() if value not in (None, {}, "")]
+            table.add_row(f"{row.phase}: {row.case}", ", ".join(parts))
+    return table
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return " ".join(f"{key} {_short(each)}" for key, each in value.items())
+    return str(value)
+
+
+def _kernels(done: Sequence[Row]) -> Table:
+    table = Table("operation", "", "GPU ms", "GB/s", "copy GB/s", "/ copy", "× best of torch", "", title="Kernels")
+    table.columns[0].overflow = "fold"
+    for heading in ("host µs a launch", "first call s", ""):
+        table.add_column(heading)
+    for row in done:
+        contestants = row.result.get("contestants", {})
+        if row.phase not in ("kernels", "numba") or "unwrapped" in contestants:
+            continue
+        ours, copy = row.result.get("ours", ""), contestants.get("copy", {})
+        plain = {way: r["ratio"] for way, r in contestants.items() if way not in NOT_PLAIN and "ratio" in r}
+        best = max(plain, key=lambda way: plain[way][0], default="")
+        for name, each in contestants.items():
+            if copy and name != ours:
+                continue
+            notes = ["[red]WRONG[/]"] * bool(row.result.get("wrong"))
+            notes += [f"host late in {each['late']} of {each['rounds']}"] * bool(each.get("late"))
+            table.add_row(
+                row.case.removesuffix(f"-{ours}"),
+                name,
+                f"{1e3 * each['gpu_s']:.3f}",
+                _number(each, "gb_per_s", ".0f"),
+                _number(copy, "gb_per_s", ".0f"),
+                _number(each, "of_copy", ".2f"),
+                f"{1 / plain[best][0]:.2f}" if copy and best else "",
+                best if copy else "",
+                _number(each, "host_us_a_launch", ".1f"),
+                _number({**row.result, **each}, "first_call_s", ".1f"),
+                ", ".join(notes),
+            )
+    return table
+
+
+def _number(row: dict[str, Any], key: str, form: str) -> str:
+    value = row.get(key)
+    return "" if value is None else format(value[0] if isinstance(value, list) else value, form)
+
+
+def _steps(done: Sequence[Row]) -> Table:
+    columns = ("case", "contestant", "step ms", "wrapper adds ms", "ours / it", "backward on the host ms", "GPU ms")
+    table = Table(*columns, "compress, reduce, decompress ms", title="Steps, one rank")
+    for row in done:
+        contestants = row.result.get("contestants", {})
+        if row.phase not in ("steps", "numba") or "unwrapped" not in contestants:
+            continue
+        for name, each in contestants.items():
+            stages = ", ".join(f"{1e3 * s:.2f}" for s in (each.get("stages_s") or {}).values())
+            late = "*" if each.get("late") else ""  # the host's part is in it
+            table.add_row(
+                row.case,
+                name + (" [red]WRONG[/]" if name in row.result.get("wrong", "") else ""),
+                f"{1e3 * each['median_s']:.2f}",
+                _figure(each.get("overhead_s"), 1e3),
+                _figure(each.get("overhead_ratio")),
+                f"{1e3 * each['backward_host_s']:.2f}",
+                f"{1e3 * each['gpu_s']:.2f}{late}",
+                stages,
+            )
+        table.add_section()
+    table.caption = "* the host was late: its time is in the GPU's"
+    return table
+
+
+def _memory(done: Sequence[Row]) -> Table:
+    table = Table("contestant", "peak MiB", "held by the process MiB", "counted", title="Memory of a step, 128 tokens")
+    for row in done:
+        if row.case.startswith("memory: "):
+            each = row.result["contestants"]["it"]
+            figures = [f"{each[key] / 2**20:.0f}" for key in ("peak_bytes", "device_bytes")]
+            table.add_row(row.case.removeprefix("memory: "), *figures, row.result["counted"])
+    return table
+
+
+def _is_test(row: Row) -> bool:
+    return "::" in row.case
+
+
+def _tests(last: Sequence[Row]) -> Table:
+    table = Table("run", "passed", "failed", "skipped", "not reached", "", title="Tests")
+    counts: dict[str, Counter[str]] = {}
+    reasons: dict[str, Counter[str]] = {}
+    for row in last:
+        if _is_test(row):
+            run = f"{row.phase}: {row.case.partition(': ')[0]}"
+            counts.setdefault(run, Counter())[row.status] += 1
+            if row.status == "skipped":
+                reasons.setdefault(run, Counter())[row.why[:80]] += 1
+    for run, count in counts.items():
+        why = "; ".join(f"{n}: {reason}" for reason, n in reasons.get(run, Counter()).most_common(3))
+        figures = [count["done"], count["failed"], count["skipped"], count["planned"] + count["begun"]]
+        table.add_row(run, *map(str, figures), why)
+    return table
+
+
+def _missing(last: Sequence[Row]) -> Table:
+    table = Table("case", "", title="Without a result")
+    for row in last:
+        if row.status != "done" and not (_is_test(row) and row.status in ("skipped", "planned")):
+            lines = row.ending.strip().splitlines()
+            table.add_row(f"{row.phase}: {row.case}", lines[0][:200] + (f" … {lines[-1][:200]}" if lines[1:] else ""))
+    return table
+
+
+def _figure(figure: Sequence[float] | None, factor: float = 1.0) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*(factor * x for x in figure)) if figure else ""
+
+
+# Predictions and goals
+
+
+def measured(row: Row, name: str) -> float | None:
+    """The figure of a contestant that a prediction, "contestant: figure", is about."""
+    contestant, _, figure = name.rpartition(": ")
+    result = row.result["contestants"].get(contestant, {}) if contestant else row.result
+    value = result.get(figure)
+    value = value[0] if isinstance(value, list) and value else value
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _predictions(last: Sequence[Row]) -> Table:
+    table = Table("case", "figure", "predicted", "measured", "", "because", title="Predictions, from before each case")
+    for row in last:
+        for name, each in row.predictions.items():
+            low, high = each["low"], each["high"]
+            found = measured(row, name) if row.status == "done" and not row.result.get("wrong") else None
+            within = found is not None and (low is None or found >= low) and (high is None or found <= high)
+            said, colour = ("as predicted", "green") if within else ("otherwise", "red")
+            if found is None or row.rehearsal:
+                said, colour = "unmeasured", "yellow"
+            figures = [span(each), "" if found is None else f"{found:.2f}", f"[{colour}]{said}"]
+            table.add_row(row.case, name.removeprefix(": "), *figures, each["reason"])
+    return table
+
+
+def span(prediction: dict[str, Any]) -> str:
+    """The bounds in words."""
+    low, high = prediction["low"], prediction["high"]
+    return f"≤ {high:g}" if low is None else f"≥ {low:g}" if high is None else f"{low:g} to {high:g}"
+
+
+def _goals(last: Sequence[Row]) -> Table:
+    """A rehearsal reaches none of them, and misses none."""
+    table = Table("goal", "", "measured", "", "", title="Goals")
+    rows = [row for row in last if not row.rehearsal]
+    for goal in gpu_goals(rows):
+        add_goal(table, goal)
+    for what, verdict, where in shown(rows):
+        table.add_row(what, "", "", f"[{COLOURS[verdict]}]{verdict}", where)
+    return table
+
+
+# Rows and the plot
+
+
+def csv_rows(found: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """A row for each contestant of each case that was done, and one for each run of tests."""
+    machines = {(row.run, row.phase): row.result for row in found if row.case == MACHINE and row.status == "done"}
+    here = {f"sources:{sources()}": commit()}  # of a copy without Git's folder
+    tests: dict[tuple[str, str, str], Counter[str]] = {}
+    firsts: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in found:
+        others = (each for (run, _), each in machines.items() if run == row.run)
+        machine = machines.get((row.run, row.phase)) or next(others, {})
+        common = {
+            "date": row.run[:19],
+            "commit": here.get(row.commit, row.commit),
+            "rehearsal": "yes" if row.rehearsal else "",
+            **_machine_cells(machine),
+            "phase": row.phase,
+        }
+        if _is_test(row):
+            key = row.run, row.phase, row.case.partition(": ")[0]
+            tests.setdefault(key, Counter())[row.status] += 1
+            firsts.setdefault(key, {**common, "case": f"tests: {key[2]}"})
+        elif row.status == "done":
+            expected = "; ".join(f"{name.removeprefix(': ')} {span(each)}" for name, each in row.predictions.items())
+            other = {k: v for k, v in row.result.items() if k not in ("contestants", "ours", "wrong", "first_call_s")}
+            about = {
+                **common,
+                "case": row.case,
+                "predicted": expected,
+                "wrong": row.result.get("wrong", ""),
+                "other": json.dumps(other) if other else "",
+            }
+            for contestant, each in row.result.get("contestants", {"": {}}).items():
+                ours = contestant in ("", row.result.get("ours"))
+                first = {"first_call_s": row.result["first_call_s"]} if ours and "first_call_s" in row.result else {}
+                yield {**about, "contestant": contestant, **dict(_cells({**first, **each}))}
+    for key, common in firsts.items():
+        yield {**common, "other": json.dumps(tests[key])}
+
+
+def _machine_cells(machine: dict[str, Any]) -> dict[str, Any]:
+    packages = machine.get("packages", {})
+
+    def first(*names: str) -> str:
+        return next((packages[name] for name in names if name in packages), "")
+
+    return {
+        "gpu": machine.get("gpu") or "",
+        "driver": machine.get("nvidia_smi", {}).get("driver_version", ""),
+        "cores": machine.get("cores", ""),
+        "load": round(machine["load"], 2) if "load" in machine else "",
+        "python": machine.get("python", ""),
+        **{name: first(name) for name in ("torch", "triton", "numba-cuda")},
+        "cupy": first("cupy-cuda13x", "cupy-cuda12x"),
+        "nccl": first("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    }
+
+
+def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if key in ("ratio", "overhead_ratio"):
+            for suffix, number in zip(("", "_low", "_high"), value, strict=True):
+                yield key + suffix, f"{number:.4g}"
+        elif key in COLUMNS:
+            number = value[0] if isinstance(value, list) else value
+            yield key, f"{number:.6g}" if isinstance(number, float) else number
+
+
+def write(path: Path, found: Iterable[dict[str, Any]], mode: str) -> None:
+    """Write rows, or append them, under a line of column names.
+
+    Raises:
+        RehearsalError: if rows of a rehearsal are to be appended.
+    """
+    chosen = list(found)
+    if mode == "a" and any(row["rehearsal"] for row in chosen):
+        raise RehearsalError(f"rows of a rehearsal are not appended to {path}")
+    new = mode == "w" or not path.exists()
+    with path.open(mode, newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(chosen)
+
+
+def draw(last: Sequence[Row], path: Path, above: str) -> None:
+    """Write the plot: kernels against a copy, and steps at each length."""
+    kernels: dict[str, dict[str, Any]] = {}
+    panels: list[Panel] = []
+    for row in last:
+        ours = row.result.get("ours", "")
+        if row.status == "done" and ours in ("triton", "numba_cuda") and not row.result.get("wrong"):
+            case = row.case.removesuffix(f"-{ours}").replace("-", " ")
+            kernels.setdefault(case, {})[ours] = row.result["contestants"]
+    if kernels:
+        panels.append((draw_kernels, "Kernels, the GPU's time", kernels))
+    panels += [
+        (draw_steps, f"Step, {row.case}", row.result["contestants"])
+        for row in last
+        if row.status == "done" and "unwrapped" in row.result.get("contestants", {})
+    ][:3]
+    if panels:
+        draw_panels(panels, path, max(7, 0.3 * len(kernels)), above)

@@ -1,0 +1,66 @@
+"""The phases: which cases and which tests belong to each, in what order, and each one's share of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import kernel_rows, probe, step_rows
+from .cases import Case
+
+# Minutes of thirty.
+SHARES = {"probe": 2.0, "tests": 3.0, "kernels": 8.0, "steps": 5.0, "ranks": 7.0, "numba": 5.0}
+GPU, NO_GPU = ("-m", "gpu"), ("-m", "not gpu and not long")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A run of pytest: what it is called in the log, files and options; `ranks` chooses the tests of so many ranks.
+
+    `spread` runs are for many processes at once, since compiling takes their time; ranks never are. `shares` says that
+    ranks share the GPU, which needs an NCCL that allows it.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    ranks: int | None = None
+    spread: bool = False
+    shares: bool = False
+
+
+def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
+    """A phase's cases, the most telling first."""
+    if phase == "probe":
+        return probe.cases(rehearsal)
+    measured = {
+        "kernels": lambda: kernel_rows.cases(rehearsal),
+        "steps": lambda: step_rows.cases(rehearsal, out),
+        "numba": lambda: [*kernel_rows.numba_cases(rehearsal), *step_rows.numba_cases(rehearsal)],
+    }
+    return [probe.machine_case("cpu" if rehearsal else "cuda"), *measured[phase]()] if phase in measured else []
+
+
+def tests_of(phase: str, rehearsal: bool) -> list[Suite]:
+    """A phase's runs of pytest, after its cases."""
+    kernels, nccl, steps = ("tests/test_kernels.py", "tests/test_nccl_gpu.py", "tests/test_gpu.py")
+    if rehearsal:
+        return {
+            "tests": [Suite("kernels", [kernels, *NO_GPU, "-k", "triton and (no_slots or reduce_shards)"])],
+            "ranks": [Suite("2 ranks", [steps, *NO_GPU], ranks=2)],
+        }.get(phase, [])
+    of_ranks = [nccl, steps, *GPU, "-k", "not numba_cuda"]
+    return {
+        "tests": [
+            Suite("kernels", [kernels, *GPU, "-k", "triton"], spread=True),
+            Suite("one rank", of_ranks, ranks=1),
+        ],
+        "ranks": [
+            Suite("2 ranks", of_ranks, ranks=2, shares=True),
+            Suite("4 ranks", of_ranks, ranks=4, shares=True),
+        ],
+        "numba": [
+            Suite("one rank", [steps, *GPU, "-k", "numba_cuda"], ranks=1),
+            Suite("kernels", [kernels, *GPU, "-k", "numba_cuda"], spread=True),
+        ],
+    }.get(phase, [])

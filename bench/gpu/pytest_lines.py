@@ -1,0 +1,95 @@
+"""A pytest plugin (`-p bench.gpu.pytest_lines`): each test's end is a line on disk before the next test begins.
+
+What it needs to know comes in the environment, so that xdist's workers know it too; only the main process writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .lines import Lines
+
+VARIABLE = "FASTREDUCE_BENCH_GPU_TESTS"  # JSON: lines, common, phase, run's name, ranks, until when tests begin
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = json.loads(os.environ[VARIABLE])
+    config.pluginmanager.register(_Chooser(asked), "chooser")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(asked), "recorder")
+
+
+def ranks_of(item: pytest.Item) -> int:
+    """How many ranks a test runs on, as its parameters say; 1 if they say nothing."""
+    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    return next((int(parameters[name]) for name in ("ranks", "several", "size") if name in parameters), 1)
+
+
+class _Chooser:
+    """Leaves out tests on other numbers of ranks, and what would begin after the deadline."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._asked = asked
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if (ranks := self._asked["ranks"]) is not None:
+            config.hook.pytest_deselected(items=[item for item in items if ranks_of(item) != ranks])
+            items[:] = [item for item in items if ranks_of(item) == ranks]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.time() > self._asked["until"]:
+            pytest.skip("nothing of the budget is left")
+
+
+class _Recorder:
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self._lines = Lines(Path(asked["lines"]), asked["common"])
+        self._phase, self._name = asked["phase"], asked["name"]
+        self._planned = False
+        self._ended: set[str] = set()
+        self._seconds: dict[str, float] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._plan([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        self._plan(ids)
+
+    def _plan(self, tests: list[str]) -> None:
+        if not self._planned and tests:
+            self._planned = True
+            self._lines.write_all(
+                [{"phase": self._phase, "case": self._case(test), "status": "planned"} for test in tests]
+            )
+
+    def _case(self, test: str) -> str:
+        return f"{self._name}: {test.removeprefix('tests/')}"
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._lines.write(self._phase, self._case(nodeid), "begun")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = report.nodeid
+        self._seconds[test] = self._seconds.get(test, 0.0) + report.duration
+        if report.failed:
+            why = f"{report.when}: {str(report.longrepr)[-1500:]}"
+            self._end(test, "failed", why=why)
+        elif report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self._end(test, "skipped", why=reason.removeprefix("Skipped: "))
+        elif report.when == "teardown":
+            self._end(test, "done", result={"seconds": self._seconds[test]})
+
+    def _end(self, test: str, status: str, **more: Any) -> None:
+        if test not in self._ended:
+            self._ended.add(test)
+            self._lines.write(self._phase, self._case(test), status, **more)

@@ -1,0 +1,239 @@
+"""Training steps on one GPU under our wrapper and torch's: time, the host's part of it, memory, a trace."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastreduce import backends
+from fastreduce.transports import NcclTransport
+
+from ..models import build
+from ..paired import describe, difference, ratio
+from ..steps import Contestant, Setting, set_up_process, stage_seconds, too_far, wrapped
+from .cases import Case, NotHere
+from .trace import write_trace
+from .two_clocks import Work, timed
+
+VIEWS = {"gradient_as_bucket_view": True}
+WARM_UP = 11  # steps: torch's logger and ours record events in the first ten
+
+
+def ours(compression: str, options: dict[str, Any] | None = None, **more: Any) -> Setting:
+    """Our wrapper with an NCCL communicator of this rank alone, which torch's class pays for as well."""
+    options = {"compression": compression, **(options or {})}
+    return Setting("fastreduce", options, **{"kernels": "triton", "transport": NcclTransport, **more})
+
+
+OURS, RIVAL = "fp16", "torch fp16 hook, views"
+HEADLINE = {
+    OURS: ours("fp16"),
+    "fp16, views": ours("fp16", VIEWS),
+    "fp16, no communicator": ours("fp16", transport=None),
+    "unwrapped": Setting(""),
+    "torch": Setting("torch"),
+    RIVAL: Setting("torch", VIEWS, hook=True),
+}
+SETTINGS = {
+    "int8": ours("int8"),
+    "int8, error feedback": ours("int8:error_feedback"),
+    "none": ours("none"),
+    "none, views": ours("none", VIEWS),
+    "none, no communicator": ours("none", transport=None),
+    "unwrapped": Setting(""),
+    "torch": Setting("torch"),
+    "torch, views": Setting("torch", VIEWS),
+    "torch fp16 hook": Setting("torch", hook=True),
+}
+CLIPPING = {
+    "fp16, clipped": ours("fp16", clip=True),
+    OURS: ours("fp16"),
+    "unwrapped": Setting(""),
+    "torch fp16 hook, views, clipped": Setting("torch", VIEWS, hook=True, clip=True),
+    RIVAL: Setting("torch", VIEWS, hook=True),
+}
+NUMBA = {
+    "fp16, numba_cuda": ours("fp16", kernels="numba_cuda"),
+    OURS: ours("fp16"),
+    "unwrapped": Setting(""),
+    RIVAL: Setting("torch", VIEWS, hook=True),
+}
+# Two backwards of torch's own need not agree to the last bit here; that ours does is what tests/test_gpu.py shows.
+TOLERANCES = {
+    **dict.fromkeys(("none", "none, views", "none, no communicator"), 2.0**-18),
+    **dict.fromkeys((OURS, "fp16, views", "fp16, no communicator"), 2.0**-9),
+    "int8": 2.0**-5,
+    "int8, error feedback": 2.0**-4,
+}
+
+
+def cases(rehearsal: bool, out: Path) -> list[Case]:
+    """The headline first, the memory of the headline next."""
+    device = "cpu" if rehearsal else "cuda"
+    watched = (OURS, RIVAL, "unwrapped", "fp16, no communicator")
+    return [
+        Case("gpt2, 128 tokens", 40, partial(_steps, HEADLINE, device, 128)),
+        Case("gpt2, 1024 tokens", 40, partial(_steps, HEADLINE, device, 1024)),
+        *(Case(f"memory: {name}", 15, partial(_memory, HEADLINE[name], device), alone=True) for name in watched),
+        Case("trace", 15, partial(_trace, device, out)),
+        Case("gpt2, 128 tokens, clipped", 30, partial(_steps, CLIPPING, device, 128)),
+        Case("gpt2, 128 tokens, settings", 45, partial(_steps, SETTINGS, device, 128)),
+    ]
+
+
+def numba_cases(rehearsal: bool) -> list[Case]:
+    """The headline with Numba's kernels."""
+    return [Case("gpt2, 128 tokens, numba_cuda", 60, partial(_steps, NUMBA, "cpu" if rehearsal else "cuda", 128))]
+
+
+@contextmanager
+def _model(device: str, tokens: int) -> Iterator[tuple[nn.Module, Tensor, dist.ProcessGroup]]:
+    """GPT-2, its batch, and a group of this process alone."""
+    set_up_process()
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD if device == "cpu" else dist.new_group(backend="nccl")
+        module, x = build("gpt2", 64 if device == "cpu" else 768, 0, 8 if device == "cpu" else tokens)
+        yield module.to(device), x.to(device), group
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _can_run(settings: dict[str, Setting], device: str) -> dict[str, Setting]:
+    """All of them; in a rehearsal without NCCL, and with interpreted kernels for the first one that has Triton's."""
+    if device == "cpu":
+        found, first = {}, next((name for name, setting in settings.items() if setting.kernels == "triton"), "")
+        for name, setting in settings.items():
+            kernels = "triton" if name == first else "numba_cpu"
+            found[name] = replace(setting, transport=None, kernels=kernels)
+        return found
+    for setting in settings.values():
+        if setting.wrapper == "fastreduce" and (reason := backends.why_not(setting.kernels, torch.device(device))):
+            raise NotHere(reason)
+    return settings
+
+
+def _steps(settings: dict[str, Setting], device: str, tokens: int) -> dict[str, Any]:
+    """Times of steps, alternating: until the GPU is done; of `backward` on the host; stages in rounds of their own."""
+    rounds = 2 if device == "cpu" else 41
+    settings = _can_run(settings, device)
+    with _model(device, tokens) as (module, x, group):
+        contestants, errors = wrapped(settings, module, x, group, 3 if device == "cpu" else WARM_UP)
+        finish = torch.cuda.synchronize if device == "cuda" else lambda: None
+        times: dict[str, list[float]] = {name: [] for name in settings}
+        backward: dict[str, list[float]] = {name: [] for name in settings}
+        gc.collect()
+        gc.disable()
+        for _ in range(rounds):
+            for name, contestant in contestants.items():
+                finish()
+                start = time.perf_counter()
+                backward[name].append(contestant.step(x))
+                finish()
+                times[name].append(time.perf_counter() - start)
+                contestant.drop_gradients()
+        gc.enable()
+
+        def of(contestant: Contestant) -> Work:
+            return Work(lambda: contestant.step(x), contestant.drop_gradients)
+
+        clocks = timed({name: of(each) for name, each in contestants.items()}, device, 4.0, least=3, most=21)
+        stages = stage_seconds(contestants, x, 1 if device == "cpu" else 11)
+        for contestant in contestants.values():
+            if contestant.setting.wrapper == "fastreduce":
+                contestant.wrapped.reducer.close()
+        del contestants, of
+    found = _described(times, backward, clocks.gpu, clocks.late, stages)
+    for name, error in errors.items():
+        found["contestants"][name]["error"] = error
+    return {**found, "wrong": "; ".join(too_far(errors, TOLERANCES))}
+
+
+def _described(
+    times: dict[str, list[float]],
+    backward: dict[str, list[float]],
+    gpu: dict[str, list[float]],
+    late: dict[str, int],
+    stages: dict[str, dict[str, float]],
+) -> dict[str, Any]:
+    rows, unwrapped = describe(times), times["unwrapped"]
+    first = next(iter(times))
+    over = {name: [a - b for a, b in zip(each, unwrapped, strict=True)] for name, each in times.items()}
+    for name, row in rows.items():
+        row["backward_host_s"] = describe({name: backward[name]})[name]["median_s"]
+        row["gpu_s"], row["late"] = describe({name: gpu[name]})[name]["median_s"], late[name]
+        row["stages_s"] = stages.get(name)
+        if name != "unwrapped":
+            row["overhead_s"] = difference(times[name], unwrapped)
+            host = [a - b for a, b in zip(backward[name], backward["unwrapped"], strict=True)]
+            row["backward_overhead_s"] = describe({name: host})[name]["median_s"]
+        if name not in (first, "unwrapped") and row["overhead_s"][1] > 0:  # else there is nothing to divide by
+            row["overhead_ratio"] = ratio(over[first], over[name])
+    return {"ours": first, "contestants": rows}
+
+
+def _memory(setting: Setting, device: str) -> dict[str, Any]:
+    """Bytes of the GPU that steps need, in a process that does nothing else.
+
+    `peak_bytes` is the most that torch has allocated at once; `device_bytes` what this process holds in the end, with
+    what NCCL and torch's cache have taken, without CUDA's own context, which is there before the first of them.
+    """
+    if device == "cpu":
+        raise NotHere("there is no GPU whose memory could be watched")
+    torch.zeros(1, device=device)
+    before = _held()
+    with _model(device, 128) as (module, x, group):
+        contestant = wrapped({"": setting}, module, x, group, WARM_UP)[0][""]
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            contestant.step(x)
+            contestant.drop_gradients()
+        peak = torch.cuda.max_memory_allocated()
+        after, how = _held(), "of this process, by NVML" if before[1] else "growth of what is in use on the GPU"
+        if setting.wrapper == "fastreduce":
+            contestant.wrapped.reducer.close()
+        del contestant
+    row = {"peak_bytes": peak, "device_bytes": after[0] - before[0]}
+    return {"ours": "", "contestants": {"it": row}, "context_bytes": before[0] if before[1] else None, "counted": how}
+
+
+def _held() -> tuple[int, bool]:
+    """Bytes that this process holds on the GPU, where NVML lists it; else what is in use there, by anybody."""
+    torch.cuda.synchronize()
+    try:
+        pynvml = import_module("pynvml")
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return int(process.usedGpuMemory), True
+    except Exception:  # not installed, or not allowed here
+        pass
+    free, total = torch.cuda.mem_get_info()
+    return total - free, False
+
+
+def _trace(device: str, out: Path) -> dict[str, Any]:
+    """One step of the headline under torch's profiler: how much of our work ran beside backward's."""
+    settings = _can_run({OURS: HEADLINE[OURS]}, device)
+    with _model(device, 1024) as (module, x, group):
+        contestant = wrapped(settings, module, x, group, 3 if device == "cpu" else WARM_UP)[0][OURS]
+        found = write_trace(partial(contestant.step, x), device, out / "trace.json.gz")
+        contestant.wrapped.reducer.close()
+        del contestant
+    return found

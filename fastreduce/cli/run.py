@@ -1,33 +1,43 @@
-"""`fastreduce run`: torchrun, with torch's DistributedDataParallel replaced by ours in an unedited script."""
+"""`fastreduce run`: `fastreduce launch`, with torch's DistributedDataParallel replaced by ours in an unedited script."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import tempfile
+from pathlib import Path
 
 import typer
 
-from ..compression import Compression
+from .. import replacement
+from ..compression import ENVIRONMENT_VARIABLE, Compression
+from . import worker
+from .elastic import fail, say
+from .launch import make_parser, parse, start
 
 
-def run(
-    context: typer.Context,
-    compression: Annotated[
-        str | None, typer.Option(help="The setting, such as fp16; default: FASTREDUCE_COMPRESSION, or none.")
-    ] = None,
-) -> None:
-    """Run an unedited script under torchrun with our DDP in the place of torch's.
+def run(context: typer.Context) -> None:
+    """Run an unedited script with our DDP in the place of torch's, in it and in every Python that it starts.
 
-    fastreduce run [--compression SPEC] [options of torchrun] script.py [arguments of the script]
+    fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the script]
     """
-    from torch.distributed import run as torchrun
-
-    if compression is not None:
-        try:
-            Compression.parse(compression)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--compression") from error
-    arguments = torchrun.get_args_parser().parse_args(context.args)
-    chosen = [] if compression is None else [f"--compression={compression}"]
-    arguments.training_script_args = [*chosen, arguments.training_script, *arguments.training_script_args]
-    arguments.training_script, arguments.module = "fastreduce.run", True
-    torchrun.run(arguments)
+    parser = make_parser("run", run.__doc__)
+    parser.add_argument("--compression", metavar="SPEC", help="The setting, such as fp16; without it that of the "
+                        "environment variable FASTREDUCE_COMPRESSION, or none.")  # fmt: skip
+    options = parse(parser, context.args)
+    if options.compression is not None:
+        os.environ[ENVIRONMENT_VARIABLE] = options.compression
+    try:
+        Compression.resolve(None)
+    except ValueError as error:
+        fail(f"--compression: {error}" if options.compression is not None else str(error))
+    if options.nproc_per_node is None and options.gpus is None:  # as torchrun; the script may start its own ranks
+        options.nproc_per_node = "1"
+        os.environ[worker.ALONE] = "1"
+    with tempfile.TemporaryDirectory(prefix="fastreduce-run-") as folder:
+        record = Path(folder) / "wrapped"
+        record.touch()
+        os.environ.update(replacement.environment(str(record)))
+        code = start(options)
+        if code == 0 or record.stat().st_size:  # a run that failed before has said so
+            say(replacement.summary(record))
+    raise typer.Exit(code)

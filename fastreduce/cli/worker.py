@@ -62,6 +62,8 @@ def _run(kind: str, name: str) -> None:
     """As `python name` or `python -m name`: with Python's `sys.path[0]`, `sys.argv[0]` and `__file__`."""
     main = sys.modules["__main__"] = ModuleType("__main__")  # which stays, for threads and exit handlers
     vars(main).update(__builtins__=builtins)
+    if sys.version_info < (3, 14):
+        vars(main)["__annotations__"] = {}
     container = kind == "script" and (os.path.isdir(name) or zipfile.is_zipfile(name))
     path = os.path.join(os.getcwd(), name)
     folder = os.getcwd() if kind == "module" else path if container else os.path.dirname(os.path.realpath(path))

@@ -5,7 +5,7 @@ Imports the standard library alone, and ours (0.4 s) when a module is wrapped: a
 1. `environment` makes the environment of a run: `startup/sitecustomize.py` comes first in every Python that it starts.
 2. `join_run`, called from there, lets torch's class be replaced once torch is imported. Nobody else imports it.
 3. The class itself stays, so that it does not matter who holds it, since when and by which name: what it constructs
-   becomes ours, and a class derived from it is derived from ours from then on. Dynamo finds the active module as before.
+   becomes ours, and a class derived from it is derived from ours from then on. Dynamo finds the active module there.
 4. Each wrapping leaves a line in the run's record as it happens, by what reduces its gradients; `summary` counts them.
 """
 

@@ -94,13 +94,13 @@ def test_bad_input_is_an_error_before_anything_starts(
 ):
     arguments = [str(script) if a == "SCRIPT" else a for a in arguments]
     if command is RUN:
-        done = CliRunner().invoke(main, ["run", *arguments])
-        assert (done.exit_code, done.stdout) == (2, "")
+        ended = CliRunner().invoke(main, ["run", *arguments])
+        code, out, err = ended.exit_code, ended.stdout, ended.stderr
     else:
         done = run(*command, *arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+        code, out, err = done.returncode, done.stdout, done.stderr
+    assert (code, out) == (2, "")
+    assert message in err and "Traceback" not in err
 
 
 def test_a_setting_in_the_environment_is_checked_too(script: Path, monkeypatch: pytest.MonkeyPatch):
@@ -123,7 +123,8 @@ def test_help_says_it_all_in_words_that_hold_here():
 SHOW = """
 import json, os, sys
 os.chdir("/")
-print(json.dumps([__file__, sys.argv, sys.path, __name__, __package__, __spec__ and [__spec__.name, __spec__.origin], sorted(vars()), str(type(__loader__))]))
+spec = __spec__ and [__spec__.name, __spec__.origin]
+print(json.dumps([__file__, sys.argv, sys.path, __name__, __package__, spec, sorted(vars()), str(type(__loader__))]))
 """
 
 
@@ -197,7 +198,7 @@ def test_rubbish_in_the_launchers_variables_is_one_line(script: Path, name: str,
 
 # Processes that a script starts
 
-CHILDREN = ALONE + """
+CHILDREN = """
 import multiprocessing, subprocess, sys
 
 def child(kind):
@@ -256,7 +257,7 @@ def test_children_are_reached_however_they_start(tmp_path: Path):
 def test_children_get_our_class_however_they_start_and_only_those_reached_are_claimed(tmp_path: Path):
     """One of them is killed once it has wrapped; the exit code is the script's."""
     path = tmp_path / "train.py"
-    path.write_text(CHILDREN)
+    path.write_text(ALONE + CHILDREN)
     done = run(*RUN, "--compression", "int8", path, seconds=170)
     assert done.returncode == 5, done.stderr
     assert sorted(done.stdout.splitlines()) == [
@@ -329,7 +330,7 @@ def test_another_interpreter_is_left_alone(tmp_path: Path):
 
 # Names and subclasses
 
-NAMES = ALONE + """
+NAMES = """
 from torch.nn.parallel import DistributedDataParallel as Early
 from torch.nn.parallel.distributed import DistributedDataParallel as Direct
 
@@ -349,7 +350,7 @@ class Own(Direct):  # a reducer of its own
 alone()
 for kind in (Early, Direct, lambda m: Framework(m, 1), OldStyle):
     ddp = kind(torch.nn.Linear(1, 1))
-    assert isinstance(ddp, Early) and isinstance(ddp, Direct) and isinstance(ddp, torch.nn.parallel.DistributedDataParallel)
+    assert all(isinstance(ddp, known) for known in (Early, Direct, torch.nn.parallel.DistributedDataParallel))
     assert type(ddp.reducer).__module__ == "fastreduce.torch_reducer", type(ddp)
 assert type(Early(torch.nn.Linear(1, 1))) in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 import fastreduce, inspect
@@ -359,7 +360,7 @@ assert list(inspect.signature(Direct).parameters)[:2] == ["module", "device_ids"
 
 
 def test_every_name_and_subclass_of_torchs_class_is_ours(tmp_path: Path):
-    done = _child(NAMES, tmp_path)
+    done = _child(ALONE + NAMES, tmp_path)
     assert done.returncode == 0, done.stderr
     assert replacement.summary(tmp_path / "record") == "5 modules in 1 process wrapped by fastreduce, compression none"
 
@@ -370,7 +371,7 @@ Own(torch.nn.Linear(1, 1))
 torch._dynamo.config.optimize_ddp = "python_reducer"
 Early(torch.nn.Linear(1, 1))
 """
-    done = _child(NAMES + more, tmp_path)
+    done = _child(ALONE + NAMES + more, tmp_path)
     assert done.returncode == 0, done.stderr
     own = "Own makes a reducer of its own"
     dynamo = 'torch._dynamo.config.optimize_ddp is "python_reducer", which reduces by itself'
@@ -383,20 +384,20 @@ Early(torch.nn.Linear(1, 1))
 
 
 def test_where_fastreduce_cannot_be_imported_torchs_class_trains_and_it_is_said(tmp_path: Path):
-    code = ALONE + """
+    code = """
 import sys
 sys.modules["fastreduce.ddp"] = None
 alone()
 torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum().backward()
 """
-    done = _child(code, tmp_path)
+    done = _child(ALONE + code, tmp_path)
     assert done.returncode == 0, done.stderr
     said = replacement.summary(tmp_path / "record")
     assert said.startswith("1 module wrapped by torch's class: DistributedDataParallel(Linear), because fastreduce ")
     assert "cannot be imported by" in said and "fastreduce.ddp" in said and "UserWarning: torch's own" in done.stderr
 
 
-REPLICATE = ALONE + """
+REPLICATE = """
 from torch.distributed._composable.replicate import replicate
 from torch._dynamo.backends.distributed import DDPOptimizer
 
@@ -439,7 +440,7 @@ for kind in ("plain", "subclass", "replicate"):
 
 def test_dynamo_splits_graphs_at_our_buckets_and_replicate_is_ours(tmp_path: Path):
     """Held against torch's own class: the same script without a run."""
-    done = _child(REPLICATE, tmp_path)
+    done = _child(ALONE + REPLICATE, tmp_path)
     assert done.returncode == 0, done.stderr
     assert replacement.summary(tmp_path / "record") == "3 modules in 1 process wrapped by fastreduce, compression none"
-    assert done.stdout == run(sys.executable, "-c", REPLICATE).stdout
+    assert done.stdout == run(sys.executable, "-c", ALONE + REPLICATE).stdout

@@ -124,7 +124,7 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
 
 
 def make_parser(command: str, description: str | None) -> ArgumentParser:
-    """torchrun's parser, with our options, defaults and words, for `fastreduce COMMAND`."""
+    """The parser of torchrun, with our options, defaults and words, for `fastreduce COMMAND`."""
     parser = torchrun.get_args_parser()
     parser.prog = elastic.command = f"fastreduce {command}"
     parser.description = description
@@ -165,8 +165,8 @@ def _options_end(parser: ArgumentParser, arguments: list[str]) -> int:
         if word == "--":
             del arguments[end]
             break
-        meant = {id(a): a for name, a in actions.items() if name == word or (word[:2] == "--" and name.startswith(word))}
-        action = actions.get(word) or (next(iter(meant.values())) if len(meant) == 1 else None)
+        meant = {id(a): a for name, a in actions.items() if word.startswith("--") and name.startswith(word)}
+        action = actions.get(word) or (meant.popitem()[1] if len(meant) == 1 else None)  # abbreviated
         end += 2 if action is not None and action.nargs is None else 1
     return end
 

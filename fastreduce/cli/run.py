@@ -1,4 +1,4 @@
-"""`fastreduce run`: `fastreduce launch`, with torch's DistributedDataParallel replaced by ours in an unedited script."""
+"""`fastreduce run`: `fastreduce launch` of an unedited script, with torch's DistributedDataParallel replaced."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _run(kind: str, name: str) -> None:
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     vars(main).update(__file__=path, __cached__=None, __loader__=loader)
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # type: ignore[attr-defined]  # compiled
+        code = pkgutil.read_code(file)  # compiled
     if code is None:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)

@@ -1,7 +1,7 @@
 """What Python imports first in every process of `fastreduce run`: our hook, then the sitecustomize that was meant.
 
-This folder stands first on PYTHONPATH and leaves `sys.path` here. Any Python that a script starts reads this file, so it
-is written for the oldest; the hook is for the interpreter of the run alone.
+This folder stands first on PYTHONPATH and leaves `sys.path` here. Any Python that a script starts reads this file, so
+it is written for the oldest; the hook is for the interpreter of the run alone.
 """
 
 import os
@@ -22,7 +22,7 @@ if sys.version_info >= (3, 10) and os.path.isfile(_HOOK) and "fastreduce.replace
 
 _this = sys.modules.pop(__name__)
 try:
-    import sitecustomize  # noqa: F401  the next one on sys.path
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  the next one on sys.path
 except ImportError as _error:
     if getattr(_error, "name", __name__) != __name__:
         raise

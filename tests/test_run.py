@@ -383,6 +383,24 @@ Early(torch.nn.Linear(1, 1))
     )
 
 
+def test_a_wrapper_that_was_pickled_without_a_run_is_torchs_and_said_to_be(tmp_path: Path):
+    save = """
+alone()
+torch.save(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1)), PATH)
+"""
+    load = """
+alone()
+torch.load(PATH, weights_only=False)(torch.ones(1, 1)).sum().backward()
+"""
+    name = f"PATH = {str(tmp_path / 'model')!r}"
+    assert run(sys.executable, "-c", ALONE + name + save).returncode == 0
+    done = _child(ALONE + name + load, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert replacement.summary(tmp_path / "record") == (
+        "1 module wrapped by torch's class: DistributedDataParallel(Linear), because it was unpickled, not constructed"
+    )
+
+
 def test_where_fastreduce_cannot_be_imported_torchs_class_trains_and_it_is_said(tmp_path: Path):
     code = """
 import sys
@@ -444,3 +462,32 @@ def test_dynamo_splits_graphs_at_our_buckets_and_replicate_is_ours(tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert replacement.summary(tmp_path / "record") == "3 modules in 1 process wrapped by fastreduce, compression none"
     assert done.stdout == run(sys.executable, "-c", ALONE + REPLICATE).stdout
+
+
+TENSOR_PARALLEL = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+ddp = torch.nn.parallel.DistributedDataParallel(net, device_mesh=mesh["dp"])
+parameters = list(net.parameters())  # as torch.distributed.tensor.parallel.ddp has made them
+ddp(torch.ones(3, 4) * (1 + dist.get_rank())).sum().backward()
+if dist.get_rank() == 0:
+    print([parameter.grad.flatten().tolist() for parameter in parameters])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_beside_tensor_parallelism_ours_gives_torchs_gradients(tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(TENSOR_PARALLEL)
+    ours, torchs = (run(*FASTREDUCE, command, "--nproc-per-node", 2, path) for command in ("run", "launch"))
+    assert ours.returncode == 0, ours.stderr
+    assert _said(ours)[-1] == "fastreduce run: 2 modules in 2 processes wrapped by fastreduce, compression none"
+    assert ours.stdout == torchs.stdout and len(json.loads(ours.stdout)) == 4

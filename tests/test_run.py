@@ -114,7 +114,11 @@ def test_help_says_it_all_in_words_that_hold_here():
     text = " ".join(done.stdout.split())
     assert "fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the" in text
     assert "--shutdown-timeout" in text and "without it 2." in text
-    assert "30 seconds" not in text and "sub-directory" not in text
+    assert "Ranks on this machine; without it one." in text
+    other = " ".join(CliRunner().invoke(main, ["launch", "--help"]).stdout.split())
+    assert "fastreduce launch [options of torchrun] [--gpus N] script.py" in other and "without it 2." in other
+    for wrong in ("30 seconds", "sub-directory", "job-level"):
+        assert wrong not in text and wrong not in other
 
 
 # As Python does it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -10,6 +11,7 @@ import socket
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from .nodes import limit_seconds
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
 HELP = {  # of torchrun's options that mean something else here
     "nproc_per_node": "Ranks on this machine: a number, auto, cpu or gpu; without it one a GPU.",
+    "training_script": "The script, or with -m the module; what follows is its own, as it is.",
     "log_dir": "Folder for the ranks' output, which goes to rank.N/stdout and rank.N/stderr in it, N being the global "
     "rank, and after a restart to attempt_1/rank.N/...; to the console too, unless --redirects says otherwise.",
     "master_port": "Port of the first node where ranks meet; on one node a free one, on several 29500.",
@@ -52,7 +55,7 @@ def launch(context: typer.Context) -> None:
 
     fastreduce launch [options of torchrun] [--gpus N] script.py [arguments of the script]
     """
-    options = parse(make_parser("launch", launch.__doc__), context.args)
+    options = parse(make_parser(launch), context.args)
     raise typer.Exit(start(options))
 
 
@@ -123,11 +126,11 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
     return 0
 
 
-def make_parser(command: str, description: str | None) -> ArgumentParser:
-    """The parser of torchrun, with our options, defaults and words, for `fastreduce COMMAND`."""
+def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
+    """The parser of torchrun, with our options, defaults and words, for a command: its docstring says what and how."""
     parser = torchrun.get_args_parser()
-    parser.prog = elastic.command = f"fastreduce {command}"
-    parser.description = description
+    parser.prog = elastic.command = f"fastreduce {function.__name__}"
+    parser.description, parser.usage = (inspect.getdoc(function) or "").split("\n\n")
     parser.add_argument(
         "--gpus", type=int, help="Ranks on this machine, each with one GPU of its own, device 0 to it; as CPU ranks "
         "where there is no GPU."

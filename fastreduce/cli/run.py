@@ -20,9 +20,10 @@ def run(context: typer.Context) -> None:
 
     fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the script]
     """
-    parser = make_parser("run", run.__doc__)
-    parser.add_argument("--compression", metavar="SPEC", help="The setting, such as fp16; without it that of the "
-                        "environment variable FASTREDUCE_COMPRESSION, or none.")  # fmt: skip
+    parser = make_parser(run)
+    help_ = "The setting, such as fp16; without it what the environment variable FASTREDUCE_COMPRESSION says, or none."
+    parser.add_argument("--compression", metavar="SPEC", help=help_)
+    parser._option_string_actions["--nproc-per-node"].help = "Ranks on this machine; without it one."
     options = parse(parser, context.args)
     if options.compression is not None:
         os.environ[ENVIRONMENT_VARIABLE] = options.compression

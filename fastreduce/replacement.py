@@ -12,6 +12,7 @@ Imports the standard library alone, and ours (0.4 s) when a module is wrapped: a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -28,6 +29,7 @@ from typing import Any
 RUN = "_FASTREDUCE_RUN"  # of whom, for whom and where the record is: {"prefix": …, "owner": …, "record": …}
 STARTUP = str(Path(__file__).parent / "startup")
 TORCHS_MODULE = "torch.nn.parallel.distributed"
+NONE_WRAPPED = "no module was wrapped: no Python process of this run that we reached made a DistributedDataParallel"
 OURS = "_transport_argument"  # an attribute that our __init__ sets before it calls torch's
 
 _record = ""  # the file that wrappings are noted in; "": nobody wants to know
@@ -186,19 +188,19 @@ def _note(model: Any, why: str) -> None:
         file = os.open(_record, os.O_WRONLY | os.O_APPEND)
     except OSError:  # nobody wants to know, or the run is over
         return
-    try:
+    with contextlib.suppress(OSError):
         os.write(file, f"{line}\n".encode())  # whole, whoever writes beside it
-    finally:
-        os.close(file)
+    os.close(file)
 
 
 def summary(record: Path) -> str:
-    """One line: how many modules were wrapped by us, under which setting, and which by torch's class and why."""
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    """One line: how many modules were wrapped by us, under which setting, and which by torch's class and why; or ""."""
+    try:
+        lines = [json.loads(line) for line in record.read_text().splitlines() if line.endswith("}")]
+    except OSError as error:  # long runs outlive temporary files
+        return f"what was wrapped is not known: {error}"
     ours = [line for line in lines if not line["why"]]
     torchs = Counter((line["what"], line["why"]) for line in lines if line["why"])
-    if not lines:
-        return "no module was wrapped: no Python process of this run that we reached made a DistributedDataParallel"
     parts = []
     if ours:
         settings = Counter(line["setting"] for line in ours)
@@ -219,7 +221,7 @@ def _say_summary(owner: int) -> None:
     if os.getpid() != owner:  # a fork that ends as Python does
         return
     record = Path(_record)
-    text = summary(record)
-    record.unlink()
+    text = summary(record) or NONE_WRAPPED
+    record.unlink(missing_ok=True)
     if os.environ.get("RANK", "0") == "0" or "torch's class" in text:
         print(f"fastreduce run: {text}", file=sys.stderr, flush=True)

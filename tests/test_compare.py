@@ -94,6 +94,11 @@ def test_bad_arguments(arguments: list[str], message: str, asked: list[Experimen
     assert asked == []
 
 
+def test_help_tells_the_defaults():
+    text = re.sub(r"\s*│?\n│?\s*", " ", _invoke("--help").output)
+    assert "one a GPU; without GPUs 2" in text and "cuda where there is a GPU" in text
+
+
 def test_a_bad_setting_is_one_line():
     assert len(_invoke("--settings", "fp17").output.splitlines()) == 1
 

@@ -73,10 +73,12 @@ def compare(
     ] = DEFAULT_SETTINGS,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes on this machine, one thread each.  [default: one a GPU; without GPUs 2]"),
+        typer.Option(
+            min=1, help="Processes on this machine, one thread each.", show_default="one a GPU; without GPUs 2"
+        ),
     ] = None,
     device: Annotated[
-        Device | None, typer.Option(help="Where to train.  [default: cuda where there is a GPU]", show_choices=True)
+        Device | None, typer.Option(help="Where to train.", show_default="cuda where there is a GPU", show_choices=True)
     ] = None,
     width: Annotated[
         int, typer.Option(min=1, help="Channels of the network; gradients have 4,500 × width² bytes.")

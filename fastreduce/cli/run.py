@@ -39,6 +39,7 @@ def run(context: typer.Context) -> None:
         record.touch()
         os.environ.update(replacement.environment(str(record)))
         code = start(options)
-        if code == 0 or record.stat().st_size:  # a run that failed before has said so
-            say(replacement.summary(record))
+        wrapped = replacement.summary(record)
+    if wrapped or code == 0:  # a run that failed before has said why
+        say(wrapped or replacement.NONE_WRAPPED)
     raise typer.Exit(code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import multiprocessing
 import multiprocessing.util
 import os
@@ -26,6 +27,7 @@ from .errors import RanksFailedError, SettingError
 
 EXIT_SECONDS = 5.0  # for exit handlers, once a rank has handed over its value
 FOREVER = timedelta(days=365)
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def run_ranks(
         with _interrupts_ignored():  # children inherit this: Ctrl-C reaches this process alone, which ends them
             for local_rank in range(group.here):
                 ours, theirs = context.Pipe(duplex=False)
-                rank = _Rank(group, local_rank, host, port, on_report is not None, start_method)
+                rank = _Rank(group, local_rank, os.getpid(), host, port, on_report is not None, start_method)
                 process = context.Process(target=_work, args=(rank, theirs, pickle.dumps((function, args))))
                 process.start()
                 theirs.close()  # so that a dead rank reads as end of file
@@ -175,6 +177,7 @@ class _Rank:
 
     group: Group
     local_rank: int
+    parent: int  # a process id
     host: str
     port: int
     reports: bool
@@ -218,7 +221,7 @@ class _Rank:
 
 def _work(rank: _Rank, pipe: Connection, job: bytes) -> None:
     os.setsid()  # one signal reaches what the function starts, too
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _end_with(rank.parent)
     try:
         store = rank.join()
         function, args = pickle.loads(job)
@@ -252,9 +255,20 @@ def _pickled(error: BaseException) -> bytes:
         return b""
 
 
-def _end_with_parent() -> None:
-    """However it ended: without it, a rank would wait for its peers until their timeout."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+def _end_with(parent: int) -> None:
+    """However it ends: without it, a rank would wait for its peers until their timeout.
+
+    The kernel ends this process, whatever it is doing: a thread waits for its turn while kernels compile. The thread
+    ends what the rank has started.
+    """
+    threading.Thread(target=_end_group_with_parent, daemon=True).start()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os.killpg(0, signal.SIGKILL)
+
+
+def _end_group_with_parent() -> None:
+    process = multiprocessing.parent_process()
+    assert process is not None
+    wait([process.sentinel])
     os.killpg(0, signal.SIGKILL)

@@ -6,76 +6,90 @@ Under torchrun: `torchrun --nproc_per_node=2 -m fastreduce.run script.py …`, o
 
 from __future__ import annotations
 
-import functools
+import importlib
 import os
-import runpy
+import subprocess
 import sys
-import warnings
+import tempfile
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-import torch.nn.parallel
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
-
+from . import replacement
 from .compression import ENVIRONMENT_VARIABLE, Compression
-from .ddp import DistributedDataParallel
 
-USAGE = "usage: python -m fastreduce.run [--compression SPEC] script.py [arguments of the script]"
+USAGE = "usage: python -m fastreduce.run [--compression SPEC] (script.py | -m module) [arguments of the script]"
+WORKER = Path(__file__).parent / "cli" / "worker.py"
 
 
 def replace_torchs_class() -> None:
-    """Let `torch.nn.parallel.DistributedDataParallel` be ours from now on.
+    """Let torch's DistributedDataParallel be ours in this process from now on, by whatever name and in subclasses.
 
-    The name in `torch.nn.parallel.distributed` stays torch's: Dynamo finds the active module by it. A wrapper
-    that a script or a framework makes by that name warns.
+    For notebooks and tests; `fastreduce run` does it in every process that a script starts.
     """
-    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc]
-    construct = TorchDDP.__init__
-
-    @functools.wraps(construct)
-    def warn_and_construct(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
-        if type(self) is TorchDDP:
-            warnings.warn(
-                "this is torch's own DistributedDataParallel: it was imported from torch.nn.parallel.distributed, "
-                "where fastreduce does not replace it. Pass fastreduce.DistributedDataParallel (docs/frameworks.md)",
-                stacklevel=2,
-            )
-        construct(self, *args, **kwargs)
-
-    TorchDDP.__init__ = warn_and_construct  # type: ignore[method-assign]
+    torchs_module = importlib.import_module(replacement.TORCHS_MODULE)
+    replacement.replace(torchs_module)
+    replacement.take_name(torchs_module)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Replace torch's class, say so on rank 0, and run the script as `__main__`.
+def restore_torchs_class() -> None:
+    """Let it be torch's again; what has become ours stays so."""
+    replacement.restore(importlib.import_module(replacement.TORCHS_MODULE))
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Become the script: the same process starts anew, as part of a run.
 
     Raises:
         SystemExit: with a message, if there is no such script or setting.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["--compression"] and len(arguments) > 1:
-        os.environ[ENVIRONMENT_VARIABLE] = arguments[1]
-        arguments = arguments[2:]
-    elif arguments and arguments[0].startswith("--compression="):
-        os.environ[ENVIRONMENT_VARIABLE] = arguments[0].partition("=")[2]
-        arguments = arguments[1:]
-    if not arguments or arguments[0].startswith("-"):
-        sys.exit(USAGE)
-    script = Path(arguments[0])
-    if not script.is_file():
-        sys.exit(f"fastreduce run: there is no script {str(script)!r}")
+    setting, kind, script = _parse(sys.argv[1:] if arguments is None else arguments)
+    if setting is not None:
+        os.environ[ENVIRONMENT_VARIABLE] = setting
     try:
-        setting = Compression.resolve(None)
+        Compression.resolve(None)
     except ValueError as error:
-        sys.exit(f"fastreduce run: {error}")
+        _fail(str(error))
+    if kind == "module" and PathFinder.find_spec(script[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        _fail(f"there is no module {script[0]!r}")
+    if kind == "script" and not Path(script[0]).exists():
+        _fail(f"there is no script {script[0]!r}")
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        _fail("Python's options -I, -E and -S keep ours from the script: start without them")
+    record, name = tempfile.mkstemp(prefix="fastreduce-run-")
+    os.close(record)
+    os.environ.update(replacement.environment(name, owner=os.getpid()))
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    os.execv(sys.executable, [sys.executable, *options, str(WORKER), kind, *script])
 
-    replace_torchs_class()
-    if os.environ.get("RANK", "0") == "0":
-        print(
-            f"fastreduce: torch's DistributedDataParallel is ours in {script.name}, compression {setting}", flush=True
-        )
-    sys.argv = arguments
-    sys.path[0] = str(script.parent)
-    runpy.run_path(str(script), run_name="__main__")
+
+def _parse(arguments: list[str]) -> tuple[str | None, str, list[str]]:
+    """The setting, "script" or "module", and its name with its arguments, which are taken as they are."""
+    setting, kind = None, "script"
+    while arguments and arguments[0].startswith("-"):
+        option, *arguments = arguments
+        name, equals, value = option.partition("=")
+        if name == "--compression" and (equals or arguments):
+            setting = value if equals else arguments.pop(0)
+        elif option in ("-h", "--help"):
+            print(USAGE)
+            sys.exit()
+        elif option == "-m":
+            kind = "module"
+            break
+        elif option == "--":
+            break
+        else:
+            arguments = []
+    if not arguments:
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
+    return setting, kind, arguments
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"fastreduce run: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import math
 import multiprocessing
 import os
 import re
+import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import typer
 from matplotlib.image import imread
@@ -24,6 +30,7 @@ from fastreduce.cli.statistics import Estimate, chance_of_disagreement, conclude
 from fastreduce.cli.training import BARE, TORCH, TORCH_FP16, WARM_UP_STEPS, Experiment, Record, load_digits, order
 from fastreduce.errors import RanksFailedError
 from fastreduce.processes import Group, run_ranks
+from tests.commands import FASTREDUCE, finish, started
 
 compare = importlib.import_module("fastreduce.cli.compare")  # the module: the package's name is the function
 
@@ -85,6 +92,11 @@ def test_bad_arguments(arguments: list[str], message: str, asked: list[Experimen
     assert result.exit_code == 2
     assert re.search(message, re.sub(r"\s*│?\n│?\s*", " ", result.output)), result.output
     assert asked == []
+
+
+def test_help_tells_the_defaults():
+    text = re.sub(r"\s*│?\n│?\s*", " ", _invoke("--help").output)
+    assert "one a GPU; without GPUs 2" in text and "cuda where there is a GPU" in text
 
 
 def test_a_bad_setting_is_one_line():
@@ -205,7 +217,24 @@ def test_conclusion_when_the_fastest_is_not_the_surest():
     said = conclude([none, unsure, sure, *torchs])[0]
     assert said.startswith("Fastest here was fp16: a step takes 0.84× none (0.80–1.01), no real difference;")
     assert said.endswith("; really faster than none: int8 with 0.88× (0.74–0.94).")
-    assert conclude([none, unsure, *torchs])[0].endswith("no real difference: none does as well.")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        ((1.03, 0.65, 1.63), "Fastest here was none; fp16 takes 1.03× none (0.65–1.63). Whether compressing pays"),
+        ((0.84, 0.80, 1.01), "Fastest here was fp16: a step takes 0.84× none (0.80–1.01). Whether compressing pays"),
+        ((0.84, math.nan, math.nan), "Fastest here was fp16: a step takes 0.84× none. Whether compressing pays"),
+        ((1.01, 0.99, 1.02), "Fastest here was none: compressing does not pay on this machine. Next is fp16"),
+        ((0.99, 0.98, 1.02), "Fastest here was fp16: a step takes 0.99× none (0.98–1.02): compressing does not pay"),
+    ],
+)
+def test_an_interval_that_holds_1_leaves_it_undecided_and_says_what_decides(ratio: tuple[float, ...], said: str):
+    none, fp16, *torchs = summarise(EXPERIMENT, _ranks(FACTORS))
+    sentence = conclude([none, replace(fp16, ratio=Estimate(*ratio)), *torchs])[0]
+    assert sentence.startswith(said)
+    undecided = "undecided: from 6 rounds on" if math.isnan(ratio[1]) else "undecided: intervals that hold 1 narrow"
+    assert (undecided in sentence) == ("Whether" in said)
 
 
 def test_conclusion_names_lost_accuracy_and_ranks_that_drifted_apart():
@@ -263,6 +292,46 @@ def test_ranks_that_hang_are_ended():
     with pytest.raises(RanksFailedError, match="no rank has reported anything for 2 s"):
         run_ranks(_hang, Group(2, 2), on_report=print, stall_seconds=2)
     assert set(multiprocessing.active_children()) <= before
+
+
+def _ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
+    return [child for child in launcher.children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_ranks_end_with_the_command(tmp_path: Path, received: signal.Signals):
+    sizes = ["--ranks", 2, "--width", 4, "--settings", "none", "--rounds", 100000, "--out", tmp_path]
+    with started(*FASTREDUCE, "compare", *sizes) as process:
+        launcher, deadline = psutil.Process(process.pid), time.monotonic() + 60
+        while len(ranks := _ranks_of(launcher)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if received == signal.SIGKILL:  # the others end ranks that have not begun, too
+            while min(rank.num_threads() for rank in ranks) < 3 and time.monotonic() < deadline:
+                time.sleep(0.05)
+        process.send_signal(received)
+        assert psutil.wait_procs(ranks, timeout=3)[1] == [] and len(ranks) == 2
+        done = finish(process, 20)
+    if received != signal.SIGKILL:
+        assert done.returncode == 128 + received
+        assert done.stderr == f"fastreduce compare: {received.name}: all ranks were ended\n"
+
+
+def _hold_the_interpreter(rank: int, report: Callable[[int], None]) -> None:
+    """As a collective or a compiler that does not let other threads run."""
+    report(os.getpid())
+    ctypes.PyDLL(None).sleep(60)
+
+
+def _run_ranks_that_hold_it() -> None:
+    run_ranks(_hold_the_interpreter, Group(2, 2), on_report=lambda pid: print(pid, flush=True))
+
+
+def test_a_rank_that_lets_no_thread_run_ends_with_its_parent():
+    code = "from tests.test_compare import _run_ranks_that_hold_it as run\nif __name__ == '__main__': run()"
+    with started(sys.executable, "-c", code) as process:
+        ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+        process.kill()
+        assert psutil.wait_procs(ranks, timeout=3)[1] == []
 
 
 # From end to end

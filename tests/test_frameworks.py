@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
-from fastreduce.run import replace_torchs_class
+from fastreduce.run import replace_torchs_class, restore_torchs_class
 from tests.commands import FASTREDUCE, ROOT, TORCHRUN, run, with_environment
 from tests.ranks import RankPool
 
@@ -106,7 +106,7 @@ def _train_in_both(rank: int, world_size: int, framework: str) -> tuple[Trained,
     try:
         return theirs, train(example, DistributedDataParallel)
     finally:
-        torch.nn.parallel.DistributedDataParallel = TorchDDP  # type: ignore[misc]
+        restore_torchs_class()
 
 
 def _load(framework: str) -> Any:

@@ -56,14 +56,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_logger": {"buckets"},
     "torch_reducer": PARTS | {"bucketed", "comm_hook", "mixed_precision", "reducer", "torch_logger"},
     "hooks": PARTS,
-    "run": {"compression", "ddp"},
+    "replacement": {"ddp"},
+    "startup": set(),
+    "run": {"compression", "replacement"},
     "functional": PARTS | {"arrays", "bucketed"},
     "wrapping": PARTS,
     "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},
     "": TOP,
     "processes": {"errors"},
     "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes"},
-    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "processes"},
+    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "processes", "replacement"},
 }
 
 

@@ -371,6 +371,13 @@ def test_the_template_in_the_docs_finds_its_node_rank(tmp_path: Path):
     assert elsewhere.returncode == 1 and "172.17.0.1 10.0.0.2" in elsewhere.stderr
 
 
+@pytest.mark.parametrize("name", ["FASTREDUCE_LAUNCHER", "FASTREDUCE_ONE_GPU"])
+def test_a_rank_does_not_take_rubbish_for_what_its_launcher_says(tmp_path: Path, name: str):
+    done = run(sys.executable, WORKER, "script", tmp_path / "none.py", env=with_environment(**{name: "rubbish"}))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"fastreduce launch: {name}=rubbish: this is set to")
+
+
 @pytest.mark.parametrize(("visible", "sees"), [("4,7", "7"), (None, "1")])
 def test_with_gpus_each_rank_sees_one(tmp_path: Path, visible: str | None, sees: str):
     """What a rank does before its script runs; asked of the process itself, so that no GPU is needed."""

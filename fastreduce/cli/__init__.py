@@ -21,7 +21,7 @@ main = typer.Typer(
 )
 main.command(cls=CompareCommand)(compare)
 main.command()(doctor)
-main.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(run)
+main.command(cls=LaunchCommand)(run)
 main.command(cls=LaunchCommand)(launch)
 
 

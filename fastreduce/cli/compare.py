@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -70,10 +73,12 @@ def compare(
     ] = DEFAULT_SETTINGS,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes on this machine, one thread each.  [default: one a GPU; without GPUs 2]"),
+        typer.Option(
+            min=1, help="Processes on this machine, one thread each.", show_default="one a GPU; without GPUs 2"
+        ),
     ] = None,
     device: Annotated[
-        Device | None, typer.Option(help="Where to train.  [default: cuda where there is a GPU]", show_choices=True)
+        Device | None, typer.Option(help="Where to train.", show_default="cuda where there is a GPU", show_choices=True)
     ] = None,
     width: Annotated[
         int, typer.Option(min=1, help="Channels of the network; gradients have 4,500 × width² bytes.")
@@ -115,17 +120,20 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     """Run `function` on the ranks and report what they saw.
 
     Raises:
-        typer.Exit: with code 1 if a rank failed, after its traceback has been printed.
+        typer.Exit: with code 1 if a rank failed, after its traceback has been printed; with 128 + the signal if this
+            process was ended by one.
     """
     from . import plot, report, statistics
 
     start = time.monotonic()
     try:
-        with _Watch(experiment, console) as watch:
+        with _signals_end_ranks(), _Watch(experiment, console) as watch:
             group = Group(experiment.ranks, experiment.ranks)
             records = run_ranks(function, group, experiment, on_report=watch.on_report, stall_seconds=STALL_SECONDS)
     except RanksFailedError as error:
         _fail(str(error), code=1)
+    except _SignalError as error:
+        _fail(f"{error.received.name}: all ranks were ended", code=128 + error.received)
     figures = statistics.summarise(experiment, records)
     seconds = time.monotonic() - start
     report.print_table(console, figures)
@@ -150,6 +158,29 @@ def _check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:
     if ranks > most:
         _fail(f"--ranks {ranks} is more than this machine can time: at most {most}, {RANKS_PER_CORE} per core")
     return tuple(specs if "none" in specs else ["none", *specs])
+
+
+class _SignalError(Exception):
+    """The signal that this process received."""
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(received.name)
+        self.received = received
+
+
+@contextlib.contextmanager
+def _signals_end_ranks() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and a closed terminal raise here, so that ranks are ended and waited for."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise _SignalError(signal.Signals(number))
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

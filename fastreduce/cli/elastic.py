@@ -26,6 +26,8 @@ from .nodes import Nodes
 
 LOCAL = "fastreduce-local"
 
+command = "fastreduce launch"  # what the user has typed, which every message begins with
+
 
 def open_port(address: str, port: int) -> socket.socket:
     """A listening socket on an address ("": all of them) and a port (0: a free one), or exit code 1 and a message."""
@@ -211,7 +213,7 @@ def cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
 
 def say(message: str) -> None:
     """One line for the user."""
-    print(f"fastreduce launch: {message}", file=sys.stderr, flush=True)
+    print(f"{command}: {message}", file=sys.stderr, flush=True)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

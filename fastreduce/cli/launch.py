@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -10,6 +11,7 @@ import socket
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,19 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 from typer.core import TyperCommand
 
-from . import worker
+from . import elastic, worker
 from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
 from .nodes import limit_seconds
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
+HELP = {  # of torchrun's options that mean something else here
+    "nproc_per_node": "Ranks on this machine: a number, auto, cpu or gpu; without it one a GPU.",
+    "training_script": "The script, or with -m the module; what follows is its own, as it is.",
+    "log_dir": "Folder for the ranks' output, which goes to rank.N/stdout and rank.N/stderr in it, N being the global "
+    "rank, and after a restart to attempt_1/rank.N/...; to the console too, unless --redirects says otherwise.",
+    "master_port": "Port of the first node where ranks meet; on one node a free one, on several 29500.",
+    "shutdown_timeout": "Seconds that ranks have to end after SIGTERM, before SIGKILL; without it 2.",
+}
 
 
 class LaunchCommand(TyperCommand):
@@ -45,12 +55,18 @@ def launch(context: typer.Context) -> None:
 
     fastreduce launch [options of torchrun] [--gpus N] script.py [arguments of the script]
     """
-    options = _parse(context.args)
+    options = parse(make_parser(launch), context.args)
+    raise typer.Exit(start(options))
+
+
+def start(options: Namespace) -> int:
+    """Start the ranks on this machine and wait for their end: the exit code.
+
+    Raises:
+        typer.Exit: with a message, if the options or the environment are wrong; nothing has started.
+    """
+    _check_environment()
     _check_script(options)
-    try:
-        limit_seconds()
-    except ValueError as error:
-        fail(str(error))
     ranks = _decide_ranks(options)
     listener = _listen(options)
     with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
@@ -70,8 +86,7 @@ def launch(context: typer.Context) -> None:
         kind = "program" if options.no_python else "module" if options.module else "script"
         python = sys.executable if options.no_python else python
         arguments = ["-u", worker.__file__, kind, options.training_script, *options.training_script_args]
-        code = _run(elastic_launch(config, python), arguments)
-    raise typer.Exit(code)
+        return _run(elastic_launch(config, python), arguments)
 
 
 def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
@@ -111,10 +126,11 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> ArgumentParser:
+def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
+    """The parser of torchrun, with our options, defaults and words, for a command: its docstring says what and how."""
     parser = torchrun.get_args_parser()
-    parser.prog = "fastreduce launch"
-    parser.description = launch.__doc__
+    parser.prog = elastic.command = f"fastreduce {function.__name__}"
+    parser.description, parser.usage = (inspect.getdoc(function) or "").split("\n\n")
     parser.add_argument(
         "--gpus", type=int, help="Ranks on this machine, each with one GPU of its own, device 0 to it; as CPU ranks "
         "where there is no GPU."
@@ -122,13 +138,18 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--script", help="The script; what these options do not name are its arguments.")
     given = os.environ.get
     parser.set_defaults(nproc_per_node=given("PET_NPROC_PER_NODE"), master_port=given("PET_MASTER_PORT"))
+    for action in parser._actions:
+        action.help = HELP.get(action.dest, action.help)
     return parser
 
 
-def _parse(arguments: list[str]) -> Namespace:
-    if not any(word == "--script" or word.startswith("--script=") for word in _before_script(arguments)):
-        return _parser().parse_args(arguments)
-    parser = _parser()
+def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """The options in front of the script; what stands behind it is the script's, as it is."""
+    end = _options_end(parser, arguments)
+    if not any(word == "--script" or word.startswith("--script=") for word in arguments[:end]):
+        options = parser.parse_args(arguments[: end + 1])
+        options.training_script_args = arguments[end + 1 :]
+        return options
     parser.allow_abbrev = False
     for action in [a for a in parser._actions if a.dest.startswith("training_script")]:
         parser._remove_action(action)
@@ -138,14 +159,29 @@ def _parse(arguments: list[str]) -> Namespace:
     return options
 
 
-def _before_script(arguments: list[str]) -> list[str]:
-    """The launcher's options at the front, up to a script that is given by position."""
-    actions = _parser()._option_string_actions
+def _options_end(parser: ArgumentParser, arguments: list[str]) -> int:
+    """Where the script stands that is given by position."""
+    actions = parser._option_string_actions
     end = 0
     while end < len(arguments) and arguments[end].startswith("-"):
-        action = actions.get(arguments[end])
+        word = arguments[end]
+        if word == "--":
+            del arguments[end]
+            break
+        meant = {id(a): a for name, a in actions.items() if word.startswith("--") and name.startswith(word)}
+        action = actions.get(word) or (meant.popitem()[1] if len(meant) == 1 else None)  # abbreviated
         end += 2 if action is not None and action.nargs is None else 1
-    return arguments[:end]
+    return end
+
+
+def _check_environment() -> None:
+    for name, option in ((worker.LAUNCHER, ""), (worker.ONE_GPU, ", and give --gpus")):
+        if name in os.environ:
+            fail(f"{name}={os.environ[name]}: the launcher sets this for its ranks, and nobody else: unset it{option}")
+    try:
+        limit_seconds()
+    except ValueError as error:
+        fail(str(error))
 
 
 def _check_script(options: Namespace) -> None:

@@ -1,33 +1,45 @@
-"""`fastreduce run`: torchrun, with torch's DistributedDataParallel replaced by ours in an unedited script."""
+"""`fastreduce run`: `fastreduce launch` of an unedited script, with torch's DistributedDataParallel replaced."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import tempfile
+from pathlib import Path
 
 import typer
 
-from ..compression import Compression
+from .. import replacement
+from ..compression import ENVIRONMENT_VARIABLE, Compression
+from . import worker
+from .elastic import fail, say
+from .launch import make_parser, parse, start
 
 
-def run(
-    context: typer.Context,
-    compression: Annotated[
-        str | None, typer.Option(help="The setting, such as fp16; default: FASTREDUCE_COMPRESSION, or none.")
-    ] = None,
-) -> None:
-    """Run an unedited script under torchrun with our DDP in the place of torch's.
+def run(context: typer.Context) -> None:
+    """Run an unedited script with our DDP in the place of torch's, in it and in every Python that it starts.
 
-    fastreduce run [--compression SPEC] [options of torchrun] script.py [arguments of the script]
+    fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the script]
     """
-    from torch.distributed import run as torchrun
-
-    if compression is not None:
-        try:
-            Compression.parse(compression)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--compression") from error
-    arguments = torchrun.get_args_parser().parse_args(context.args)
-    chosen = [] if compression is None else [f"--compression={compression}"]
-    arguments.training_script_args = [*chosen, arguments.training_script, *arguments.training_script_args]
-    arguments.training_script, arguments.module = "fastreduce.run", True
-    torchrun.run(arguments)
+    parser = make_parser(run)
+    help_ = "The setting, such as fp16; without it what the environment variable FASTREDUCE_COMPRESSION says, or none."
+    parser.add_argument("--compression", metavar="SPEC", help=help_)
+    parser._option_string_actions["--nproc-per-node"].help = "Ranks on this machine; without it one."
+    options = parse(parser, context.args)
+    if options.compression is not None:
+        os.environ[ENVIRONMENT_VARIABLE] = options.compression
+    try:
+        Compression.resolve(None)
+    except ValueError as error:
+        fail(f"--compression: {error}" if options.compression is not None else str(error))
+    if options.nproc_per_node is None and options.gpus is None:  # as torchrun; the script may start its own ranks
+        options.nproc_per_node = "1"
+        os.environ[worker.ALONE] = "1"
+    with tempfile.TemporaryDirectory(prefix="fastreduce-run-") as folder:
+        record = Path(folder) / "wrapped"
+        record.touch()
+        os.environ.update(replacement.environment(str(record)))
+        code = start(options)
+        wrapped = replacement.summary(record)
+    if wrapped or code == 0:  # a run that failed before has said why
+        say(wrapped or replacement.NONE_WRAPPED)
+    raise typer.Exit(code)

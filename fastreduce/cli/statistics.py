@@ -13,6 +13,8 @@ from .training import BARE, TORCH, TORCH_FP16, Experiment, Record
 
 Floats = NDArray[np.float64]
 SIGNIFICANT = 0.05
+WORTHLESS = 0.98  # a step that takes no less of none's is not worth a setting
+DECIDES = "intervals that hold 1 narrow with more --rounds, and on a machine that does nothing else"
 STAGES = ("compress", "reduce", "decompress")
 
 
@@ -125,18 +127,31 @@ def conclude(figures: Sequence[Figures]) -> list[str]:
 
 
 def _say_fastest(fastest: Figures, ours: Sequence[Figures]) -> str:
-    others = [f for f in ours if f.name != "none"]
+    """Whether compressing pays here, does not, or cannot be told yet: the intervals say it, not the medians."""
+    others = sorted((f for f in ours if f.name != "none"), key=lambda f: f.ratio.median)
     if not others:
         return "Only none was run."
+    sure = [f for f in others if f.ratio.high < 1]
+    open_ = [f for f in others if f not in sure and not f.ratio.low >= WORTHLESS]
+    takes = f"Fastest here was {fastest.name}"
     if fastest.name != "none":
-        sure = [f"{f.name} with {say_ratio(f.ratio)}" for f in others if f.ratio.high < 1]
-        instead = f"; really faster than none: {', '.join(sure)}" if sure else ": none does as well"
-        verdict = _verdict(fastest.ratio, unreal=f"no real difference{instead}")
-        return f"Fastest here was {fastest.name}: a step takes {say_ratio(fastest.ratio, 'none')}, {verdict}."
-    second = min(others, key=lambda f: f.ratio.median)
+        takes += f": a step takes {say_ratio(fastest.ratio, 'none')}"
+    if fastest in sure:
+        return f"{takes}, a real difference."
+    if sure:
+        named = ", ".join(f"{f.name} with {say_ratio(f.ratio)}" for f in sure)
+        return f"{takes}, no real difference; really faster than none: {named}."
+    if open_:
+        named = "; ".join(f"{f.name} takes {say_ratio(f.ratio, 'none')}" for f in open_ if f is not fastest)
+        decides = "from 6 rounds on there is an interval" if np.isnan(open_[0].ratio.low) else DECIDES
+        undecided = f"Whether compressing pays on this machine is undecided: {decides}."
+        return f"{takes}{f'; {named}' if named else ''}. {undecided}"
+    verdict = "compressing does not pay on this machine"
+    if fastest.name != "none":
+        return f"{takes}: {verdict}."
     return (
-        "Fastest here was none: compressing does not pay on this machine. "
-        f"Next is {second.name}: a step takes {say_ratio(second.ratio, 'none')}, {_verdict(second.ratio)}."
+        f"{takes}: {verdict}. "
+        f"Next is {others[0].name}: a step takes {say_ratio(others[0].ratio, 'none')}, {_verdict(others[0].ratio)}."
     )
 
 
@@ -165,10 +180,10 @@ def _say_accuracy(figures: Sequence[Figures]) -> str:
     )
 
 
-def _verdict(ratio: Estimate, unreal: str = "no real difference") -> str:
+def _verdict(ratio: Estimate) -> str:
     if np.isnan(ratio.low):
         return "too few rounds to say whether that is real"
-    return "a real difference" if ratio.differs else unreal
+    return "a real difference" if ratio.differs else "no real difference"
 
 
 def say_ratio(ratio: Estimate, of: str = "") -> str:

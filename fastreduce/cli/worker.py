@@ -1,56 +1,90 @@
-"""One rank under `fastreduce launch`: runs the script, and leaves word of why it failed.
+"""One rank under `fastreduce launch` or `run`: runs the script, and leaves word of why it failed.
 
 Started by its path, so that nothing of fastreduce is imported: `python worker.py script|module|program name …`.
-An exception goes to a file that the launcher named (`launch.py`), which prints the first one of all ranks.
+An exception goes to a file that the launcher named (`launch.py`), which prints the first one of all ranks; without our
+launcher it is printed here.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
+import importlib.machinery
+import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
+import socket
 import sys
 import time
 import traceback
-from types import TracebackType
+import zipfile
+from types import ModuleType, TracebackType
 from typing import NoReturn
 
 LAUNCHER = "FASTREDUCE_LAUNCHER"  # the launcher's process id
 ONE_GPU = "FASTREDUCE_ONE_GPU"  # each rank sees one device
+ALONE = "_FASTREDUCE_ALONE"  # one process, since nobody said how many; it may start ranks of its own
 TEARDOWN_SECONDS = 2
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run what the arguments name, as Python itself would."""
-    _end_with_launcher()
-    if os.environ.pop(ONE_GPU, ""):
+    launched = _end_with_launcher()
+    if _wants_one_gpu():
         _see_one_gpu()
+    if os.environ.pop(ALONE, ""):
+        _leave_the_store()
     kind, name = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     if kind == "program":
         os.execvp(name, sys.argv)
-    path = os.path.abspath(name)
-    sys.path[0] = os.getcwd() if kind == "module" else os.path.dirname(path)
     try:
-        if kind == "module":
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(path, run_name="__main__")
+        _run(kind, name)
     except KeyboardInterrupt:  # the launcher passed Ctrl-C on
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
-        if end.code not in (None, 0):
+        if launched and end.code not in (None, 0):
             _record("", end.code if isinstance(end.code, int) else 1)
         raise
     except BaseException as error:
-        _fail(error)
+        error.__traceback__ = _of_script(error.__traceback__)
+        if launched:
+            _fail(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def _run(kind: str, name: str) -> None:
+    """As `python name` or `python -m name`: with Python's `sys.path[0]`, `sys.argv[0]` and `__file__`."""
+    main = sys.modules["__main__"] = ModuleType("__main__")  # which stays, for threads and exit handlers
+    vars(main).update(__builtins__=builtins)
+    if sys.version_info < (3, 14):
+        vars(main)["__annotations__"] = {}
+    container = kind == "script" and (os.path.isdir(name) or zipfile.is_zipfile(name))
+    path = os.path.join(os.getcwd(), name)
+    folder = os.getcwd() if kind == "module" else path if container else os.path.dirname(os.path.realpath(path))
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
+    elif container:
+        sys.path.insert(0, folder)
+    if kind == "module" or container:
+        runpy._run_module_as_main("__main__" if container else name, not container)  # type: ignore[attr-defined]
+        return
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # compiled
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, vars(main))
 
 
 def _fail(error: BaseException) -> NoReturn:
-    error.__traceback__ = _of_script(error.__traceback__)
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     _record(text, 1)
     # What hangs in the interpreter's end must not keep the other ranks waiting.
@@ -61,7 +95,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without this file's frame and those of runpy."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
+    ours = (__file__, pkgutil.__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
     kept = trace
     while kept is not None and kept.tb_frame.f_code.co_filename in ours:
         kept = kept.tb_next
@@ -88,10 +122,34 @@ def _see_one_gpu() -> None:
     os.environ["LOCAL_RANK"] = "0"
 
 
-def _end_with_launcher() -> None:
+def _wants_one_gpu() -> bool:
+    value = os.environ.pop(ONE_GPU, "")
+    if value not in ("", "1"):
+        sys.exit(f"fastreduce launch: {ONE_GPU}={value}: this is set to 1 by --gpus, and by nobody else: unset it")
+    return value == "1"
+
+
+def _leave_the_store() -> None:
+    """Let rank 0 serve the store, here or in what this process starts, at whatever address the script gives it.
+
+    torch's launcher serves one, and has told every process so: they would connect, and nobody would serve.
+    """
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    with socket.create_server(("", 0)) as free:
+        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+
+
+def _end_with_launcher() -> bool:
+    """Whether there is a launcher of ours; then this process ends with it."""
+    launcher = os.environ.pop(LAUNCHER, "")
+    if not launcher:
+        return False
+    if not launcher.isdecimal():
+        sys.exit(f"fastreduce launch: {LAUNCHER}={launcher}: this is set to its process id by the launcher: unset it")
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(os.environ.pop(LAUNCHER)):  # it ended before the line above
+    if os.getppid() != int(launcher):  # it ended before the line above
         os._exit(1)
+    return True
 
 
 if __name__ == "__main__":

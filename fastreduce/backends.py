@@ -112,6 +112,8 @@ def choose(device: torch.device) -> Backend:
     """
     asked = os.environ.get(ENVIRONMENT_VARIABLE)
     name = asked or ("numba_cpu" if device.type == "cpu" else "triton")
+    if name not in _MODULES:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}={asked}: unknown kernel backend; allowed: {', '.join(NAMES)}")
     reason = why_not(name, device)
     if reason is not None:
         source = f" ({ENVIRONMENT_VARIABLE}={asked})" if asked else ""

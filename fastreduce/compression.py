@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from .errors import SettingError
+from .variables import check_environment
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
 
@@ -77,16 +78,30 @@ class Compression:
 
     @staticmethod
     def resolve(setting: Compression | str | None) -> Compression:
-        """The setting itself, a parsed spec, or for None what FASTREDUCE_COMPRESSION says (default `none`)."""
+        """The setting itself, a parsed spec, or for None what FASTREDUCE_COMPRESSION says (default `none`).
+
+        Whatever is given, our environment variables are looked at: this is where wrappers begin.
+
+        Raises:
+            SettingError: if it is no setting, or a variable holds what it may not.
+        """
+        check_environment()
         if isinstance(setting, Compression):
             return setting
         if setting is None:
-            setting = os.environ.get(ENVIRONMENT_VARIABLE) or "none"
+            return _from_environment()
         if not isinstance(setting, str):
             raise SettingError(
                 f"compression must be a spec string or a Compression, got {type(setting).__name__}: {setting!r}"
             )
         return Compression.parse(setting)
+
+
+def _from_environment() -> Compression:
+    try:
+        return Compression.parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
+    except SettingError as error:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
 
 
 def _read_option(spec: str, piece: str, default: object, value: str | None) -> object:

@@ -28,11 +28,12 @@ TOP = PARTS | {"checkpoint", "data", "ddp", "functional", "reducer", "sync_batch
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
+    "variables": {"errors"},
     "clocks": set(),
     "error_feedback": {"buckets"},
     "shared_buffers": set(),
     "streams": {"errors", "transports"},
-    "compression": {"errors"},
+    "compression": {"errors", "variables"},
     "transports": {"errors"},
     "buckets": {"errors", "compression", "kernels.slots"},
     "backends": {"errors", "kernels"},
@@ -62,8 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},
     "": TOP,
     "processes": {"errors"},
-    "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes"},
-    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "processes"},
+    "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes", "variables"},
+    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "processes", "variables"},
 }
 
 

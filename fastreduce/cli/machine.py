@@ -17,16 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .. import __version__
+from .. import __version__, variables
 from .rows import MISSING, OK, Row, one_line, row
 
 PROBE_SECONDS = 20
-VARIABLES = {
+VARIABLES = {name: variable.meaning for name, variable in variables.VARIABLES.items()} | {
     "CUDA_VISIBLE_DEVICES": "the GPUs that a process sees, in this order",
-    "FASTREDUCE_COMPRESSION": "the compression of wrappers that are given none",
-    "FASTREDUCE_DEBUG": "1 compares calls, shapes and dtypes between ranks before each collective",
-    "FASTREDUCE_KERNELS": "the kernel backend, in place of the one chosen by device",
-    "FASTREDUCE_NODE_SECONDS": "how long fastreduce launch waits for a word from another node's launcher, else 15",
     "GLOO_SOCKET_IFNAME": "the network interface that gloo uses",
     "NCCL_ALGO": "which algorithms NCCL may choose (Ring, Tree, …)",
     "NCCL_DEBUG": "what NCCL prints: WARN for errors, INFO for its choices too",
@@ -48,7 +44,7 @@ VARIABLES = {
 }
 SHOWN = ("NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
 """What is listed even if it is not set."""
-PREFIXES = ("NCCL_", "GLOO_", "FASTREDUCE_")
+PREFIXES = ("NCCL_", "GLOO_", variables.PREFIX)
 LINKS = {
     "NV": "NVLink",
     "PIX": "one PCIe bridge",
@@ -240,7 +236,9 @@ def variable_rows() -> list[Row]:
 
 def _variable(name: str) -> Row:
     about = VARIABLES.get(name)
-    if about is None and name.startswith("FASTREDUCE_"):
-        return Row(name, f"{os.environ[name]}  (fastreduce knows no such variable)", MISSING)
+    if about is None and name.startswith(variables.PREFIX):
+        meant = variables.unknown().get(name)
+        value = f"{os.environ[name]}  (fastreduce knows no such variable)"
+        return Row(name, value, MISSING, f"export {meant}, if that was meant" if meant else "")
     given = f"={os.environ[name]}" if name in os.environ else "not set"
     return Row(name, f"{given}  ({about or 'passed through'})", OK if name in os.environ else MISSING)

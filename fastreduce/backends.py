@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from .errors import BackendUnavailableError, SettingError
+from .packages import pip_install
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
 
@@ -73,7 +74,7 @@ def _why_not_numba_cuda(device: torch.device) -> str | None:
         importlib.import_module("numba_cuda")  # without it `numba.cuda` is an older one, part of numba
         cuda = importlib.import_module("numba.cuda")
     except ImportError as error:
-        return f"numba-cuda cannot be imported ({error}): pip install 'fastreduce[cuda13]' or 'fastreduce[cuda12]'"
+        return f"numba-cuda cannot be imported ({error}): {pip_install('numba-cuda[cu{}]')}"
     simulated = bool(cuda.config.ENABLE_CUDASIM)
     if device.type == "cpu" and not simulated:
         return (

@@ -1,6 +1,6 @@
 """The environment variables of ours: what there is, in one table, and what is wrong with those that are set.
 
-`docs/reference.md` and `fastreduce doctor` list what stands here.
+The reference page and `fastreduce doctor` list what stands here.
 """
 
 from __future__ import annotations

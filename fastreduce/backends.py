@@ -8,9 +8,11 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 
+from . import caches
 from .errors import BackendUnavailableError, SettingError
 from .packages import pip_install
 
@@ -92,16 +94,28 @@ def load(name: str) -> Backend:
 
     Raises:
         SettingError: if there is no such backend.
-        BackendUnavailableError: if a module of it cannot be imported.
+        BackendUnavailableError: if a module of it cannot be imported, or there is no folder for what it compiles.
     """
     if name not in _MODULES:
         raise SettingError(f"unknown kernel backend {name!r}; allowed: {', '.join(NAMES)}")
+    if name == "triton":
+        caches.ensure("TRITON_CACHE_DIR")
     try:
-        modules = [importlib.import_module(f"{__package__}.kernels.{module}") for module in _MODULES[name]]
+        try:
+            modules = _import(name)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):  # Numba finds no folder that it can write
+                raise
+            with caches.numba_caching():
+                modules = _import(name)
     except ImportError as error:
         raise BackendUnavailableError(f"kernel backend {name!r} cannot be imported: {error}") from error
     found = {op: getattr(module, op) for module in modules for op in _OPERATIONS if hasattr(module, op)}
     return Backend(name, **found)
+
+
+def _import(name: str) -> list[ModuleType]:
+    return [importlib.import_module(f"{__package__}.kernels.{module}") for module in _MODULES[name]]
 
 
 def choose(device: torch.device) -> Backend:

@@ -70,7 +70,7 @@ def check_environment(rank: int | None = None) -> None:
         SettingError: if FASTREDUCE_DEBUG is no switch. Others are read, and refused, where they are used.
     """
     switch("FASTREDUCE_DEBUG")
-    if (_rank() if rank is None else rank) == 0:
+    if (this_rank() if rank is None else rank) == 0:
         _tell_unknown()
 
 
@@ -89,7 +89,8 @@ def _tell_unknown() -> None:
         logger.warning("%s is set, and fastreduce knows no such variable: %s", name, instead)
 
 
-def _rank() -> int:
+def this_rank() -> int:
+    """The rank in the default group, or what the launcher says; 0 where nobody does."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     given = (os.environ.get(name, "") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))

@@ -35,9 +35,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shared_buffers": set(),
     "streams": {"errors", "transports"},
     "compression": {"errors", "variables"},
-    "transports": {"errors", "packages"},
+    "caches": {"errors", "variables"},
+    "transports": {"caches", "errors", "packages"},
     "buckets": {"errors", "compression", "kernels.slots"},
-    "backends": {"errors", "kernels", "packages"},
+    "backends": {"caches", "errors", "kernels", "packages"},
     "ops": {"errors", "backends", "kernels.slots"},
     "agreement": {"errors", "ops", "transports"},
     "arrays": {"errors"},
@@ -65,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": TOP,
     "processes": {"errors"},
     "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes", "variables"},
-    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "packages", "processes", "variables"},
+    "cli": TOP | {"", "backends", "distributed", "caches", "kernels.slots", "packages", "processes", "variables"},
 }
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import __version__, variables
+from ..caches import ensure
 from ..packages import pip_install
 from .rows import MISSING, OK, Row, one_line, row
 
@@ -195,6 +196,7 @@ def _package(name: str, command: str, *distributions: str) -> Row:
 
 def _nccl() -> str | Row:
     try:
+        ensure("CUPY_CACHE_DIR")
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         return Row(

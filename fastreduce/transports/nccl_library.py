@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..caches import ensure
 from ..errors import BackendUnavailableError
 from ..packages import pip_install
 
@@ -59,6 +60,7 @@ def why_no_nccl() -> str | None:
 def _find_nccl() -> Any:
     """CuPy's module, or the reason why it cannot be used."""
     try:
+        ensure("CUPY_CACHE_DIR")
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
         return f"CuPy cannot be imported ({error}): {pip_install('cupy-cuda{}x')}"

@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_reducer": PARTS | {"bucketed", "comm_hook", "mixed_precision", "reducer", "torch_logger"},
     "hooks": PARTS,
     "run": {"compression", "ddp"},
+    "lightning": {"ddp", "errors"},
     "functional": PARTS | {"arrays", "bucketed"},
     "wrapping": PARTS,
     "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},

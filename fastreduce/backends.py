@@ -127,9 +127,10 @@ def choose(device: torch.device) -> Backend:
     """
     asked = os.environ.get(ENVIRONMENT_VARIABLE)
     name = asked or ("numba_cpu" if device.type == "cpu" else "triton")
-    if name not in _MODULES:
-        raise SettingError(f"{ENVIRONMENT_VARIABLE}={asked}: unknown kernel backend; allowed: {', '.join(NAMES)}")
-    reason = why_not(name, device)
+    try:
+        reason = why_not(name, device)
+    except SettingError as error:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
     if reason is not None:
         source = f" ({ENVIRONMENT_VARIABLE}={asked})" if asked else ""
         raise BackendUnavailableError(f"kernel backend {name!r}{source} cannot run here: {reason}")

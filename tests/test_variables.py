@@ -52,7 +52,7 @@ WRONG = {
     ),
     "FASTREDUCE_KERNELS": (
         "cuda",
-        r"^FASTREDUCE_KERNELS=cuda: unknown kernel backend; allowed: reference, numba_cpu, ",
+        r"^FASTREDUCE_KERNELS: unknown kernel backend 'cuda'; allowed: reference, numba_cpu, ",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import itertools
@@ -189,7 +190,9 @@ def _go_on(pipe: Any, sentinel: int) -> NoReturn:
     process = pickle.load(pipe)
     del multiprocessing.current_process()._inheriting  # type: ignore[attr-defined]
     pipe.close()
-    os._exit(process._bootstrap(sentinel))
+    code = process._bootstrap(sentinel)
+    atexit._run_exitfuncs()
+    os._exit(code)  # by SystemExit the script could go on
 
 
 def _call_with_rank(number: int, function: Function, args: tuple[Any, ...]) -> Any:

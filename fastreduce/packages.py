@@ -22,8 +22,8 @@ def cuda_version() -> int | None:
     return min(number.value // 1000, NEWEST) or None
 
 
-def pip_install(package: str) -> str:
+def pip_install(package: str, *options: str) -> str:
     """The command for a package such as `cupy-cuda{}x`; where CUDA's version cannot be known, also how to tell it."""
     found = cuda_version()
-    command = f"pip install {shlex.quote(package.format(found or NEWEST))}"
+    command = shlex.join(["pip", "install", *options, package.format(found or NEWEST)])
     return command if found else f"{command}, or {package.format(12)} where nvidia-smi shows CUDA 12"

@@ -371,7 +371,7 @@ def _library(**attributes: Any) -> types.ModuleType:
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        (None, r"NCCL library not available: CuPy cannot be imported \(.*\): pip install 'fastreduce\[cuda1\d\]'"),
+        (None, r"NCCL library not available: CuPy cannot be imported \(.*\): pip install cupy-cuda1\dx"),
         (_library(available=False), r"NCCL library not available: CuPy finds no libnccl: pip install nvidia-nccl-cu1"),
         (
             _library(available=True, get_version=lambda: 2804),

@@ -69,7 +69,7 @@ def _find_nccl() -> Any:
     if nccl.get_version() < OLDEST:
         return (
             f"NCCL {version_name(nccl.get_version())} is too old, fastreduce needs {version_name(OLDEST)} or later: "
-            f"{pip_install('nvidia-nccl-cu{}')} --upgrade"
+            f"{pip_install('nvidia-nccl-cu{}', '--upgrade')}"
         )
     return nccl
 

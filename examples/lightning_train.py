@@ -1,29 +1,19 @@
-"""Lightning with our class: a strategy, registered by name.
+"""Lightning with our class: a strategy, by name or with options.
 
 python examples/lightning_train.py --strategy fastreduce_fp16
+python examples/lightning_train.py --compression int8:error_feedback
 """
 
 import argparse
 
 import torch
 from pytorch_lightning import LightningModule, Trainer, seed_everything
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fastreduce import DistributedDataParallel
-
-
-class FastreduceStrategy(DDPStrategy):
-    strategy_name = "fastreduce"
-
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
-
-
-StrategyRegistry.register("fastreduce", FastreduceStrategy)
-StrategyRegistry.register("fastreduce_fp16", FastreduceStrategy, compression="fp16")
+from fastreduce.lightning import FastreduceStrategy
 
 
 class Digits(LightningModule):
@@ -70,8 +60,10 @@ def train(strategy: str | DDPStrategy, epochs: int = 2) -> Digits:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strategy", default="fastreduce", help="or fastreduce_fp16, or ddp (torch's class)")
-    train(parser.parse_args().strategy)
+    parser.add_argument("--strategy", default="fastreduce", help="or fastreduce_fp16, …, or ddp (torch's class)")
+    parser.add_argument("--compression", help="a setting without a name of its own, such as int8:block=64")
+    options = parser.parse_args()
+    train(FastreduceStrategy(compression=options.compression) if options.compression else options.strategy)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 
+from . import caches
 from .errors import BackendUnavailableError, SettingError
+from .packages import pip_install
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
 
@@ -73,7 +76,7 @@ def _why_not_numba_cuda(device: torch.device) -> str | None:
         importlib.import_module("numba_cuda")  # without it `numba.cuda` is an older one, part of numba
         cuda = importlib.import_module("numba.cuda")
     except ImportError as error:
-        return f"numba-cuda cannot be imported ({error}): pip install 'fastreduce[cuda13]' or 'fastreduce[cuda12]'"
+        return f"numba-cuda cannot be imported ({error}): {pip_install('numba-cuda[cu{}]')}"
     simulated = bool(cuda.config.ENABLE_CUDASIM)
     if device.type == "cpu" and not simulated:
         return (
@@ -100,16 +103,28 @@ def load(name: str) -> Backend:
 
     Raises:
         SettingError: if there is no such backend.
-        BackendUnavailableError: if a module of it cannot be imported.
+        BackendUnavailableError: if a module of it cannot be imported, or there is no folder for what it compiles.
     """
     if name not in _MODULES:
         raise SettingError(f"unknown kernel backend {name!r}; allowed: {', '.join(NAMES)}")
+    if name == "triton":
+        caches.ensure("TRITON_CACHE_DIR")
     try:
-        modules = [importlib.import_module(f"{__package__}.kernels.{module}") for module in _MODULES[name]]
+        try:
+            modules = _import(name)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):  # Numba finds no folder that it can write
+                raise
+            with caches.numba_caching():
+                modules = _import(name)
     except ImportError as error:
         raise BackendUnavailableError(f"kernel backend {name!r} cannot be imported: {error}") from error
     found = {op: getattr(module, op) for module in modules for op in _OPERATIONS if hasattr(module, op)}
     return Backend(name, **found)
+
+
+def _import(name: str) -> list[ModuleType]:
+    return [importlib.import_module(f"{__package__}.kernels.{module}") for module in _MODULES[name]]
 
 
 def choose(device: torch.device) -> Backend:
@@ -121,7 +136,10 @@ def choose(device: torch.device) -> Backend:
     """
     asked = os.environ.get(ENVIRONMENT_VARIABLE)
     name = asked or ("numba_cpu" if device.type == "cpu" else "triton")
-    reason = why_not(name, device)
+    try:
+        reason = why_not(name, device)
+    except SettingError as error:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
     if reason is not None:
         source = f" ({ENVIRONMENT_VARIABLE}={asked})" if asked else ""
         raise BackendUnavailableError(f"kernel backend {name!r}{source} cannot run here: {reason}")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from .errors import SettingError
+from .variables import check_environment
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
 
@@ -61,30 +62,46 @@ class Compression:
         name, colon, rest = spec.strip().partition(":")
         kind = KINDS.get(name)
         if kind is None:
-            raise SettingError(f"unknown compression {name!r} in {spec!r}; allowed: {', '.join(KINDS)}")
+            raise SettingError(f"unknown compression {brief(name)} in {brief(spec)}; allowed: {', '.join(KINDS)}")
         known = {f.name: f for f in fields(kind)}
         options: dict[str, Any] = {}
         for piece in rest.split(",") if colon else ():
             key, equals, value = piece.strip().partition("=")
             if key not in known:
-                raise SettingError(f"unknown option {piece.strip()!r} in {spec!r}; {name} takes: {', '.join(known)}")
+                raise SettingError(
+                    f"unknown option {brief(piece.strip())} in {brief(spec)}; {name} takes: {', '.join(known)}"
+                )
             if key in options:
-                raise SettingError(f"option {key!r} is given twice in {spec!r}")
+                raise SettingError(f"option {key!r} is given twice in {brief(spec)}")
             options[key] = _read_option(spec, piece.strip(), known[key].default, value if equals else None)
         return kind(**options)
 
     @staticmethod
     def resolve(setting: Compression | str | None) -> Compression:
-        """The setting itself, a parsed spec, or for None what FASTREDUCE_COMPRESSION says (default `none`)."""
+        """The setting itself, a parsed spec, or for None what FASTREDUCE_COMPRESSION says (default `none`).
+
+        Whatever is given, our environment variables are looked at: this is where wrappers begin.
+
+        Raises:
+            SettingError: if it is no setting, or a variable holds what it may not.
+        """
+        check_environment()
         if isinstance(setting, Compression):
             return setting
         if setting is None:
-            setting = os.environ.get(ENVIRONMENT_VARIABLE) or "none"
+            return _from_environment()
         if not isinstance(setting, str):
             raise SettingError(
                 f"compression must be a spec string or a Compression, got {type(setting).__name__}: {setting!r}"
             )
         return Compression.parse(setting)
+
+
+def _from_environment() -> Compression:
+    try:
+        return Compression.parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
+    except SettingError as error:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
 
 
 def _read_option(spec: str, piece: str, default: object, value: str | None) -> object:
@@ -93,14 +110,26 @@ def _read_option(spec: str, piece: str, default: object, value: str | None) -> o
             return True
         if value.lower() in ("false", "0"):
             return False
-        raise SettingError(f"{piece!r} in {spec!r} is not a switch; write it alone, or =true or =false")
+        raise SettingError(f"{brief(piece)} in {brief(spec)} is not a switch; write it alone, or =true or =false")
     if value is None:
-        raise SettingError(f"option {piece!r} in {spec!r} needs a value: {piece}=…")
+        raise SettingError(f"option {piece!r} in {brief(spec)} needs a value: {piece}=…")
     if isinstance(default, int):
         if not (value.isascii() and value.isdecimal()):
-            raise SettingError(f"{piece!r} in {spec!r} needs a whole number")
-        return int(value)
+            raise SettingError(f"{brief(piece)} in {brief(spec)} needs a whole number")
+        try:
+            return int(value)
+        except ValueError as error:  # Python reads no more than 4300 digits
+            raise SettingError(f"{brief(piece)} in {brief(spec)}: a number of {len(value)} digits") from error
     return value
+
+
+def brief(value: object) -> str:
+    """`repr(value)`, the middle left out where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no more than 4300 digits
+        return f"a {type(value).__name__} of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:40]} … {text[-20:]}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +140,7 @@ class _Plain(Compression):
 
     def __post_init__(self) -> None:
         if self.accumulate not in ("fp32", "wire"):
-            raise SettingError(f"accumulate={self.accumulate!r} in {self.name!r}; allowed: fp32, wire")
+            raise SettingError(f"accumulate={brief(self.accumulate)} in {self.name!r}; allowed: fp32, wire")
 
     @property
     def two_shot(self) -> bool:
@@ -168,7 +197,7 @@ class INT8(Compression):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.block, int) and 16 <= self.block <= 4096 and self.block % 16 == 0):
-            raise SettingError(f"block={self.block!r} in 'int8'; allowed: multiples of 16 from 16 to 4096")
+            raise SettingError(f"block={brief(self.block)} in 'int8'; allowed: multiples of 16 from 16 to 4096")
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Bytes: payload and scales (kernels/README.md)."""

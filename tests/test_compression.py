@@ -81,9 +81,33 @@ def test_a_bad_spec_names_the_piece_and_what_is_allowed(spec: str, names: str, a
     assert names in str(caught.value) and allowed in str(caught.value)
 
 
-@given(st.text(max_size=30))
+LONG = ["int8:block=" + "1" * 4300, "int8:block=" + "1" * 4301, "int8:block=" + "0" * 5000 + "64", "x" * 9000]
+LONG += [f"{name}:{key}={'y' * 9000}" for name in ("fp16", "int8") for key in ("accumulate", "error_feedback", "block")]
+
+
+@pytest.mark.parametrize("spec", LONG, ids=lambda spec: f"{spec[:20]}, {len(spec)}")
+def test_an_endless_spec_is_a_setting_error_of_readable_length(spec: str):
+    with pytest.raises(SettingError) as caught:
+        Compression.parse(spec)
+    assert len(str(caught.value)) < 400
+
+
+def test_an_endless_number_is_a_setting_error_of_readable_length():
+    for block in (10**4000, 10**5000):
+        with pytest.raises(SettingError, match="multiples of 16") as caught:
+            INT8(block=block)
+        assert len(str(caught.value)) < 400
+
+
+_pieces = st.sampled_from(
+    ["fp16", "int8", ":", ",", "=", "block", "accumulate", "error_feedback", "wire", "true", "64"]
+)
+
+
+@given(st.one_of(st.text(max_size=30), st.lists(st.one_of(_pieces, st.text(max_size=3)), max_size=9).map("".join)))
 @example("int8:block=٣٢")
 @example("int8:\x00")
+@example("int8:block=" + "1" * 5000)
 def test_any_text_parses_or_is_a_setting_error(text: str):
     try:
         setting = Compression.parse(text)

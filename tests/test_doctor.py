@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import dataclasses
 import json
 import os
@@ -21,9 +23,11 @@ from fastreduce.cli import choices, machine, main, self_test
 from fastreduce.cli.doctor import to_json
 from fastreduce.cli.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.rows import FAILED, MISSING, OK, Row, row, rows
+from fastreduce.transports import nccl_library
 from tests.commands import FASTREDUCE, ROOT, Done, run
 
 CPU = torch.device("cpu")
+CITES = ("compare.py", "run.py")  # not yet
 SECTIONS = [
     "machine",
     "GPUs",
@@ -112,7 +116,7 @@ def test_kernels_that_cannot_run_are_a_failure_with_what_helps(broken_kernels: R
         assert "FASTREDUCE_KERNELS=triton" in chosen["value"] and chosen["help"] == "unset FASTREDUCE_KERNELS"
         assert report["sections"]["self-test"]["gloo, 2 ranks"]["state"] == MISSING
     misspelt = report["sections"]["variables"]["FASTREDUCE_COMPRESION"]
-    assert "knows no such variable" in misspelt["value"]
+    assert "knows no such variable" in misspelt["value"] and "FASTREDUCE_COMPRESSION" in misspelt["help"]
 
 
 @pytest.mark.long
@@ -167,7 +171,7 @@ def test_what_is_not_installed_says_so_with_the_command(monkeypatch: pytest.Monk
     assert set(found) == {"numba", "triton", "numba-cuda", "CuPy", "NCCL", "mpi4py", "mpirun"}
     assert {r.state for r in found.values()} == {MISSING}
     assert all(re.search("pip install|apt-get install", r.help) for r in found.values())
-    assert found["mpi4py"].help == "pip install 'fastreduce[mpi]'"
+    assert found["mpi4py"].help == "pip install mpi4py"
     monkeypatch.setattr(choices, "find_spec", lambda _: None)
     assert choices.transport_rows(CPU)[1] == Row("mpi", "mpi4py is not installed", MISSING, found["mpi4py"].help)
 
@@ -229,3 +233,54 @@ def test_the_json_is_that_of_the_rows():
             }
         },
     }
+
+
+def _advice(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> str:
+    """All that is said of what to install where a torch of this CUDA finds nothing else."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(machine, "version", _no_package)
+    for name in ("cupy.cuda.nccl", "numba_cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = [found.help for found in machine.library_rows()] + [str(nccl_library._find_nccl())]
+    return "\n".join([*found, str(backends.why_not("numba_cuda", CPU))])
+
+
+@pytest.mark.parametrize("cuda", ["12.8", "13.0"])
+def test_what_to_install_fits_torchs_cuda_and_nothing_else(monkeypatch: pytest.MonkeyPatch, cuda: str):
+    monkeypatch.setattr(ctypes, "CDLL", _no_driver)
+    said, (wanted, other) = _advice(monkeypatch, cuda), (("12", "13") if cuda == "12.8" else ("13", "12"))
+    assert f"pip install cupy-cuda{wanted}x" in said and f"pip install 'numba-cuda[cu{wanted}]'" in said
+    assert not re.search(f"cuda{other}|cu{other}", said)
+    assert "fastreduce[" not in said, "which is in no package index"
+
+
+def _no_driver(_: str) -> Any:
+    raise OSError("no such library")
+
+
+class _Driver:
+    """libcuda of a driver that runs CUDA 14.1."""
+
+    def cuDriverGetVersion(self, number: Any) -> int:
+        number._obj.value = 14010
+        return 0
+
+
+def test_without_a_cuda_build_of_torch_the_driver_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: _Driver())
+    said = _advice(monkeypatch, None)
+    assert "pip install cupy-cuda13x" in said and "cuda12" not in said and "cu12" not in said
+
+
+def test_where_nothing_tells_cudas_version_it_is_said_how_to_choose(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ctypes, "CDLL", _no_driver)
+    said = _advice(monkeypatch, None)
+    assert "pip install cupy-cuda13x, or cupy-cuda12x where nvidia-smi shows CUDA 12" in said
+
+
+def test_no_message_cites_what_an_installed_package_lacks():
+    for path in ROOT.joinpath("fastreduce").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert "docs/" not in node.value or path.name in CITES, f"{path}: {node.value}"
+                assert "fastreduce[" not in node.value or path.name in CITES, f"{path}: {node.value}"

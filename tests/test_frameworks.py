@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +41,11 @@ pytestmark = pytest.mark.timeout(150)
             [*FASTREDUCE, "run", "--standalone", "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"],
             "fp16",
         ),
+        ([sys.executable, "lightning_train.py", "--strategy", "fastreduce_fp16"], "fp16"),
         pytest.param(
-            [sys.executable, "lightning_train.py", "--strategy=fastreduce_fp16"], "fp16", marks=pytest.mark.long
+            [sys.executable, "lightning_train.py", "--compression=int8:block=64"],
+            "int8:block=64",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             [*TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"],
@@ -49,10 +53,11 @@ pytestmark = pytest.mark.timeout(150)
             marks=pytest.mark.long,
         ),
     ],
-    ids=["accelerate", "lightning", "transformers"],
+    ids=["accelerate", "lightning", "lightning with options", "transformers"],
 )
 def test_the_example_trains_compressed_as_a_user_starts_it(command: list[str], setting: str):
     environment = with_environment(**QUIET)
+    environment.pop("OMPI_MCA_ess_singleton_isolated", None)  # which the tests set, and a user does not
     if "fastreduce.run" in command:  # one of the three takes the setting from here
         environment["FASTREDUCE_COMPRESSION"] = setting
     done = run(*command, cwd=ROOT / "examples", env=environment, together=True, seconds=120)
@@ -69,6 +74,58 @@ def test_the_code_in_the_documentation_is_the_examples():
     assert len(blocks) == 4
     lines = {line.strip() for line in examples.splitlines()}
     assert [line for block in blocks for line in block.splitlines() if line.strip() not in lines] == []
+
+
+# A package of Lightning's other name, whose classes are its own, as those of `lightning` are.
+OTHER_LIGHTNING = {
+    "__init__.py": "",
+    "pytorch/__init__.py": "from pytorch_lightning import *",
+    "pytorch/strategies.py": (
+        "import pytorch_lightning.strategies as theirs\n"
+        "class DDPStrategy(theirs.DDPStrategy): pass\n"
+        "StrategyRegistry = type(theirs.StrategyRegistry)()\n"
+    ),
+}
+WHICH = """
+import os, sys
+from fastreduce import lightning
+from {other}.strategies import DDPStrategy, StrategyRegistry
+other = lightning.strategy_of({other!r})
+names = [name for name in StrategyRegistry if name.startswith("fastreduce")]
+print(lightning.FastreduceStrategy.__mro__[1].__module__, other.__mro__[1] is DDPStrategy, names)
+print(type(StrategyRegistry.get("fastreduce_int8")) is other, StrategyRegistry.get("fastreduce_int8")._ddp_kwargs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "installed", "chosen"),
+    [
+        ("", ["lightning"], "lightning.pytorch.strategies"),
+        ("import lightning.pytorch", ["lightning"], "lightning.pytorch.strategies"),
+        ("import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp"),
+        ("", [], "pytorch_lightning.strategies.ddp"),
+    ],
+    ids=["both, none imported", "both, lightning imported", "both, pytorch_lightning imported", "one"],
+)
+def test_the_strategy_is_that_of_the_lightning_that_the_script_uses(
+    tmp_path: Path, first: str, installed: list[str], chosen: str
+):
+    for name, text in OTHER_LIGHTNING.items() if installed else ():
+        path = tmp_path / "lightning" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    other = "pytorch_lightning" if chosen.startswith("lightning") or not installed else "lightning.pytorch"
+    environment = with_environment(**QUIET, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    done = run(sys.executable, "-c", f"{first}\n{WHICH.format(other=other)}", env=environment)
+    names = ["fastreduce", "fastreduce_fp16", "fastreduce_bf16", "fastreduce_int8"]
+    expected = f"{chosen} True {names}\nTrue {{'compression': 'int8'}}\n"
+    assert done.stdout == expected, done.stderr
+
+
+def test_without_lightning_the_error_says_what_to_install():
+    code = "import sys, importlib.util as u; u.find_spec = lambda _: None\nimport fastreduce.lightning"
+    done = run(sys.executable, "-c", code)
+    assert done.stderr.splitlines()[-1].endswith("pip install lightning, or pip install pytorch-lightning")
 
 
 @pytest.fixture(scope="module")

@@ -28,14 +28,17 @@ TOP = PARTS | {"checkpoint", "data", "ddp", "functional", "reducer", "sync_batch
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
+    "packages": set(),
+    "variables": {"errors"},
     "clocks": set(),
     "error_feedback": {"buckets"},
     "shared_buffers": set(),
     "streams": {"errors", "transports"},
-    "compression": {"errors"},
-    "transports": {"errors"},
+    "compression": {"errors", "variables"},
+    "caches": {"errors", "variables"},
+    "transports": {"caches", "errors", "packages"},
     "buckets": {"errors", "compression", "kernels.slots"},
-    "backends": {"errors", "kernels"},
+    "backends": {"caches", "errors", "kernels", "packages"},
     "ops": {"errors", "backends", "kernels.slots"},
     "agreement": {"errors", "ops", "transports"},
     "arrays": {"errors"},
@@ -59,13 +62,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replacement": {"ddp"},
     "startup": set(),
     "run": {"compression", "replacement"},
+    "lightning": {"ddp", "errors"},
     "functional": PARTS | {"arrays", "bucketed"},
     "wrapping": PARTS,
     "ddp": PARTS | {"mixed_precision", "reducer", "sync_batchnorm", "torch_logger", "torch_reducer", "wrapping"},
     "": TOP,
     "processes": {"errors"},
-    "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes"},
-    "cli": TOP | {"", "backends", "distributed", "kernels.slots", "processes", "replacement"},
+    "distributed": TOP | {"arrays", "bucketed", "kernels.slots", "processes", "variables"},
+    "cli": TOP
+    | {"", "backends", "caches", "distributed", "kernels.slots", "packages", "processes", "replacement", "variables"},
 }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -22,7 +24,7 @@ import torch.distributed as dist
 
 from fastreduce import RanksFailedError, SettingError
 from fastreduce import distributed as frdist
-from tests.commands import finish, free_port, run, started
+from tests.commands import ROOT, Done, finish, free_port, run, started, with_environment
 
 launcher, spawn = frdist.launcher, frdist.spawn
 
@@ -168,6 +170,85 @@ def test_two_machines_share_a_port(tmp_path: Path):
         machines = [stack.enter_context(started(sys.executable, script, r, together=True)) for r in (0, 1)]
         outputs = [finish(machine, 90).stdout for machine in machines]
     assert outputs == ["[(0, 3.0)]\n", "[(1, 3.0)]\n"]
+
+
+UNGUARDED = """
+import sys
+import fastreduce.distributed as dist
+
+class Box:
+    def __init__(self, value): self.value = value
+
+scale = 2
+print("before", flush=True)
+
+{function}
+
+for box in {call}: print("value", box.value)
+scale = 3
+print("after", {call_again})
+"""
+DECORATED = """
+@dist.launcher(n_gpus=2, start_method={method!r})
+def work(box):
+    return Box([box.value * scale, dist.get_rank(), sys.argv[1]])
+"""
+PLAIN = """
+def work(rank, box):
+    return Box([box.value * scale, rank, sys.argv[1]])
+"""
+NOT_AGAIN = 'come to this call again: put the script\'s own work under if __name__ == "__main__":'
+
+
+def _run_unguarded(folder: Path, function: str, call: str, call_again: str = "0", module: bool = False) -> Done:
+    path = folder / "tutorial.py"
+    path.write_text(UNGUARDED.format(function=function, call=call, call_again=call_again))
+    command = ["-m", "tutorial"] if module else [path]
+    return run(sys.executable, *command, "argument", cwd=folder, env=with_environment(PYTHONPATH=f"{folder}:{ROOT}"))
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "module"),
+    [
+        (DECORATED.format(method="spawn"), "work(Box(7))", False),
+        (DECORATED.format(method="spawn"), "work(Box(7))", True),
+        (DECORATED.format(method="forkserver"), "work(Box(7))", False),
+        (DECORATED.format(method="fork"), "work(Box(7))", False),
+        (PLAIN, "dist.spawn(work, (Box(7),), nprocs=2)", False),
+    ],
+    ids=["script", "module", "forkserver", "fork", "spawn()"],
+)
+def test_a_script_without_a_guard_runs_up_to_its_call_on_every_rank(
+    tmp_path: Path, function: str, call: str, module: bool
+):
+    done = _run_unguarded(tmp_path, function, call, module=module)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert set(lines[:-3]) == {"before"}
+    assert lines[-3:] == ["value [14, 0, 'argument']", "value [14, 1, 'argument']", "after 0"]
+
+
+def test_a_second_call_without_a_guard_says_what_to_write(tmp_path: Path):
+    call = "work(Box(7))"
+    done = _run_unguarded(tmp_path, DECORATED.format(method="spawn"), call, call)
+    assert done.returncode == 1 and "value [14, 1, 'argument']" in done.stdout and "after" not in done.stdout
+    assert f"work() starts ranks, which import the script and {NOT_AGAIN}" in done.stderr
+
+
+def test_a_process_that_did_not_begin_as_spawned_ones_do_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(SettingError, match=re.escape(NOT_AGAIN)):
+        _one_raises()
+    with pytest.raises(SettingError, match=re.escape(NOT_AGAIN)):
+        spawn(_rank_and_sum, (2.0,), nprocs=2)
+
+
+def test_the_tutorial_in_the_docs(tmp_path: Path):
+    text = (ROOT / "docs" / "from-megengine.md").read_text()
+    path = tmp_path / "tutorial.py"
+    path.write_text(text.partition("```python\n")[2].partition("```")[0])
+    done = run(sys.executable, path)
+    assert done.stdout == "[6.0, 6.0]\n", done.stderr
 
 
 def test_the_example_in_the_docs(tmp_path: Path):

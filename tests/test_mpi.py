@@ -146,7 +146,7 @@ dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
 assert dist.is_initialized()
 """
 PROBLEMS = {  # what goes before the script, and a part of what the error says
-    "no mpi4py": ("import sys; sys.modules['mpi4py'] = None\n", "pip install 'fastreduce[mpi]'"),
+    "no mpi4py": ("import sys; sys.modules['mpi4py'] = None\n", "pip install mpi4py"),
     "no libmpi": ("import os; os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'\n", "apt-get install openmpi-bin"),
     "no threads": ("import mpi4py; mpi4py.rc.thread_level = 'single'\n", "THREAD_SERIALIZED or THREAD_MULTIPLE"),
 }

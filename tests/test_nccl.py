@@ -55,7 +55,7 @@ def alone():
 
 def _cupy() -> Any:
     """CuPy's module; a CPU machine has it from the dev extra."""
-    pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'fastreduce[cuda13]'")
+    pytest.importorskip("cupy", reason="CuPy is not installed: pip install cupy-cuda13x")
     return importlib.import_module("cupy.cuda.nccl")
 
 
@@ -371,7 +371,7 @@ def _library(**attributes: Any) -> types.ModuleType:
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        (None, r"NCCL library not available: CuPy cannot be imported \(.*\): pip install 'fastreduce\[cuda1\d\]'"),
+        (None, r"NCCL library not available: CuPy cannot be imported \(.*\): pip install cupy-cuda1\dx"),
         (_library(available=False), r"NCCL library not available: CuPy finds no libnccl: pip install nvidia-nccl-cu1"),
         (
             _library(available=True, get_version=lambda: 2804),

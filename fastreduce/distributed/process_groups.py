@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _world
 
 from ..errors import MismatchError, SettingError, TransportError
 from ..transports.connections import timeout_of
+from ..variables import check_environment
 from . import backends, point_to_point, queries
 from .checks import agree
 from .meetings import group_of, meet_in
@@ -50,8 +51,8 @@ def init_process_group(
         device_id: as in torch.
 
     Raises:
-        SettingError: for an unknown backend or init_method, numbers that are missing or out of range, or a group
-            that exists with other arguments.
+        SettingError: for an unknown backend or init_method, numbers that are missing or out of range, a group that
+            exists with other arguments, or an environment variable of ours that holds what it may not.
         BackendUnavailableError: if the backend cannot run here; nothing is initialised then.
         MismatchError: on every rank, if one asks for another backend or world size; it names both.
         TransportError: if the port is in use, or not all ranks come within the timeout (it names them).
@@ -59,6 +60,7 @@ def init_process_group(
     if timeout is not None and not isinstance(timeout, timedelta):
         raise SettingError(f"init_process_group: timeout={timeout!r} is no datetime.timedelta")
     world_size, rank = (None if number == -1 else number for number in (world_size, rank))
+    check_environment(rank)
     if dist.is_initialized():
         _check_same(backend, init_method, timeout, world_size, rank)
         return

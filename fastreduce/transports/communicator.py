@@ -43,7 +43,7 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except ImportError as error:
         raise BackendUnavailableError(
-            f"MPI library not available: {error}. Install mpi4py: pip install 'fastreduce[mpi]'"
+            f"MPI library not available: {error}. Install mpi4py: pip install mpi4py"
         ) from error
     except RuntimeError as error:  # mpi4py is there, and finds no libmpi
         raise BackendUnavailableError(

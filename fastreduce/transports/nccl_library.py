@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..caches import ensure
 from ..errors import BackendUnavailableError
+from ..packages import pip_install
 
 OLDEST = 21000  # as NCCL counts, 2.10: BF16 and averages
 SHARING = 23000  # 2.30: several ranks on one GPU
@@ -43,7 +45,10 @@ def unavailable(reason: str) -> BackendUnavailableError:
 def why_no_nccl() -> str | None:
     """What is missing for backend "nccl", of torch's and of ours, and what to install; None if nothing is."""
     if not torch.cuda.is_available() and torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, and fastreduce[cuda12]"
+        return (
+            f"torch {torch.__version__} is built without CUDA: pip install torch from an index of CUDA builds, "
+            "then the CuPy and NCCL that fastreduce doctor names"
+        )
     if not torch.cuda.is_available():
         return "torch sees no GPU: install a driver, or look at CUDA_VISIBLE_DEVICES"
     if not dist.is_nccl_available():
@@ -54,17 +59,17 @@ def why_no_nccl() -> str | None:
 
 def _find_nccl() -> Any:
     """CuPy's module, or the reason why it cannot be used."""
-    cuda = (torch.version.cuda or "12").split(".")[0]
     try:
+        ensure("CUPY_CACHE_DIR")
         nccl = importlib.import_module("cupy.cuda.nccl")
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}): pip install 'fastreduce[cuda{cuda}]'"
+        return f"CuPy cannot be imported ({error}): {pip_install('cupy-cuda{}x')}"
     if not nccl.available:
-        return f"CuPy finds no libnccl: pip install nvidia-nccl-cu{cuda}"
+        return f"CuPy finds no libnccl: {pip_install('nvidia-nccl-cu{}')}"
     if nccl.get_version() < OLDEST:
         return (
             f"NCCL {version_name(nccl.get_version())} is too old, fastreduce needs {version_name(OLDEST)} or later: "
-            f"pip install --upgrade nvidia-nccl-cu{cuda}"
+            f"{pip_install('nvidia-nccl-cu{}', '--upgrade')}"
         )
     return nccl
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .errors import SettingError
+
 Factor = float | Tensor  # a number that only a device knows is an FP64 tensor without dimensions
 
 _live: weakref.WeakSet[Applied] = weakref.WeakSet()
@@ -251,9 +253,12 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
     Args:
         parameters: parameters.
         factor: what their averaged gradients were multiplied by before they were applied; 0 if they were thrown away.
+
+    Raises:
+        SettingError: if `factor` is NaN or infinite.
     """
     if not math.isfinite(factor):
-        raise ValueError(f"note_applied: factor={factor!r}; it must be a finite number")
+        raise SettingError(f"note_applied: factor={factor!r}; allowed: finite numbers")
     identities = set(map(id, parameters))
     for applied in _all():
         applied.tell(identities, float(factor))

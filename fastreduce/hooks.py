@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,21 @@ from .pipeline import BucketPipeline
 from .sparse import average
 from .streams import Finish, Stream, make_stream
 from .transports import Transport, make_transport
+
+
+class _Averaged(NamedTuple):
+    """A bucket of one backward."""
+
+    pipeline: BucketPipeline
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    unused: list[int]
+
+    def left(self) -> list[int]:
+        """Positions of the slots whose averages torch drops: no rank used them, and `.grad` is no view of the bucket."""
+        places = {i: self.gradients[i].data_ptr() for i in self.unused if not self.pipeline.used_by_any[i]}
+        grads = {i: self.parameters[i].grad for i in places}
+        return [i for i, place in places.items() if (grad := grads[i]) is None or grad.data_ptr() != place]
 
 
 class CompressState:
@@ -55,7 +70,7 @@ class CompressState:
         self._streams: dict[torch.device, Stream] = {}
         # Torch hands over zeros for parameters that no rank used, and drops their averages.
         self._reached = Reached(self._look)
-        self._averaged: list[tuple[BucketPipeline, list[Tensor], list[int]]] = []
+        self._averaged: list[_Averaged] = []
         if self.compression.error_feedback:
             self._reached.watch(self._names)
 
@@ -122,7 +137,7 @@ class CompressState:
         unused = self._reached.take(bucket.parameters()) if self.compression.error_feedback else []
         joined = False
         if self.compression.error_feedback:
-            self._averaged.append((pipeline, bucket.parameters(), unused))
+            self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
             joined = bucket.is_last() and not self._call_after_backward()
 
         def start() -> Callable[[], Tensor]:
@@ -172,11 +187,10 @@ class CompressState:
         averaged, self._averaged = self._averaged, []
         self._reached.end()
         feedbacks = []
-        for pipeline, parameters, unused in averaged:
-            assert pipeline.feedback is not None
-            left = [i for i in unused if not pipeline.used_by_any[i]]
-            pipeline.feedback.follow(parameters, left, pipeline.peaks, watched=watched)
-            feedbacks.append(pipeline.feedback)
+        for each in averaged:
+            assert each.pipeline.feedback is not None
+            each.pipeline.feedback.follow(each.parameters, each.left(), each.pipeline.peaks, watched=watched)
+            feedbacks.append(each.pipeline.feedback)
         agree_that_finite(feedbacks)
 
     def state_dict(self) -> dict[str, Any]:

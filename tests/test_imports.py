@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "errors": set(),
     "clocks": set(),
-    "applied": set(),
+    "applied": {"errors"},
     "error_feedback": {"applied", "buckets"},
     "shared_buffers": set(),
     "streams": {"errors", "transports"},

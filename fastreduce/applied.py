@@ -175,22 +175,23 @@ class Applied:
             if carried is not None and not _is(carried, 0.0) and not self._stepped[i] and i not in self._left
         }
 
-    def factors(self, finite: Factor) -> list[Factor]:
+    def factors(self, finite: Factor, final: bool = False) -> list[Factor]:
         """By slot, what averages were multiplied by in all before they were applied; 0 if they were not.
 
         Args:
             finite: 1 if all averages of the step were, else 0: without a torch optimizer that tells, those of a step
                 that was not finite count as thrown away.
+            final: whether what no optimizer has applied until now never will be.
         """
         outcomes: list[Factor] = []
         for i, stepped in enumerate(self._stepped):
             carried = self._carried[i]
             if stepped or i in self._left:
                 outcomes.append(float(stepped and i not in self._left))
-            elif carried is not None and not _is(carried, 0.0):
+            elif carried is not None and not _is(carried, 0.0) and not final:
                 outcomes.append(carried)
             elif self._is_optimized(i):
-                outcomes.append(1.0 if carried is None else 0.0)
+                outcomes.append(1.0 if carried is None and not final else 0.0)
             else:
                 outcomes.append(finite)
         return _products(_products(self.expected, self._rest), outcomes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
 from functools import cached_property
 from typing import NamedTuple
 
@@ -87,16 +88,18 @@ class ErrorFeedback:
 
     # By slot, for other buckets, shards or ranks
 
-    def settled(self) -> tuple[Tensor, Tensor]:
-        """Copies of both residuals, `[total]` and `[total / shards]`, if averages that are not applied are lost."""
-        self.look()
-        copies = self.residual.clone(), self.shard_residual.clone()
-        for i in self._carried:
-            for rows, copy in zip((self._first, self._second), copies, strict=True):
-                if rows.base is not None:
-                    part = rows.part(*self._place(i))
-                    copy[part] = rows.base[part]
-        return copies
+    def settled(self) -> tuple[Tensor, Tensor, list[float]]:
+        """Copies of both residuals, `[total]` and `[total / shards]`, and of the units, for training without `.grad`.
+
+        What no optimizer has applied until now will not be. Nothing changes here.
+        """
+        twin = copy(self)
+        twin.turn, twin._carried = self.turn.clone(), set(self._carried)
+        twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
+        twin.residuals, twin.shard_residuals = twin._first.rows, twin._second.rows
+        twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
+        twin.commit(final=True)
+        return twin.residual, twin.shard_residual, twin.units_now()
 
     def take(self, i: int) -> Parts:
         """Remove what is kept of slot `i` on this rank, and return it."""
@@ -156,18 +159,19 @@ class ErrorFeedback:
         if self._applied is not None:
             self._applied.look()
 
-    def commit(self) -> None:
+    def commit(self, final: bool = False) -> None:
         """Make row `turn` what the next reduction starts from.
 
-        Nothing is done after a reduction whose averages were not stored: its backward raised.
+        Nothing is done after a reduction whose averages were not stored: its backward raised. `final`: gradients that
+        have not been applied never will be.
         """
         applied, self._applied = self._applied, None
         if applied is None:
             return
-        carried = applied.carried()
+        carried = set() if final else applied.carried()
         self._part_with(carried)
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
-        factors, expected = applied.factors(finite), applied.expected
+        factors, expected = applied.factors(finite, final), applied.expected
         flip: int | Tensor = 1
         if isinstance(finite, Tensor) and all(each is finite or _is_zero(each) for each in factors):
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
@@ -242,9 +246,7 @@ class ErrorFeedback:
         ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self._bucket.slots]
         bounds = [0, *ends, self._bucket.total // self._block]
         counts = [end - start for start, end in itertools.pairwise(bounds)]
-        return torch.arange(len(counts), device=self.turn.device).repeat_interleave(
-            torch.tensor(counts, device=self.turn.device)
-        )
+        return _to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
 
 
 class Parts(NamedTuple):
@@ -265,6 +267,12 @@ class _Rows:
         self.first, self._turn = first, turn
         self.rows = torch.zeros(2, numel, device=turn.device)
         self.base: Tensor | None = None  # of slots whose averages are in `.grad` still: what row `turn` was before
+
+    def clone(self, turn: Tensor) -> _Rows:
+        """A copy, whose row `turn` counts."""
+        copied = _Rows(self.first, 0, turn)
+        copied.rows, copied.base = self.rows.clone(), None if self.base is None else self.base.clone()
+        return copied
 
     def part(self, start: int, stop: int) -> slice:
         """Elements `start` to `stop` of the bucket, as far as they are here."""

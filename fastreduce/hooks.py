@@ -36,7 +36,7 @@ class _Averaged(NamedTuple):
     unused: list[int]
 
     def left(self) -> list[int]:
-        """Positions of the slots whose averages torch drops: no rank used them, and `.grad` is no view of the bucket."""
+        """Positions of slots whose averages torch drops: no rank used them, and `.grad` is no view of the bucket."""
         places = {i: self.gradients[i].data_ptr() for i in self.unused if not self.pipeline.used_by_any[i]}
         grads = {i: self.parameters[i].grad for i in places}
         return [i for i, place in places.items() if (grad := grads[i]) is None or grad.data_ptr() != place]

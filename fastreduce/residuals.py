@@ -49,13 +49,14 @@ def save(
     residuals, units, shard_residuals = {}, {}, []
     for pipeline in pipelines:
         if (feedback := pipeline.feedback) is not None:
-            residual, shard = feedback.settled()
+            residual, shard, known = feedback.settled()
             if not folded:
                 shard_residuals.append(shard)
                 shard = torch.zeros_like(shard)
-            for i, (slot, unit) in enumerate(zip(pipeline.bucket.slots, feedback.units_now(), strict=True)):
+            for i, (slot, unit) in enumerate(zip(pipeline.bucket.slots, known, strict=True)):
                 residuals[slot.name] = feedback.folded(i, residual, shard)
-                units[slot.name] = unit
+                if not math.isnan(unit):
+                    units[slot.name] = unit
     return {
         "rank": rank,
         "world_size": plan.shards,

@@ -247,11 +247,11 @@ def debt(states: list[dict[str, Any]], block: int) -> dict[str, Tensor]:
     """By parameter: the mean of first-stage residuals over the ranks, and the second-stage ones, in units applied."""
     of_shards = residuals.of_shards(states, block)
     found = {}
-    for name, unit in states[0]["units"].items():
+    for name in states[0]["residuals"]:
         mean = torch.stack([state["residuals"][name].double() for state in states]).mean(0)
         if name in of_shards:
             mean += of_shards[name].double()
-        found[name] = mean * (1.0 if unit != unit else unit)
+        found[name] = mean * states[0]["units"].get(name, 1.0)
     return found
 
 

@@ -1,5 +1,6 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
+from .applied import note_applied
 from .checkpoint import load_checkpoint, save_checkpoint
 from .compression import BF16, FP16, INT8, Compression, NoCompression
 from .data import ShardSampler, shard_range
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "all_reduce_gradients",
     "load_checkpoint",
+    "note_applied",
     "save_checkpoint",
     "shard_range",
 ]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -119,6 +120,52 @@ class Arrivals:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+
+
+class Reached:
+    """Which parameters backward has reached, for those who average without hooks that count.
+
+    Args:
+        before: called in a backward before its first gradient accumulates, if one has ended with `take` since.
+    """
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = weakly(before)
+        self._told = False
+        self._reached: set[Tensor] = set()
+        self._nodes: dict[Tensor, Any] = {}
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Put hooks on the parameters' nodes; one that changed its dtype or device has a new node."""
+        arrive = weakly(self._arrive)
+        for parameter in parameters:
+            node = get_gradient_edge(parameter).node
+            if self._nodes.get(parameter) is not node:  # nodes die with their last reference, and hooks with their node
+                self._nodes[parameter] = node
+                node.register_prehook(partial(arrive, parameter))
+
+    def _arrive(self, parameter: Tensor, grads: Sequence[Tensor | None]) -> None:
+        if not self._told:
+            self._told = True
+            self._before()
+        if grads[0] is not None:
+            self._reached.add(parameter)
+
+    def take(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Positions of those that no backward has reached since they were last taken; new ones count as reached."""
+        known = [self._nodes.get(parameter) for parameter in parameters]
+        self.watch(parameters)
+        left = [
+            i
+            for i, (parameter, node) in enumerate(zip(parameters, known, strict=True))
+            if parameter not in self._reached and node is self._nodes[parameter]
+        ]
+        self._reached.difference_update(parameters)
+        return left
+
+    def end(self) -> None:
+        """The next gradient is the first of another backward."""
+        self._told = False
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

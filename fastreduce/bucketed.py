@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from . import residuals
+from .applied import notice_unscaling
 from .buckets import BucketPlan, build_plan, group_by_size
-from .clipping import note, notice_unscaling
+from .clipping import note
 from .compression import Compression
+from .error_feedback import ErrorFeedback
 from .gradients import Collected, Gradients
 from .pipeline import BucketPipeline, Seconds, warm_up
 from .shared_buffers import SharedBuffers
@@ -103,7 +105,7 @@ class BucketedGradients:
     def _regroup(self, observed: Iterable[int]) -> None:
         """Lay buckets out in the order of `observed`, and what is not in it last, in buckets of its own.
 
-        First-stage residuals move along; second-stage ones start anew, because shards change hands.
+        Residuals move along: second-stage ones as part of the first stage, because shards change hands.
         """
         dense = set(self._dense)
         order = [i for i in observed if i in dense]
@@ -153,10 +155,14 @@ class BucketedGradients:
     def _unused(self, index: int) -> set[int]:
         return {i for i in self._members[index].indices if not self._used[i]}
 
-    def _settle(self, job: Job) -> set[int]:
-        """Store what arrived; returns the parameters that no rank used."""
-        bucket, left = job.pipeline.bucket, job.found.settle(job.pipeline.used_by_any)
-        note(job.pipeline, self._members[bucket.index].parameters, left)
+    def _settle(self, job: Job, scale: float = 1.0) -> set[int]:
+        """Store what arrived, and has been multiplied by `scale`; returns the parameters that no rank used."""
+        pipeline = job.pipeline
+        bucket, left = pipeline.bucket, job.found.settle(pipeline.used_by_any)
+        parameters = self._members[bucket.index].parameters
+        note(pipeline, parameters, left)
+        if pipeline.feedback is not None:
+            pipeline.feedback.follow(parameters, left, pipeline.peaks, scale)
         return {bucket.slots[position].parameter for position in left}
 
     def _active_ranks(self) -> int:
@@ -191,6 +197,11 @@ class BucketedGradients:
     def rescale_residuals(self, factor: float) -> None:
         """Multiply what error feedback keeps by `factor`: new loss scale / old loss scale.
 
-        Residuals are in units of scaled gradients. Call it where a GradScaler's scale changes.
+        Residuals are in units of scaled gradients. A GradScaler's scale is followed without it, from the step on that
+        takes it out; call it, between a step and the next forward, where a loss is scaled by hand.
         """
-        residuals.rescale(self.pipelines, factor)
+        for feedback in self._feedbacks():
+            feedback.rescale(factor)
+
+    def _feedbacks(self) -> list[ErrorFeedback]:
+        return [pipeline.feedback for pipeline in self.pipelines if pipeline.feedback is not None]

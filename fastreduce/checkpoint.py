@@ -27,7 +27,7 @@ FilePath = str | os.PathLike[str]
 
 CHUNK = 64 << 20
 ANY_TAG = "[0-9a-f]" * 8
-RESIDUALS = ("residuals", "shard_residuals")
+RESIDUALS = ("residuals", "shard_residuals", "units")
 
 logger = logging.getLogger(__name__)
 

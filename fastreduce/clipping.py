@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
+from .applied import Factor, multiplied
 from .pipeline import BucketPipeline
 
 TILE = 2048  # elements that one thread sums up
@@ -56,8 +57,16 @@ def clip_(
         )
     dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads.values()))
     # Not in 16 bits, where a norm may overflow that no element does.
-    clip_grads_with_norm_(parameters, max_norm, total.to(torch.promote_types(dtype, torch.float32)), foreach)
+    wide = total.to(torch.promote_types(dtype, torch.float32))
+    with multiplied(grads.values(), lambda: _coefficient(max_norm, wide)):
+        clip_grads_with_norm_(parameters, max_norm, wide, foreach)
     return total.to(dtype)
+
+
+def _coefficient(max_norm: float, total: Tensor) -> Factor:
+    """What torch multiplies gradients by."""
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    return coefficient.double() if coefficient.is_cuda else float(coefficient)
 
 
 def note(pipeline: BucketPipeline, parameters: Sequence[Tensor], left: Iterable[int]) -> None:
@@ -157,21 +166,3 @@ def _what_is_not_finite(grads: Mapping[str, Tensor], named: Mapping[str, Tensor]
         return "every element is finite, but their squares overflow"
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     return "not finite are elements of " + ", ".join([*found.values()][:8]) + more
-
-
-@cache
-def notice_unscaling() -> None:
-    """Let `GradScaler.unscale_` count as a change of gradients; by itself its operation leaves their versions alone."""
-    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-    def and_count(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            unscale(tensors, found_inf, inverse_scale)
-        torch.autograd.graph.increment_version(tensors)
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(unscale, and_count, "ADInplaceOrView")
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []  # an implementation ends with its library

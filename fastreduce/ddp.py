@@ -216,12 +216,14 @@ class DistributedDataParallel(TorchDDP):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the gradients of all parameters by their total norm, which is returned: the same bits on every rank.
+        """Clip the averaged gradients by their total norm, which is returned: the same bits on every rank.
 
         As `torch.nn.utils.clip_grad_norm_`, without its pass over the gradients: from the first call on, decompression
         sums up squares while it writes averages. What has been changed since, by `GradScaler.unscale_`, by a backward
         without synchronisation or in place, is read again. That is told by autograd's version counter, which does not
-        see writes through `.data`, NumPy or a collective of `torch.distributed`: after these call torch's function.
+        see writes through `.data`, NumPy, DLPack or a collective of `torch.distributed`: after these call torch's
+        function. Gradients that nobody averages (`_set_params_and_buffers_to_ignore_for_model`) differ from rank to
+        rank: they are neither counted nor clipped.
 
         Every rank calls it. Nothing waits for the device, except `error_if_nonfinite`.
 
@@ -233,7 +235,12 @@ class DistributedDataParallel(TorchDDP):
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
             self.reducer.keep_statistics()
             pipelines = self.reducer.pipelines
-        named = dict(self.module.named_parameters())
+        delayed = set(map(id, self._delay_all_reduce_params))  # torch averages them, and counts them as ignored
+        named = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if name not in self.parameters_to_ignore or id(parameter) in delayed
+        }
         return clip_(named, pipelines, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .applied import Applied, Factor
 from .buckets import Bucket
 
 
@@ -14,47 +20,349 @@ class ErrorFeedback:
     """The residuals of one bucket on one rank, in FP32.
 
     Which of two rows is kept only the device knows, so that the host need not wait to learn whether a step was
-    finite: kernels read row `turn` and write the other one, and `advance` turns.
+    finite: kernels read row `turn` and write the other one.
+
+    What the next reduction starts from is known when the optimizer has done its work. With Q what was added to the last
+    gradients, R what was lost of them, and f what the averages were multiplied by before they were applied:
+
+    1. All of an average was applied, as usual (f is the unit u that was expected): R.
+    2. Nothing was (f = 0: the step was skipped, or no rank used the slot): Q.
+    3. In general, ((u − f)·Q + f·R) / u', with the unit u' of the next step.
+    4. Averages that are still in `.grad`, and will be averaged again: R, but Q is kept for the time when their fate
+       is known.
+
+    Since an average is the exact one + Q − R, in ranks' mean, the sum of what was applied then differs from the exact
+    sum by u·Q, whatever f was: no history of clipping, skipped steps and loss scales adds up.
+
+    Args:
+        bucket: whose gradients.
+        rank: this rank.
+        shards: ranks among which the bucket is divided.
+        block: elements of a block.
 
     Attributes:
         residuals: `[2, total]`, of this rank's gradients.
         shard_residuals: `[2, total / shards]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
+        units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
+            inverse. NaN before the first step; FP64 `[slots]` on the device once only that knows.
+        finite: whether every average of the step was: the same on every rank, set by who knows the step.
     """
 
-    def __init__(self, bucket: Bucket, rank: int, shards: int) -> None:
-        self._bucket, self._own = bucket, bucket.total // shards
-        self._first = rank * self._own
-        self.residuals = torch.zeros(2, bucket.total, device=bucket.device)
-        self.shard_residuals = torch.zeros(2, self._own, device=bucket.device)
+    def __init__(self, bucket: Bucket, rank: int, shards: int, block: int) -> None:
+        self._bucket, self._block, self._shards = bucket, block, shards
+        self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
+        own = bucket.total // shards
         self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        self._first, self._second = _Rows(0, bucket.total, self.turn), _Rows(rank * own, own, self.turn)
+        self.residuals, self.shard_residuals = self._first.rows, self._second.rows
+        self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
+        self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
+        self._applied: Applied | None = None
+        self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
+        self._idle: set[int] = set()  # those of them that the last reduction left alone
 
     @property
     def residual(self) -> Tensor:
         """What is kept of this rank's gradients: a view, which makes the host wait for `turn`."""
+        self.commit()
         return self.residuals[int(self.turn)]
 
     @property
     def shard_residual(self) -> Tensor:
         """What is kept of the own shard's average, likewise."""
+        self.commit()
         return self.shard_residuals[int(self.turn)]
 
-    def advance(self, finite: Tensor, unused: Sequence[int], used_by_any: Tensor) -> None:
-        """Go on with what the last reduction wrote, if it was `finite`: the same answer on every rank.
+    def units_now(self) -> list[float]:
+        """`units` as numbers on the host."""
+        self.commit()
+        return self.units.tolist() if isinstance(self.units, Tensor) else list(self.units)
 
-        Slots at the positions `unused`, which no rank used, keep what they had: what they sent is thrown away.
+    def rescale(self, factor: float) -> None:
+        """Go on with residuals for gradients that are multiplied by `factor` from now on."""
+        self.commit()
+        for rows in (self._first, self._second):
+            rows.scale(factor)
+        self.units = self.units / factor if isinstance(self.units, Tensor) else [unit / factor for unit in self.units]
+
+    # By slot, for other buckets, shards or ranks
+
+    def settled(self) -> tuple[Tensor, Tensor, list[float]]:
+        """Copies of both residuals, `[total]` and `[total / shards]`, and of the units, for training without `.grad`.
+
+        What no optimizer has applied until now will not be. Nothing changes here.
         """
-        for position in unused:
-            slot, used = self._bucket.slots[position], used_by_any[position] != 0
-            start, stop = slot.offset, slot.offset + slot.numel
-            _keep_unless(used, self.residuals[:, start:stop], self.turn)
-            start, stop = max(start - self._first, 0), min(stop - self._first, self._own)
-            if start < stop:
-                _keep_unless(used, self.shard_residuals[:, start:stop], self.turn)
-        self.turn.bitwise_xor_(finite)
+        twin = copy(self)
+        twin.turn, twin._carried = self.turn.clone(), set(self._carried)
+        twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
+        twin.residuals, twin.shard_residuals = twin._first.rows, twin._second.rows
+        twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
+        twin.commit(final=True)
+        return twin.residual, twin.shard_residual, twin.units_now()
+
+    def take(self, i: int) -> Parts:
+        """Remove what is kept of slot `i` on this rank, and return it."""
+        self.look()
+        self.commit()
+        rows = [self.residual, self.shard_residual]
+        parts = [self.folded(i, *rows)]
+        if i in self._carried and self._first.base is not None and self._second.base is not None:
+            parts.append(self.folded(i, self._first.base, self._second.base))
+            self._carried.discard(i)
+        for all_rows, row in zip((self._first, self._second), rows, strict=True):
+            row[all_rows.part(*self._place(i))] = 0
+        return Parts(parts[0], parts[1] if len(parts) > 1 else None, self.units_now()[i])
+
+    def put(self, i: int, parts: Parts) -> None:
+        """Go on with what was taken of a slot elsewhere."""
+        self.commit()
+        place = slice(self._place(i)[0], self._place(i)[0] + self._bucket.slots[i].numel)
+        if parts.base is not None:
+            self.residual[place] = parts.base
+            self._keep_base(i)
+        self.residual[place] = parts.residual
+        units = self.units_now()
+        units[i] = parts.unit
+        self.units = units
+
+    def folded(self, i: int, row: Tensor, shard: Tensor) -> Tensor:
+        """A slot's residual with what is kept of the own shard in it.
+
+        The first is averaged over the ranks and the second is not, so it counts `shards` times.
+        """
+        start, slot = self._place(i)[0], self._bucket.slots[i]
+        found, part = row[start : start + slot.numel].clone(), self._second.part(start, start + slot.numel)
+        offset = part.start + self._second.first - start
+        found[offset : offset + part.stop - part.start].add_(shard[part], alpha=self._shards)
+        return found
+
+    def _place(self, i: int) -> tuple[int, int]:
+        return self._starts[i], self._starts[i + 1]
+
+    # What became of the averages
+
+    def follow(
+        self,
+        parameters: Sequence[Tensor],
+        left: Collection[int],
+        peaks: Callable[[], Tensor],
+        scale: float = 1.0,
+        watched: bool = True,
+    ) -> None:
+        """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
+        self._idle = self._carried.intersection(left)
+        self._applied = Applied(parameters, set(left) - self._idle, peaks, scale, watched)
+
+    def look(self) -> None:
+        """See whether gradients that nobody has applied are still there; before others accumulate."""
+        if self._applied is not None:
+            self._applied.look()
+
+    def commit(self, final: bool = False) -> None:
+        """Make row `turn` what the next reduction starts from.
+
+        Nothing is done after a reduction whose averages were not stored: its backward raised. `final`: gradients that
+        have not been applied never will be.
+        """
+        applied, self._applied = self._applied, None
+        if applied is None:
+            return
+        carried = set() if final else applied.carried()
+        self._part_with(carried)
+        finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
+        factors, expected = applied.factors(finite, final), applied.expected
+        flip: int | Tensor = 1
+        if isinstance(finite, Tensor) and all(each is finite or _is_zero(each) for each in factors):
+            factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
+        if isinstance(self.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
+            self._commit_late(factors, expected, carried)
+            return
+        mixes = [
+            self._mix(i, factor, expect, i in carried)  # type: ignore[arg-type]
+            for i, (factor, expect) in enumerate(zip(factors, expected, strict=True))
+        ]
+        if all(mix == _KEEP for mix in mixes):
+            return
+        for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
+            slots = list(same)
+            if mix != _GO_ON:
+                for rows in (self._first, self._second):
+                    rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
+        self.turn.bitwise_xor_(flip)
+
+    def _part_with(self, carried: set[int]) -> None:
+        """Bring back the Q of slots whose averages are in `.grad` no more, and keep that of those that are."""
+        for i in self._carried:
+            for rows in (self._first, self._second):
+                if i in self._idle:
+                    rows.blend(*self._place(i), *_KEEP)  # the last R is that of the reduction before
+                rows.restore_base(*self._place(i))
+        self._carried, self._idle = set(), set()
+        for i in carried:
+            self._keep_base(i)
+
+    def _keep_base(self, i: int) -> None:
+        self._carried.add(i)
+        for rows in (self._first, self._second):
+            rows.keep_base(*self._place(i))
+
+    def _mix(self, i: int, factor: float, expected: float, carried: bool) -> tuple[float, float]:
+        """What the old and the new residual of a slot are multiplied by; sets the slot's next unit."""
+        assert isinstance(self.units, list)
+        if not factor or not math.isfinite(factor):
+            return _KEEP
+        if carried:  # in the unit of a step to come
+            return 1.0 - factor, factor
+        unit = max(expected, factor)
+        before = unit if math.isnan(self.units[i]) else self.units[i]
+        self.units[i] = unit
+        return (before - factor) / unit, factor / unit
+
+    def _commit_late(self, factors: Sequence[Factor], expected: Sequence[Factor], carried: set[int]) -> None:
+        """`commit`, where only the device knows the factors: a blend of all blocks with weights of their own."""
+        device = self.turn.device
+        units = self.units if isinstance(self.units, Tensor) else _stack(self.units, device)
+        factor, unit = _stack(factors, device).nan_to_num(0.0, 0.0, 0.0), _stack(expected, device)
+        stays = _to_device(torch.tensor([i in carried for i in range(len(factors))]), device)
+        unit = torch.where(stays, 1.0, torch.maximum(unit, factor))
+        before = torch.where(stays | units.isnan(), unit, units)
+        applied = factor != 0
+        self.units = torch.where(applied & ~stays, unit, units)
+        old = self._by_block(torch.where(applied, (before - factor) / unit, 1.0), 0.0)
+        new = self._by_block(torch.where(applied, factor / unit, 0.0), 1.0)
+        for rows in (self._first, self._second):
+            rows.blend_blocks(old, new, self._block)
+        self.turn.bitwise_xor_(1)
+
+    def _by_block(self, by_slot: Tensor, elsewhere: float) -> Tensor:
+        """`[slots]` → FP32 `[blocks, 1]`; used-flags and padding get `elsewhere`."""
+        padded = torch.nn.functional.pad(by_slot.float(), (0, 1), value=elsewhere)
+        return padded[self._slot_of_block][:, None]
+
+    @cached_property
+    def _slot_of_block(self) -> Tensor:
+        """`[blocks]`; the number of slots for used-flags and padding."""
+        ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self._bucket.slots]
+        bounds = [0, *ends, self._bucket.total // self._block]
+        counts = [end - start for start, end in itertools.pairwise(bounds)]
+        return _to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
 
 
-def _keep_unless(used: Tensor, rows: Tensor, turn: Tensor) -> None:
-    """Copy row `turn` over the other one, unless `used`."""
-    for turned, (row, other) in enumerate(((rows[1], rows[0]), (rows[0], rows[1]))):
-        torch.where(used | (turn != turned), row, other, out=row)
+class Parts(NamedTuple):
+    """What is kept of one slot on one rank: FP32 `[numel]`.
+
+    `base` is Q where its average is in `.grad` still (`ErrorFeedback`).
+    """
+
+    residual: Tensor
+    base: Tensor | None
+    unit: float
+
+
+class _Rows:
+    """Two rows over the elements from `first` of a bucket, of which row `turn` counts; no host waits for a device."""
+
+    def __init__(self, first: int, numel: int, turn: Tensor) -> None:
+        self.first, self._turn = first, turn
+        self.rows = torch.zeros(2, numel, device=turn.device)
+        self.base: Tensor | None = None  # of slots whose averages are in `.grad` still: what row `turn` was before
+
+    def clone(self, turn: Tensor) -> _Rows:
+        """A copy, whose row `turn` counts."""
+        copied = _Rows(self.first, 0, turn)
+        copied.rows, copied.base = self.rows.clone(), None if self.base is None else self.base.clone()
+        return copied
+
+    def part(self, start: int, stop: int) -> slice:
+        """Elements `start` to `stop` of the bucket, as far as they are here."""
+        start, stop = (min(max(end - self.first, 0), self.rows.shape[1]) for end in (start, stop))
+        return slice(start, stop)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all."""
+        self.rows.mul_(factor)  # both: which one counts only the device knows
+        if self.base is not None:
+            self.base.mul_(factor)
+
+    def blend(self, start: int, stop: int, old: float, new: float) -> None:
+        """The row that was written last → the sum of row `turn` and itself, with these weights."""
+        self._blend(self.rows[:, self.part(start, stop)], old, new)
+
+    def blend_blocks(self, old: Tensor, new: Tensor, block: int) -> None:
+        """The same for everything, with weights `[blocks of the bucket, 1]`."""
+        here = slice(self.first // block, (self.first + self.rows.shape[1]) // block)
+        self._blend(self.rows.view(2, -1, block), old[here], new[here])
+
+    def _blend(self, rows: Tensor, old: float | Tensor, new: float | Tensor) -> None:
+        if not reads_late(rows):
+            turned = int(self._turn)
+            _blend(rows[turned], rows[1 - turned], old, new)
+            return
+        for turned in (0, 1):
+            here = self._turn == turned
+            _blend(rows[turned], rows[1 - turned], torch.where(here, old, 0.0), torch.where(here, new, 1.0))
+
+    def keep_base(self, start: int, stop: int) -> None:
+        """Copy row `turn`."""
+        if self.base is None:
+            self.base = torch.zeros_like(self.rows[0])
+        part = self.part(start, stop)
+        torch.where(self._turn == 0, self.rows[0, part], self.rows[1, part], out=self.base[part])
+
+    def restore_base(self, start: int, stop: int) -> None:
+        """Copy it back."""
+        assert self.base is not None
+        part = self.part(start, stop)
+        for turned, row in enumerate(self.rows):
+            torch.where(self._turn == turned, self.base[part], row[part], out=row[part])
+
+
+def agree_that_finite(feedbacks: Iterable[ErrorFeedback]) -> None:
+    """One verdict for all buckets of a step: residuals of a step that was not finite do not count."""
+    by_device: dict[torch.device, list[ErrorFeedback]] = {}
+    for feedback in feedbacks:
+        by_device.setdefault(feedback.turn.device, []).append(feedback)
+    verdicts = [torch.stack([feedback.finite for feedback in each]).all() for each in by_device.values()]
+    for device, each in by_device.items():
+        verdict = torch.stack([other.to(device, non_blocking=True) for other in verdicts]).all()
+        for feedback in each:
+            feedback.finite = verdict
+
+
+_KEEP, _GO_ON = (1.0, 0.0), (0.0, 1.0)  # weights of the old and the new residual
+
+
+def _is_zero(factor: Factor) -> bool:
+    return isinstance(factor, float) and factor == 0.0
+
+
+def reads_late(tensor: Tensor) -> bool:
+    """Whether the host would have to wait in order to read `tensor`."""
+    return tensor.is_cuda
+
+
+def _blend(old: Tensor, new: Tensor, old_weight: float | Tensor, new_weight: float | Tensor) -> None:
+    """`new` → the sum of both with their weights, in place."""
+    if isinstance(old_weight, Tensor) or isinstance(new_weight, Tensor):
+        new.mul_(new_weight).addcmul_(old, old_weight)  # type: ignore[arg-type]
+    elif (old_weight, new_weight) == _KEEP:
+        new.copy_(old)
+    else:
+        new.mul_(new_weight).add_(old, alpha=old_weight)
+
+
+def _stack(numbers: Sequence[Factor], device: torch.device) -> Tensor:
+    """Numbers, many of them the same objects, as FP64 `[n]` on a device, for which no host waits."""
+    known = {id(number): number for number in numbers}
+    place = {identity: i for i, identity in enumerate(known)}
+    floats = [number if isinstance(number, float) else 0.0 for number in known.values()]
+    stacked = _to_device(torch.tensor(floats, dtype=torch.float64), device)
+    for i, number in enumerate(known.values()):
+        if isinstance(number, Tensor):
+            stacked[i] = number
+    return stacked[_to_device(torch.tensor([place[id(number)] for number in numbers]), device)]
+
+
+def _to_device(host: Tensor, device: torch.device) -> Tensor:
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

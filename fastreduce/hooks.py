@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,30 @@ from torch import Tensor
 
 from . import residuals
 from .agreement import check_agreement
+from .arrivals import Reached, weakly
 from .buckets import BucketPlan, ParameterSpec, build_plan
 from .compression import Compression
+from .error_feedback import Parts, agree_that_finite
 from .errors import NotInitializedError, SettingError
 from .pipeline import BucketPipeline
 from .sparse import average
 from .streams import Finish, Stream, make_stream
 from .transports import Transport, make_transport
+
+
+class _Averaged(NamedTuple):
+    """A bucket of one backward."""
+
+    pipeline: BucketPipeline
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    unused: list[int]
+
+    def left(self) -> list[int]:
+        """Positions of slots whose averages torch drops: no rank used them, and `.grad` is no view of the bucket."""
+        places = {i: self.gradients[i].data_ptr() for i in self.unused if not self.pipeline.used_by_any[i]}
+        grads = {i: self.parameters[i].grad for i in places}
+        return [i for i, place in places.items() if (grad := grads[i]) is None or grad.data_ptr() != place]
 
 
 class CompressState:
@@ -49,8 +66,13 @@ class CompressState:
         self._names = {parameter: name for name, parameter in named_parameters}
         self._transport: Transport | None = None
         self._pipelines: dict[int, BucketPipeline] = {}
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, Parts] = {}
         self._streams: dict[torch.device, Stream] = {}
+        # Torch hands over zeros for parameters that no rank used, and drops their averages.
+        self._reached = Reached(self._look)
+        self._averaged: list[_Averaged] = []
+        if self.compression.error_feedback:
+            self._reached.watch(self._names)
 
     def pipeline(self, bucket: Any) -> BucketPipeline:
         """The buffers for a `dist.GradBucket`; new ones when DDP has laid its buckets out anew."""
@@ -58,7 +80,7 @@ class CompressState:
         known = self._pipelines.get(bucket.index())
         if known is not None and [slot.name for slot in known.bucket.slots] == names:
             return known
-        if known is not None:  # every bucket changes at once; second-stage residuals start anew
+        if known is not None:  # every bucket changes at once
             self._kept = residuals.collect(list(self._pipelines.values()))
             self._pipelines.clear()
         buffer = bucket.buffer()
@@ -112,12 +134,19 @@ class CompressState:
     def _start_dense(self, bucket: Any) -> Callable[[], Callable[[], Tensor]]:
         pipeline, gradients = self.pipeline(bucket), bucket.gradients()
         buffer: Tensor = bucket.buffer()
+        unused = self._reached.take(bucket.parameters()) if self.compression.error_feedback else []
+        joined = False
+        if self.compression.error_feedback:
+            self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
+            joined = bucket.is_last() and not self._call_after_backward()
 
         def start() -> Callable[[], Tensor]:
-            finish = pipeline.begin(gradients, gradients)
+            finish = pipeline.begin(gradients, gradients, unused)
 
             def end() -> Tensor:
                 finish()
+                if joined:
+                    self._follow(watched=False)
                 return buffer
 
             return end
@@ -134,18 +163,50 @@ class CompressState:
 
         return start
 
+    # What error feedback must know beside the bucket
+
+    def _look(self) -> None:
+        for pipeline in self._pipelines.values():
+            if pipeline.feedback is not None:
+                pipeline.feedback.look()
+
+    def _call_after_backward(self) -> bool:
+        """Follow what becomes of the averages once torch has stored them: behind the callback that it queues next.
+
+        Returns False where there is no backward: this rank has joined, and the others apply the averages.
+        """
+        engine: Any = torch.autograd.Variable._execution_engine
+        stored = weakly(self._follow)
+        try:
+            engine.queue_callback(lambda: engine.queue_callback(stored))
+        except RuntimeError:
+            return False
+        return True
+
+    def _follow(self, watched: bool = True) -> None:
+        averaged, self._averaged = self._averaged, []
+        self._reached.end()
+        feedbacks = []
+        for each in averaged:
+            assert each.pipeline.feedback is not None
+            each.pipeline.feedback.follow(each.parameters, each.left(), each.pipeline.peaks, watched=watched)
+            feedbacks.append(each.pipeline.feedback)
+        agree_that_finite(feedbacks)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name; each rank saves its own."""
         ranks = self._ranks()
         buckets = [self._pipelines[index] for index in sorted(self._pipelines)]
         plan = BucketPlan(tuple(p.bucket for p in buckets), self.compression.alignment, ranks.size())
-        state = residuals.save(plan, buckets, ranks.rank(), str(self.compression))
-        return {**state, "residuals": self._kept | state["residuals"], "shard_residuals": []}
+        saved = residuals.save(plan, buckets, ranks.rank(), str(self.compression), folded=True)
+        return {
+            **saved,
+            "residuals": {name: parts.residual for name, parts in self._kept.items()} | saved["residuals"],
+            "units": {name: parts.unit for name, parts in self._kept.items()} | saved["units"],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
-
-        Second-stage residuals start anew, because torch lays its buckets out anew.
 
         Raises:
             SettingError: if the state is of another compression, or ranks are missing.
@@ -153,7 +214,7 @@ class CompressState:
         ranks = self._ranks()
         states = [state] if isinstance(state, Mapping) else list(state)
         chosen = residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
-        self._kept = dict(chosen["residuals"])
+        self._kept = residuals.kept_in(chosen)
         residuals.restore(self._kept, list(self._pipelines.values()))
 
 

@@ -87,7 +87,8 @@ class BucketPipeline:
         def wire(name: str) -> Tensor:
             return shared.take(name, numel, wire_dtype, bucket.device) if shared else buffer(numel, wire_dtype)
 
-        self.wire = wire("wire")
+        # Error feedback may measure later what became of the averages, which are in the wire.
+        self.wire = buffer(numel, wire_dtype) if compression.error_feedback else wire("wire")
         # One rank's shard is its wire; 8-bit ones are summed all the same, for the bits of the second rounding.
         two_shot = compression.two_shot and (shards > 1 or self._block > 0)
         self._received = wire("received").view(shards, -1) if two_shot else None
@@ -101,7 +102,9 @@ class BucketPipeline:
         # One rank's average in the gradients' own dtype is what it has.
         self.alone = shards == 1 and self._in_place
         self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
-        self.feedback = ErrorFeedback(bucket, transport.rank, shards) if compression.error_feedback else None
+        self.feedback = (
+            ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
+        )
         self.statistics: Tensor | None = None
         self.has_statistics = False
         self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
@@ -182,9 +185,9 @@ class BucketPipeline:
         with self._named_in_errors():
             work = self.reduce()
         mark(_STARTED)
-        return lambda: self._finish(work, averaged, unused)
+        return lambda: self._finish(work, averaged)
 
-    def _finish(self, work: Work, averaged: Sequence[Tensor], unused: Sequence[int]) -> None:
+    def _finish(self, work: Work, averaged: Sequence[Tensor]) -> None:
         mark = self._clock.mark
         mark(_RESUMED)
         with self._named_in_errors():
@@ -192,7 +195,7 @@ class BucketPipeline:
         mark(_REDUCED)
         self.decompress(averaged)
         if self.feedback is not None:
-            self.feedback.advance(self._wire_is_finite(), unused, self.used_by_any)
+            self.feedback.finite = self._wire_is_finite()
         mark(_END)
 
     def _on_device(self, positions: Sequence[int]) -> Tensor:
@@ -214,6 +217,8 @@ class BucketPipeline:
         tensors, slots = [*grads, self.used], self.bucket.table
         if self._block:
             shards, kept = self.transport.world_size, self.feedback
+            if kept is not None:
+                kept.commit()
             rows = (kept.residuals, kept.turn) if kept else (None, None)
             self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows)
         else:
@@ -271,10 +276,21 @@ class BucketPipeline:
 
     def _wire_is_finite(self) -> Tensor:
         """Whether no block's scale is NaN: the same answer on every rank, since the wire is."""
+        return ~self._scales().isnan().any()
+
+    def peaks(self) -> Tensor:
+        """The largest magnitude of each slot's average, FP32 `[slots]`, as long as the wire holds it."""
+        offsets = torch.tensor([slot.offset for slot in self.bucket.slots]) // self._block
+        ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self.bucket.slots]
+        lengths = (torch.tensor(ends) - offsets).to(self.used.device)
+        scales = self._scales().flatten()[: ends[-1]]
+        return 127 * torch.segment_reduce(scales, "max", lengths=lengths, initial=0.0)
+
+    def _scales(self) -> Tensor:
+        """The scales of all blocks, FP32 `[shards, blocks of a shard]`."""
         shards = self.transport.world_size
         blocks = self.bucket.total // shards // self._block
-        scales = self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)]
-        return ~scales.view(torch.float32).isnan().any()
+        return self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)].view(torch.float32)
 
 
 def warm_up(

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import residuals
 from .arrivals import Arrivals, weakly
 from .bucketed import BucketedGradients, Job
+from .error_feedback import agree_that_finite
 from .errors import ReducerError, TransportError
 from .streams import Pending, Stream
 from .transports import Transport
@@ -62,8 +63,7 @@ class GradientReducer(BucketedGradients):
         """After the first reduced backward, once: lay buckets out in the order that rank 0 observed.
 
         What only other ranks saw comes next; what has never fired goes last, in buckets of its own, so
-        that no bucket waits for it. First-stage residuals move along; second-stage ones start anew,
-        because shards change hands. Every rank must call it at the same point.
+        that no bucket waits for it. Residuals move along. Every rank must call it at the same point.
 
         Returns:
             Whether buckets were rebuilt.
@@ -76,6 +76,11 @@ class GradientReducer(BucketedGradients):
         return True
 
     # One backward
+
+    def look(self) -> None:
+        """Before gradients accumulate: let error feedback see what has become of the last averages."""
+        for feedback in self._feedbacks():
+            feedback.look()
 
     def arm(self) -> None:
         """Make the next backward reduce, whatever an earlier one left behind."""
@@ -120,6 +125,7 @@ class GradientReducer(BucketedGradients):
     def _enter_backward(self, _: object = None) -> None:
         if (self._armed or self._left_over) and not self._in_backward:
             self._in_backward = True
+            self.look()
             if self._armed and self._reduced_once:
                 self._arrivals.count()
             engine: Any = torch.autograd.Variable._execution_engine
@@ -177,6 +183,7 @@ class GradientReducer(BucketedGradients):
             for job, _ in under_way:
                 self._left_over |= self._settle(job)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._active_ranks())
+            agree_that_finite(self._feedbacks())
         except TransportError:
             for _, pending in self._launches:
                 pending.result()  # the first bucket that failed tells more than the last
@@ -217,7 +224,7 @@ class GradientReducer(BucketedGradients):
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""
         state = residuals.save(self.plan, self.pipelines, self.transport.rank, str(self.compression))
-        progress = {"reduced_once": self._reduced_once, "rebuilt": self._rebuilt}
+        progress = {"reduced_once": self._reduced_once, "rebuilt": self._rebuilt, "statistics": self._statistics}
         return {**state, **progress, "order": self._arrivals.order.copy(), "fires": self._arrivals.fires.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -236,10 +243,12 @@ class GradientReducer(BucketedGradients):
         self._arrivals.order[:], self._arrivals.fires[:] = chosen["order"], chosen["fires"]
         index_of = {spec.name: i for i, spec in enumerate(self._specs)}
         self._install([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
-        residuals.restore(chosen["residuals"], self.pipelines)
+        residuals.restore(residuals.kept_in(chosen), self.pipelines)
         for pipeline, saved in zip(self.pipelines, chosen["shard_residuals"], strict=False):
             if pipeline.feedback is not None:
                 pipeline.feedback.shard_residual.copy_(saved)
+        if chosen.get("statistics"):
+            self.keep_statistics()
 
 
 def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> None:

@@ -15,6 +15,7 @@ from .bucketed import Job
 from .buckets import BucketPlan, build_plan
 from .comm_hook import GradBucket, Hook, HookPipeline
 from .compression import NoCompression
+from .error_feedback import agree_that_finite
 from .mixed_precision import LowPrecision
 from .pipeline import BucketPipeline
 from .reducer import GradientReducer, shut_down
@@ -62,6 +63,7 @@ class TorchReducer(GradientReducer):
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled, and by ranks that have joined."""
         self.drop_broken_backward()
+        self.look()
         if not self.rebuild_buckets():
             return False
         self.logger.rebuilt(self.plan, self._arrivals.last_seen())
@@ -168,8 +170,7 @@ class TorchReducer(GradientReducer):
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         """Reduce over the ranks of `group` from now on; every one of them calls it, after `_reset_state`.
 
-        Buckets are laid out as at construction, so that ranks with another past agree. First-stage residuals
-        move along.
+        Buckets are laid out as at construction, so that ranks with another past agree. Residuals move along.
         """
         kept = residuals.collect(self.pipelines)
         self._close()
@@ -228,15 +229,16 @@ class TorchReducer(GradientReducer):
             job.found.point_used()
         return job
 
-    def _settle(self, job: Job) -> set[int]:
+    def _settle(self, job: Job, scale: float = 1.0) -> set[int]:
         if self._hook is not None:
             assert isinstance(job.pipeline, HookPipeline)
             job.pipeline.used_by_any.copy_(self._used_by_any()[job.pipeline.indices])
         active = self._active_ranks()
         if active != self.transport.world_size:
-            torch._foreach_mul_(job.found.targets, self.transport.world_size / active)
+            scale *= self.transport.world_size / active
+            torch._foreach_mul_(job.found.targets, scale)
             job.pipeline.has_statistics = False
-        return super()._settle(job)
+        return super()._settle(job, scale)
 
     def _used_by_any(self) -> Tensor:
         """One flag a parameter, summed over the ranks once a backward: a hook's buffer has no room for them."""
@@ -282,6 +284,11 @@ class TorchReducer(GradientReducer):
         for pipeline in self.pipelines:
             zeros = [pipeline.used.new_zeros(slot.numel) for slot in pipeline.bucket.slots]
             pipeline.run(zeros, zeros, range(len(zeros)))
+            if pipeline.feedback is not None:  # the others apply it
+                left = (pipeline.used_by_any == 0).nonzero().flatten().tolist()
+                parameters = self._members[pipeline.bucket.index].parameters
+                pipeline.feedback.follow(parameters, left, pipeline.peaks, watched=False)
+        agree_that_finite(self._feedbacks())
         if self._hook is not None:
             self._arrivals.forget_used()
             self._used_by_any()

@@ -14,9 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 # imports it. `kernels.slots` is the kernels' data type, no kernel; "" is fastreduce itself, the public names.
 BASE = {"errors", "buckets", "compression", "ops", "transports"}
 PARTS = BASE | {
+    "applied",
     "agreement",
     "arrivals",
     "clipping",
+    "error_feedback",
     "gradients",
     "pipeline",
     "residuals",
@@ -31,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "packages": set(),
     "variables": {"errors"},
     "clocks": set(),
-    "error_feedback": {"buckets"},
+    "applied": {"errors"},
+    "error_feedback": {"applied", "buckets"},
     "shared_buffers": set(),
     "streams": {"errors", "transports"},
     "compression": {"errors", "variables"},
@@ -52,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sparse": {"transports"},
     "pipeline": BASE | {"clocks", "error_feedback", "kernels.slots", "shared_buffers", "streams"},
     "residuals": BASE | {"pipeline"},
-    "clipping": BASE | {"pipeline"},
+    "clipping": BASE | {"applied", "pipeline"},
     "bucketed": PARTS,
     "reducer": PARTS | {"bucketed"},
     "comm_hook": BASE | {"pipeline", "streams"},

@@ -25,6 +25,11 @@ LONG_RUN = 0.03
 with T = 200 and both residuals within a step or so, while a constant input without feedback repeats its error."""
 
 
+APPLIED = 1e-5
+"""Of the largest gradient applied: each of at most a dozen steps rounds gradient, residual and clipped value in FP32,
+2^-24 of a value up to the largest each time, and clipping by torch is measured to 2^-23."""
+
+
 CLIPPING = {dtype: 64 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float64, torch.float32)}
 CLIPPING |= {dtype: 4 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float16, torch.bfloat16)}
 """Relative, between our norm and torch's, which sums squares in another order and rounds each parameter's norm to its

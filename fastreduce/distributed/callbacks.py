@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..arrays import as_tensor
 from ..bucketed import BUCKET_BYTES
 from ..compression import Compression
 from ..errors import SettingError
-from ..functional import OPERATIONS, all_reduce_gradients
+from ..functional import OPERATIONS, reduce_owned
 from .meetings import group_of
 
 
@@ -27,7 +26,7 @@ class AllReduceCallback:
 
     def __init__(self, op: str, group: dist.ProcessGroup, compression: Compression, bucket_bytes: int) -> None:
         self._op, self._group, self._compression, self._bucket_bytes = op, group, compression, bucket_bytes
-        self._collected: list[Tensor] = []
+        self._collected: list[tuple[Any, Any]] = []  # arrays, and whose they are
         self._bytes, self._backward = 0, -1
 
     def __call__(self, array: Any, gradient: Any = None) -> Any:
@@ -38,9 +37,8 @@ class AllReduceCallback:
         """
         taken = array if gradient is None else gradient
         self._flush_at_the_end_of_backward()
-        tensor = as_tensor(taken)
-        self._collected.append(tensor)
-        self._bytes += tensor.nbytes
+        self._collected.append((taken, array))
+        self._bytes += as_tensor(taken).nbytes
         if self._bytes >= self._bucket_bytes:
             self.flush()
         return taken
@@ -54,7 +52,8 @@ class AllReduceCallback:
         """
         collected, self._collected, self._bytes = self._collected, [], 0
         if collected:
-            all_reduce_gradients(collected, self._compression, self._group, op=self._op)
+            arrays, owners = zip(*collected, strict=True)
+            reduce_owned(arrays, owners, self._compression, self._group, None, self._op)
 
     def _flush_at_the_end_of_backward(self) -> None:
         backward = torch._C._current_graph_task_id()

@@ -1,0 +1,328 @@
+"""What became of averaged gradients: multiplied by what, applied by an optimizer, or thrown away."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .errors import SettingError
+
+Factor = float | Tensor  # a number that only a device knows is an FP64 tensor without dimensions
+
+_live: weakref.WeakSet[Applied] = weakref.WeakSet()
+_changing_live = threading.Lock()
+_optimized: set[int] = set()  # identities of parameters that a torch optimizer has stepped
+
+
+class Applied:
+    """By slot of one bucket: the factor between the average that a reduction left in `.grad` and what was applied.
+
+    1. Made when the averages have been stored, it notes gradients and their versions.
+    2. `GradScaler.unscale_` and `ddp.clip_grad_norm_` tell what they multiply by (`multiplied`).
+    3. `look`, before other gradients accumulate, sees whether gradients are still there or were thrown away.
+    4. An optimizer's step says that they were applied. What has changed since without a word, by torch's own clipping
+       or a user's code, is measured: the slot's largest magnitude now, over what it was.
+    5. `factors` tells the result.
+
+    Args:
+        parameters: those of the slots, of which weak references are kept.
+        left: positions of slots that no rank used.
+        peaks: the largest magnitude of each slot's average, `[slots]`; called while the next reduction has not begun.
+        scale: what the average was multiplied by before it was stored.
+        watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        left: Collection[int],
+        peaks: Callable[[], Tensor],
+        scale: float = 1.0,
+        watched: bool = True,
+    ) -> None:
+        count = len(parameters)
+        grads = [parameter.grad for parameter in parameters]
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._grads = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
+        self._versions = [0 if grad is None else grad._version for grad in grads]
+        self._left, self._peaks, self._watched = frozenset(left), peaks, watched
+        self.expected: list[Factor] = [scale] * count
+        self._rest: list[Factor] = [1.0] * count
+        self._stepped = [False] * count
+        self._carried: list[Factor | None] = [None] * count
+        _notice()
+        with _changing_live:
+            _live.add(self)
+
+    def _state(self, i: int) -> tuple[Tensor | None, bool]:
+        """The gradient of slot `i`, and whether it is as it was left, but for what is known."""
+        parameter = self._parameters[i]()
+        grad = None if parameter is None else parameter.grad
+        return grad, grad is not None and grad is self._grads[i]() and grad._version == self._versions[i]
+
+    def intact(self, grads: Collection[int]) -> list[int]:
+        """Positions of the slots whose gradients are among those with the identities `grads`, and as they were left."""
+        return [i for i in range(len(self._grads)) if (at := self._state(i))[1] and id(at[0]) in grads]
+
+    def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
+        """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
+        positions, factors = list(positions), self.expected if expected else self._rest
+        products = _products([factors[i] for i in positions], [by] * len(positions))
+        for i, factor in zip(positions, products, strict=True):
+            factors[i] = factor
+            grad = self._state(i)[0]
+            self._versions[i] = 0 if grad is None else grad._version
+
+    def step(self, parameters: Collection[int], expected: Factor, applies: Factor) -> None:
+        """An optimizer applies the gradients of the parameters with these identities.
+
+        Args:
+            parameters: identities.
+            expected: what it multiplies them by, as it will the next ones.
+            applies: 1, or 0 where it leaves the step out.
+        """
+        chosen = [i for i, p in enumerate(self._parameters) if id(p()) in parameters]
+        if not chosen or not self._watched:
+            return
+        written = []
+        for i in chosen:
+            grad, intact = self._state(i)
+            if grad is None:
+                self._carried[i] = 0.0  # it leaves parameters without a gradient alone
+            else:
+                self._stepped[i] = True
+                if not intact:
+                    written.append(i)
+        for i, factor in zip(written, self._measure(written), strict=True):
+            self._rest[i] = self._rest[i] * factor
+        if applies is _ONE:  # a GradScaler that took the loss scale out has just waited for the device
+            self._read_expected(chosen)
+        if expected is not _ONE:
+            self.multiply(chosen, expected, expected=True)
+        if applies is not _ONE:
+            self.multiply(chosen, applies, expected=False)
+
+    def _read_expected(self, positions: Iterable[int]) -> None:
+        numbers: dict[int, float] = {}
+        for i in positions:
+            factor = self.expected[i]
+            if isinstance(factor, Tensor):
+                if id(factor) not in numbers:
+                    numbers[id(factor)] = float(factor)
+                self.expected[i] = numbers[id(factor)]
+
+    def tell(self, parameters: Collection[int], factor: float) -> None:
+        """A user says what became of the gradients of the parameters with these identities."""
+        for i, parameter in enumerate(self._parameters):
+            if id(parameter()) in parameters:
+                self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor
+
+    def look(self) -> None:
+        """See what is left of gradients that nobody has applied, before others accumulate."""
+        written = []
+        for i, stepped in enumerate(self._stepped):
+            if stepped or i in self._left or not self._watched:
+                continue
+            grad, intact = self._state(i)
+            if grad is None or grad is not self._grads[i]():
+                self._carried[i] = 0.0
+            elif not intact:
+                written.append(i)
+            elif self._carried[i] is None:
+                self._carried[i] = 1.0
+        for i, factor in zip(written, self._measure(written), strict=True):
+            known = self._carried[i]
+            if known is None:
+                self._carried[i] = factor
+            else:  # zeroed in place, or something has accumulated already
+                there = float(factor != 0) if isinstance(factor, float) else (factor != 0).double()
+                self._carried[i] = known * there
+            grad = self._state(i)[0]
+            self._versions[i] = 0 if grad is None else grad._version
+
+    def _is_optimized(self, i: int) -> bool:
+        return self._watched and id(self._parameters[i]()) in _optimized
+
+    def _measure(self, positions: Sequence[int]) -> list[Factor]:
+        """What the gradients of slots were multiplied by, beside what is known."""
+        grads = [grad for i in positions if (grad := self._state(i)[0]) is not None]
+        if not grads:
+            return []
+        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+        norms = torch._foreach_norm([grad if grad.numel() else grad.new_zeros(1) for grad in real], math.inf)
+        peaks = self._peaks()
+        now = torch.stack([norm.double() for norm in norms]).to(peaks.device)
+        then = peaks[list(positions)].to(real[0].dtype).double()
+        total = torch.where(then == 0, 1.0, torch.where(now.isfinite(), now / then, 0.0))
+        found: list[Factor] = list(total.unbind() if total.is_cuda else total.tolist())
+        known = _products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
+        return [0.0 if _is(old, 0.0) else factor / old for factor, old in zip(found, known, strict=True)]
+
+    def carried(self) -> set[int]:
+        """Positions of the slots whose averages nobody has applied, and are in `.grad` still."""
+        return {
+            i
+            for i, carried in enumerate(self._carried)
+            if carried is not None and not _is(carried, 0.0) and not self._stepped[i] and i not in self._left
+        }
+
+    def factors(self, finite: Factor, final: bool = False) -> list[Factor]:
+        """By slot, what averages were multiplied by in all before they were applied; 0 if they were not.
+
+        Args:
+            finite: 1 if all averages of the step were, else 0: without a torch optimizer that tells, those of a step
+                that was not finite count as thrown away.
+            final: whether what no optimizer has applied until now never will be.
+        """
+        outcomes: list[Factor] = []
+        for i, stepped in enumerate(self._stepped):
+            carried = self._carried[i]
+            if stepped or i in self._left:
+                outcomes.append(float(stepped and i not in self._left))
+            elif carried is not None and not _is(carried, 0.0) and not final:
+                outcomes.append(carried)
+            elif self._is_optimized(i):
+                outcomes.append(1.0 if carried is None and not final else 0.0)
+            else:
+                outcomes.append(finite)
+        return _products(_products(self.expected, self._rest), outcomes)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _products(first: Sequence[Factor], second: Sequence[Factor]) -> list[Factor]:
+    """Pairwise; what is multiplied by 1 stays the object that it is.
+
+    Most slots share one object, and on a device every product costs a launch: each is made once.
+    """
+    made: dict[tuple[int, int], Factor] = {}
+    for a, b in zip(first, second, strict=True):
+        if (id(a), id(b)) not in made:
+            nothing = _is(a, 0.0) or _is(b, 0.0)
+            made[id(a), id(b)] = b if _is(a, 1.0) else a if _is(b, 1.0) else 0.0 if nothing else a * b
+    return [made[id(a), id(b)] for a, b in zip(first, second, strict=True)]
+
+
+def _is(factor: Factor, number: float) -> bool:
+    return isinstance(factor, float) and factor == number
+
+
+_ONE: Factor = 1.0
+
+
+def _all() -> list[Applied]:
+    with _changing_live:
+        return list(_live)
+
+
+@contextlib.contextmanager
+def multiplied(grads: Iterable[Tensor], by: Callable[[], Factor], expected: bool = False) -> Iterator[None]:
+    """Around an operation that multiplies gradients in place.
+
+    Args:
+        grads: the gradients.
+        by: what by; asked only where error feedback follows them.
+        expected: whether those of the next step will be multiplied by as much, as a loss scale is taken out.
+    """
+    identities = set(map(id, grads)) if _live else set()
+    found = [(applied, positions) for applied in _all() if (positions := applied.intact(identities))]
+    yield
+    if found:
+        factor = by()
+        for applied, positions in found:
+            applied.multiply(positions, factor, expected)
+
+
+def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
+    """Say what became of the averaged gradients of `parameters`, where error feedback cannot see it.
+
+    What `int8:error_feedback` adds to the next gradients follows what was applied of the last ones. It sees the steps
+    of torch's optimizers, `GradScaler` and clipping by itself. An update that is no `torch.optim.Optimizer` says so:
+    call this between that and the next forward.
+
+    Args:
+        parameters: parameters.
+        factor: what their averaged gradients were multiplied by before they were applied; 0 if they were thrown away.
+
+    Raises:
+        SettingError: if `factor` is NaN or infinite.
+    """
+    if not math.isfinite(factor):
+        raise SettingError(f"note_applied: factor={factor!r}; allowed: finite numbers")
+    identities = set(map(id, parameters))
+    for applied in _all():
+        applied.tell(identities, float(factor))
+
+
+@cache
+def _notice() -> None:
+    """Let optimizers and `GradScaler.unscale_` tell from now on."""
+    notice_unscaling()
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+_stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+
+
+@torch._disable_dynamo
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    _stepping[optimizer] = before = [weakref.ref(applied) for applied in _all()]
+    _tell_step(optimizer, [applied for reference in before if (applied := reference()) is not None])
+
+
+@torch._disable_dynamo
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Gradients that were averaged in a closure, during the step."""
+    before = {reference() for reference in _stepping.pop(optimizer, [])}
+    _tell_step(optimizer, [applied for applied in _all() if applied not in before])
+
+
+def _tell_step(optimizer: torch.optim.Optimizer, reduced: Sequence[Applied]) -> None:
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for identity in parameters.keys() - _optimized:
+        _optimized.add(identity)
+        weakref.finalize(parameters[identity], _optimized.discard, identity).atexit = False
+    # A fused optimizer takes the loss scale out itself, and leaves the step out where a gradient is not finite.
+    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    expected = _ONE if scale is None else 1.0 / _number(scale)
+    applies = _ONE if found is None else 1.0 - _number(found)
+    for applied in reduced:
+        applied.step(parameters.keys(), expected, applies)
+
+
+def _number(value: Any) -> Factor:
+    """A number on the host as a float, one on a device as an FP64 tensor, for which the host does not wait."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        return value.detach().double().reshape(())
+    return float(value)
+
+
+@cache
+def notice_unscaling() -> None:
+    """Let `GradScaler.unscale_` count as a change of gradients; by itself its operation leaves their versions alone."""
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+    def and_count(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        with multiplied(tensors, lambda: _number(inverse_scale), expected=True):
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                unscale(tensors, found_inf, inverse_scale)
+            torch.autograd.graph.increment_version(tensors)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(unscale, and_count, "ADInplaceOrView")
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []  # an implementation ends with its library

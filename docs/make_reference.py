@@ -252,8 +252,8 @@ def commands() -> str:
             lines.append(f"```text\n{paragraph}\n```" if usage else paragraph)
         text.append(f"### fastreduce {name}\n\n" + "\n\n".join(lines) + "\n")
         rows = [_option(p) for p in command.params if isinstance(p, click.Option) or hasattr(p, "opts")]
-        if name == "launch":
-            rows = _launch_options()
+        if name in ("launch", "run"):
+            rows = _torchrun_options(command.callback)
         if rows:
             text.append(_table(["option", "meaning", "default"], rows))
     return "\n".join(text)
@@ -269,15 +269,20 @@ def _option(option: Any) -> list[str]:
     return [opts, help_, default.rstrip("]")]
 
 
-def _launch_options() -> list[list[str]]:
-    """Those that torchrun does not have."""
-    launch = importlib.import_module("fastreduce.cli.launch")  # the name in the package is the command
+def _torchrun_options(command: Any) -> list[list[str]]:
+    """Those that torchrun does not have, of a command that takes the others from it."""
+    module = importlib.import_module(command.__module__)
     theirs = torchrun.get_args_parser()._option_string_actions
-    actions = {id(a): a for s, a in launch._parser()._option_string_actions.items() if s not in theirs}
+    parser = module.run_parser() if command.__name__ == "run" else module.make_parser(command)
+    actions = {id(a): a for s, a in parser._option_string_actions.items() if s not in theirs}
     rows = [[", ".join(f"`{s}`" for s in a.option_strings), a.help or "", ""] for a in actions.values()]
     return [
         *rows,
-        ["all of `torchrun`'s", "with `-` or `_`: `fastreduce launch --help`, [launching](launching.md)", ""],
+        [
+            "all of `torchrun`'s",
+            f"with `-` or `_`: `fastreduce {command.__name__} --help`, [launching](launching.md)",
+            "",
+        ],
     ]
 
 

@@ -90,7 +90,7 @@ def _why_not_numba_cuda(device: torch.device) -> str | None:
             reason = str(error).strip().split("\n")[0]
             return (
                 f"numba-cuda finds no NVVM to compile with ({reason}): set CUDA_HOME to CUDA's folder, such as "
-                "/usr/local/cuda, before the process starts, or install 'fastreduce[cuda13]' or 'fastreduce[cuda12]'"
+                f"/usr/local/cuda, before the process starts, or: {pip_install('numba-cuda[cu{}]')}"
             )
     if device.type != "cpu" and simulated:
         return f"Numba's simulator is on, which works on CPU tensors, not on {device}: unset NUMBA_ENABLE_CUDASIM"

@@ -146,7 +146,7 @@ def _check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:
     """The settings in canonical form, with `none`, which the others are held against; or an error and exit code 2."""
     for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
         if find_spec(module) is None:
-            _fail(f"{package} is missing: pip install 'fastreduce[demo]'")
+            _fail(f"{package} is missing: pip install {package}")
     try:
         specs = list(dict.fromkeys(str(Compression.parse(spec)) for spec in settings))
         backends.choose(torch.device(device))

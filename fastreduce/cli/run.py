@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from argparse import ArgumentParser
 from pathlib import Path
 
 import typer
@@ -15,16 +16,21 @@ from .elastic import fail, say
 from .launch import make_parser, parse, start
 
 
+def run_parser() -> ArgumentParser:
+    """That of `launch`, with the setting."""
+    parser = make_parser(run)
+    help_ = "The setting, such as fp16; without it what the environment variable FASTREDUCE_COMPRESSION says, or none."
+    parser.add_argument("--compression", metavar="SPEC", help=help_)
+    parser._option_string_actions["--nproc-per-node"].help = "Ranks on this machine; without it one."
+    return parser
+
+
 def run(context: typer.Context) -> None:
     """Run an unedited script with our DDP in the place of torch's, in it and in every Python that it starts.
 
     fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the script]
     """
-    parser = make_parser(run)
-    help_ = "The setting, such as fp16; without it what the environment variable FASTREDUCE_COMPRESSION says, or none."
-    parser.add_argument("--compression", metavar="SPEC", help=help_)
-    parser._option_string_actions["--nproc-per-node"].help = "Ranks on this machine; without it one."
-    options = parse(parser, context.args)
+    options = parse(run_parser(), context.args)
     if options.compression is not None:
         os.environ[ENVIRONMENT_VARIABLE] = options.compression
     try:

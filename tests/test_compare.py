@@ -107,7 +107,7 @@ def test_missing_packages_are_named(asked: list[Experiment], monkeypatch: pytest
     monkeypatch.setattr(compare, "find_spec", lambda name: None if name == "sklearn" else name)
     result = _invoke()
     assert result.exit_code == 2
-    assert result.output == "fastreduce compare: scikit-learn is missing: pip install 'fastreduce[demo]'\n"
+    assert result.output == "fastreduce compare: scikit-learn is missing: pip install scikit-learn\n"
 
 
 # Order and statistics

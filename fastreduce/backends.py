@@ -7,11 +7,12 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 
 import torch
 
-from .errors import BackendUnavailableError, SettingError
+from .errors import BackendUnavailableError, SettingError, TensorError
+from .kernels.device_tables import AlignmentError
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
 
@@ -100,7 +101,22 @@ def load(name: str) -> Backend:
     except ImportError as error:
         raise BackendUnavailableError(f"kernel backend {name!r} cannot be imported: {error}") from error
     found = {op: getattr(module, op) for module in modules for op in _OPERATIONS if hasattr(module, op)}
+    if name in ("triton", "numba_cuda"):
+        found = {op: _translated(operation) for op, operation in found.items()}
     return Backend(name, **found)
+
+
+def _translated(operation: Callable[..., None]) -> Callable[..., None]:
+    """The operation, with the kernels' own error as one of ours."""
+
+    @wraps(operation)
+    def call(*args: object) -> None:
+        try:
+            operation(*args)
+        except AlignmentError as error:
+            raise TensorError(str(error)) from error
+
+    return call
 
 
 def choose(device: torch.device) -> Backend:

@@ -44,6 +44,7 @@ def _check_flat(operation: str, what: str, flat: Tensor, numel: int, dtypes: Seq
             f"{operation}: {what} is {flat.numel()} elements of {flat.dtype}, strides {flat.stride()}; "
             f"needed: {numel}, contiguous, of {' or '.join(map(str, dtypes))}"
         )
+    _check_alignment(operation, what, flat)
 
 
 def _check_table(
@@ -53,6 +54,17 @@ def _check_table(
         raise TensorError(
             f"{operation}: {what} is {list(table.shape)} of {table.dtype} on {table.device}, strides {table.stride()}; "
             f"needed: {list(shape)}, contiguous, of {dtype} on {device}"
+        )
+    _check_alignment(operation, what, table)
+
+
+def _check_alignment(operation: str, what: str, tensor: Tensor) -> None:
+    """A CPU reads anything anywhere. The addresses of gradients are checked where the kernels look them up."""
+    size = 4 if tensor.dtype is torch.uint8 else tensor.element_size()
+    if not tensor.is_cpu and tensor.data_ptr() % size:
+        raise TensorError(
+            f"{operation}: {what} lies at {tensor.data_ptr():#x}, which is {tensor.data_ptr() % size} more than a "
+            f"multiple of {size}: a GPU cannot access it there; use a copy, tensor.clone()"
         )
 
 

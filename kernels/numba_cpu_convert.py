@@ -30,6 +30,7 @@ TAGS: dict[torch.dtype, Any] = {
 # quarter to two fifths of the traffic. Less output may still lie in L2 when its reader comes.
 STREAM_BYTES = 1 << 20
 LINE = 64
+ANYWHERE = 1  # what loads and stores take for granted of an address: it may be no multiple of an element
 
 # No fastmath: every operation rounds by itself, and LLVM fuses none unless told to.
 kernel = njit(nogil=True, cache=True, error_model="numpy")
@@ -113,7 +114,7 @@ def load(_typing: Any, address: types.Type, index: types.Type, tag: types.Type) 
     """Element `index` as FP64 where memory holds FP64, else as FP32."""
 
     def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        value = builder.load(element(builder, args[0], args[1], tag), typ=MEMORY[tag][0])
+        value = builder.load(element(builder, args[0], args[1], tag), typ=MEMORY[tag][0], align=ANYWHERE)
         return widen(builder, value, tag)
 
     result = types.float64 if tag == types.float64 else types.float32
@@ -125,7 +126,8 @@ def store(_typing: Any, address: types.Type, index: types.Type, tag: types.Type,
     """Round FP64 or FP32 to what memory holds, 16 bits by way of FP32; int8 takes an int32's low byte."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        builder.store(_narrow(builder, args[3], value, tag), element(builder, args[0], args[1], tag))
+        value_in_memory = _narrow(builder, args[3], value, tag)
+        builder.store(value_in_memory, element(builder, args[0], args[1], tag), align=ANYWHERE)
         return target.get_dummy_value()
 
     return types.void(types.int64, types.int64, tag, value), emit
@@ -141,9 +143,8 @@ def line_of(
     lanes: int,
 ) -> ir.Value:
     """`lanes` elements from `index` on, multiplied by `factor`, as memory of `to_tag` holds them."""
-    scalar, alignment = MEMORY[source_tag]
     pointer = element(builder, source, index, source_tag)
-    value = builder.load(pointer, typ=ir.VectorType(scalar, lanes), align=alignment)
+    value = builder.load(pointer, typ=ir.VectorType(MEMORY[source_tag][0], lanes), align=ANYWHERE)
     value = widen(builder, value, source_tag)
     scale = types.float64 if factor.type == _DOUBLE else types.float32
     if scale == types.float64 and source_tag != types.float64:
@@ -153,9 +154,9 @@ def line_of(
     return _narrow(builder, builder.fmul(value, factors), scale, to_tag)
 
 
-def store_line(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, stream: bool, alignment: int) -> None:
+def store_line(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, stream: bool) -> None:
     """Store a vector: past the cache, to the beginning of a line, or as any other."""
-    stored = builder.store(value, pointer, align=LINE if stream else alignment)
+    stored = builder.store(value, pointer, align=LINE if stream else ANYWHERE)
     if stream:
         stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
@@ -176,7 +177,7 @@ def _stream_line(
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         to, _, source, _, index, factor = args
         value = line_of(builder, source, source_tag, index, factor, to_tag, LINE // size)
-        store_line(builder, value, element(builder, to, index, to_tag), True, size)
+        store_line(builder, value, element(builder, to, index, to_tag), True)
         return target.get_dummy_value()
 
     return types.void(types.int64, to_tag, types.int64, source_tag, types.int64, scale), emit
@@ -194,10 +195,16 @@ def fence(_typing: Any) -> tuple[Any, Any]:
 
 
 @kernel
+def can_stream(to, to_tag, source):
+    """Whether some element begins at a line, and the lines are not in the cache already, as they are in place."""
+    return to != source and to % size_of(to_tag) == 0
+
+
+@kernel
 def convert(to, to_tag, source, source_tag, count, scale, stream):
     """Multiply `count` elements by `scale`, in the compute type, on their way elsewhere or in place."""
     done = np.int64(0)
-    if stream and to != source:  # in place, the line is in the cache already
+    if stream and can_stream(to, to_tag, source):
         lanes = LINE // size_of(to_tag)
         done = min(-to % LINE // size_of(to_tag), count)
         for index in range(done):

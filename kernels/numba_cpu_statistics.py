@@ -18,7 +18,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from .numba_cpu_convert import LINE, MEMORY, element, kernel, line_of, load, size_of, stage, store, store_line, widen
+from .numba_cpu_convert import (
+    LINE,
+    MEMORY,
+    can_stream,
+    element,
+    kernel,
+    line_of,
+    load,
+    size_of,
+    stage,
+    store,
+    store_line,
+    widen,
+)
 
 ZERO, ONE, INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
@@ -56,7 +69,7 @@ def _sum_lines(stream: bool) -> Callable[..., Any]:
             with cgutils.for_range(builder, lines) as loop:
                 index = builder.add(first, builder.mul(loop.index, ir.Constant(first.type, width)))
                 line = line_of(builder, source, source_tag, index, factor, to_tag, width)
-                store_line(builder, line, element(builder, to, index, to_tag), stream, size)
+                store_line(builder, line, element(builder, to, index, to_tag), stream)
                 stored, total = widen(builder, line, to_tag), builder.load(kept)
                 for start in range(0, width, lanes):
                     part = _part(builder, stored, start, lanes)
@@ -102,7 +115,7 @@ def convert_and_sum(to, to_tag, source, source_tag, count, scale, stream, sums, 
     """`convert`, which also adds the squares of what it stores to the lanes at `sums`."""
     lanes = LINE // size_of(tag)
     before = done = np.int64(0)
-    if stream and to != source:
+    if stream and can_stream(to, to_tag, source):
         before = -to % LINE // size_of(to_tag)
         done = min(before, count)
         for index in range(done):

@@ -6,7 +6,7 @@ import importlib
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, wraps
 
 import torch
@@ -16,19 +16,18 @@ from .kernels.device_tables import AlignmentError
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
 
-_OPERATIONS = ("flatten", "unflatten", "quantize", "dequantize", "reduce_shards", "reduce_quantized")
 _MODULES = {
     "reference": ("reference",),
-    "numba_cpu": ("numba_cpu_cast", "numba_cpu_int8"),
-    "triton": ("triton_cast", "triton_int8"),
-    "numba_cuda": ("numba_cuda_cast", "numba_cuda_int8"),
+    "numba_cpu": ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8"),
+    "triton": ("triton_cast", "triton_fp16", "triton_int8"),
+    "numba_cuda": ("numba_cuda_cast", "numba_cuda_fp16", "numba_cuda_int8"),
 }
 NAMES = tuple(_MODULES)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of the kernels: the six functions of kernels/README.md."""
+    """One implementation of the kernels: the functions of kernels/README.md."""
 
     name: str
     flatten: Callable[..., None]
@@ -37,6 +36,13 @@ class Backend:
     dequantize: Callable[..., None]
     reduce_shards: Callable[..., None]
     reduce_quantized: Callable[..., None]
+    flatten_fp16: Callable[..., None]
+    unflatten_fp16: Callable[..., None]
+    reduce_fp16: Callable[..., None]
+    share_exponents: Callable[..., None]
+
+
+_OPERATIONS = tuple(field.name for field in fields(Backend) if field.name != "name")
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import backends
 from .errors import TensorError
-from .kernels.slots import SlotTable, shard_bytes, tile_elements
+from .kernels.slots import FP16_BLOCK, SlotTable, fp16_shard_bytes, shard_bytes, tile_elements
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -114,6 +114,11 @@ def is_dense(tensor: Tensor) -> bool:
 def wire_numel(slots_total: int, shards: int, block: int) -> int:
     """Elements of a wire: the flat's own number, or with `block` the bytes of all quantized shards."""
     return shards * shard_bytes(slots_total // shards // block, block) if block else slots_total
+
+
+def fp16_wire_numel(slots_total: int, shards: int) -> int:
+    """Bytes of a wire of FP16 blocks."""
+    return shards * fp16_shard_bytes(slots_total // shards // FP16_BLOCK)
 
 
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float = 1.0) -> None:

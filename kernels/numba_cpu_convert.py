@@ -8,7 +8,7 @@ Numba's disk cache looks at a kernel's own file only: after an edit here, delete
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ ANYWHERE = 1  # what loads and stores take for granted of an address: it may be 
 
 # No fastmath: every operation rounds by itself, and LLVM fuses none unless told to.
 kernel = njit(nogil=True, cache=True, error_model="numpy")
+inlined = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)  # where a call for each block would show
 
 _HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -83,7 +84,8 @@ def widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
     return value
 
 
-def _narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: types.Type) -> ir.Value:
+def narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: types.Type) -> ir.Value:
+    """FP64 or FP32 → what memory holds."""
     if tag == types.int8:
         return builder.trunc(value, _like(value, _I8))
     if computed == types.float32 and tag == types.float64:
@@ -110,6 +112,13 @@ def size_of(_typing: Any, tag: types.Type) -> tuple[Any, Any]:
 
 
 @intrinsic
+def at_most_fp32(_typing: Any, tag: types.Type) -> tuple[Any, Any]:
+    """The tag itself, or FP32's for FP64."""
+    narrow = types.float32 if tag == types.float64 else tag
+    return narrow(tag), lambda target, builder, _signature, _args: target.get_constant(narrow, 0)
+
+
+@intrinsic
 def load(_typing: Any, address: types.Type, index: types.Type, tag: types.Type) -> tuple[Any, Any]:
     """Element `index` as FP64 where memory holds FP64, else as FP32."""
 
@@ -122,11 +131,21 @@ def load(_typing: Any, address: types.Type, index: types.Type, tag: types.Type) 
 
 
 @intrinsic
+def load_byte(_typing: Any, address: types.Type, index: types.Type) -> tuple[Any, Any]:
+    """Byte `index` as a number from 0 to 255."""
+
+    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.zext(builder.load(element(builder, args[0], args[1], types.int8), typ=_I8), _I32)
+
+    return types.int32(types.int64, types.int64), emit
+
+
+@intrinsic
 def store(_typing: Any, address: types.Type, index: types.Type, tag: types.Type, value: types.Type) -> tuple[Any, Any]:
     """Round FP64 or FP32 to what memory holds, 16 bits by way of FP32; int8 takes an int32's low byte."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        value_in_memory = _narrow(builder, args[3], value, tag)
+        value_in_memory = narrow(builder, args[3], value, tag)
         builder.store(value_in_memory, element(builder, args[0], args[1], tag), align=ANYWHERE)
         return target.get_dummy_value()
 
@@ -149,9 +168,26 @@ def line_of(
     scale = types.float64 if factor.type == _DOUBLE else types.float32
     if scale == types.float64 and source_tag != types.float64:
         value = builder.fpext(value, _like(value, _DOUBLE))
-    first = builder.insert_element(ir.Constant(value.type, ir.Undefined), factor, _I32(0))
-    factors = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, lanes), None))
-    return _narrow(builder, builder.fmul(value, factors), scale, to_tag)
+    return narrow(builder, builder.fmul(value, splat(builder, factor, lanes)), scale, to_tag)
+
+
+def splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
+    """A vector of one number."""
+    first = builder.insert_element(ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, lanes), None))
+
+
+def folded(builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """The lanes of a vector combined to one, the first half with the second until one is left."""
+    while (half := vector.type.count // 2) > 0:
+        vector = combine(part(builder, vector, 0, half), part(builder, vector, half, half))
+    return builder.extract_element(vector, _I32(0))
+
+
+def part(builder: ir.IRBuilder, vector: ir.Value, start: int, count: int) -> ir.Value:
+    """Some lanes of a vector."""
+    places = ir.Constant(ir.VectorType(_I32, count), list(range(start, start + count)))
+    return builder.shuffle_vector(vector, vector, places)
 
 
 def store_line(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, stream: bool) -> None:

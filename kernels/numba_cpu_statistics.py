@@ -23,9 +23,11 @@ from .numba_cpu_convert import (
     MEMORY,
     can_stream,
     element,
+    folded,
     kernel,
     line_of,
     load,
+    part,
     size_of,
     stage,
     store,
@@ -72,8 +74,8 @@ def _sum_lines(stream: bool) -> Callable[..., Any]:
                 store_line(builder, line, element(builder, to, index, to_tag), stream)
                 stored, total = widen(builder, line, to_tag), builder.load(kept)
                 for start in range(0, width, lanes):
-                    part = _part(builder, stored, start, lanes)
-                    total = builder.fadd(total, builder.fmul(part, part))
+                    some = part(builder, stored, start, lanes)
+                    total = builder.fadd(total, builder.fmul(some, some))
                 builder.store(total, kept)
             builder.store(builder.load(kept), total_at, align=LINE)
             return builder.add(first, builder.mul(lines, ir.Constant(first.type, width)))
@@ -84,11 +86,6 @@ def _sum_lines(stream: bool) -> Callable[..., Any]:
     define.__name__ = "stream_lines" if stream else "plain_lines"
     defined: Callable[..., Any] = intrinsic(define)
     return defined
-
-
-def _part(builder: ir.IRBuilder, vector: ir.Value, start: int, count: int) -> ir.Value:
-    places = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(start, start + count)))
-    return builder.shuffle_vector(vector, vector, places)
 
 
 _stream_lines, _plain_lines = _sum_lines(True), _sum_lines(False)
@@ -103,9 +100,7 @@ def _halve(_typing: Any, sums: types.Type, tag: types.Type) -> tuple[Any, Any]:
     def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         at = element(builder, args[0], ir.Constant(args[0].type, 0), tag)
         total = builder.load(at, typ=ir.VectorType(scalar, lanes), align=LINE)
-        while (half := total.type.count // 2) > 0:
-            total = builder.fadd(_part(builder, total, 0, half), _part(builder, total, half, half))
-        return builder.extract_element(total, ir.IntType(32)(0))
+        return folded(builder, total, builder.fadd)
 
     return tag(types.int64, tag), emit
 

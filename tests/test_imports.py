@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "error_feedback": {"buckets"},
     "shared_buffers": set(),
     "streams": {"errors", "transports"},
-    "compression": {"errors"},
+    "compression": {"errors", "kernels.slots"},
     "transports": {"errors"},
     "buckets": {"errors", "compression", "kernels.slots"},
     "backends": {"errors", "kernels"},

@@ -14,7 +14,7 @@ from .conftest import Size
 from .operations import Case
 from .paired import Contestant, alternate, record, seconds_on_device, seconds_on_host
 from .shapes import CAPS
-from .test_kernels import DTYPES, Options, case_id, check
+from .test_kernels import DTYPES, Options, alignment_of, case_id, check
 
 BACKENDS = ("triton", "numba_cuda")
 BIG = ("bert_large", "gpt2_xl", "llama_1b")
@@ -34,6 +34,7 @@ CASES: list[tuple[str, str, Options]] = [
         for name in ("bert_large", "resnet50")
         for ranks in (2, 8)
     ),
+    *((operation, "bert_large", {}) for operation in ("flatten_fp16", "unflatten_fp16", "reduce_fp16")),
     *(
         (operation, name, {"grads": grads})
         for operation in ("quantize", "dequantize")
@@ -65,7 +66,7 @@ def test_gpu_kernel(
     options = {key: DTYPES.get(value, value) for key, value in options.items()}
     model = operations.model_of(
         "few" if rehearsal else name,
-        128 if "quantize" in operation else 16,
+        alignment_of(operation),
         size.elements,
         device,
         options.pop("grads", torch.float32),

@@ -33,6 +33,7 @@ CASES: list[tuple[str, str, Options]] = [
     ("unflatten", "resnet50", {"dtype": "fp32", "scale": 1.0}),
     *(("reduce_shards", name, {"dtype": "fp16", "scale": 0.5}) for name in MODELS),
     ("reduce_shards", "resnet50", {"dtype": "bf16", "scale": 0.5}),
+    *((operation, name, {}) for operation in ("flatten_fp16", "unflatten_fp16", "reduce_fp16") for name in MODELS),
     *((operation, name, {}) for operation in ("quantize", "dequantize", "reduce_quantized") for name in MODELS),
     ("quantize", "resnet50", {"error_feedback": True}),
     *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
@@ -45,12 +46,17 @@ def case_id(case: tuple[str, str, Options]) -> str:
     return "-".join([operation, name, *(f"{key}={value}" for key, value in options.items())])
 
 
+def alignment_of(operation: str) -> int:
+    """Elements to whose multiples the slots of an operation's wire are aligned."""
+    return 128 if "quantize" in operation or operation.endswith("_fp16") else 16
+
+
 @pytest.mark.parametrize("backend", ["numba_cpu"])
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], backend: str) -> None:
     operation, name, options = case
     kernels = backends.load(backend)
-    model = operations.model_of(name, 128 if "quantize" in operation else 16, size.elements)
+    model = operations.model_of(name, alignment_of(operation), size.elements)
     if "dtype" in options:
         options = {**options, "dtype": DTYPES[options["dtype"]]}
     made: Case = getattr(operations, operation)(model, **options)

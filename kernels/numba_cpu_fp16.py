@@ -94,23 +94,27 @@ def _flatten(tensors, tag, offsets, numels, wire, shards, blocks, shard_size, ru
     for shard in range(shards):
         payload = wire + shard * shard_size
         exponent_at = payload + blocks * PAYLOAD
-        for _ in range(blocks):
+        stop = start + blocks * BLOCK
+        while start < stop:
             while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
                 slot += 1
             source = count = 0
             if slot < len(tensors) and offsets[slot] <= start:
                 source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
-                count = min(BLOCK, offsets[slot] + numels[slot] - start)
-            if count < BLOCK or size_of(tag) > 4:
-                for index in range(count):
+                count = min(offsets[slot] + numels[slot], stop) - start
+            whole = count // BLOCK if size_of(tag) <= 4 else 0
+            if whole == 0:
+                for index in range(min(count, BLOCK)):
                     store(values, index, narrow, np.float32(load(source, index, tag)))
                 for index in range(count, BLOCK):
                     store(values, index, narrow, ZERO)
-                source = values
-            byte = _encode(source, narrow, rule, byte, payload, exponent_at, stream)
-            payload += PAYLOAD
-            exponent_at += 1
-            start += BLOCK
+                source, whole = values, 1
+            for number in range(whole):
+                block = source + number * BLOCK * size_of(narrow)
+                byte = _encode(block, narrow, rule, byte, payload, exponent_at, stream)
+                payload += PAYLOAD
+                exponent_at += 1
+            start += whole * BLOCK
         _zero(exponent_at, wire + (shard + 1) * shard_size)
     fence()
 

@@ -89,7 +89,23 @@ def reduce_quantized(kernels: Any, tensor: Tensor, slots: SlotTable, place: Plac
     return [shard, residuals]
 
 
-CASES: list[Case] = [flatten, unflatten, quantize, dequantize, reduce_shards, reduce_quantized]
+def fp16_blocks(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    wire = place(torch.full((ops.fp16_wire_numel(slots.total, 1),), 7, dtype=torch.uint8))
+    kernels.flatten_fp16([place(tensor)], slots, wire, 1, 1)
+    target, same = place(torch.full_like(tensor, torch.nan)), place(torch.full_like(tensor, torch.nan))
+    statistics = place(torch.zeros(ops.statistics_shape(slots), dtype=ops.statistics_dtype(tensor.dtype)))
+    kernels.unflatten_fp16(wire, 1, slots, [target], 0.5)
+    kernels.unflatten_fp16(wire, 1, slots, [same], 0.5, statistics)
+    small = torch.zeros_like(wire)
+    kernels.flatten_fp16([tensor * 1e-9], slots, small, 1, 1)
+    shard = place(torch.full_like(wire, 7))
+    kernels.reduce_fp16(place(torch.stack([wire, small])), shard, 0.5)
+    small = place(small)
+    kernels.share_exponents(small, place(wire[2 * slots.total :][None]))
+    return [wire, target, same, statistics, shard, small]
+
+
+CASES: list[Case] = [flatten, unflatten, quantize, dequantize, reduce_shards, reduce_quantized, fp16_blocks]
 DTYPES = {SMALL: (torch.float64, torch.float32, torch.float16, torch.bfloat16), LARGE: (torch.float64, torch.float32)}
 
 

@@ -1,4 +1,7 @@
-"""What the `numba_cpu` kernels do in registers: the last step of a sum over ranks, and the writing of an FP16 block."""
+"""What the `numba_cpu` kernels do in registers: the last step of a sum over ranks, and the writing of an FP16 block.
+
+Numba's disk cache looks at a kernel's own file only: after an edit here, delete `kernels/__pycache__`.
+"""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ def variants() -> list[Variant]:
     """What is compiled: every kernel, with the dtypes that take another path."""
     flatten, unflatten, reduce = numba_cuda_cast._flatten, numba_cuda_cast._unflatten, numba_cuda_cast._reduce
     found: list[Variant] = []
+    arguments: tuple[Any, ...]
     for name, tag in [("fp16", FP16), ("bf16", BF16)]:
         arguments = (INT64, tag, INT64, INT64, FP32, FP32)
         found.append((f"flatten {name}", flatten, arguments, (32, 16)))

@@ -36,6 +36,7 @@ def variants() -> list[Variant]:
     import triton.language as tl
 
     from fastreduce.kernels import triton_cast, triton_fp16, triton_int8
+    from fastreduce.kernels.slots import FP16_BLOCK_BYTES
 
     dtypes = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
     tile, found = triton_cast.TILE, []
@@ -59,7 +60,7 @@ def variants() -> list[Variant]:
 
     types = {"wire": "*u8", "received": "*u8", "shard": "*u8", "blocks": "i32", "shard_size": "i32"}
     halves = types | dict.fromkeys(("low", "high", "ordinary", "lift", "gathered_size"), "i32") | {"gathered": "*u8"}
-    block_bytes = {"BLOCK_BYTES": triton_fp16.FP16_BLOCK_BYTES}
+    block_bytes = {"BLOCK_BYTES": FP16_BLOCK_BYTES}
     for dtype, size in [("fp32", 4), ("bf16", 2)]:
         constants = {**triton_fp16.SHAPE, **block_bytes, "dtype": dtypes[dtype]}
         moved = (tile * size, tile * 2)

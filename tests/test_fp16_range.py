@@ -88,17 +88,17 @@ def _ordinary(rank: int, world_size: int) -> tuple[list[Tensor], list[list[Tenso
     """Averages under both settings and as stock DDP's hook, and this rank's own gradients."""
     local = _model()
     local(_inputs(rank)).square().sum().backward()
-    own = [p.grad for p in local.parameters()]
-    found = []
+    own = [p.grad for p in local.parameters() if p.grad is not None]
+    found: list[list[Tensor]] = []
     for setting in SETTINGS:
         for views in (False, True):
             ddp = fastreduce.DistributedDataParallel(_model(), compression=setting, gradient_as_bucket_view=views)
             ddp(_inputs(rank)).square().sum().backward()
-            found.append([p.grad.clone() for p in ddp.parameters()])
+            found.append([p.grad.clone() for p in ddp.parameters() if p.grad is not None])
         stock = nn.parallel.DistributedDataParallel(_model())
         stock.register_comm_hook(hooks.CompressState(setting), hooks.compress)
         stock(_inputs(rank)).square().sum().backward()
-        found.append([p.grad.clone() for p in stock.parameters()])
+        found.append([p.grad.clone() for p in stock.parameters() if p.grad is not None])
         grads = [grad.clone() for grad in own]
         fastreduce.all_reduce_gradients(grads, setting)
         found.append(grads)

@@ -20,7 +20,11 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 ROOT = Path(__file__).parents[1]
-ELEMENTS = {"triton": {"": 16}, "numba_cuda": {"flatten": 8, "unflatten": 8, "reduce ": 8, "": 16}}  # of a thread
+# Of a thread.
+ELEMENTS = {
+    "triton": {"": 16},
+    "numba_cuda": {"flatten_fp16": 16, "flatten": 8, "unflatten": 8, "reduce ": 8, "": 16},
+}
 WARPS_A_CYCLE = 4  # of one multiprocessor
 
 

@@ -55,6 +55,17 @@ class Gradients:
         REFERENCE.quantize([*self.grads, self.used], self.bucket.table, wire, RANKS, BLOCK, None, None)
         return wire
 
+    def fp16_wire(self) -> Tensor:
+        """A wire of FP16 blocks, of zeros."""
+        numel = ops.fp16_wire_numel(self.bucket.total, RANKS)
+        return torch.zeros(numel, dtype=torch.uint8, device=self.used.device)
+
+    def filled_fp16_wire(self) -> Tensor:
+        """The gradients as a wire of FP16 blocks."""
+        wire = self.fp16_wire()
+        REFERENCE.flatten_fp16([*self.grads, self.used], self.bucket.table, wire, RANKS, 1)
+        return wire
+
     def int8_wire(self) -> Tensor:
         """An INT8 wire of zeros."""
         numel = ops.wire_numel(self.bucket.total, RANKS, BLOCK)
@@ -222,6 +233,42 @@ def reduce_shards(model: Model, dtype: torch.dtype, scale: float, ranks: int = R
     return Case(run, shards, _nbytes(received) + _nbytes(shards), plain)
 
 
+def flatten_fp16(model: Model) -> Case:
+    """Gradients → FP16 wires with block exponents."""
+    wires = [each.fp16_wire() for each in model]
+
+    def run(kernels: Backend) -> None:
+        for each, wire in zip(model, wires, strict=True):
+            kernels.flatten_fp16([*each.grads, each.used], each.bucket.table, wire, RANKS, 1)
+
+    return Case(run, wires, _nbytes(wires) + elements(model) * model[0].used.itemsize)
+
+
+def unflatten_fp16(model: Model) -> Case:
+    """FP16 wires with block exponents → gradients."""
+    wires = [each.filled_fp16_wire() for each in model]
+    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+
+    def run(kernels: Backend) -> None:
+        for each, wire, grads in zip(model, wires, targets, strict=True):
+            kernels.unflatten_fp16(wire, RANKS, each.bucket.table, [*grads, each.used], 1.0)
+
+    outputs = [grad for grads in targets for grad in grads]
+    return Case(run, outputs, _nbytes(wires) + _nbytes(outputs))
+
+
+def reduce_fp16(model: Model) -> Case:
+    """Two ranks' FP16 shards of every wire → one."""
+    received = [each.filled_fp16_wire().view(RANKS, -1) for each in model]
+    shards = [torch.zeros_like(rows[0]) for rows in received]
+
+    def run(kernels: Backend) -> None:
+        for rows, shard in zip(received, shards, strict=True):
+            kernels.reduce_fp16(rows, shard, 1 / RANKS)
+
+    return Case(run, shards, _nbytes(received) + _nbytes(shards))
+
+
 def quantize(model: Model, error_feedback: bool = False) -> Case:
     """Gradients (+ residuals) → INT8 wires (and new residuals)."""
     wires = [each.int8_wire() for each in model]
@@ -313,6 +360,11 @@ def case_id(case: tuple[str, str, Options]) -> str:
     """What a case is called: operation, model, options."""
     operation, name, options = case
     return "-".join([operation, name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def alignment_of(operation: str) -> int:
+    """Elements to whose multiples the slots of an operation's wire are aligned."""
+    return 128 if "quantize" in operation or operation.endswith("_fp16") else 16
 
 
 def check(case: Case, kernels: Backend) -> None:

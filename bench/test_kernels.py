@@ -11,7 +11,7 @@ from fastreduce import backends
 
 from . import operations
 from .conftest import Size
-from .operations import DTYPES, REFERENCE, Case, Options, case_id, check, elements
+from .operations import DTYPES, REFERENCE, Case, Options, alignment_of, case_id, check, elements
 from .paired import Contestant, alternate, record
 
 MODELS = ("resnet50", "bert", "gpt2", "tiny")
@@ -29,6 +29,7 @@ CASES: list[tuple[str, str, Options]] = [
     ("unflatten", "resnet50", {"dtype": "fp32", "scale": 1.0}),
     *(("reduce_shards", name, {"dtype": "fp16", "scale": 0.5}) for name in MODELS),
     ("reduce_shards", "resnet50", {"dtype": "bf16", "scale": 0.5}),
+    *((operation, name, {}) for operation in ("flatten_fp16", "unflatten_fp16", "reduce_fp16") for name in MODELS),
     *((operation, name, {}) for operation in ("quantize", "dequantize", "reduce_quantized") for name in MODELS),
     ("quantize", "resnet50", {"error_feedback": True}),
     *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
@@ -41,7 +42,7 @@ CASES: list[tuple[str, str, Options]] = [
 def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], backend: str) -> None:
     operation, name, options = case
     kernels = backends.load(backend)
-    model = operations.model_of(name, 128 if "quantize" in operation else 16, size.elements)
+    model = operations.model_of(name, alignment_of(operation), size.elements)
     if "dtype" in options:
         options = {**options, "dtype": DTYPES[options["dtype"]]}
     made: Case = getattr(operations, operation)(model, **options)

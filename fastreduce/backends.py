@@ -6,31 +6,31 @@ import importlib
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, wraps
 from types import ModuleType
 
 import torch
 
 from . import caches
-from .errors import BackendUnavailableError, SettingError
+from .errors import BackendUnavailableError, SettingError, TensorError
+from .kernels.device_tables import AlignmentError
 from .packages import pip_install
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
 
-_OPERATIONS = ("flatten", "unflatten", "quantize", "dequantize", "reduce_shards", "reduce_quantized")
 _MODULES = {
     "reference": ("reference",),
-    "numba_cpu": ("numba_cpu_cast", "numba_cpu_int8"),
-    "triton": ("triton_cast", "triton_int8"),
-    "numba_cuda": ("numba_cuda_cast", "numba_cuda_int8"),
+    "numba_cpu": ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8"),
+    "triton": ("triton_cast", "triton_fp16", "triton_int8"),
+    "numba_cuda": ("numba_cuda_cast", "numba_cuda_fp16", "numba_cuda_int8"),
 }
 NAMES = tuple(_MODULES)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of the kernels: the six functions of kernels/README.md."""
+    """One implementation of the kernels: the functions of kernels/README.md."""
 
     name: str
     flatten: Callable[..., None]
@@ -39,6 +39,13 @@ class Backend:
     dequantize: Callable[..., None]
     reduce_shards: Callable[..., None]
     reduce_quantized: Callable[..., None]
+    flatten_fp16: Callable[..., None]
+    unflatten_fp16: Callable[..., None]
+    reduce_fp16: Callable[..., None]
+    share_exponents: Callable[..., None]
+
+
+_OPERATIONS = tuple(field.name for field in fields(Backend) if field.name != "name")
 
 
 @cache
@@ -120,11 +127,26 @@ def load(name: str) -> Backend:
     except ImportError as error:
         raise BackendUnavailableError(f"kernel backend {name!r} cannot be imported: {error}") from error
     found = {op: getattr(module, op) for module in modules for op in _OPERATIONS if hasattr(module, op)}
+    if name in ("triton", "numba_cuda"):
+        found = {op: _translated(operation) for op, operation in found.items()}
     return Backend(name, **found)
 
 
 def _import(name: str) -> list[ModuleType]:
     return [importlib.import_module(f"{__package__}.kernels.{module}") for module in _MODULES[name]]
+
+
+def _translated(operation: Callable[..., None]) -> Callable[..., None]:
+    """The operation, with the kernels' own error as one of ours."""
+
+    @wraps(operation)
+    def call(*args: object) -> None:
+        try:
+            operation(*args)
+        except AlignmentError as error:
+            raise TensorError(str(error)) from error
+
+    return call
 
 
 def choose(device: torch.device) -> Backend:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from .errors import SettingError
+from .kernels.slots import FP16_BLOCK
 from .variables import check_environment
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
@@ -27,7 +28,7 @@ class Compression:
 
     @property
     def block(self) -> int:
-        """Elements that share a scale; 0 where the wire is a plain dtype."""
+        """Elements that share an INT8 scale; 0 where the wire is not INT8."""
         return 0
 
     @property
@@ -162,13 +163,24 @@ class NoCompression(_Plain):
 
 @dataclass(frozen=True)
 class FP16(_Plain):
-    """Gradients travel as FP16, summed in FP32 by two-shot or (`accumulate="wire"`) by the transport."""
+    """Gradients travel as FP16 with block exponents, summed in FP32 by two-shot or by the transport.
+
+    Each block of 128 elements travels with a power of two, which keeps it within FP16's range wherever it lies in
+    FP32's: from 2^-14 to 65504 that is 1, so that ordinary gradients travel as plain FP16. With `accumulate="wire"`
+    ranks agree on it first, and leave room for the sum: it does not overflow either, on up to 16,384 ranks.
+    Gradients that are FP16 themselves travel as they are.
+    """
 
     name: ClassVar[str] = "fp16"
 
+    @property
+    def alignment(self) -> int:
+        """A block: none holds elements of two slots."""
+        return FP16_BLOCK
+
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """FP16."""
-        return torch.float16
+        """Bytes: FP16 and exponents (kernels/README.md); or FP16, the gradients' own."""
+        return torch.float16 if dtype is torch.float16 else torch.uint8
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import backends
 from .errors import TensorError
-from .kernels.slots import SlotTable, shard_bytes, tile_elements
+from .kernels.slots import FP16_BLOCK, SlotTable, fp16_shard_bytes, shard_bytes, tile_elements
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -44,6 +44,7 @@ def _check_flat(operation: str, what: str, flat: Tensor, numel: int, dtypes: Seq
             f"{operation}: {what} is {flat.numel()} elements of {flat.dtype}, strides {flat.stride()}; "
             f"needed: {numel}, contiguous, of {' or '.join(map(str, dtypes))}"
         )
+    _check_alignment(operation, what, flat)
 
 
 def _check_table(
@@ -53,6 +54,17 @@ def _check_table(
         raise TensorError(
             f"{operation}: {what} is {list(table.shape)} of {table.dtype} on {table.device}, strides {table.stride()}; "
             f"needed: {list(shape)}, contiguous, of {dtype} on {device}"
+        )
+    _check_alignment(operation, what, table)
+
+
+def _check_alignment(operation: str, what: str, tensor: Tensor) -> None:
+    """A CPU reads anything anywhere. The addresses of gradients are checked where the kernels look them up."""
+    size = 4 if tensor.dtype is torch.uint8 else tensor.element_size()
+    if not tensor.is_cpu and tensor.data_ptr() % size:
+        raise TensorError(
+            f"{operation}: {what} lies at {tensor.data_ptr():#x}, which is {tensor.data_ptr() % size} more than a "
+            f"multiple of {size}: a GPU cannot access it there; use a copy, tensor.clone()"
         )
 
 
@@ -102,6 +114,11 @@ def is_dense(tensor: Tensor) -> bool:
 def wire_numel(slots_total: int, shards: int, block: int) -> int:
     """Elements of a wire: the flat's own number, or with `block` the bytes of all quantized shards."""
     return shards * shard_bytes(slots_total // shards // block, block) if block else slots_total
+
+
+def fp16_wire_numel(slots_total: int, shards: int) -> int:
+    """Bytes of a wire of FP16 blocks."""
+    return shards * fp16_shard_bytes(slots_total // shards // FP16_BLOCK)
 
 
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float = 1.0) -> None:

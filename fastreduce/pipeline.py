@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from .clocks import make_clock
 from .compression import Compression
 from .error_feedback import ErrorFeedback
 from .errors import TransportError
-from .kernels.slots import tile_elements
+from .kernels.slots import FP16_BLOCK, tile_elements
 from .shared_buffers import SharedBuffers
 from .streams import Finish, Pending, Stream
 from .transports import Transport, Work
@@ -39,12 +38,14 @@ class BucketPipeline:
 
     1. `compress`: gradients and used-flags → wire, one kernel launch.
     2. `reduce`: the transport's all-reduce in place, or two-shot: all-to-all of shards, our FP32
-       sum of the own shard, all-gather.
+       sum of the own shard, all-gather. Before an all-reduce of FP16, ranks gather the exponents of their
+       blocks, a byte each, and take the largest of each block.
     3. `decompress`: wire → gradients and reduced used-flags, one kernel launch.
 
     With N ranks the average's 1/N is applied before a plain all-reduce in the gradients' own dtype
-    (as torch does), in the reduction kernel of a two-shot, and split in two for a 16-bit all-reduce:
-    2^-⌈log2(N)/2⌉ before, the rest after, which keeps away from both overflow and underflow.
+    (as torch does), in the reduction kernel of a two-shot, after an all-reduce of FP16, whose exponents
+    leave room for the sum, and split in two for one of BF16: 2^-⌈log2(N)⌉ before, so that no sum overflows
+    unless its average does, and the rest after.
 
     Nothing is allocated after construction, but for what `keep_statistics` asks for.
 
@@ -79,7 +80,13 @@ class BucketPipeline:
         self._block, shards = compression.block, transport.world_size
         self._kernels = ops.unchecked(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
-        numel = ops.wire_numel(bucket.total, shards, self._block)
+        # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
+        self._fp16 = wire_dtype is torch.uint8 and not self._block
+        self._parts = shards if compression.two_shot else 1
+        if self._fp16:
+            numel = ops.fp16_wire_numel(bucket.total, self._parts)
+        else:
+            numel = ops.wire_numel(bucket.total, shards, self._block)
 
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=bucket.device)
@@ -92,7 +99,14 @@ class BucketPipeline:
         # One rank's shard is its wire; 8-bit ones are summed all the same, for the bits of the second rounding.
         two_shot = compression.two_shot and (shards > 1 or self._block > 0)
         self._received = wire("received").view(shards, -1) if two_shot else None
-        self._shard = self.wire.view(shards, -1)[transport.rank]
+        self._shard = self.wire.view(shards, -1)[transport.rank] if two_shot else self.wire
+        self._summed, self._gathered = self.wire, None
+        if self._fp16 and not two_shot:
+            blocks = bucket.total // FP16_BLOCK
+            self._summed = self.wire[: 2 * bucket.total].view(torch.float16)
+            self._exponents = self.wire[2 * bucket.total :][:blocks]
+            if shards > 1:
+                self._gathered = buffer(shards * -(-blocks // 16) * 16, torch.uint8).view(shards, -1)
         self.used = torch.ones(len(bucket.slots), dtype=bucket.dtype, device=bucket.device)
         self.used_by_any = torch.ones_like(self.used)
 
@@ -112,10 +126,12 @@ class BucketPipeline:
         self._average = 1.0 / (divisor or shards)
         if compression.two_shot:
             self._scale_before, self._scale_after = 1.0, 1.0
+        elif self._fp16:
+            self._scale_before, self._scale_after = 1.0, self._average
         elif wire_dtype == bucket.dtype:
             self._scale_before, self._scale_after = self._average, 1.0
         else:
-            self._scale_before = 2.0 ** -math.ceil(math.log2(shards) / 2)
+            self._scale_before = 2.0 ** -(shards - 1).bit_length()
             self._scale_after = self._average / self._scale_before
 
     @property
@@ -127,9 +143,13 @@ class BucketPipeline:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that one rank sends in one reduction: (N-1)/N of the wire, twice (ring all-reduce or two-shot)."""
+        """Bytes that one rank sends in one reduction: (N-1)/N of the wire, twice (ring all-reduce or two-shot).
+
+        And its blocks' exponents to every other rank, where ranks agree on them.
+        """
         shards = self.transport.world_size
-        return 2 * self.wire.nbytes * (shards - 1) // shards
+        exponents = 0 if self._gathered is None else self._gathered[0].nbytes * (shards - 1)
+        return 2 * self._summed.nbytes * (shards - 1) // shards + exponents
 
     def make_views(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the sizes and strides of `like` over one flat: the wire where it can hold gradients."""
@@ -221,13 +241,20 @@ class BucketPipeline:
                 kept.commit()
             rows = (kept.residuals, kept.turn) if kept else (None, None)
             self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows)
+        elif self._fp16:
+            summed = 1 if self.compression.two_shot else self.transport.world_size
+            self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed)
         else:
             self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
 
     def reduce(self) -> Work:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
+        if self._gathered is not None:
+            self._gathered[self.transport.rank][: len(self._exponents)].copy_(self._exponents)
+            self.transport.all_gather(self._gathered.view(-1)).wait()
+            self._kernels.share_exponents(self.wire, self._gathered)
         if self._received is None:
-            return self.transport.all_reduce(self.wire)
+            return self.transport.all_reduce(self._summed)
         self.transport.all_to_all(self._received, self.wire).wait()
         self._reduce_shards(self._received)
         return self.transport.all_gather(self.wire)
@@ -237,6 +264,8 @@ class BucketPipeline:
         if self._block:
             rows = (self.feedback.shard_residuals, self.feedback.turn) if self.feedback else (None, None)
             self._kernels.reduce_quantized(received, self._shard, self._average, self._block, self._flag_block, *rows)
+        elif self._fp16:
+            self._kernels.reduce_fp16(received, self._shard, self._average)
         else:
             self._kernels.reduce_shards(received, self._shard, self._average)
 
@@ -251,6 +280,8 @@ class BucketPipeline:
         elif self._block:
             shards = self.transport.world_size
             self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, self.statistics)
+        elif self._fp16:
+            self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, self.statistics)
         else:
             self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics)
 
@@ -272,6 +303,8 @@ class BucketPipeline:
         self.compress(grads)
         if self._received is not None:
             self._reduce_shards(self._received)
+        if self._gathered is not None:
+            self._kernels.share_exponents(self.wire, self._gathered)
         self.decompress(grads)
 
     def _wire_is_finite(self) -> Tensor:

@@ -12,6 +12,10 @@ from torch import Tensor
 from .slots import SlotTable
 
 
+class AlignmentError(ValueError):
+    """A tensor whose address is no multiple of its element size, where a device cannot access it."""
+
+
 @dataclass
 class DeviceTable:
     """A slot table on one device, cut into tiles of equal size.
@@ -27,7 +31,11 @@ class DeviceTable:
     _addresses: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)
 
     def addresses(self, operation: str, tensors: Sequence[Tensor]) -> Tensor:
-        """The tensors' addresses on the device, uploaded again only if one has changed since last time."""
+        """The tensors' addresses on the device, checked and uploaded again only if one has changed since last time.
+
+        Raises:
+            AlignmentError: if an address is no multiple of the element size.
+        """
         current = [0, *(tensor.data_ptr() for tensor in tensors)]
         known = self._addresses.get(operation)
         device = self.tiles.device
@@ -41,11 +49,23 @@ class DeviceTable:
                 f"{operation}: the address of a tensor changed during a CUDA graph capture; "
                 "capture after a step whose gradients are the same tensors"
             )
+        _check_alignment(operation, tensors)
         # Pinned, so that the copy does not make the host wait for the stream.
         host = torch.tensor(current, dtype=torch.int64, pin_memory=device.type == "cuda")
         table = host.to(device, non_blocking=True)
         self._addresses[operation] = current, table
         return table
+
+
+def _check_alignment(operation: str, tensors: Sequence[Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        size, address = tensor.element_size(), tensor.data_ptr()
+        if address % size:
+            raise AlignmentError(
+                f"{operation}: tensor {index} of {len(tensors)}, {tensor.dtype} of shape {tuple(tensor.shape)} on "
+                f"{tensor.device}, lies at {address:#x}, which is {address % size} more than a multiple of its element "
+                f"size {size}: a GPU cannot access it there; use a copy, tensor.clone()"
+            )
 
 
 def device_table(slots: SlotTable, tile: int, device: torch.device, padding: bool = True) -> DeviceTable:

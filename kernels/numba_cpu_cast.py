@@ -22,7 +22,8 @@ from .numba_cpu_convert import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .slots import SlotTable, tile_elements
+from .numba_cpu_sum import add_last
+from .slots import SlotTable, spare, tile_elements
 
 CHUNK = 256  # small enough that reading ahead and writing out overlap
 
@@ -72,17 +73,37 @@ def _unflatten_and_sum(
 
 
 @kernel
-def _reduce_shards(received, ranks, shard, numel, tag, scale, total, stream):
+def _reduce_shards(received, ranks, shard, numel, tag, scale, spare, total, stream):
     for start in range(0, numel, CHUNK):
         count = min(CHUNK, numel - start)
-        for index in range(count):
-            store(total, index, scale, load(received, start + index, tag))
-        for rank in range(1, ranks):
-            term = received + (rank * numel + start) * size_of(tag)
+        term, to = received + start * size_of(tag), shard + start * size_of(tag)
+        finite = ranks == 1  # or no sum at least
+        if count == CHUNK:
+            for index in range(CHUNK):
+                store(total, index, scale, load(term, index, tag))
+            for _ in range(1, ranks - 1):
+                term += numel * size_of(tag)
+                for index in range(CHUNK):
+                    store(total, index, scale, load(total, index, scale) + load(term, index, tag))
+            if ranks > 1:
+                finite = add_last(total, scale, term + numel * size_of(tag), tag, CHUNK)
+        if count == CHUNK and finite:
+            convert(to, tag, total, scale, CHUNK, scale, stream)
+        else:
             for index in range(count):
-                store(total, index, scale, load(total, index, scale) + load(term, index, tag))
-        convert(shard + start * size_of(tag), tag, total, scale, count, scale, stream)
+                store(to, index, tag, _average(received, ranks, numel, start + index, tag, scale, spare))
     fence()
+
+
+@kernel
+def _average(received, ranks, numel, index, tag, scale, spare):
+    total = load(received, index, tag)
+    small = total / spare
+    for rank in range(1, ranks):
+        term = load(received, rank * numel + index, tag)
+        total += term
+        small += term / spare
+    return total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
 
 
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
@@ -133,6 +154,7 @@ def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
         shard.numel(),
         TAGS[shard.dtype],
         _factor(scale, shard.dtype),
+        _factor(spare(received.shape[0]), shard.dtype),
         total.data_ptr(),
         shard.nbytes >= STREAM_BYTES,
     )

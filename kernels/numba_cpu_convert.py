@@ -8,7 +8,7 @@ Numba's disk cache looks at a kernel's own file only: after an edit here, delete
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,11 @@ TAGS: dict[torch.dtype, Any] = {
 # quarter to two fifths of the traffic. Less output may still lie in L2 when its reader comes.
 STREAM_BYTES = 1 << 20
 LINE = 64
+ANYWHERE = 1  # what loads and stores take for granted of an address: it may be no multiple of an element
 
 # No fastmath: every operation rounds by itself, and LLVM fuses none unless told to.
 kernel = njit(nogil=True, cache=True, error_model="numpy")
+inlined = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)  # where a call for each block would show
 
 _HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -82,7 +84,8 @@ def widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
     return value
 
 
-def _narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: types.Type) -> ir.Value:
+def narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: types.Type) -> ir.Value:
+    """FP64 or FP32 → what memory holds."""
     if tag == types.int8:
         return builder.trunc(value, _like(value, _I8))
     if computed == types.float32 and tag == types.float64:
@@ -109,11 +112,18 @@ def size_of(_typing: Any, tag: types.Type) -> tuple[Any, Any]:
 
 
 @intrinsic
+def at_most_fp32(_typing: Any, tag: types.Type) -> tuple[Any, Any]:
+    """The tag itself, or FP32's for FP64."""
+    narrow = types.float32 if tag == types.float64 else tag
+    return narrow(tag), lambda target, builder, _signature, _args: target.get_constant(narrow, 0)
+
+
+@intrinsic
 def load(_typing: Any, address: types.Type, index: types.Type, tag: types.Type) -> tuple[Any, Any]:
     """Element `index` as FP64 where memory holds FP64, else as FP32."""
 
     def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        value = builder.load(element(builder, args[0], args[1], tag), typ=MEMORY[tag][0])
+        value = builder.load(element(builder, args[0], args[1], tag), typ=MEMORY[tag][0], align=ANYWHERE)
         return widen(builder, value, tag)
 
     result = types.float64 if tag == types.float64 else types.float32
@@ -121,11 +131,22 @@ def load(_typing: Any, address: types.Type, index: types.Type, tag: types.Type) 
 
 
 @intrinsic
+def load_byte(_typing: Any, address: types.Type, index: types.Type) -> tuple[Any, Any]:
+    """Byte `index` as a number from 0 to 255."""
+
+    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.zext(builder.load(element(builder, args[0], args[1], types.int8), typ=_I8), _I32)
+
+    return types.int32(types.int64, types.int64), emit
+
+
+@intrinsic
 def store(_typing: Any, address: types.Type, index: types.Type, tag: types.Type, value: types.Type) -> tuple[Any, Any]:
     """Round FP64 or FP32 to what memory holds, 16 bits by way of FP32; int8 takes an int32's low byte."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        builder.store(_narrow(builder, args[3], value, tag), element(builder, args[0], args[1], tag))
+        value_in_memory = narrow(builder, args[3], value, tag)
+        builder.store(value_in_memory, element(builder, args[0], args[1], tag), align=ANYWHERE)
         return target.get_dummy_value()
 
     return types.void(types.int64, types.int64, tag, value), emit
@@ -141,21 +162,37 @@ def line_of(
     lanes: int,
 ) -> ir.Value:
     """`lanes` elements from `index` on, multiplied by `factor`, as memory of `to_tag` holds them."""
-    scalar, alignment = MEMORY[source_tag]
     pointer = element(builder, source, index, source_tag)
-    value = builder.load(pointer, typ=ir.VectorType(scalar, lanes), align=alignment)
+    value = builder.load(pointer, typ=ir.VectorType(MEMORY[source_tag][0], lanes), align=ANYWHERE)
     value = widen(builder, value, source_tag)
     scale = types.float64 if factor.type == _DOUBLE else types.float32
     if scale == types.float64 and source_tag != types.float64:
         value = builder.fpext(value, _like(value, _DOUBLE))
-    first = builder.insert_element(ir.Constant(value.type, ir.Undefined), factor, _I32(0))
-    factors = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, lanes), None))
-    return _narrow(builder, builder.fmul(value, factors), scale, to_tag)
+    return narrow(builder, builder.fmul(value, splat(builder, factor, lanes)), scale, to_tag)
 
 
-def store_line(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, stream: bool, alignment: int) -> None:
+def splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
+    """A vector of one number."""
+    first = builder.insert_element(ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, lanes), None))
+
+
+def folded(builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """The lanes of a vector combined to one, the first half with the second until one is left."""
+    while (half := vector.type.count // 2) > 0:
+        vector = combine(part(builder, vector, 0, half), part(builder, vector, half, half))
+    return builder.extract_element(vector, _I32(0))
+
+
+def part(builder: ir.IRBuilder, vector: ir.Value, start: int, count: int) -> ir.Value:
+    """Some lanes of a vector."""
+    places = ir.Constant(ir.VectorType(_I32, count), list(range(start, start + count)))
+    return builder.shuffle_vector(vector, vector, places)
+
+
+def store_line(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, stream: bool) -> None:
     """Store a vector: past the cache, to the beginning of a line, or as any other."""
-    stored = builder.store(value, pointer, align=LINE if stream else alignment)
+    stored = builder.store(value, pointer, align=LINE if stream else ANYWHERE)
     if stream:
         stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
@@ -176,7 +213,7 @@ def _stream_line(
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         to, _, source, _, index, factor = args
         value = line_of(builder, source, source_tag, index, factor, to_tag, LINE // size)
-        store_line(builder, value, element(builder, to, index, to_tag), True, size)
+        store_line(builder, value, element(builder, to, index, to_tag), True)
         return target.get_dummy_value()
 
     return types.void(types.int64, to_tag, types.int64, source_tag, types.int64, scale), emit
@@ -194,10 +231,16 @@ def fence(_typing: Any) -> tuple[Any, Any]:
 
 
 @kernel
+def can_stream(to, to_tag, source):
+    """Whether some element begins at a line, and the lines are not in the cache already, as they are in place."""
+    return to != source and to % size_of(to_tag) == 0
+
+
+@kernel
 def convert(to, to_tag, source, source_tag, count, scale, stream):
     """Multiply `count` elements by `scale`, in the compute type, on their way elsewhere or in place."""
     done = np.int64(0)
-    if stream and to != source:  # in place, the line is in the cache already
+    if stream and can_stream(to, to_tag, source):
         lanes = LINE // size_of(to_tag)
         done = min(-to % LINE // size_of(to_tag), count)
         for index in range(done):

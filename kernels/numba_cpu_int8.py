@@ -24,7 +24,7 @@ from .numba_cpu_convert import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .slots import SlotTable, shard_bytes, tile_elements
+from .slots import SlotTable, shard_bytes, spare, tile_elements
 
 INT8, FP32 = np.int8(0), np.float32(0)
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
@@ -43,6 +43,7 @@ def _zero(start, end):
 
 @kernel
 def _encode(source, tag, count, scale, old, new, values, block, payload, scale_at, stream):
+    # Returns whether the block is finite.
     # Magnitudes compare as integers: a maximum of floats loses NaN, and does not vectorise.
     largest = np.int32(0)
     if old:
@@ -63,7 +64,7 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
         _zero(payload, payload + block)
         if new:
             convert(new, FP32, old, FP32, block, ONE, stream)
-        return
+        return False
     absmax = np.int32(largest).view(np.float32)
     unit = inverse = ZERO
     if absmax >= TINY:
@@ -79,6 +80,7 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
             rounded = value * inverse + ROUNDER
             store(values, index, FP32, value - (rounded - ROUNDER) * unit)
         convert(new, FP32, values, FP32, block, ONE, stream)
+    return True
 
 
 @kernel
@@ -151,6 +153,19 @@ def _dequantize_and_sum(
 
 
 @kernel
+def _average(payloads, scales, ranks, shard_size, block, scale, spare, averages):
+    for index in range(block):
+        total = small = ZERO
+        for rank in range(ranks):
+            unit = load(scales + rank * shard_size, 0, FP32)
+            term = load(payloads + rank * shard_size, index, INT8) * unit
+            total = term if rank == 0 else total + term
+            small = term / spare if rank == 0 else small + term / spare
+        average = total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
+        store(averages, index, FP32, average)
+
+
+@kernel
 def _reduce_quantized(
     received,
     ranks,
@@ -160,6 +175,7 @@ def _reduce_quantized(
     shard_size,
     flag_block,
     scale,
+    spare,
     residual,
     new_residual,
     values,
@@ -182,7 +198,10 @@ def _reduce_quantized(
         old = residual + start * 4 if residual else 0
         new = new_residual + start * 4 if residual else 0
         if number < flag_block:
-            _encode(total, FP32, block, scale, old, new, values, block, shard + start, shard + scale_at, stream)
+            payload, to_scale = shard + start, shard + scale_at
+            if not _encode(total, FP32, block, scale, old, new, values, block, payload, to_scale, stream):
+                _average(received + start, received + scale_at, ranks, shard_size, block, scale, spare, total)
+                _encode(total, FP32, block, ONE, old, new, values, block, payload, to_scale, stream)
             continue
         for index in range(block):
             store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
@@ -281,6 +300,7 @@ def reduce_quantized(
         shard.numel(),
         flag_block,
         np.float32(scale),
+        np.float32(spare(received.shape[0])),
         *_rows(residuals, turn),
         values.data_ptr(),
         blocks * block * 4 >= STREAM_BYTES,

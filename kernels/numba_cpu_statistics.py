@@ -18,7 +18,22 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from .numba_cpu_convert import LINE, MEMORY, element, kernel, line_of, load, size_of, stage, store, store_line, widen
+from .numba_cpu_convert import (
+    LINE,
+    MEMORY,
+    can_stream,
+    element,
+    folded,
+    kernel,
+    line_of,
+    load,
+    part,
+    size_of,
+    stage,
+    store,
+    store_line,
+    widen,
+)
 
 ZERO, ONE, INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
@@ -56,11 +71,11 @@ def _sum_lines(stream: bool) -> Callable[..., Any]:
             with cgutils.for_range(builder, lines) as loop:
                 index = builder.add(first, builder.mul(loop.index, ir.Constant(first.type, width)))
                 line = line_of(builder, source, source_tag, index, factor, to_tag, width)
-                store_line(builder, line, element(builder, to, index, to_tag), stream, size)
+                store_line(builder, line, element(builder, to, index, to_tag), stream)
                 stored, total = widen(builder, line, to_tag), builder.load(kept)
                 for start in range(0, width, lanes):
-                    part = _part(builder, stored, start, lanes)
-                    total = builder.fadd(total, builder.fmul(part, part))
+                    some = part(builder, stored, start, lanes)
+                    total = builder.fadd(total, builder.fmul(some, some))
                 builder.store(total, kept)
             builder.store(builder.load(kept), total_at, align=LINE)
             return builder.add(first, builder.mul(lines, ir.Constant(first.type, width)))
@@ -71,11 +86,6 @@ def _sum_lines(stream: bool) -> Callable[..., Any]:
     define.__name__ = "stream_lines" if stream else "plain_lines"
     defined: Callable[..., Any] = intrinsic(define)
     return defined
-
-
-def _part(builder: ir.IRBuilder, vector: ir.Value, start: int, count: int) -> ir.Value:
-    places = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(start, start + count)))
-    return builder.shuffle_vector(vector, vector, places)
 
 
 _stream_lines, _plain_lines = _sum_lines(True), _sum_lines(False)
@@ -90,9 +100,7 @@ def _halve(_typing: Any, sums: types.Type, tag: types.Type) -> tuple[Any, Any]:
     def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         at = element(builder, args[0], ir.Constant(args[0].type, 0), tag)
         total = builder.load(at, typ=ir.VectorType(scalar, lanes), align=LINE)
-        while (half := total.type.count // 2) > 0:
-            total = builder.fadd(_part(builder, total, 0, half), _part(builder, total, half, half))
-        return builder.extract_element(total, ir.IntType(32)(0))
+        return folded(builder, total, builder.fadd)
 
     return tag(types.int64, tag), emit
 
@@ -102,7 +110,7 @@ def convert_and_sum(to, to_tag, source, source_tag, count, scale, stream, sums, 
     """`convert`, which also adds the squares of what it stores to the lanes at `sums`."""
     lanes = LINE // size_of(tag)
     before = done = np.int64(0)
-    if stream and to != source:
+    if stream and can_stream(to, to_tag, source):
         before = -to % LINE // size_of(to_tag)
         done = min(before, count)
         for index in range(done):

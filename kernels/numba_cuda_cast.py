@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numba import cuda
 from torch import Tensor
 
@@ -16,17 +15,20 @@ from .numba_cuda_convert import (
     THREADS,
     add,
     function,
+    in_compute_type,
     kernel,
     lanes_of,
     launch,
     load,
     locate,
     multiply,
+    not_finite,
     size_of,
     store,
+    where_finite,
 )
 from .numba_cuda_sum import unflatten_and_sum
-from .slots import SlotTable, tile_elements
+from .slots import SlotTable, spare, tile_elements
 
 TILE = tile_elements()
 
@@ -57,7 +59,7 @@ def _unflatten(wire, wire_tag, tiles, addresses, tag, scale):
 
 
 @kernel
-def _reduce(received, ranks, shard, tag, numel, scale):
+def _reduce(received, ranks, shard, tag, numel, scale, room, reciprocal):
     """One tile of every rank's shard → their sum in rank order, scaled."""
     lanes = lanes_of(tag, tag)
     start = np.int64(cuda.blockIdx.x) * TILE
@@ -67,11 +69,15 @@ def _reduce(received, ranks, shard, tag, numel, scale):
         for _ in range(1, ranks):
             at += numel * size_of(tag)
             total = add(total, load(at, tag, tag, numel - first))
-        store(shard + first * size_of(tag), tag, multiply(total, scale), numel - first, numel - first)
-
-
-def _in_compute_type(scale: float, *dtypes: torch.dtype) -> Any:
-    return np.float64(scale) if torch.float64 in dtypes else np.float32(scale)
+        values = multiply(total, scale)
+        if not_finite(total, scale, lanes) > 0:
+            at = received + first * size_of(tag)
+            small = multiply(load(at, tag, tag, numel - first), reciprocal)
+            for _ in range(1, ranks):
+                at += numel * size_of(tag)
+                small = add(small, multiply(load(at, tag, tag, numel - first), reciprocal))
+            values = where_finite(total, values, multiply(small, multiply(scale, room)))
+        store(shard + first * size_of(tag), tag, values, numel - first, numel - first)
 
 
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
@@ -110,14 +116,14 @@ def _launch_move(
         table.tiles.data_ptr(),
         table.addresses(operation, tensors).data_ptr(),
         TAGS[dtype],
-        _in_compute_type(scale, dtype, wire.dtype),
+        in_compute_type(scale, dtype, wire.dtype),
         *statistics,
     )
 
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
     """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
-    numel = shard.numel()
+    numel, room = shard.numel(), spare(received.shape[0])
     launch(
         _reduce,
         -(-numel // TILE),
@@ -127,5 +133,5 @@ def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
         shard.data_ptr(),
         TAGS[shard.dtype],
         numel,
-        _in_compute_type(scale, shard.dtype),
+        *(in_compute_type(number, shard.dtype) for number in (scale, room, 1 / room)),
     )

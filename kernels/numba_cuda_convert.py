@@ -26,11 +26,14 @@ fetch, fetch_int32, load, store = vectors.fetch, vectors.fetch_int32, vectors.lo
 multiply, add, divide = vectors.multiply, vectors.add, vectors.divide
 sum_of_squares, not_finite = statistics.sum_of_squares, statistics.not_finite
 largest_bits, from_bits, more_than_half = vectors.largest_bits, vectors.from_bits, vectors.more_than_half
+fetch_byte, store_byte = vectors.fetch_byte, vectors.store_byte
+power, where_finite = vectors.power, vectors.where_finite
 
 LANES = 16  # of a thread that works on an INT8 wire
 THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of Python
 
-INT8, FP32 = np.int8(0), np.float32(0)
+INT8, FP16, FP32 = np.int8(0), np.int16(0), np.float32(0)
+INFINITY_BITS = np.int32(0x7F800000)
 
 TAGS: dict[torch.dtype, Any] = {
     torch.float64: np.float64(0),
@@ -54,6 +57,11 @@ def decode(shard, blocks, block, index, column, count):
     quantized = load(shard + index * block + column, INT8, INT8, count)
     scale_at = shard + blocks * block + index * 4
     return multiply(quantized, load(scale_at, FP32, FP32, min(count, 1))[0])
+
+
+def in_compute_type(number: float, *dtypes: torch.dtype) -> Any:
+    """A factor of kernels that compute with numbers of these types."""
+    return np.float64(number) if torch.float64 in dtypes else np.float32(number)
 
 
 def address(tensor: Tensor | None) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .device_tables import device_table
 from .numba_cuda_convert import (
     FP32,
+    INFINITY_BITS,
     INT8,
     LANES,
     TAGS,
@@ -37,14 +38,14 @@ from .numba_cuda_convert import (
     quotient,
     size_of,
     store,
+    where_finite,
 )
 from .numba_cuda_sum import SUMMING, dequantize_and_sum
-from .slots import SlotTable, tile_elements
+from .slots import SlotTable, spare, tile_elements
 
 TILE = LANES * THREADS  # the largest block of the format on a GPU
 
 ZERO, MINUS_ONE, LARGEST, NAN = np.float32(0), np.float32(-1), np.float32(127), np.float32(np.nan)
-INFINITY_BITS = np.int32(0x7F800000)
 TINY = np.float32(2.0**-100)
 RECIPROCAL_127 = np.float32(1 / 127)
 ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a sum with it has no bits behind the point
@@ -122,7 +123,9 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size):
 
 
 @kernel
-def _reduce(received, ranks, shard, residuals, turn, row_bytes, blocks, block, shard_size, flag_block, scale):
+def _reduce(
+    received, ranks, shard, residuals, turn, row_bytes, blocks, block, shard_size, flag_block, scale, room, reciprocal
+):  # fmt: skip
     """A few blocks of every rank's shard → their sum in rank order, scaled, encoded again."""
     residual, new_residual = _rows(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
@@ -139,7 +142,14 @@ def _reduce(received, ranks, shard, residuals, turn, row_bytes, blocks, block, s
     if index >= flag_block:
         values = more_than_half(total)
     else:
-        values = add(multiply(total, scale), load(residual + at, FP32, INT8, count if residual else 0))
+        values = multiply(total, scale)
+        if largest_bits(total) >= INFINITY_BITS:
+            small = multiply(decode(received, blocks, block, index, column, count), reciprocal)
+            for rank in range(1, ranks):
+                term = decode(received + rank * shard_size, blocks, block, index, column, count)
+                small = add(small, multiply(term, reciprocal))
+            values = where_finite(total, values, multiply(small, multiply(scale, room)))
+        values = add(values, load(residual + at, FP32, INT8, count if residual else 0))
     cuda.syncthreads()
     cuda.atomic.max(magnitudes, row, largest_bits(values))
     cuda.syncthreads()
@@ -219,7 +229,7 @@ def reduce_quantized(
     turn: Tensor | None,
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
-    blocks = shard.numel() // (block + 4)
+    blocks, room = shard.numel() // (block + 4), spare(received.shape[0])
     launch(
         _reduce,
         -(-blocks // (TILE // block)),
@@ -234,5 +244,5 @@ def reduce_quantized(
         block,
         shard.numel(),
         flag_block,
-        np.float32(scale),
+        *(np.float32(number) for number in (scale, room, 1 / room)),
     )

@@ -47,6 +47,16 @@ def fetch_int32(address: int) -> int:
     return ctypes.c_int32.from_address(int(address)).value
 
 
+def fetch_byte(address: int) -> int:
+    """A byte as a number from 0 to 255."""
+    return ctypes.c_uint8.from_address(int(address)).value
+
+
+def store_byte(address: int, number: int) -> None:
+    """A number from 0 to 255 as a byte."""
+    ctypes.c_uint8.from_address(int(address)).value = int(number)
+
+
 def load(address: int, tag: Any, other: Any, count: int) -> Numbers:
     """A vector from memory of type `tag`, on its way to memory of type `other`; numbers from `count` on are zero."""
     memory = np.zeros(lanes_of(tag, other), tag.dtype)
@@ -105,6 +115,16 @@ def largest_bits(vector: Numbers) -> int:
 def from_bits(bits: int) -> np.float32:
     """The FP32 number of 32 bits."""
     return np.int32(bits).view(np.float32)
+
+
+def power(exponent: int, like: Any) -> Any:
+    """2^(exponent - 127) for an exponent from 1 to 254, in the type of another number."""
+    return like.dtype.type(2.0 ** (int(exponent) - 127))
+
+
+def where_finite(tested: Numbers, then: Numbers, otherwise: Numbers) -> Numbers:
+    """Each number of the second vector where that of the first is finite, else of the third."""
+    return np.where(np.isfinite(tested), then, otherwise)
 
 
 def more_than_half(vector: Numbers) -> Numbers:

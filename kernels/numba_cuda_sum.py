@@ -1,4 +1,4 @@
-"""unflatten and dequantize with statistics in Numba CUDA.
+"""unflatten, unflatten_fp16 and dequantize with statistics in Numba CUDA.
 
 The order of a tile's sum is fixed: each thread's numbers as they come, then threads by halves.
 """
@@ -9,10 +9,12 @@ import numpy as np
 from numba import cuda
 
 from .numba_cuda_convert import (
+    FP16,
     LANES,
     THREADS,
     add,
     decode,
+    fetch_byte,
     function,
     kernel,
     lanes_of,
@@ -20,11 +22,13 @@ from .numba_cuda_convert import (
     locate,
     multiply,
     not_finite,
+    power,
     quotient,
     size_of,
     store,
     sum_of_squares,
 )
+from .slots import FP16_BLOCK
 
 SUMMING = min(THREADS, 128)  # threads for a tile of an INT8 wire, which is smaller than without statistics
 ZERO = np.float64(0)
@@ -57,6 +61,30 @@ def unflatten_and_sum(wire, wire_tag, tiles, addresses, tag, scale, statistics, 
     squares, odd = sum_tag, 0
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = multiply(load(flat + first * size_of(wire_tag), wire_tag, tag, count - first), scale)
+        store(tensor + first * size_of(tag), tag, values, count - first, count - first)
+        squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
+        odd += not_finite(values, tag, count - first)
+    _store_row(statistics, sum_tag, squares, odd, THREADS)
+
+
+@function
+def decode_fp16(wire, blocks, shard_size, place, tag, scale, count):
+    """8 elements of FP16 blocks from `place` in the flat on, scaled, on their way to memory of type `tag`."""
+    number = place // FP16_BLOCK
+    rank = quotient(number, blocks)
+    shard, index = wire + rank * shard_size, number - rank * blocks
+    halves = load(shard + (index * FP16_BLOCK + place - number * FP16_BLOCK) * 2, FP16, tag, count)
+    return multiply(halves, multiply(power(fetch_byte(shard + blocks * 2 * FP16_BLOCK + index), scale), scale))
+
+
+@kernel
+def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scale, statistics, sum_tag):
+    """One tile of one slot, from a wire of FP16 blocks to its tensor, and its statistics."""
+    tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
+    lanes = lanes_of(FP16, tag)
+    squares, odd = sum_tag, 0
+    for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
+        values = decode_fp16(wire, blocks, shard_size, place + first, tag, scale, count - first)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
         odd += not_finite(values, tag, count - first)

@@ -160,6 +160,27 @@ def fetch_int32(_typing: Any, address: types.Type) -> Any:
 
 
 @intrinsic
+def fetch_byte(_typing: Any, address: types.Type) -> Any:
+    """A byte as a number from 0 to 255."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.zext(builder.load(_pointer(builder, args[0], 0, _I8), align=1), _I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def store_byte(_typing: Any, address: types.Type, number: types.Type) -> Any:
+    """A number from 0 to 255 as a byte."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        builder.store(builder.trunc(args[1], _I8), _pointer(builder, args[0], 0, _I8), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
 def load(_typing: Any, address: types.Type, tag: types.Type, other: types.Type, count: types.Type) -> Any:
     """A vector from memory of type `tag`, on its way to memory of type `other`; numbers from `count` on are zero."""
     result, (scalar, size) = _vector(tag, other), _MEMORY[tag]
@@ -286,6 +307,33 @@ def from_bits(_typing: Any, bits: types.Type) -> Any:
         return builder.bitcast(args[0], _FLOAT)
 
     return types.float32(types.int32), emit
+
+
+@intrinsic
+def power(_typing: Any, exponent: types.Type, like: types.Type) -> Any:
+    """2^(exponent - 127) for an exponent from 1 to 254, in the type of another number."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        bits = builder.shl(builder.trunc(args[0], _I32), _I32(23))
+        return _cast(builder, builder.bitcast(bits, _FLOAT), like)
+
+    return like(types.int64, like), emit
+
+
+@intrinsic
+def where_finite(_typing: Any, tested: types.Type, then: types.Type, otherwise: types.Type) -> Any:
+    """Each number of the second vector where that of the first is finite, else of the third."""
+    integer, infinity = (_I64, 0x7FF << 52) if tested.dtype == types.float64 else (_I32, 0xFF << 23)
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for test, value, other in zip(*(_numbers(builder, arg, tested.count) for arg in args), strict=True):
+            magnitude = builder.and_(builder.bitcast(test, integer), integer((1 << integer.width - 1) - 1))
+            finite = builder.icmp_signed("<", magnitude, integer(infinity))
+            found.append(builder.select(finite, value, other))
+        return _pack(context, builder, found, tested)
+
+    return tested(tested, tested, tested), emit
 
 
 @intrinsic

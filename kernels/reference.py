@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .slots import SlotTable, shard_bytes, tile_elements
+from .slots import (
+    FP16_BLOCK,
+    FP16_BLOCK_BYTES,
+    ExponentRule,
+    SlotTable,
+    exponent_rule,
+    fp16_shard_bytes,
+    shard_bytes,
+    spare,
+    tile_elements,
+)
 
 TINY = 2.0**-100
 RECIPROCAL_127 = 1 / 127
@@ -73,10 +83,21 @@ def _count_and_sum(tensors: Sequence[Tensor], tile: int, statistics: Tensor) -> 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
     """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
     compute = _compute_dtype(shard.dtype, shard.dtype)
-    total = received[0].to(compute)
-    for row in received[1:]:
-        total = total + row.to(compute)
-    shard.copy_(_convert(total * torch.tensor(scale, dtype=compute, device=shard.device), shard.dtype))
+    average, _ = _average([row.to(compute) for row in received], scale)
+    shard.copy_(_convert(average, shard.dtype))
+
+
+def _average(terms: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+    """The sum of the ranks' terms times `scale`, and the plain sum.
+
+    Where that sum is not finite, terms are made small first: what overflows then is infinite as an average too.
+    """
+    room = spare(len(terms))
+    total, small = terms[0], terms[0] / room
+    for term in terms[1:]:
+        total, small = total + term, small + term / room
+    factor = torch.tensor(scale, dtype=total.dtype, device=total.device)
+    return torch.where(total.isfinite(), total * factor, small * (factor * room)), total
 
 
 def _split_shard(shard: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,10 +199,7 @@ def reduce_quantized(
     if not shard.numel():
         return
     residual = _row(residuals, turn)
-    total = _decode(received[0], block)
-    for row in received[1:]:
-        total = total + _decode(row, block)
-    values = total * torch.tensor(scale, dtype=torch.float32, device=shard.device)
+    values, total = _average([_decode(row, block) for row in received], scale)
     if residual is not None:
         values = values + residual
     flags = flag_block * block
@@ -189,3 +207,91 @@ def reduce_quantized(
     lost = _encode(values, shard, block, residual)
     lost[flags:] = 0
     _set_other_row(residuals, turn, lost)
+
+
+# FP16 with block exponents
+
+
+def _split_fp16(shard: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The payload `[blocks, 128]` FP16, the exponent bytes `[blocks]` and the padding of one shard."""
+    blocks = shard.numel() // FP16_BLOCK_BYTES
+    assert fp16_shard_bytes(blocks) == shard.numel()
+    payload, exponents, padding = shard.split(
+        [blocks * 2 * FP16_BLOCK, blocks, shard.numel() - blocks * FP16_BLOCK_BYTES]
+    )
+    return payload.view(torch.float16).view(blocks, FP16_BLOCK), exponents, padding
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """2^(byte - 127) for each byte from 1 to 254."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32)
+
+
+def _encode_fp16(values: Tensor, shard: Tensor, rule: ExponentRule) -> None:
+    """FP32 values → one shard."""
+    payload, exponents, padding = _split_fp16(shard)
+    values = values.view(-1, FP16_BLOCK)
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF
+    largest = magnitudes.amax(dim=1) if values.numel() else magnitudes.new_zeros(0)
+    ordinary = ((largest >= rule.low) & (largest < rule.high)) | (largest >= 0x7F800000)
+    exponents.copy_(torch.where(ordinary, rule.ordinary, ((largest >> 23) + rule.lift).clamp(min=1)))
+    payload.copy_(values * _power(254 - exponents)[:, None])
+    padding.zero_()
+
+
+def _decode_fp16(shard: Tensor) -> Tensor:
+    payload, exponents, _ = _split_fp16(shard)
+    return (payload.to(torch.float32) * _power(exponents)[:, None]).flatten()
+
+
+def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int) -> None:
+    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none)."""
+    if not slots.total:
+        return
+    values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
+    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        values[offset : offset + numel] = _memory_order(tensor).to(torch.float32)
+    for part, shard in zip(values.view(shards, -1), wire.view(shards, -1), strict=True):
+        _encode_fp16(part, shard, exponent_rule(summed))
+
+
+def unflatten_fp16(
+    wire: Tensor,
+    shards: int,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    scale: float,
+    statistics: Tensor | None = None,
+) -> None:
+    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics)."""
+    if not slots.total:
+        return
+    parts = [_split_fp16(shard) for shard in wire.view(shards, -1)]
+    payload = torch.cat([part[0].flatten() for part in parts])
+    powers = _power(torch.cat([part[1] for part in parts]))
+    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        compute = _compute_dtype(tensor.dtype, torch.float16)
+        factors = powers.to(compute) * torch.tensor(scale, dtype=compute, device=wire.device)
+        elements = slice(offset, offset + numel)
+        values = payload[elements].to(compute) * factors.repeat_interleave(FP16_BLOCK)[elements]
+        _memory_order(tensor).copy_(_convert(values, tensor.dtype))
+    if statistics is not None:
+        _count_and_sum(tensors, tile_elements(FP16_BLOCK), statistics)
+
+
+def reduce_fp16(received: Tensor, shard: Tensor, scale: float) -> None:
+    """world_size FP16 shards → their sum in rank order, scaled once, with exponents of its own."""
+    if shard.numel():
+        average, _ = _average([_decode_fp16(row) for row in received], scale)
+        _encode_fp16(average, shard, exponent_rule(1))
+
+
+def share_exponents(wire: Tensor, gathered: Tensor) -> None:
+    """One shard and all ranks' exponents `[world_size, blocks or more]` → the shard with the largest of each block."""
+    payload, exponents, _ = _split_fp16(wire)
+    if not exponents.numel():
+        return
+    shared = gathered[:, : exponents.numel()].amax(dim=0)
+    less = (shared.to(torch.int32) - exponents.to(torch.int32)).clamp(max=126)
+    payload.copy_(payload.to(torch.float32) * _power(127 - less)[:, None])
+    exponents.copy_(shared)

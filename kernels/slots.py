@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,3 +41,39 @@ def tile_elements(block: int = 0) -> int:
 def shard_bytes(blocks: int, block: int) -> int:
     """Bytes of one quantized shard: `blocks` payloads of `block` bytes, an FP32 scale each, padded to 16."""
     return -(-blocks * (block + 4) // 16) * 16
+
+
+def spare(ranks: int) -> float:
+    """The power of two by which terms are divided so that the sum of so many cannot overflow."""
+    return 2.0 ** (ranks - 1).bit_length()
+
+
+FP16_BLOCK = 128
+FP16_BLOCK_BYTES = 2 * FP16_BLOCK + 1
+
+
+def fp16_shard_bytes(blocks: int) -> int:
+    """Bytes of one shard of FP16 blocks: the payloads, a byte for each block's exponent, padded to 64."""
+    return -(-blocks * FP16_BLOCK_BYTES // 64) * 64
+
+
+class ExponentRule(NamedTuple):
+    """How a block's exponent byte follows from the bits of its largest magnitude (README.md).
+
+    It is `ordinary` from `low` to before `high`, and where a number is not finite; elsewhere the number's own exponent
+    field plus `lift`, and at least 1.
+    """
+
+    low: int
+    high: int
+    ordinary: int
+    lift: int
+
+
+def exponent_rule(summed: int) -> ExponentRule:
+    """The rule where a transport will add up the FP16 payloads of `summed` ranks, or of one: none are added."""
+    if summed == 1:
+        return ExponentRule(113 << 23, 0x477FF000, 127, -14)  # from 2^-14 to what rounds to infinity, 65520
+    whole = (summed - 1).bit_length()  # the sum of so many is at most 2^whole times the largest
+    half = (whole + 1) // 2
+    return ExponentRule(113 + half << 23, 142 + half - whole << 23, 127 + half, min(whole, 13) - 14)

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import device_table
-from .slots import SlotTable, tile_elements
-from .triton_convert import DTYPES, convert, double_bits, launch, load_tile, store_statistics, widen
+from .slots import SlotTable, spare, tile_elements
+from .triton_convert import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
 
 TILE = tile_elements()
 
@@ -32,7 +32,7 @@ def _move(
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
     flat = wire.to(tl.int64) + place * (wire_dtype.primitive_bitwidth // 8)
     lane = tl.arange(0, TILE)
-    # Pointers are made wire_at the branches: what multiple_of says holds for a value wherever it is used.
+    # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
     if (count == TILE) & (((tensor | flat) & 15) == 0):
         tensor_at = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16) + lane
         wire_at = tl.multiple_of(flat.to(tl.pointer_type(wire_dtype)), 16) + lane
@@ -93,17 +93,28 @@ def _launch_move(
 
 
 @triton.jit(do_not_specialize=["scale_bits"])
-def _reduce(received, shard, numel, scale_bits, RANKS: tl.constexpr, TILE: tl.constexpr):
+def _reduce(
+    received, shard, numel, scale_bits, RANKS: tl.constexpr, SPARE: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """One tile of every rank's shard → their sum in rank order, scaled."""
     wire_dtype: tl.constexpr = shard.dtype.element_ty
     compute: tl.constexpr = tl.float64 if wire_dtype == tl.float64 else tl.float32
     lane = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = lane < numel
-    total = widen(tl.load(received + lane, mask=mask), compute)
+    total = widen(tl.load(received + lane, mask=mask, other=0.0), compute)
+    other = received
     for _ in range(1, RANKS):
-        received += numel
-        total += widen(tl.load(received + lane, mask=mask), compute)
-    tl.store(shard + lane, convert(_scaled(total, scale_bits, compute), wire_dtype), mask=mask)
+        other += numel
+        total += widen(tl.load(other + lane, mask=mask, other=0.0), compute)
+    values = _scaled(total, scale_bits, compute)
+    if any_not_finite(total):
+        small = widen(tl.load(received + lane, mask=mask), compute) * (1 / SPARE)
+        for _ in range(1, RANKS):
+            received += numel
+            small += widen(tl.load(received + lane, mask=mask), compute) * (1 / SPARE)
+        scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(compute)
+        values = tl.where(tl.abs(total) < float("inf"), values, small * (scale * SPARE))
+    tl.store(shard + lane, convert(values, wire_dtype), mask=mask)
 
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
@@ -118,5 +129,6 @@ def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
         numel,
         double_bits(scale),
         RANKS=received.shape[0],
+        SPARE=spare(received.shape[0]),
         TILE=TILE,
     )

@@ -39,6 +39,12 @@ def convert(values, dtype: tl.constexpr):
     return values.to(dtype)
 
 
+@triton.jit
+def any_not_finite(values):
+    """Whether some number is infinite or NaN, as one answer for the whole tile."""
+    return tl.max(tl.where(tl.abs(values) < float("inf"), 0, 1)) > 0
+
+
 def double_bits(value: float) -> int:
     """A float as the integer of its 64 bits: Triton would pass a float argument as FP32."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import device_table
-from .slots import SlotTable, tile_elements
-from .triton_convert import DTYPES, convert, double_bits, launch, load_tile, store_statistics, widen
+from .slots import SlotTable, spare, tile_elements
+from .triton_convert import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
 
 TINY = tl.constexpr(2.0**-100)
 RECIPROCAL_127 = tl.constexpr(1 / 127)
@@ -180,18 +180,26 @@ def dequantize(
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
 def _reduce(
     received, shard, residuals, turn, blocks, shard_size, scale_bits, flag_block,
-    RANKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    RANKS: tl.constexpr, SPARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block a row: every rank's → their sum in rank order, scaled, encoded again."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     index = tl.program_id(0) * ROWS + row
     inside = index < blocks
     total = _decode(received, index, blocks, inside, BLOCK, WIDTH)
+    other = received
     for _ in range(1, RANKS):
-        received += shard_size
-        total += _decode(received, index, blocks, inside, BLOCK, WIDTH)
+        other += shard_size
+        total += _decode(other, index, blocks, inside, BLOCK, WIDTH)
 
-    values = total * tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
+    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
+    values = total * scale
+    if any_not_finite(total):
+        small = _decode(received, index, blocks, inside, BLOCK, WIDTH) * (1 / SPARE)
+        for _ in range(1, RANKS):
+            received += shard_size
+            small += _decode(received, index, blocks, inside, BLOCK, WIDTH) * (1 / SPARE)
+        values = tl.where(tl.abs(total) < float("inf"), values, small * (scale * SPARE))
     old = tl.zeros_like(values)
     element = index.to(tl.int64)[:, None] * BLOCK + column
     owned = inside[:, None] & (column < BLOCK)
@@ -231,6 +239,7 @@ def reduce_quantized(
         double_bits(scale),
         flag_block,
         RANKS=received.shape[0],
+        SPARE=spare(received.shape[0]),
         **shape,
     )
 

@@ -35,7 +35,8 @@ def variants() -> list[Variant]:
     """What is compiled: every kernel, with the dtypes and blocks that take another path."""
     import triton.language as tl
 
-    from fastreduce.kernels import triton_cast, triton_int8
+    from fastreduce.kernels import triton_cast, triton_fp16, triton_int8
+    from fastreduce.kernels.slots import FP16_BLOCK_BYTES
 
     dtypes = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
     tile, found = triton_cast.TILE, []
@@ -50,14 +51,30 @@ def variants() -> list[Variant]:
             if wire == "bf16" or "statistics" not in name:
                 found.append(Variant(f"{name} {wire}", triton_cast._move, {"wire": f"*{wire}"}, constants, moved))
         types = {"received": f"*{wire}", "shard": f"*{wire}", "numel": "i32"}
-        constants = {"RANKS": 2, "TILE": tile}
+        constants = {"RANKS": 2, "SPARE": 2.0, "TILE": tile}
         moved = (2 * tile * 2, tile * 2)
         found.append(Variant(f"reduce {wire}", triton_cast._reduce, types, constants, moved))
     types = {"received": "*fp64", "shard": "*fp64", "numel": "i64"}
-    constants = {"RANKS": 1000, "TILE": tile}
+    constants = {"RANKS": 1000, "SPARE": 1024.0, "TILE": tile}
     found.append(Variant("reduce of many", triton_cast._reduce, types, constants, None, (90,)))
 
     types = {"wire": "*u8", "received": "*u8", "shard": "*u8", "blocks": "i32", "shard_size": "i32"}
+    halves = types | dict.fromkeys(("low", "high", "ordinary", "lift", "gathered_size"), "i32") | {"gathered": "*u8"}
+    block_bytes = {"BLOCK_BYTES": FP16_BLOCK_BYTES}
+    for dtype, size in [("fp32", 4), ("bf16", 2)]:
+        constants = {**triton_fp16.SHAPE, **block_bytes, "dtype": dtypes[dtype]}
+        moved = (tile * size, tile * 2)
+        found.append(Variant(f"flatten_fp16 {dtype}", triton_fp16._flatten, halves, constants, moved))
+        for what, off in [("", {"statistics": None}), (" with statistics", {})]:
+            constants = {**triton_fp16.SHAPE, **off, "dtype": dtypes[dtype]}
+            moved = (tile * 2, tile * size)
+            found.append(Variant(f"unflatten_fp16 {dtype}{what}", triton_fp16._unflatten, halves, constants, moved))
+    constants = {**triton_fp16.SHAPE, **block_bytes, "RANKS": 2, "SPARE": 2.0}
+    # A sum that is not finite reads every rank's shard once more.
+    found.append(Variant("reduce_fp16", triton_fp16._reduce, halves, constants, (2 * 2 * tile * 2, tile * 2)))
+    constants = {**triton_fp16.SHAPE, "RANKS": 2}
+    found.append(Variant("share_exponents", triton_fp16._share, halves, constants, (tile * 2, tile * 2)))
+
     types |= {"flag_block": "i32", "size": "i64"}
     for block, feedback, targets in [
         (128, True, TARGETS),
@@ -81,8 +98,8 @@ def variants() -> list[Variant]:
                     if dtype == "bf16" or not what:
                         title = f"dequantize {dtype}{what}"
                         found.append(Variant(title, triton_int8._dequantize, types, constants, moved))
-        constants = {**shape, **residual, "RANKS": 2}
-        moved = (2 * lanes + more, lanes + more)
+        constants = {**shape, **residual, "RANKS": 2, "SPARE": 2.0}
+        moved = (2 * 2 * lanes + more, lanes + more)  # read once more where a sum is not finite
         found.append(Variant(f"reduce_quantized, {name}", triton_int8._reduce, types, constants, moved, targets))
     return found
 
@@ -98,7 +115,8 @@ def compile_all() -> list[dict[str, Any]]:
         kernel, constants = variant.kernel, variant.constants
         types = {**POINTERS, "scale_bits": "i64", **variant.types}
         signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
-        aligned = [arg for arg in kernel.arg_names if arg in ("numel", "shard_size") or "*" in signature[arg]]
+        sizes = ("numel", "shard_size", "gathered_size")
+        aligned = [arg for arg in kernel.arg_names if arg in sizes or "*" in signature[arg]]
         attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}
         values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
         for target in variant.targets:

@@ -173,7 +173,7 @@ def test_what_is_neither_text_nor_a_setting_is_refused(value: Any):
 @given(settings, st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
 def test_what_a_setting_tells_the_pipeline_fits_together(setting: Compression, dtype: torch.dtype):
     wire = setting.wire_dtype(dtype)
-    assert (wire is torch.uint8) == (setting.block > 0)
+    assert (wire is torch.uint8) == (setting.block > 0 or (setting.name == "fp16" and dtype is not torch.float16))
     assert setting.alignment % max(setting.block, 1) == 0 and setting.alignment >= 8
     assert setting.two_shot or not setting.block, "a transport cannot sum quantized wires"
     assert not setting.error_feedback or setting.two_shot

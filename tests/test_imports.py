@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "error_feedback": {"applied", "buckets"},
     "shared_buffers": set(),
     "streams": {"errors", "transports"},
-    "compression": {"errors", "variables"},
+    "compression": {"errors", "kernels.slots", "variables"},
     "caches": {"errors", "variables"},
     "transports": {"caches", "errors", "packages"},
     "buckets": {"errors", "compression", "kernels.slots"},

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastreduce import Compression
+from fastreduce.kernels.slots import FP16_BLOCK
 
 U = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 HALF_SUBNORMAL = {dtype: torch.finfo(dtype).tiny * U[dtype] for dtype in U}
@@ -34,6 +35,10 @@ CLIPPING = {dtype: 64 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float64
 CLIPPING |= {dtype: 4 * (torch.finfo(dtype).eps / 2) for dtype in (torch.float16, torch.bfloat16)}
 """Relative, between our norm and torch's, which sums squares in another order and rounds each parameter's norm to its
 dtype: of parameters of at most 6,500 elements, with roots and one product. Of several dtypes the coarsest counts."""
+
+SMALL_LOSS = 0.02
+"""Of the loss after 60 steps of Adam, between fp16 and none: gradients are off by 2^-11 of themselves, and what Adam
+makes of it is of that order a step. Where gradients became zero the loss was several times as large."""
 
 SYNC_BATCH_NORM = 64
 """Roundoffs of the statistics' dtype, relative to the largest magnitude, between SyncBatchNorm and one process: for
@@ -90,7 +95,14 @@ def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
         error = first + largest * (INT8_STEP / 127) + (ranks + 2) * fp32 * size + own * (mean + first + largest / 127)
         return SECOND_ORDER * error + HALF_SUBNORMAL[dtype]
     wire = compression.wire_dtype(dtype)
-    u, tiny = U[wire], HALF_SUBNORMAL[wire]
+    if wire is torch.uint8:
+        wire = torch.float16
+        largest = _absmax_by_block(values, FP16_BLOCK).amax(0)
+        # Of a block with an exponent what is lost lies below 2^-38 of its largest magnitude, less the sum's room.
+        tiny = HALF_SUBNORMAL[wire] + largest * 2.0**-38 * (1 if compression.two_shot else 2 * ranks)
+    else:
+        tiny = torch.tensor(HALF_SUBNORMAL[wire])
+    u = U[wire]
     if compression.two_shot:
         # Into the wire format, N−1 additions and a product in FP32, into the wire format, into the gradient's.
         error = (0 if wire is dtype else u) * size + (ranks + 2) * fp32 * size + u * mean + own * mean

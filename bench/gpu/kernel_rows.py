@@ -12,7 +12,7 @@ import torch
 from fastreduce import backends
 
 from .. import operations
-from ..operations import DTYPES, Model, Options, case_id, check
+from ..operations import DTYPES, Model, Options, alignment_of, case_id, check
 from ..paired import describe
 from ..shapes import CAPS
 from .cases import Case
@@ -37,6 +37,7 @@ TELLING: list[Named] = [
     ("quantize", "bert_large", {"grads": "fp32"}),
     ("dequantize", "bert_large", {"grads": "fp32"}),
     ("reduce_shards", "bert_large", {"dtype": "fp16", "scale": 1 / 2, "ranks": 2}),
+    *((operation, "bert_large", {}) for operation in ("flatten_fp16", "unflatten_fp16", "reduce_fp16")),
     *_both("resnet50", grads="fp32", dtype="fp16"),
     *_both("bert_large", dtype="bf16"),
     ("quantize", "bert_large", {"error_feedback": True}),
@@ -105,8 +106,7 @@ def kernel_case(backend: str, named: Named, device: str, seconds: float = 7) -> 
 def _model(operation: str, name: str, options: Options, device: str) -> Model:
     grads = options.pop("grads", torch.float32)
     shapes, most = ("few", 1000) if device == "cpu" else (name, ALL)
-    alignment = 128 if "quantize" in operation else 16
-    return operations.model_of(shapes, alignment, most, device, grads, BIG_CAPS if name in BIG else CAPS)
+    return operations.model_of(shapes, alignment_of(operation), most, device, grads, BIG_CAPS if name in BIG else CAPS)
 
 
 def _kernel(backend: str, named: Named, device: str) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""What the `numba_cpu` kernels do in registers: the last step of a sum over ranks, and the writing of an FP16 block.
+
+Numba's disk cache looks at a kernel's own file only: after an edit here, delete `kernels/__pycache__`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .numba_cpu_convert import (
+    ANYWHERE,
+    LINE,
+    MEMORY,
+    element,
+    folded,
+    inlined,
+    narrow,
+    splat,
+    store_line,
+    widen,
+)
+from .slots import FP16_BLOCK
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+LANES = 32  # in several registers, so that operations need not wait for one another
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, tag: types.Type, index: ir.Value) -> ir.Value:
+    """32 elements from `index` on, as FP64 where memory holds FP64, else as FP32."""
+    kind = ir.VectorType(MEMORY[tag][0], LANES)
+    return widen(builder, builder.load(element(builder, address, index, tag), typ=kind, align=ANYWHERE), tag)
+
+
+def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+def _magnitudes(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
+    """As integers they compare as the numbers do, with infinity and every NaN above them."""
+    integers = ir.VectorType(_I32, LANES)
+    return builder.and_(builder.bitcast(values, integers), ir.Constant(integers, [0x7FFFFFFF] * LANES))
+
+
+def _largest(builder: ir.IRBuilder, magnitudes: Sequence[ir.Value]) -> ir.Value:
+    def larger(a: ir.Value, b: ir.Value) -> ir.Value:
+        return _larger(builder, a, b)
+
+    return folded(builder, reduce(larger, magnitudes), larger)
+
+
+def _block_writer(stream: bool, summing: bool) -> Callable[..., Any]:
+    """An intrinsic that writes an FP16 block times `power`, and returns the largest magnitude's bits before that.
+
+    The block is that at `source`; or, `summing`, FP32 sums at `total`, to which the last terms are added, FP16 at
+    `source` times `unit`, and which are scaled and left there.
+    """
+
+    def write(builder: ir.IRBuilder, to: ir.Value, values: ir.Value, start: int, power: ir.Value) -> None:
+        line = narrow(builder, builder.fmul(values, splat(builder, power, LANES)), types.float32, types.int16)
+        store_line(builder, line, element(builder, to, _I64(start), types.int16), stream)
+
+    def copy(_typing: Any, to: types.Type, source: types.Type, tag: types.Type, power: types.Type) -> tuple[Any, Any]:
+        def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            to, source, _, power = args
+            found = []
+            for start in range(0, FP16_BLOCK, LANES):
+                values = _load(builder, source, tag, _I64(start))
+                write(builder, to, values, start, power)
+                found.append(_magnitudes(builder, values))
+            return _largest(builder, found)
+
+        return types.int32(types.int64, types.int64, tag, types.float32), emit
+
+    def add(
+        _typing: Any, to: types.Type, total: types.Type, source: types.Type,
+        unit: types.Type, scale: types.Type, power: types.Type,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            to, total, source, unit, scale, power = args
+            found = []
+            for start in range(0, FP16_BLOCK, LANES):
+                term = _load(builder, source, types.int16, _I64(start))
+                term = builder.fmul(term, splat(builder, unit, LANES))
+                at = element(builder, total, _I64(start), types.float32)
+                summed = builder.fadd(builder.load(at, typ=term.type, align=LINE), term)
+                values = builder.fmul(summed, splat(builder, scale, LANES))
+                builder.store(values, at, align=LINE)
+                write(builder, to, values, start, power)
+                found.append(_magnitudes(builder, values))
+            return _largest(builder, found)
+
+        return types.int32(*[types.int64] * 3, *[types.float32] * 3), emit
+
+    define: Callable[..., Any] = add if summing else copy
+    define.__name__ = ("stream_" if stream else "store_") + ("sum" if summing else "block")
+    defined: Callable[..., Any] = intrinsic(define)
+    return defined
+
+
+_stream_block, _store_block = _block_writer(True, False), _block_writer(False, False)
+_stream_sum, _store_sum = _block_writer(True, True), _block_writer(False, True)
+
+
+@inlined
+def narrow_block(to, source, tag, power, stream):
+    """Write an FP16 block times `power`; the largest magnitude's bits before that. `tag` is none of FP64."""
+    if stream and to % LINE == 0:
+        return _stream_block(to, source, tag, power)
+    return _store_block(to, source, tag, power)
+
+
+@inlined
+def narrow_sum(to, total, source, unit, scale, power, stream):
+    """Add a block's last terms to FP32 sums at a line, scale them, and write them as `narrow_block` does."""
+    if stream and to % LINE == 0:
+        return _stream_sum(to, total, source, unit, scale, power)
+    return _store_sum(to, total, source, unit, scale, power)
+
+
+@intrinsic
+def add_last(
+    _typing: Any, total: types.Type, total_tag: types.Type, source: types.Type, tag: types.Type, count: types.Type
+) -> tuple[Any, Any]:
+    """Add the last terms to sums that begin at a line, `count` of them, a multiple of 32; whether all are finite now.
+
+    Where the sum of some sums overflows the answer is no as well.
+    """
+
+    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        total, _, source, _, count = args
+        kind = ir.VectorType(MEMORY[total_tag][0], LANES)
+        check = cgutils.alloca_once_value(builder, ir.Constant(kind, None))
+        with cgutils.for_range(builder, builder.sdiv(count, count.type(LANES))) as loop:
+            index = builder.mul(loop.index, count.type(LANES))
+            at = element(builder, total, index, total_tag)
+            summed = builder.fadd(builder.load(at, typ=kind, align=LINE), _load(builder, source, tag, index))
+            builder.store(summed, at, align=LINE)
+            builder.store(builder.fadd(builder.load(check), summed), check)
+        found = folded(builder, builder.load(check), builder.fadd)
+        nothing = builder.fsub(found, found)  # unless it is not finite
+        return builder.fcmp_ordered("==", nothing, ir.Constant(nothing.type, 0.0))
+
+    return types.boolean(types.int64, total_tag, types.int64, tag, types.int64), emit

@@ -1,0 +1,162 @@
+"""Memory of others lies anywhere: addresses that are no multiple of the element size, for whatever a kernel touches.
+
+Kernels run in a process of their own, so that a crash is a failed test.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastreduce import TensorError, backends, ops
+from fastreduce.kernels import device_tables
+from fastreduce.kernels.slots import SlotTable
+
+from .kernel_cases import GPU_BACKENDS, assert_same_bits, slot_table, values, wire_size
+
+SMALL, LARGE = 1000, (1 << 18) + 5  # elements: outputs of the larger ones bypass the cache
+BLOCK = 128
+
+
+def at(offset: int, like: Tensor) -> Tensor:
+    """A copy that begins `offset` bytes behind a cache line."""
+    memory = bytearray(like.numel() * like.itemsize + 128)
+    line = -np.frombuffer(memory, np.uint8).ctypes.data % 64
+    tensor = torch.frombuffer(memory, dtype=like.dtype, offset=line + offset, count=like.numel())
+    assert tensor.data_ptr() % 64 == offset
+    return tensor.view(like.shape).copy_(like)
+
+
+Place = Callable[[Tensor], Tensor]
+Case = Callable[[Any, Tensor, SlotTable, Place], list[Tensor]]
+
+
+def flatten(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    wires = [place(torch.full((slots.total,), torch.nan, dtype=dtype)) for dtype in (torch.float16, tensor.dtype)]
+    for wire in wires:
+        kernels.flatten([place(tensor)], slots, wire, 0.5)
+    return wires
+
+
+def unflatten(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    wire = place(torch.zeros(slots.total, dtype=torch.bfloat16))
+    wire[: tensor.numel()] = tensor
+    target, same = place(torch.full_like(tensor, torch.nan)), place(torch.full_like(tensor, torch.nan))
+    statistics = place(torch.zeros(ops.statistics_shape(slots), dtype=ops.statistics_dtype(tensor.dtype)))
+    kernels.unflatten(wire, slots, [target], 0.5)
+    kernels.unflatten(wire, slots, [same], 0.5, statistics)
+    return [target, same, statistics]
+
+
+def quantize(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    wire = place(torch.full((wire_size(slots, 1, BLOCK),), 7, dtype=torch.uint8))
+    residuals = place(torch.stack([values(slots.total, torch.float32, 3, special=False), torch.zeros(slots.total)]))
+    kernels.quantize([place(tensor)], slots, wire, 1, BLOCK, residuals, place(torch.zeros(1, dtype=torch.int32)))
+    return [wire, residuals]
+
+
+def dequantize(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    wire = torch.empty(wire_size(slots, 1, BLOCK), dtype=torch.uint8)
+    kernels.quantize([tensor], slots, wire, 1, BLOCK, None, None)
+    target, same = place(torch.full_like(tensor, torch.nan)), place(torch.full_like(tensor, torch.nan))
+    statistics = place(torch.zeros(ops.statistics_shape(slots, BLOCK), dtype=ops.statistics_dtype(tensor.dtype)))
+    kernels.dequantize(place(wire), 1, BLOCK, slots, [target])
+    kernels.dequantize(place(wire), 1, BLOCK, slots, [same], statistics)
+    return [target, same, statistics]
+
+
+def reduce_shards(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    shard = place(torch.full_like(tensor, torch.nan))
+    kernels.reduce_shards(place(torch.stack([tensor, tensor.flip(0)])), shard, 0.5)
+    return [shard]
+
+
+def reduce_quantized(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    wire = torch.empty(wire_size(slots, 1, BLOCK), dtype=torch.uint8)
+    kernels.quantize([tensor], slots, wire, 1, BLOCK, None, None)
+    shard = place(torch.full_like(wire, 7))
+    residuals = place(torch.stack([values(slots.total, torch.float32, 3, special=False), torch.zeros(slots.total)]))
+    turn = place(torch.zeros(1, dtype=torch.int32))
+    kernels.reduce_quantized(place(torch.stack([wire, wire])), shard, 0.5, BLOCK, 1, residuals, turn)
+    return [shard, residuals]
+
+
+def fp16_blocks(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
+    wire = place(torch.full((ops.fp16_wire_numel(slots.total, 1),), 7, dtype=torch.uint8))
+    kernels.flatten_fp16([place(tensor)], slots, wire, 1, 1)
+    target, same = place(torch.full_like(tensor, torch.nan)), place(torch.full_like(tensor, torch.nan))
+    statistics = place(torch.zeros(ops.statistics_shape(slots), dtype=ops.statistics_dtype(tensor.dtype)))
+    kernels.unflatten_fp16(wire, 1, slots, [target], 0.5)
+    kernels.unflatten_fp16(wire, 1, slots, [same], 0.5, statistics)
+    small = torch.zeros_like(wire)
+    kernels.flatten_fp16([tensor * 1e-9], slots, small, 1, 1)
+    shard = place(torch.full_like(wire, 7))
+    kernels.reduce_fp16(place(torch.stack([wire, small])), shard, 0.5)
+    small = place(small)
+    kernels.share_exponents(small, place(wire[2 * slots.total :][None]))
+    return [wire, target, same, statistics, shard, small]
+
+
+CASES: list[Case] = [flatten, unflatten, quantize, dequantize, reduce_shards, reduce_quantized, fp16_blocks]
+DTYPES = {SMALL: (torch.float64, torch.float32, torch.float16, torch.bfloat16), LARGE: (torch.float64, torch.float32)}
+
+
+def inputs() -> Iterator[tuple[Tensor, SlotTable]]:
+    for numel, dtypes in DTYPES.items():
+        for dtype in dtypes:
+            yield values(numel, dtype, 1, special=False), slot_table([numel], BLOCK)
+
+
+def check(name: str) -> None:
+    """Every kernel's results, wherever all of its memory lies, beside those at the beginning of a line."""
+    kernels = backends.load(name)
+    for tensor, slots in inputs():
+        for case in CASES:
+            wanted = case(kernels, tensor, slots, lambda tensor: at(0, tensor))
+            for offset in range(1, 16):
+                found = case(kernels, tensor, slots, lambda tensor, offset=offset: at(offset, tensor))
+                for mine, theirs in zip(found, wanted, strict=True):
+                    what = f"{case.__name__} of {tensor.numel()} {tensor.dtype}, {offset} bytes off"
+                    assert_same_bits(mine.flatten(), theirs.flatten(), what)
+
+
+@pytest.mark.parametrize("name", ["reference", "numba_cpu"])
+def test_kernels_on_a_cpu_take_any_address(name: str):
+    command = [sys.executable, "-c", f"from tests.test_addresses import check; check({name!r})"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("name", [name for name in GPU_BACKENDS if backends.why_not(name, torch.device("cpu")) is None])
+def test_kernels_on_a_gpu_refuse_what_a_gpu_cannot_access(name: str):
+    kernels, slots = backends.load(name), slot_table([4, 40])
+    tensors = [torch.ones(4), at(6, torch.ones(5, 8))]
+    with pytest.raises(TensorError, match=r"flatten: tensor 1 of 2, .*\(5, 8\).* is 2 more than .*size 4.*clone\(\)"):
+        kernels.flatten(tensors, slots, torch.empty(slots.total), 1.0)
+    kernels.flatten([tensors[0], at(4, tensors[1])], slots, torch.empty(slots.total), 1.0)
+
+
+def test_addresses_on_a_device_are_checked_when_they_are_new(monkeypatch: pytest.MonkeyPatch):
+    tensors = [torch.ones(4), torch.ones(5)]
+    table = device_tables.device_table(slot_table([4, 5]), 2048, torch.device("cpu"))
+    table.addresses("flatten", tensors)
+    monkeypatch.setattr(device_tables, "_check_alignment", lambda *_: pytest.fail("checked again"))
+    table.addresses("flatten", tensors)
+    with pytest.raises(pytest.fail.Exception, match="checked again"):
+        table.addresses("flatten", [tensors[0], torch.ones(5)])
+
+
+def test_other_tensors_are_checked_where_they_are_handed_over(monkeypatch: pytest.MonkeyPatch):
+    """As if on a device: the check alone."""
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    for tensor in (at(1, torch.ones(3)), at(2, torch.ones(3, dtype=torch.uint8))):
+        with pytest.raises(TensorError, match=r"wire lies at 0x\w+, which is \d more than a multiple of 4.*clone"):
+            ops._check_flat("flatten", "wire", tensor, 3, [tensor.dtype])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 LIMIT_VARIABLE = "FASTREDUCE_NODE_SECONDS"
 LIMIT_SECONDS = 15.0
 BEATS = 10  # in that time
+LONGEST_LINE = 400  # bytes
 SUSPECT_BEATS = 3  # without a word, after which a node may be why ranks fail here
 
 
@@ -115,7 +116,7 @@ class Nodes:
                     self._numbers[node] = store.add(f"beat/{node}", 0)
                     unchanged[node] = unchanged[node] + 1 if self._numbers[node] == number else 0
                     if store.check([f"left/{node}"]):
-                        self._lost = f"{self._name(node)} has ended: {store.get(f'left/{node}').decode()}"
+                        self._lost = f"{self._name(node)} has ended: {_line(store.get(f'left/{node}'))}"
                         store.set(f"knows/{self._rank}", "")
                     elif unchanged[node] > BEATS:
                         self._lost = f"{self._name(node)} is gone: no word from its launcher for {self._limit:g} s"
@@ -138,5 +139,11 @@ class Nodes:
             return f"node 0 ({self._address[0]})"
         with contextlib.suppress(dist.DistError):
             if self._store is not None and self._store.check([f"host/{node}"]):
-                return f"node {node} ({self._store.get(f'host/{node}').decode()})"
+                return f"node {node} ({_line(self._store.get(f'host/{node}'))})"
         return f"node {node}"
+
+
+def _line(told: bytes) -> str:
+    """What another node wrote, as one line that can be printed, whoever wrote it."""
+    text = told[:LONGEST_LINE].decode(errors="replace")
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

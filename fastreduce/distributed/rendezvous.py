@@ -13,8 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 
 from ..errors import SettingError, TransportError
-from ..transports.deadlines import in_background
-from ..transports.store_client import SOON_SECONDS
+from ..transports.deadlines import GRACE_SECONDS, in_background
 
 FIXED_PORT = 29413
 """On localhost, where nobody gives an address."""
@@ -150,7 +149,7 @@ def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.
         )
 
     try:
-        store: dist.Store = in_background(connect, timeout.total_seconds() + SOON_SECONDS)
+        store: dist.Store = in_background(connect, timeout.total_seconds() + GRACE_SECONDS)
         return store
     except TimeoutError as error:
         raise TransportError(

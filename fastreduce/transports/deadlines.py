@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+GRACE_SECONDS = 3.0  # beyond a timeout that torch itself was given, whose own error says more
+
 
 def in_background(function: Callable[[], Any], seconds: float) -> Any:
     """The value of `function()` on a daemon thread of its own.

@@ -18,7 +18,7 @@ from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
 from .connections import Connections, timeout_of
-from .deadlines import in_background
+from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, wait_until
 from .store_client import SOON_SECONDS, StoreClient, client_of, connect
 
@@ -91,7 +91,7 @@ class TorchProcessGroup(Transport):
             store = dist.PrefixStore(prefix, connect(_get_process_group_store(self._group)))
             return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=timeout)
 
-        return self.call("connecting", in_background, make, self.seconds + SOON_SECONDS)
+        return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS)
 
     def call(self, operation: str, function: Callable[..., Any], *args: Any, doing: str = "") -> Any:
         """Call into torch; its errors come out as TransportError."""

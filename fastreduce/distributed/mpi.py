@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..transports import messages, register_transport
 from ..transports.communicator import load_mpi, poll
+from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.mpi import MpiTransport
 
 T = TypeVar("T")
@@ -65,12 +66,25 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
         os.environ.setdefault(name, str(value))
     if one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = _stores[-1] if rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    store = _stores[-1] if rank == 0 else _connect(host, port, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
     register_transport(group, MpiTransport)
     return group
+
+
+def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
+    try:
+        store: dist.Store = in_background(
+            lambda: dist.TCPStore(host, port, is_master=False, timeout=timeout), timeout.total_seconds() + GRACE_SECONDS
+        )
+    except TimeoutError as error:
+        raise TransportError(
+            f"init_process_group over MPI failed: rank 0's process, which holds the store at {host}:{port}, does not "
+            f"answer within {timeout}"
+        ) from error
+    return store
 
 
 def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, bool]:

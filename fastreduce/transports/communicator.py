@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import re
+import sys
 import threading
 import time
 import weakref
@@ -20,6 +22,7 @@ from ..errors import BackendUnavailableError, TransportError
 from . import messages
 from .base import Work
 from .connections import timeout_of
+from .deadlines import GRACE_SECONDS, in_background
 from .meeting import LOOK_SECONDS, meet
 from .store_client import SOON_SECONDS, client_of
 
@@ -28,8 +31,26 @@ BLOCK = 1 << 30  # bytes; MPI counts with an int
 
 Begin = Callable[[], Any]
 
-# One thread at a time calls MPI: THREAD_SERIALIZED asks for it.
-_LOCK = threading.Lock()
+
+class _Turn:
+    """One thread at a time calls MPI: THREAD_SERIALIZED asks for it. Nobody waits for a thread that is stuck there."""
+
+    stuck = False
+    failed = False  # a collective has: a rank may be gone
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(timeout=LOOK_SECONDS):
+            if self.stuck:
+                raise TransportError("MPI still waits for ranks to make a communicator with")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_TURN = _Turn()
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -53,7 +74,7 @@ def load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(MPI.Finalize)
+        atexit.register(_finalize, MPI)
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         name = {MPI.THREAD_SINGLE: "THREAD_SINGLE", MPI.THREAD_FUNNELED: "THREAD_FUNNELED"}[level]
@@ -102,10 +123,12 @@ class Communicator:
         self._spare: dict[Any, list[Tensor]] = {}  # what all_reduce receives in, by size
         with self.errors("connecting"):
             self._meet()
-            world = load_mpi().COMM_WORLD
-            with _LOCK:
-                self._first = world.Create_group(world.group.Incl(dist.get_process_group_ranks(group)))
-                self._second = self._first.Dup()  # begun whenever a first collective has ended
+            ranks = dist.get_process_group_ranks(group)
+            try:
+                self._first, self._second = in_background(lambda: _make(ranks), self._seconds)
+            except TimeoutError as error:
+                _TURN.stuck = True
+                raise self._error("connecting", f"a rank {_late(self._seconds)}: MPI makes no communicator") from error
         _alive.add(self)
 
     def _meet(self) -> None:
@@ -116,7 +139,7 @@ class Communicator:
             raise self._error("connecting", error) from error
 
     def _error(self, operation: str, why: object) -> TransportError:
-        self.failed = True
+        self.failed = _TURN.failed = True
         return TransportError(f"rank {self.rank} of {self.size}: {operation} over MPI failed: {why}.")
 
     @contextlib.contextmanager
@@ -139,7 +162,7 @@ class Communicator:
     ) -> Work:
         """Start a collective on the tensors `keep`, and a second one, `then`, when it has ended; then call `after`."""
         work = PolledWork(self, operation, keep, after)
-        with self.errors(operation), _LOCK:
+        with self.errors(operation), _TURN:
             self._started += 1
             work.number = self._started
             work.request, work.then = begin(), then
@@ -150,14 +173,14 @@ class Communicator:
         """Wait for one."""
 
         def done() -> bool:
-            with _LOCK:
+            with _TURN:
                 self._advance()
                 return work.then is None and bool(work.request.Test())
 
         with self.errors(work.operation):
             if not poll(done, self._seconds, lambda: self._look(work)):
                 raise self._error(work.operation, self._who(work.number))
-        with _LOCK:
+        with _TURN:
             self._under_way.pop(work.number, None)
 
     def _advance(self) -> None:
@@ -184,7 +207,7 @@ class Communicator:
                 raise self._error(work.operation, f"rank {rank} has ended, or takes no part any more")
 
     def _who(self, number: int) -> str:
-        late = f"did not come within {self._seconds:g} s"
+        late = _late(self._seconds)
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
             told = {rank: self._store.read(f"waiting/{rank}") or "0" for rank in others}
@@ -283,10 +306,42 @@ def ready(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _make(ranks: list[int]) -> tuple[Any, Any]:
+    """A communicator over ranks of COMM_WORLD, and a second one, begun whenever a first collective has ended."""
+    world = load_mpi().COMM_WORLD
+    with _TURN:
+        first = world.Create_group(world.group.Incl(ranks))
+        return first, first.Dup()
+
+
+def _late(seconds: float) -> str:
+    return f"did not come within {seconds:g} s"
+
+
 def _leave_all() -> None:
     """At exit: nobody waits for a rank that is gone."""
     for communicator in list(_alive):
         communicator.leave()
+
+
+def _finalize(mpi: Any) -> None:
+    """At exit, last: MPI waits for all ranks to end, and without a limit; where one may be gone, the job is ended."""
+    if not _TURN.failed:
+        mpi.Finalize()
+        return
+    try:
+        in_background(mpi.Finalize, GRACE_SECONDS)
+    except TimeoutError:
+        print(
+            f"rank {os.environ.get('RANK', '?')} ends the job: a collective over MPI failed, and MPI's Finalize "
+            f"waits for a rank that does not come",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(TimeoutError):
+            in_background(lambda: mpi.COMM_WORLD.Abort(1), GRACE_SECONDS)
+        os._exit(1)
 
 
 @cache

@@ -19,7 +19,7 @@ from . import messages
 from .base import Transport, Work
 from .connections import Connections, timeout_of
 from .deadlines import GRACE_SECONDS, in_background
-from .meeting import SHORTEST, wait_until
+from .meeting import SHORTEST, AbsentError, clear, meet, wait_until
 from .store_client import SOON_SECONDS, StoreClient, client_of, connect
 
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
@@ -84,8 +84,22 @@ class TorchProcessGroup(Transport):
         return ours.made[self._number]
 
     def _connect(self, name: str) -> Any:
-        """In the background, on a connection that nobody else needs: gloo asks the store without a limit."""
+        """Meet, so that who is missing can be named; then gloo connects.
+
+        That asks the store without a limit: in the background, on a connection that nobody else needs.
+        """
         timeout, prefix = timeout_of(self._group), f"fastreduce/{name}"
+        ranks, here = range(self.world_size), client_of(self._group).at(f"{prefix}/here")
+        try:
+            meet(here, self.rank, ranks, self.seconds)
+            clear(here, ranks)
+        except TransportError as error:
+            self._failed = True
+            who = f"No word from rank {error.names}: it" if isinstance(error, AbsentError) else f"{error}. A peer"
+            raise TransportError(
+                f"rank {self.rank} of {self.world_size}: connecting over gloo failed. "
+                f"{who} has exited, takes no part, or did not come within the timeout."
+            ) from error
 
         def make() -> Any:
             store = dist.PrefixStore(prefix, connect(_get_process_group_store(self._group)))

@@ -264,7 +264,7 @@ def _everything(rank: int, world_size: int, folder: str, where: str) -> dict[str
     return told
 
 
-SECONDS = datetime.timedelta(seconds=3)
+SECONDS = datetime.timedelta(seconds=20)
 
 
 @pytest.mark.parametrize("where", ["messages", "store"])
@@ -277,7 +277,7 @@ def test_a_rank_that_plants_pickles_runs_nothing_and_is_named(tmp_path: Path, wh
             assert "rank 1 sent b'cposix\\nmkdir" in first[name], first
     else:
         assert {"all_reduce", "all_to_all", "client"} <= set(shown), (first, second)
-        assert "rank 1 has cposix" in first["all_reduce"] and "rank 1 sent 'cposix" in first["all_to_all"]
+        assert all("rank 1 has cposix" in first[name] for name in ("all_reduce", "all_to_all"))
         assert "user_set" in first["client"]
         assert len(second["keys"].split()) >= 3, second
 

@@ -57,20 +57,25 @@ def meet(
             again.
         TransportError: if the store is gone, or its holder does not answer.
     """
+    store.delete(f"gone {rank}")  # it may have left before
     store.set(f"note of {rank}", note)
     if store.add("count", 1) == len(ranks):
         store.set("complete", "")
     try:
         if wait_until(store, lambda store: store.has("complete"), seconds, look):
             return
-        absent = [ranks[i] for i in store.at("", SOON_SECONDS).absent([f"note of {r}" for r in ranks])]
+        soon = store.at("", SOON_SECONDS)
+        absent = [ranks[i] for i in soon.absent([f"note of {r}" for r in ranks])]
+        if not absent:  # those that came, and left before the others had come
+            here = soon.absent([f"gone {r}" for r in ranks])
+            absent = [r for i, r in enumerate(ranks) if i not in here]
         if absent:
             raise AbsentError(absent, seconds)
     except TransportError:
         with suppress(TransportError):
             soon = store.at("", SOON_SECONDS)
+            soon.set(f"gone {rank}", "")
             soon.add("count", -1)
-            soon.delete(f"note of {rank}")
         raise
 
 
@@ -82,4 +87,5 @@ def notes(store: StoreClient, ranks: Sequence[int]) -> list[str]:
 def clear(store: StoreClient, ranks: Sequence[int]) -> None:
     """Called by every rank when it is done with a meeting: the last one deletes it; its name can be used again."""
     if store.add("read", 1) == len(ranks):
-        store.delete(*(f"note of {rank}" for rank in ranks), "count", "complete", "read")
+        keys = [f"{kind} {rank}" for kind in ("note of", "gone") for rank in ranks]
+        store.delete(*keys, "count", "complete", "read")

@@ -123,7 +123,7 @@ class _Caller:
     def call(self, function: Callable[[Any], T], client: StoreClient) -> T:
         """`function(connection)`."""
         if self._line.silent:
-            raise TransportError(f"{_holder()} does not answer")
+            raise TransportError(f"{_holder()}, which holds the store, does not answer")
         with self._start:
             if self.thread is None:
                 work = (self._line, self._store)
@@ -138,9 +138,11 @@ class _Caller:
         except TooLate as error:
             answer.cancel()
             self._line.silent = True
-            raise TransportError(f"{_holder()} does not answer within {client.seconds:g} s") from error
+            raise TransportError(
+                f"{_holder()}, which holds the store, does not answer within {client.seconds:g} s"
+            ) from error
         except RuntimeError as error:
-            raise TransportError(f"the store is gone, and with it {_holder(gone=True)}: {error}") from error
+            raise TransportError(f"the store is gone, and with it {_holder()}: {error}") from error
 
     def end(self) -> None:
         """At exit: end the thread, unless it waits for an answer; then it is left behind."""
@@ -172,15 +174,10 @@ def connect(original: Any) -> Any:
         return original  # a store of the user's own class, in Python
 
 
-def _holder(gone: bool = False) -> str:
+def _holder() -> str:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        where = os.environ.get("MASTER_ADDR", "the first node")
-        return f"the launcher on {where}" + ("" if gone else ", which holds the store,")
-    return (
-        "rank 0's process, or the launcher that started the ranks"
-        if gone
-        else ("rank 0's process (or the launcher that started the ranks), which holds the store,")
-    )
+        return f"the launcher on {os.environ.get('MASTER_ADDR', 'the first node')}"
+    return "rank 0's process (or the launcher that started the ranks)"
 
 
 _alive: weakref.WeakSet[_Caller] = weakref.WeakSet()

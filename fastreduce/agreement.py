@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from . import ops
 from .errors import MismatchError
 from .transports import Transport
+from .transports.messages import checked, of_types
 
 Description = Mapping[str, str]
 
@@ -33,15 +35,16 @@ def check_agreement(transport: Transport, description: Description, error: Excep
         MismatchError: on every rank alike, naming the first difference, or another rank's error.
     """
     digest = hashlib.sha256(repr(list(description.items())).encode()).hexdigest()
-    told = transport.exchange((digest, None if error is None else f"{type(error).__name__}: {error}"))
+    told = transport.exchange([digest, None if error is None else f"{type(error).__name__}: {error}"])
     if error is not None:
         raise error
+    told = checked(told, lambda value: of_types(value, str, (str, type(None))), "digest of its settings")
     for rank, (_, text) in enumerate(told):
         if text is not None:
             raise MismatchError(f"rank {rank} could not be set up: {text}")
     if len({digest for digest, _ in told}) == 1:
         return
-    everybody: list[Description] = transport.exchange(dict(description))
+    everybody = checked(transport.exchange(dict(description)), _description, "description of its settings")
     for rank, other in enumerate(everybody):
         difference = _first_difference(everybody[0], other)
         if difference is not None:
@@ -50,6 +53,12 @@ def check_agreement(transport: Transport, description: Description, error: Excep
                 f"ranks differ in {name}: rank 0 has {first}, rank {rank} has {second}. "
                 "Build the same model with the same settings on every rank"
             )
+
+
+def _description(value: Any) -> Description:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError(f"texts by name were expected, not {value!r:.80}")
+    return value
 
 
 def _first_difference(a: Description, b: Description) -> tuple[str, str, str] | None:

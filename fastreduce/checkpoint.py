@@ -6,9 +6,11 @@ import glob
 import logging
 import os
 import random
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,12 +23,14 @@ from . import snapshot_file
 from .errors import CheckpointError, SettingError
 from .reducer import GradientReducer
 from .snapshot_file import OURS, State
+from .transports.messages import gather_bytes
 
 T = TypeVar("T")
 FilePath = str | os.PathLike[str]
 
 CHUNK = 64 << 20
-ANY_TAG = "[0-9a-f]" * 8
+MOST = 1 << 40  # bytes of a file, and of what one rank brings to it
+ANY_TAG = "[0-9a-f]" * 8  # as a glob and as a regular expression
 RESIDUALS = ("residuals", "shard_residuals", "units")
 
 logger = logging.getLogger(__name__)
@@ -70,6 +74,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     collected = _on_all(f"collecting {path}", collect)
     tag = collected[0][0]
+    if not re.fullmatch(ANY_TAG, tag):
+        raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")
 
     def write_residuals() -> bool:
         tensors = {name: {key: state[key] for key in RESIDUALS} for name, state in reducers.items()}
@@ -168,39 +174,72 @@ def _on_all(doing: str, function: Callable[[], T], exchange: bool = True) -> lis
         value = function()
     except Exception as found:
         error = found
-    told: list[Any] = [None] * _world_size()
     mine = (value if exchange else None, error and f"{type(error).__name__}: {error}")
-    if dist.is_initialized():
-        dist.all_gather_object(told, mine)
-    else:
-        told = [mine]
+    told: list[Any] = _exchange(mine, doing) if dist.is_initialized() else [mine]
     for rank, (_, text) in enumerate(told):
         if text is not None:
             raise CheckpointError(f"rank {rank}, {doing}: {text}") from error
     return [of for of, _ in told] if exchange else [value]  # type: ignore[list-item]
 
 
+def _exchange(value: Any, doing: str) -> list[Any]:
+    """Every rank's value, as a snapshot file holds it: plain data and tensors, nothing that executes."""
+    told = []
+    for rank, data in enumerate(gather_bytes(snapshot_file.dump(value), _gather, MOST)):
+        try:
+            told.append(snapshot_file.load(data, tuple))
+            _, text = told[-1]
+            if not isinstance(text, (str, NoneType)):
+                raise TypeError(f"an error's text was expected, not {text!r:.80}")
+        except Exception as error:
+            raise CheckpointError(f"rank {rank}, {doing}: it sent no plain values: {error}") from error
+    return told
+
+
+def _gather(mine: Tensor) -> list[Tensor]:
+    device = _device()
+    moved = mine.to(device)
+    gathered = [torch.empty_like(moved) for _ in range(_world_size())]
+    dist.all_gather(gathered, moved)
+    return [part.cpu() for part in gathered]
+
+
+def _device() -> torch.device:
+    """Where tensors that the default group moves are."""
+    group = dist.group.WORLD
+    assert group is not None
+    on_cpu = any(device.type == "cpu" for device in group._device_types)
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
 def _broadcast_file(path: Path) -> bytes:
     """The bytes that rank 0 finds in the file."""
-    data, told = b"", [None]
+    data, number, text = b"", None, None
     if _rank() == 0:
         try:
             data = path.read_bytes()
             snapshot_file.parse(data, path)
-            told = [len(data)]  # type: ignore[list-item]
-        except (OSError, CheckpointError) as error:
-            told = [error]  # type: ignore[list-item]
+        except OSError as error:
+            number, text = error.errno, error.strerror or str(error)
+        except CheckpointError as error:
+            text = str(error)
     if _world_size() > 1:
-        dist.broadcast_object_list(told)
-    if isinstance(told[0], Exception):
-        raise told[0]
-    chunks = [data[at : at + CHUNK] for at in range(0, told[0] or 0, CHUNK)]
-    if _world_size() > 1:
-        for i, chunk in enumerate(chunks):
-            sent = [chunk]
-            dist.broadcast_object_list(sent)
-            chunks[i] = sent[0]
-    return b"".join(chunks)
+        (size, number), text = _exchange(((len(data), number), text), f"reading {path}")[0]
+    else:
+        size = len(data)
+    if text is not None:
+        raise CheckpointError(text) if number is None else OSError(number, text, str(path))
+    if _world_size() == 1:
+        return data
+    whole = torch.empty(size, dtype=torch.uint8)
+    if data:
+        whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    for chunk in whole.split(CHUNK):
+        moved = chunk.to(_device())
+        dist.broadcast(moved, 0)
+        if moved is not chunk:
+            chunk.copy_(moved)
+    return whole.numpy().tobytes()
 
 
 # Parts

@@ -161,7 +161,7 @@ def _receive(pipe: Connection, process: Any) -> tuple[str, Any]:
         code = process.exitcode or 0
         fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return "failure", (fate, None)
-    kind, value = pickle.loads(data)
+    kind, value = pickle.loads(data)  # of a pipe that only the process that was started here holds
     if kind == "failure":
         text, pickled = value
         error = None
@@ -224,7 +224,7 @@ def _work(rank: _Rank, pipe: Connection, job: bytes) -> None:
     _end_with(rank.parent)
     try:
         store = rank.join()
-        function, args = pickle.loads(job)
+        function, args = pickle.loads(job)  # handed over by the process that started this one
         if rank.reports:
             args = (rank.group.first + rank.local_rank, lambda value: _send(pipe, ("report", value)), *args)
         data = pickle.dumps(("value", function(*args)))

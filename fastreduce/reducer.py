@@ -19,6 +19,7 @@ from .error_feedback import agree_that_finite
 from .errors import ReducerError, TransportError
 from .streams import Pending, Stream
 from .transports import Transport
+from .transports.messages import checked, numbers
 
 
 class GradientReducer(BucketedGradients):
@@ -70,7 +71,9 @@ class GradientReducer(BucketedGradients):
         """
         if self._rebuilt or not self._reduced_once:
             return False
-        observed = self.transport.exchange(self._arrivals.last_seen())
+        count = len(self._specs)
+        told = self.transport.exchange(self._arrivals.last_seen())
+        observed = checked(told, lambda value: numbers(value, 0, count), "order of its parameters")
         self._regroup(dict.fromkeys(itertools.chain(*observed)))
         self._rebuilt = True
         return True

@@ -72,6 +72,21 @@ def tag_of(file: Path) -> str | None:
     return tag
 
 
+def dump(value: Any) -> bytes:
+    """`value` as a file would hold it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(data: bytes, kind: type) -> Any:
+    """What `dump` made of a value of `kind`: plain data and tensors; whatever else is in `data` raises."""
+    value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(value, kind):
+        raise TypeError(f"it holds a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
 def parse(data: bytes, file: Path) -> State:
     """What the bytes of `file` hold.
 
@@ -79,9 +94,7 @@ def parse(data: bytes, file: Path) -> State:
         CheckpointError: if they are not what was written, or no snapshot.
     """
     try:
-        snapshot = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if not isinstance(snapshot, dict):
-            raise TypeError(f"it holds a {type(snapshot).__name__}, not a dict")
+        snapshot: State = load(data, dict)
         if OURS in snapshot:  # torch checks no checksums
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 if (record := archive.testzip()) is not None:

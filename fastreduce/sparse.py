@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .errors import TransportError
 from .transports import Transport
 
 _DENSE, _SPARSE, _NOTHING = 2, 1, 0  # what a rank brings; with `_USED` where a backward reached the parameter
@@ -76,6 +77,7 @@ def average(
     parts = [part.coalesce() if part is not None and part.is_sparse else part for part in parts]
     described = [_describe(part, flag) for part, flag in zip(parts, used, strict=True)]
     brought = _gather_rows(transport, torch.tensor(described, device=like[0].device))
+    _check(brought.tolist(), like)
     averages: list[Tensor | None] = []
     for i, (part, parameter) in enumerate(zip(parts, like, strict=True)):
         kinds, sparse_dims, rows = (brought[:, i, column].tolist() for column in range(3))
@@ -90,6 +92,19 @@ def average(
                 part = _empty(parameter, max(sparse_dims) or 1)
             averages.append(_gather_sparse(transport, part, rows))
     return averages
+
+
+def _check(brought: list[list[list[int]]], like: Sequence[Tensor]) -> None:
+    """Raise TransportError where a rank describes what no gradient of these parameters can be."""
+    for rank, described in enumerate(brought):
+        for i, ((kind, sparse_dim, rows), parameter) in enumerate(zip(described, like, strict=True)):
+            kind_known = kind & ~_USED in (_DENSE, _SPARSE, _NOTHING)
+            most = math.prod(parameter.shape[:sparse_dim]) if 0 <= sparse_dim <= parameter.dim() else -1
+            if not kind_known or not 0 <= rows <= most:
+                raise TransportError(
+                    f"rank {rank} says of sparse gradient {i}, of shape {tuple(parameter.shape)}: kind {kind}, "
+                    f"{sparse_dim} sparse dimensions, {rows} rows; there is no such gradient"
+                )
 
 
 def _describe(part: Tensor | None, used: bool) -> tuple[int, int, int]:

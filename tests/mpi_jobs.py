@@ -233,7 +233,7 @@ def communicators_are_used_again() -> None:
     for _ in range(3):
         transports = [MpiTransport(_group()) for _ in range(2)]
         for number, transport in enumerate(transports):
-            assert transport.exchange((_rank(), number)) == [(r, number) for r in range(dist.get_world_size())]
+            assert transport.exchange([_rank(), number]) == [[r, number] for r in range(dist.get_world_size())]
         made.append([transport._number for transport in transports])
         for transport in transports[:: 1 if _rank() else -1]:
             transport.close()

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 import fastreduce.distributed as dist
-from fastreduce import DeviceError, FastreduceError, SettingError, TensorError
+from fastreduce import DeviceError, DistributedDataParallel, FastreduceError, SettingError, TensorError
 from fastreduce.distributed import ReduceOp, functional
 from tests.models import assert_same_bits, whole_batch
 from tests.ranks import RankPool
@@ -124,6 +124,74 @@ def check_all_kinds(rank: int, size: int, seen: dict[str, Any], dtype: torch.dty
 def test_collectives_write_into_the_callers_tensors(ranks: RankPool, dtype: torch.dtype, layout: str, async_op: bool):
     for rank, seen in enumerate(ranks.run(all_kinds, dtype, layout, async_op)):
         check_all_kinds(rank, ranks.world_size, seen, dtype, layout)
+
+
+def _versions(rank: int, world_size: int, async_op: bool, layout: str) -> dict[str, bool]:
+    """For each collective, whether all tensors that it wrote on this rank have a new version."""
+    make = partial(data, layout=layout)
+    seen: dict[str, bool] = {}
+
+    def check(name: str, written: list[Tensor], call: Callable[..., Any]) -> None:
+        before = [tensor._version for tensor in written]
+        work = call()
+        if isinstance(work, torch_dist.Work):
+            work.wait()
+        seen[name] = all(tensor._version > version for tensor, version in zip(written, before, strict=True))
+
+    asked: dict[str, Any] = {"async_op": async_op}
+    tensor, several, more = make(rank), [make(rank) for _ in range(world_size)], [make(rank) for _ in range(world_size)]
+    check("all_reduce", [tensor], lambda: dist.all_reduce(tensor, **asked))
+    check("all_reduce AVG", [tensor], lambda: dist.all_reduce(tensor, ReduceOp.AVG, **asked))
+    check("reduce", [tensor] if rank == 1 else [], lambda: dist.reduce(tensor, 1, **asked))
+    check("broadcast", [tensor], lambda: dist.broadcast(tensor, 1, **asked))
+    check("all_gather", several, lambda: dist.all_gather(several, tensor, **asked))
+    gathered = several if rank == 1 else None
+    check("gather", gathered or [], lambda: dist.gather(tensor, gathered, 1, **asked))
+    check("scatter", [tensor], lambda: dist.scatter(tensor, gathered, 1, **asked))
+    check("reduce_scatter", [tensor], lambda: dist.reduce_scatter(tensor, several, **asked))
+    check("all_to_all", more, lambda: dist.all_to_all(more, several, **asked))
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        check("recv", [tensor], lambda: dist.recv(tensor, 0))
+    mixed = [make(rank), data(rank, dtype=torch.int64, layout=layout), torch.ones(3)]
+    check("bcast_list_", mixed, lambda: dist.bcast_list_(mixed))
+    callback = dist.make_allreduce_cb()
+    gradients = [torch.ones(3), torch.ones(2, 2)]
+    for gradient in gradients:
+        callback(gradient)
+    check("callback", gradients, callback.flush)
+    with torch.inference_mode():  # which keeps no versions
+        dist.all_reduce(make(rank))
+    return seen
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "apart"])
+def test_what_is_written_in_place_has_a_new_version(ranks2: RankPool, async_op: bool, layout: str):
+    for rank, seen in enumerate(ranks2.run(_versions, async_op, layout)):
+        assert len(seen) == 11 + rank
+        assert [name for name, newer in seen.items() if not newer] == [], f"rank {rank}"
+
+
+def _clipped(rank: int, world_size: int) -> tuple[float, float]:
+    """The norm of averaged gradients, and of these summed by a collective of ours."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    norms = []
+    for summed in (False, True):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4)).sum().backward()
+        for parameter in ddp.parameters():
+            if summed:
+                dist.all_reduce(parameter.grad)
+        norms.append(float(ddp.clip_grad_norm_(1e9)))
+    return norms[0], norms[1]
+
+
+def test_clipping_sees_what_a_collective_wrote_into_gradients(ranks2: RankPool):
+    for averaged, summed in ranks2.run(_clipped):
+        assert summed == pytest.approx(2 * averaged)
 
 
 def _gaps(rank: int, world_size: int) -> Tensor:

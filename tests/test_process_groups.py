@@ -375,7 +375,7 @@ def _client(rank: int, world_size: int) -> list[Any]:
     if rank == 1:
         seen.append(client.user_pop("from 0")["tensor"].tolist())
     dist.barrier()
-    seen.append(client._store.check(["from 0"]))
+    seen.append(client._store.has("from 0"))
 
     @dist.synchronized
     def work(n: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastreduce import TransportError, all_reduce_gradients
 from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, local_ranks
 from tests.models import assert_same_bits, batch, wrap
-from tests.ranks import RankPool, run_ranks
+from tests.ranks import RankPool, message, run_ranks
 from tests.test_reducer import in_threads
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -57,6 +57,31 @@ def collect(transport: Transport) -> list[Any]:
 
 def _over_gloo(rank: int, world_size: int) -> list[Any]:
     return collect(TorchProcessGroup(dist.group.WORLD))  # type: ignore[arg-type]
+
+
+def _closed(rank: int, world_size: int) -> list[str]:
+    """What every call says after close and abort, and after a close without a use."""
+    seen = []
+    for end, used in (("close", True), ("abort", True), ("close", False)):
+        transport = TorchProcessGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        if used:
+            transport.exchange(0)
+        getattr(transport, end)()
+        transport.close()
+        wire = torch.ones(4)
+        calls: list[Any] = [
+            lambda t=transport, w=wire: t.all_reduce(w),
+            lambda t=transport, w=wire: t.all_to_all(torch.empty_like(w), w),
+            lambda t=transport, w=wire: t.all_gather(w),
+            lambda t=transport: t.exchange(0),
+        ]
+        seen += [message(call) for call in calls]
+    return seen
+
+
+def test_a_closed_transport_says_so(ranks2: RankPool):
+    for rank, seen in enumerate(ranks2.run(_closed)):
+        assert seen == [f"TransportError: rank {rank} of 2: this gloo transport is closed"] * 12
 
 
 def expected(rank: int, size: int) -> list[Any]:

@@ -13,9 +13,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..errors import TransportError
+from ..transports.meeting import wait_until
+from ..transports.store_client import StoreClient
+
 LIMIT_VARIABLE = "FASTREDUCE_NODE_SECONDS"
 LIMIT_SECONDS = 15.0
 BEATS = 10  # in that time
+LONGEST_LINE = 400  # characters
 SUSPECT_BEATS = 3  # without a word, after which a node may be why ranks fail here
 
 
@@ -59,7 +64,7 @@ class Nodes:
         self._others = set(range(self._size)) - {self._rank}  # those that are not known to have ended
         self._numbers = dict.fromkeys(self._others, 0)  # how often each has beaten
         self._silent_seconds, self._last_check = 0.0, time.monotonic()
-        self._store: dist.Store | None = None
+        self._store: StoreClient | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
@@ -96,12 +101,14 @@ class Nodes:
         self._thread.join(self._limit / BEATS)
         if self._store is None or self._thread.is_alive() or 0 not in {self._rank, *self._others}:
             return
-        with contextlib.suppress(dist.DistError):  # node 0 may be gone by now
+        store = self._store.at("", self._limit / BEATS)
+        with contextlib.suppress(TransportError):  # node 0 may be gone by now
             if why:
-                self._store.set(f"left/{self._rank}", why)
-            self._store.set(f"knows/{self._rank}", "")
+                store.set(f"left/{self._rank}", why)
+            store.set(f"knows/{self._rank}", "")
             if why and self._rank == 0:
-                self._store.wait([f"knows/{node}" for node in self._others], timedelta(seconds=self._limit / 3))
+                known = [f"knows/{node}" for node in self._others]
+                wait_until(store, lambda store: not store.absent(known), self._limit / 3)
 
     def _beat(self) -> None:
         pause = self._limit / BEATS
@@ -114,8 +121,8 @@ class Nodes:
                 for node, number in self._numbers.items():
                     self._numbers[node] = store.add(f"beat/{node}", 0)
                     unchanged[node] = unchanged[node] + 1 if self._numbers[node] == number else 0
-                    if store.check([f"left/{node}"]):
-                        self._lost = f"{self._name(node)} has ended: {store.get(f'left/{node}').decode()}"
+                    if (why := store.read(f"left/{node}")) is not None:
+                        self._lost = f"{self._name(node)} has ended: {_line(why)}"
                         store.set(f"knows/{self._rank}", "")
                     elif unchanged[node] > BEATS:
                         self._lost = f"{self._name(node)} is gone: no word from its launcher for {self._limit:g} s"
@@ -127,16 +134,22 @@ class Nodes:
             self._others.discard(0)
             self._lost = f"{self._name(0)} is gone, and with it the store: {str(error).splitlines()[0]}"
 
-    def _connect(self) -> dist.Store:
+    def _connect(self) -> StoreClient:
         host, port = self._address
         timeout = timedelta(seconds=self._limit)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return dist.PrefixStore("fastreduce/nodes", store)
+        return StoreClient(store, self._limit).at("fastreduce/nodes")
 
     def _name(self, node: int) -> str:
         if node == 0:
             return f"node 0 ({self._address[0]})"
-        with contextlib.suppress(dist.DistError):
-            if self._store is not None and self._store.check([f"host/{node}"]):
-                return f"node {node} ({self._store.get(f'host/{node}').decode()})"
+        with contextlib.suppress(TransportError):
+            host = self._store and self._store.at("", self._limit / BEATS).read(f"host/{node}")
+            if host:
+                return f"node {node} ({_line(host)})"
         return f"node {node}"
+
+
+def _line(told: str) -> str:
+    """What another node wrote, as one line that can be printed, whoever wrote it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in told[:LONGEST_LINE])

@@ -22,6 +22,7 @@ from ..kernels.slots import SlotTable
 from . import collectives
 from .checks import check_rank, device_of, devices_of
 from .meetings import group_of, ranks_of
+from .works import note_written
 
 
 def bcast_list_(tensors: Iterable[Any], group: dist.ProcessGroup | None = None, src: int | None = None) -> None:
@@ -89,6 +90,7 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) ->
         wire.copy_(moved)
     if packed:
         ops.unflatten(wire, table, tensors)
+        note_written(*tensors)
         return
     for tensor, part in zip(tensors, wire.split([t.nbytes for t in tensors]), strict=True):
         _memory(tensor).copy_(part)

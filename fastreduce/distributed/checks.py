@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import DeviceError, MismatchError, SettingError, TensorError
+from ..transports.messages import decode, of_types
 from ..variables import switch
 from .meetings import exchange_notes, find_sender, meet_in, ranks_of
 
@@ -118,8 +119,14 @@ def agree_on_parts(call: str, group: dist.ProcessGroup, sent: Sequence[Tensor], 
     if not debugging():
         return
     note = json.dumps([[text_of(t) for t in sent], [text_of(t) for t in taken]])
-    told = {rank: json.loads(text) for rank, text in meet_in(group, call, note=note).items()}
     ranks = ranks_of(group)
+
+    def texts(value: Any) -> list[list[str]]:
+        for part in of_types(value, list, list):
+            of_types(part, *[str] * len(ranks))
+        return value  # type: ignore[no-any-return]
+
+    told = {rank: decode(text, rank, texts) for rank, text in meet_in(group, call, note=note).items()}
     differences = [
         f"rank {a} sends rank {b} {told[a][0][j]}, rank {b} takes {told[b][1][i]}"
         for i, a in enumerate(ranks)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import pickle
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import TransportError
 from ..transports.connections import timeout_of
+from ..transports.meeting import wait_until
+from ..transports.store_client import StoreClient
+from . import values
 from .meetings import group_of, store_of
 from .process_groups import barrier
 from .queries import is_initialized
@@ -24,28 +25,46 @@ R = TypeVar("R")
 class Client:
     """Values by key on the rendezvous store, the same for all ranks; for small things, not for steps."""
 
-    def __init__(self, store: Any, timeout: timedelta) -> None:
-        # A connection of its own: a get that waits must not stop collectives that look something up.
-        self._store: Any = dist.PrefixStore("client", store.clone())
-        self._timeout = timeout
+    def __init__(self, store: StoreClient, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
 
     def user_set(self, key: str, val: Any) -> None:
-        """Store a value that can be pickled; it replaces an earlier one."""
-        self._store.set(key, pickle.dumps(val))
+        """Store a value; it replaces an earlier one.
+
+        It travels as data that cannot execute: None, bools, numbers, strings, bytes, torch tensors, NumPy arrays and
+        numbers, and lists, tuples, sets and dicts of these.
+
+        Raises:
+            TypeError: for another value.
+            TransportError: if the store does not answer within the timeout of the process group.
+        """
+        self._store.set(key, values.encode(val))
 
     def user_get(self, key: str) -> Any:
         """The value of `key`; waits until a rank has set it.
 
         Raises:
-            TransportError: if none has, within the timeout of the process group.
+            TransportError: if none has, within the timeout of the process group, or if it is no value of `user_set`.
         """
+        return self._wait("user_get", key)
+
+    def _wait(self, call: str, key: str) -> Any:
+        found: list[str] = []
+
+        def look(store: StoreClient) -> bool:
+            text = store.read(key)
+            found[:] = [] if text is None else [text]
+            return bool(found)
+
+        who = f"{call} on rank {dist.get_rank()}"
         try:
-            self._store.wait([key], self._timeout)
-            return pickle.loads(self._store.get(key))
-        except RuntimeError as error:
-            raise TransportError(
-                f"user_get on rank {dist.get_rank()}: no rank has set {key!r} within {self._timeout}: {error}"
-            ) from error
+            if not wait_until(self._store, look, self._seconds):
+                raise TransportError(f"no rank has set {key!r} within {self._seconds:g} s")
+            return values.decode(found[0])
+        except TransportError as error:
+            raise TransportError(f"{who}: {error}") from error
+        except ValueError as error:
+            raise TransportError(f"{who}: at {key!r} is no value that a rank has set by user_set: {error}") from error
 
     def user_pop(self, key: str) -> Any:
         """The value of `key`, which is gone afterwards; waits until a rank has set it.
@@ -53,8 +72,8 @@ class Client:
         Raises:
             TransportError: if none has, within the timeout of the process group.
         """
-        value = self.user_get(key)
-        self._store.delete_key(key)
+        value = self._wait("user_pop", key)
+        self._store.delete(key)
         return value
 
 
@@ -69,7 +88,7 @@ def get_client() -> Client:
     """
     group = group_of("get_client", None)
     if group not in _clients:
-        _clients[group] = Client(store_of(group), timeout_of(group))
+        _clients[group] = Client(store_of(group).at("client"), timeout_of(group).total_seconds())
     return _clients[group]
 
 

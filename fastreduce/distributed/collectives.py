@@ -34,7 +34,7 @@ from .checks import (
     text_of,
 )
 from .meetings import group_of
-from .works import Work, as_transport_error
+from .works import Work, as_transport_error, note_written
 
 ReduceOp = dist.ReduceOp
 Group = dist.ProcessGroup | None
@@ -77,6 +77,8 @@ class _Call:
             self._last_steps.append(lambda: flat.div_(size, rounding_mode=mode))
         if not _is_same(flat, tensor):
             self._last_steps.append(lambda: tensor.detach().copy_(flat))
+        else:
+            self._last_steps.append(lambda: note_written(tensor))
         return _real(flat)
 
     def fill(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -229,6 +231,8 @@ def recv(tensor: Tensor, src: int | None = None, group: Group = None, tag: int =
         sender: int = dist.recv(_real(flat), src, call.group, tag)
     if not _is_same(flat, tensor):
         tensor.detach().copy_(flat)
+    else:
+        note_written(tensor)
     return sender
 
 

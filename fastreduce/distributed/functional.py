@@ -119,7 +119,7 @@ def _from_root(
             raise SettingError(f"{name} on rank {src}: the input is None on the rank that it comes from")
         header = Header.of(f"{name} on rank {src}", inp).encode(device)
     collectives.broadcast(header, src, group)
-    told = Header.decode(header)
+    told = Header.decode(f"{name} on rank {dist.get_rank()}", src, header)
     if dist.get_rank() != src and told.requires_grad:
         if inp is None or not inp.requires_grad:
             inp = torch.zeros((), device=device, requires_grad=True)  # for autograd to follow

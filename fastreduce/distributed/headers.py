@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import TensorError
+from ..errors import TensorError, TransportError
 
 NUMEL = 16
 MAX_DIMENSIONS = NUMEL - 3
+MAX_BYTES = 1 << 48  # more than any machine has
 
 _DTYPES = (
     torch.float32,
@@ -57,10 +59,24 @@ class Header(NamedTuple):
         return torch.tensor(numbers + [0] * (NUMEL - len(numbers)), dtype=torch.int64, device=device)
 
     @staticmethod
-    def decode(encoded: Tensor) -> Header:
-        """The header that was encoded."""
-        dtype, requires_grad, dimensions, *sizes = encoded.tolist()
-        return Header(tuple(sizes[:dimensions]), _DTYPES[dtype], bool(requires_grad))
+    def decode(call: str, rank: int, encoded: Tensor) -> Header:
+        """The header that `rank` encoded.
+
+        Raises:
+            TransportError: if it sent something else.
+        """
+        dtype, requires_grad, dimensions, *sizes = told = encoded.tolist()
+        shape = tuple(sizes[: max(0, dimensions)])
+        if (
+            dtype not in range(len(_DTYPES))
+            or requires_grad not in (0, 1)
+            or dimensions != len(shape)
+            or min(sizes) < 0
+            or any(sizes[dimensions:])
+            or math.prod(shape) * _DTYPES[dtype].itemsize > MAX_BYTES
+        ):
+            raise TransportError(f"{call}: rank {rank} sent {told}, which is no shape and dtype of a tensor")
+        return Header(shape, _DTYPES[dtype], bool(requires_grad))
 
     def empty(self, device: torch.device) -> Tensor:
         """A tensor for the data."""

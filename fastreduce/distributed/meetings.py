@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..errors import NotInitializedError, SettingError, TransportError
 from ..transports.connections import timeout_of
-from .rendezvous import forget_meeting, meet, notes
-
-POLL_SECONDS = 0.01
+from ..transports.meeting import AbsentError, clear, meet, notes, wait_until
+from ..transports.store_client import SOON_SECONDS, StoreClient, client_of
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _exchanged: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, int, int]]] = weakref.WeakKeyDictionary()
@@ -40,9 +37,9 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
+def store_of(group: dist.ProcessGroup) -> StoreClient:
     """The group's part of the rendezvous store."""
-    return dist.PrefixStore("fastreduce", _get_process_group_store(group))
+    return client_of(group).at("fastreduce")
 
 
 def meet_in(
@@ -56,13 +53,26 @@ def meet_in(
     count = _met.setdefault(group, Counter())
     kind = "barrier" if note is None else "notes"
     number = count[kind]
-    rank, ranks, store = dist.get_rank(), ranks_of(group), store_of(group)
-    here = dist.PrefixStore(f"{kind}/{number}", store)
-    meet(here, rank, ranks, timeout or timeout_of(group), call, note or "")
-    if number:  # all have left the one before
-        forget_meeting(dist.PrefixStore(f"{kind}/{number - 1}", store), rank, ranks)
+    rank, ranks, here = dist.get_rank(), ranks_of(group), store_of(group).at(f"{kind}/{number}")
+    seconds = (timeout or timeout_of(group)).total_seconds()
+    try:
+        meet(here, rank, ranks, seconds, note or "")
+        told = {} if note is None else dict(zip(ranks, notes(here, ranks), strict=True))
+        clear(here, ranks)
+    except TransportError as error:
+        raise failed_meeting(call, len(ranks), error, seconds) from error
     count[kind] += 1
-    return {} if note is None else notes(here, ranks)
+    return told
+
+
+def failed_meeting(
+    call: str, size: int, error: TransportError, seconds: float, rank: int | None = None
+) -> TransportError:
+    """The error of `call`, where ranks have not met."""
+    who = f"{call} on rank {dist.get_rank() if rank is None else rank}"
+    if isinstance(error, AbsentError):
+        return TransportError(f"{who}: of {size} ranks, rank {error.names} did not arrive within {seconds:g} s")
+    return TransportError(f"{who}: {error}")
 
 
 def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination: int, tag: int, note: str) -> str:
@@ -74,22 +84,17 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
     here = _between(group, source, destination, tag)
     receives = dist.get_rank() == destination
     mine, theirs = ("receiver", "sender") if receives else ("sender", "receiver")
-    store, timeout = store_of(group), timeout_of(group)
+    store, seconds = store_of(group), timeout_of(group).total_seconds()
     try:
         store.set(f"{here}/{mine}", note)
-        try:
-            store.wait([f"{here}/{theirs}"], timeout)
-        except RuntimeError as error:
-            store.delete_key(f"{here}/{mine}")
+        if not wait_until(store, lambda store: store.has(f"{here}/{theirs}"), seconds):
+            store.at("", SOON_SECONDS).delete(f"{here}/{mine}")
             other, does = (source, "send") if receives else (destination, "receive")
-            raise TransportError(
-                f"{call} on rank {dist.get_rank()}: rank {other} did not come to {does} with tag {tag} "
-                f"within {timeout.total_seconds():g} s"
-            ) from error
-        told = store.get(f"{here}/{theirs}").decode()
-        store.delete_key(f"{here}/{theirs}")
-    except RuntimeError as error:
-        raise error if isinstance(error, TransportError) else _gone(call, error) from error
+            raise AbsentError([other], seconds, f" to {does} with tag {tag}")
+        (told,) = store.read_all([f"{here}/{theirs}"])
+        store.delete(f"{here}/{theirs}")
+    except TransportError as error:
+        raise TransportError(f"{call} on rank {dist.get_rank()}: {error}") from error
     _exchanged.setdefault(group, Counter())[source, destination, tag] += 1
     return told
 
@@ -100,26 +105,22 @@ def find_sender(group: dist.ProcessGroup, call: str, tag: int) -> int:
     Raises:
         TransportError: if none comes within the group's timeout.
     """
-    rank, store, timeout = dist.get_rank(), store_of(group), timeout_of(group)
-    others = {r: f"{_between(group, r, rank, tag)}/sender" for r in ranks_of(group) if r != rank}
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        for other, key in others.items():
-            try:
-                if store.check([key]):
-                    return other
-            except RuntimeError as error:
-                raise _gone(call, error) from error
-        time.sleep(POLL_SECONDS)  # a store waits for all of its keys only
-    raise TransportError(
-        f"{call} on rank {rank}: no rank came to send with tag {tag} within {timeout.total_seconds():g} s"
-    )
+    rank, store, seconds = dist.get_rank(), store_of(group), timeout_of(group).total_seconds()
+    others = [r for r in ranks_of(group) if r != rank]
+    keys, found = [f"{_between(group, r, rank, tag)}/sender" for r in others], list[int]()
+
+    def anybody(store: StoreClient) -> bool:
+        found[:] = sorted(set(range(len(keys))) - set(store.absent(keys)))
+        return bool(found)
+
+    try:
+        if wait_until(store, anybody, seconds):
+            return others[found[0]]
+    except TransportError as error:
+        raise TransportError(f"{call} on rank {rank}: {error}") from error
+    raise TransportError(f"{call} on rank {rank}: no rank came to send with tag {tag} within {seconds:g} s")
 
 
 def _between(group: dist.ProcessGroup, source: int, destination: int, tag: int) -> str:
     number = _exchanged.setdefault(group, Counter())[source, destination, tag]
     return f"message/{source}/{destination}/{tag}/{number}"
-
-
-def _gone(call: str, error: RuntimeError) -> TransportError:
-    return TransportError(f"{call} on rank {dist.get_rank()}: the store of the rendezvous is gone: {error}")

@@ -8,16 +8,20 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import TransportError
-from ..transports import register_transport
+from ..transports import messages, register_transport
 from ..transports.communicator import load_mpi, poll
+from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.mpi import MpiTransport
+
+T = TypeVar("T")
 
 # What launchers call a process's number on its host: Open MPI, MVAPICH, MPICH and Intel MPI, PALS, Slurm.
 LOCAL_RANKS = (
@@ -29,7 +33,7 @@ LOCAL_RANKS = (
     "SLURM_LOCALID",
 )
 PRINTING_SECONDS = 1.0  # for mpirun to pass on what a rank printed last: an abort throws the rest away (seen)
-_TAG = 29713
+_TAG, _BYTES = 29713, 1024  # of the messages by which ranks meet
 
 _stores: list[dist.TCPStore] = []  # kept until exit: a rank that is late still asks why another has left
 
@@ -62,7 +66,7 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
         os.environ.setdefault(name, str(value))
     if one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = _stores[-1] if rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    store = _stores[-1] if rank == 0 else _connect(host, port, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     group = dist.group.WORLD
     assert group is not None
@@ -70,15 +74,28 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     return group
 
 
+def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
+    try:
+        store: dist.Store = in_background(
+            lambda: dist.TCPStore(host, port, is_master=False, timeout=timeout), timeout.total_seconds() + GRACE_SECONDS
+        )
+    except TimeoutError as error:
+        raise TransportError(
+            f"init_process_group over MPI failed: rank 0's process, which holds the store at {host}:{port}, does not "
+            f"answer within {timeout}"
+        ) from error
+    return store
+
+
 def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, bool]:
     """Host and port of rank 0's store, this rank's number on its host, and whether there is only one host."""
     here = socket.gethostname()
     if world.rank != 0:
-        sent = world.isend(here, 0, _TAG)
-        (answer,) = _receive(world, [0], seconds + 5)  # rank 0 knows better who is missing
-        sent.wait()
-        return answer  # type: ignore[no-any-return]
-    hosts: list[str] = [here, *_receive(world, list(range(1, world.size)), seconds)]
+        sent = _send(world, here, 0)
+        (answer,) = _receive(world, [0], seconds + 5, _place)  # rank 0 knows better who is missing
+        sent.Wait()
+        return answer
+    hosts = [here, *_receive(world, list(range(1, world.size)), seconds, _name)]
     one_host = len(set(hosts)) == 1
     address = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", here)
     listener = socket.create_server((("127.0.0.1" if one_host else ""), 0), backlog=1024)
@@ -86,21 +103,44 @@ def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, bool]:
     fd = listener.detach()
     _stores.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
     answers = [(address, port, hosts[:r].count(host), one_host) for r, host in enumerate(hosts)]
-    for told in [world.isend(answer, r, _TAG) for r, answer in enumerate(answers) if r != 0]:
-        told.wait()
+    told = [_send(world, answer, r) for r, answer in enumerate(answers) if r != 0]
+    if not poll(lambda: all(request.Test() for request in told), seconds):
+        raise TransportError(
+            f"rank 0 of {world.size}: init_process_group over MPI failed: ranks did not take the address of the store "
+            f"within {seconds:g} s"
+        )
     return answers[0]
 
 
-def _receive(world: Any, sources: list[int], seconds: float) -> list[Any]:
-    """One object from each source."""
-    waiting = {source: world.irecv(source=source, tag=_TAG) for source in sources}
-    found: dict[int, Any] = {}
+def _send(world: Any, value: Any, rank: int) -> Any:
+    """Begin to send; not by mpi4py's `isend`, whose other end unpickles."""
+    data = messages.encode(value)
+    if len(data) > _BYTES:
+        raise TransportError(f"{value!r} is too long for a message between hosts: {len(data)} bytes of {_BYTES}")
+    return world.Isend(bytearray(data.ljust(_BYTES)), rank, _TAG)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"the name of a host was expected, not {value!r:.80}")
+    return value
+
+
+def _place(value: Any) -> tuple[str, int, int, bool]:
+    host, port, local_rank, one_host = messages.of_types(value, str, int, int, bool)
+    return host, port, local_rank, one_host
+
+
+def _receive(world: Any, sources: list[int], seconds: float, check: Callable[[Any], T]) -> list[T]:
+    """One value from each source."""
+    into = {source: bytearray(_BYTES) for source in sources}
+    waiting = {source: world.Irecv(into[source], source, _TAG) for source in sources}
+    found: dict[int, T] = {}
 
     def done() -> bool:
         for source in list(waiting):
-            here, value = waiting[source].test()
-            if here:
-                found[source] = value
+            if waiting[source].Test():
+                found[source] = messages.decode(bytes(into[source]).rstrip(), source, check)
                 del waiting[source]
         return not waiting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,12 +14,14 @@ from torch.distributed.distributed_c10d import _world
 
 from ..errors import MismatchError, SettingError, TransportError
 from ..transports.connections import timeout_of
+from ..transports.meeting import meet
+from ..transports.store_client import SOON_SECONDS, StoreClient
 from ..variables import check_environment
 from . import backends, point_to_point, queries
 from .checks import agree
-from .meetings import group_of, meet_in
+from .meetings import failed_meeting, group_of, meet_in
 from .queries import get_backend, get_local_device
-from .rendezvous import count_initialisation, find_address, find_numbers, meet, open_store
+from .rendezvous import count_initialisation, find_address, find_numbers, open_store
 
 _new_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
@@ -92,14 +95,18 @@ def init_process_group(
     queries.made = queries.Made(group_of("init_process_group", None), chosen, address)
 
 
-def _join(store: dist.Store, address: str, job: str, rank: int, size: int, timeout: timedelta) -> None:
+def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, timeout: timedelta) -> None:
     """Come together on the store, before the backend connects: who is missing or different can be named here.
 
     A rank with another job than the first to come ends the meeting with what differs, for those too that come later.
     """
     call = f"init_process_group on rank {rank} at {address}"
-    mine = f"rank {rank} has {job}"
-    first = store.compare_set("job", "", mine).decode() or mine
+    mine, seconds = f"rank {rank} has {job}", timeout.total_seconds()
+    store = StoreClient(opened, seconds)
+    try:
+        first = store.set_first("job", mine)
+    except TransportError as error:
+        raise TransportError(f"{call}: {error}") from error
     if first.partition(" has ")[2] != job:
         store.set("join/complete", f"{first}; {mine}")
         raise _mismatch(call, address, f"{first}; {mine}")
@@ -109,11 +116,12 @@ def _join(store: dist.Store, address: str, job: str, rank: int, size: int, timeo
             "own (MASTER_PORT; for file://, a new file)"
         )
     try:
-        meet(dist.PrefixStore("join", store), rank, range(size), timeout, f"init_process_group at {address}")
-    except TransportError:
-        store.add(f"joined as {rank}", -1)
-        raise
-    different = store.get("join/complete").decode()
+        meet(store.at("join"), rank, range(size), seconds)
+        (different,) = store.read_all(["join/complete"])
+    except TransportError as error:
+        with contextlib.suppress(TransportError):
+            store.at("", SOON_SECONDS).add(f"joined as {rank}", -1)
+        raise failed_meeting(f"init_process_group at {address}", size, error, seconds, rank) from error
     if different:
         raise _mismatch(call, address, different)
 

@@ -1,4 +1,4 @@
-"""Where ranks find each other: an address → a key-value store, and meetings of all ranks on it."""
+"""Where ranks find each other: an address → a key-value store."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import ipaddress
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
 from ..errors import SettingError, TransportError
+from ..transports.deadlines import GRACE_SECONDS, in_background
 
 FIXED_PORT = 29413
 """On localhost, where nobody gives an address."""
@@ -130,20 +131,31 @@ def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.
             return dist.FileStore(url.path, world_size)
         except RuntimeError as error:
             raise TransportError(f"init_process_group on rank {rank}: {address}: {error}") from error
-    assert url.hostname is not None and url.port is not None
+    host, port = url.hostname, url.port
+    assert host is not None and port is not None
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not by_agent
-    listening = _listen(url.hostname, url.port) if serves and _is_loopback(url.hostname) else None
-    try:
+    listening = _listen(host, port) if serves and _is_loopback(host) else None
+
+    def connect() -> dist.Store:
         return dist.TCPStore(
-            url.hostname,
-            url.port,
+            host,
+            port,
             is_master=serves,
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,  # torch's own initialisation in this process may serve the same port
             master_listen_fd=listening,
         )
+
+    try:
+        store: dist.Store = in_background(connect, timeout.total_seconds() + GRACE_SECONDS)
+        return store
+    except TimeoutError as error:
+        raise TransportError(
+            f"init_process_group on rank {rank}: what listens at {address} does not answer as a store within "
+            f"{timeout}: it is another program, or rank 0's process is stopped"
+        ) from error
     except RuntimeError as error:
         if serves:
             raise TransportError(
@@ -167,48 +179,3 @@ def _listen(host: str, port: int) -> int | None:
     except OSError:
         listening.close()
         return None
-
-
-def meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, call: str, note: str = "") -> None:
-    """Return when all of `ranks` have come here; `notes` reads what they brought. One meeting a store.
-
-    Each rank writes its note, then counts itself; the last one to come tells all.
-
-    Raises:
-        TransportError: naming the ranks that have not come within the timeout; this rank has left then.
-    """
-    try:
-        store.set(f"note of {rank}", note)
-        if store.add("count", 1) == len(ranks):
-            store.set("complete", "")
-        try:
-            store.wait(["complete"], timeout)
-        except RuntimeError as error:
-            missing = [str(r) for r in ranks if not store.check([f"note of {r}"])]
-            if missing:
-                store.add("count", -1)
-                store.delete_key(f"note of {rank}")
-                raise TransportError(
-                    f"{call} on rank {rank}: of {len(ranks)} ranks, rank {', '.join(missing)} did not arrive "
-                    f"within {timeout.total_seconds():g} s"
-                ) from error
-    except RuntimeError as error:
-        if isinstance(error, TransportError):
-            raise
-        raise TransportError(
-            f"{call} on rank {rank}: the store of the rendezvous is gone, and with it the process that serves it "
-            f"(rank 0, or the launcher): {error}"
-        ) from error
-
-
-def notes(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
-    """What every rank brought to a meeting that is complete."""
-    return {rank: store.get(f"note of {rank}").decode() for rank in ranks}
-
-
-def forget_meeting(store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
-    """Delete this rank's keys of a meeting that all ranks have left."""
-    store.delete_key(f"note of {rank}")
-    if rank == ranks[0]:
-        store.delete_key("count")
-        store.delete_key("complete")

@@ -72,6 +72,11 @@ class Work(dist.Work):
         return self._inner.get_future().then(finish)
 
 
+def note_written(*tensors: torch.Tensor) -> None:
+    """Tell autograd's version counters of a backend's write; without, `ddp.clip_grad_norm_` trusts the norm it has."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
 class as_transport_error:
     """Errors of torch's backends come out as TransportError with call and rank."""
 

@@ -48,10 +48,14 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's small picklable value in rank order; blocks. For construction, not for steps.
+        """Every rank's small value in rank order; blocks. For construction, not for steps.
+
+        Values are what JSON has: None, bools, numbers, strings, lists, dicts with string keys. They are somebody
+        else's: who uses them looks whether they are what was to come.
 
         Raises:
             TransportError: if it failed or timed out.
+            TypeError: for another value.
         """
 
     def note(self, about: str) -> None:  # noqa: B027 (most transports raise where they are called)

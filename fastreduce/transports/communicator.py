@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import pickle
+import os
+import re
+import sys
 import threading
 import time
 import weakref
@@ -15,20 +17,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..errors import BackendUnavailableError, TransportError
+from . import messages
 from .base import Work
 from .connections import timeout_of
+from .deadlines import GRACE_SECONDS, in_background
+from .meeting import LOOK_SECONDS, meet
+from .store_client import SOON_SECONDS, client_of
 
 POLL_SECONDS = 20e-6  # between two looks at what is under way; MPI moves data only while somebody looks
-LOOK_SECONDS = 0.5  # of waiting, after which a rank asks whether another has left
 BLOCK = 1 << 30  # bytes; MPI counts with an int
 
 Begin = Callable[[], Any]
 
-# One thread at a time calls MPI: THREAD_SERIALIZED asks for it.
-_LOCK = threading.Lock()
+
+class _Turn:
+    """One thread at a time calls MPI: THREAD_SERIALIZED asks for it. Nobody waits for a thread that is stuck there."""
+
+    stuck = False
+    failed = False  # a collective has: a rank may be gone
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        while not self._lock.acquire(timeout=LOOK_SECONDS):
+            if self.stuck:
+                raise TransportError("MPI still waits for ranks to make a communicator with")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_TURN = _Turn()
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
@@ -52,7 +74,7 @@ def load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(MPI.Finalize)
+        atexit.register(_finalize, MPI)
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         name = {MPI.THREAD_SINGLE: "THREAD_SINGLE", MPI.THREAD_FUNNELED: "THREAD_FUNNELED"}[level]
@@ -94,32 +116,30 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.failed = False
         self._seconds = timeout_of(group).total_seconds()
-        # A connection of its own: another thread may wait on the group's.
-        store: Any = _get_process_group_store(group)
-        self._store: Any = dist.PrefixStore(f"fastreduce/mpi/{name}", store.clone())
+        # Without an answer from the store soon, collectives go on.
+        self._store = client_of(group).at(f"fastreduce/mpi/{name}", SOON_SECONDS)
         self._started = self._taken = 0
         self._under_way: dict[int, PolledWork] = {}
         self._spare: dict[Any, list[Tensor]] = {}  # what all_reduce receives in, by size
         with self.errors("connecting"):
-            self._meet(timeout_of(group))
-            world = load_mpi().COMM_WORLD
-            with _LOCK:
-                self._first = world.Create_group(world.group.Incl(dist.get_process_group_ranks(group)))
-                self._second = self._first.Dup()  # begun whenever a first collective has ended
+            self._meet()
+            ranks = dist.get_process_group_ranks(group)
+            try:
+                self._first, self._second = in_background(lambda: _make(ranks), self._seconds)
+            except TimeoutError as error:
+                _TURN.stuck = True
+                raise self._error("connecting", f"a rank {_late(self._seconds)}: MPI makes no communicator") from error
         _alive.add(self)
 
-    def _meet(self, timeout: Any) -> None:
+    def _meet(self) -> None:
         """Wait for all ranks, since making a communicator has no timeout."""
-        self._store.set(f"here/{self.rank}", "")
-        keys = [f"here/{rank}" for rank in range(self.size)]
         try:
-            self._store.wait(keys, timeout)
-        except RuntimeError as error:
-            missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
-            raise self._error("connecting", f"rank {missing} did not come within {self._seconds:g} s") from error
+            meet(self._store.at("here", self._seconds), self.rank, range(self.size), self._seconds)
+        except TransportError as error:
+            raise self._error("connecting", error) from error
 
     def _error(self, operation: str, why: object) -> TransportError:
-        self.failed = True
+        self.failed = _TURN.failed = True
         return TransportError(f"rank {self.rank} of {self.size}: {operation} over MPI failed: {why}.")
 
     @contextlib.contextmanager
@@ -142,7 +162,7 @@ class Communicator:
     ) -> Work:
         """Start a collective on the tensors `keep`, and a second one, `then`, when it has ended; then call `after`."""
         work = PolledWork(self, operation, keep, after)
-        with self.errors(operation), _LOCK:
+        with self.errors(operation), _TURN:
             self._started += 1
             work.number = self._started
             work.request, work.then = begin(), then
@@ -153,14 +173,14 @@ class Communicator:
         """Wait for one."""
 
         def done() -> bool:
-            with _LOCK:
+            with _TURN:
                 self._advance()
                 return work.then is None and bool(work.request.Test())
 
         with self.errors(work.operation):
             if not poll(done, self._seconds, lambda: self._look(work)):
                 raise self._error(work.operation, self._who(work.number))
-        with _LOCK:
+        with _TURN:
             self._under_way.pop(work.number, None)
 
     def _advance(self) -> None:
@@ -175,27 +195,30 @@ class Communicator:
         """Tell that this rank waits; raises if another has left before it came to what is waited for."""
         if self.failed:
             raise self._error(work.operation, "another collective failed on this rank, or it was aborted")
-        with contextlib.suppress(dist.DistError):  # the store's rank may be on its way out
+        left = ""
+        with contextlib.suppress(TransportError):  # the store's rank may be on its way out
             self._store.set(f"waiting/{self.rank}", str(work.number))
-            key = f"left/{self._taken}"
-            if not self._store.check([key]):
-                return
-            for note in self._store.get(key).decode().split():
-                rank, started = map(int, note.split(":"))
-                if started < work.number and rank != self.rank:
-                    raise self._error(work.operation, f"rank {rank} has ended, or takes no part any more")
+            left = self._store.read(f"left/{self._taken}") or ""
+        for note in left.split():
+            if not re.fullmatch(r"\d+:(-1|\d+)", note):
+                raise self._error(work.operation, f"who has left is told by {note[:40]!r}, no note of a rank")
+            rank, started = map(int, note.split(":"))
+            if started < work.number and rank != self.rank:
+                raise self._error(work.operation, f"rank {rank} has ended, or takes no part any more")
 
     def _who(self, number: int) -> str:
-        missing = []
-        for rank in range(self.size):
-            key = f"waiting/{rank}"
-            if rank != self.rank and not (self._store.check([key]) and int(self._store.get(key)) >= number):
-                missing.append(str(rank))
-        return f"rank {', '.join(missing) or 'unknown'} did not come within {self._seconds:g} s"
+        late = _late(self._seconds)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            told = {rank: self._store.read(f"waiting/{rank}") or "0" for rank in others}
+        except TransportError as error:
+            return f"a rank {late}, and nobody can be asked which: {error}"
+        missing = [str(rank) for rank, text in told.items() if not text.isdecimal() or int(text[:20]) < number]
+        return f"rank {', '.join(missing) or 'unknown'} {late}"
 
     def leave(self, at_once: bool = False) -> None:
         """Tell the others that this rank starts nothing more, or `at_once` that it ends what is under way."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(TransportError):
             self._store.append(f"left/{self._taken}", f"{self.rank}:{-1 if at_once else self._started} ")
 
     def take(self) -> None:
@@ -244,14 +267,15 @@ class Communicator:
         return [load_mpi().memory.fromaddress(wire.data_ptr(), wire.nbytes), *_unit(wire.nbytes // self.size)]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Pickle, gather the lengths, gather the bytes padded to the longest."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = torch.full((self.size,), mine.numel())
-        self.all_gather(lengths, "exchange").wait()
-        rows = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
-        rows[self.rank, : mine.numel()] = mine
-        self.all_gather(rows, "exchange").wait()
-        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths.tolist(), strict=True)]
+        """Two all-gathers: lengths, then bytes."""
+
+        def gather(mine: Tensor) -> list[Tensor]:
+            rows = mine.new_zeros(self.size, len(mine))
+            rows[self.rank] = mine
+            self.all_gather(rows, "exchange").wait()
+            return list(rows)
+
+        return messages.exchange(value, gather)
 
 
 class PolledWork:
@@ -282,10 +306,42 @@ def ready(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _make(ranks: list[int]) -> tuple[Any, Any]:
+    """A communicator over ranks of COMM_WORLD, and a second one, begun whenever a first collective has ended."""
+    world = load_mpi().COMM_WORLD
+    with _TURN:
+        first = world.Create_group(world.group.Incl(ranks))
+        return first, first.Dup()
+
+
+def _late(seconds: float) -> str:
+    return f"did not come within {seconds:g} s"
+
+
 def _leave_all() -> None:
     """At exit: nobody waits for a rank that is gone."""
     for communicator in list(_alive):
         communicator.leave()
+
+
+def _finalize(mpi: Any) -> None:
+    """At exit, last: MPI waits for all ranks to end, and without a limit; where one may be gone, the job is ended."""
+    if not _TURN.failed:
+        mpi.Finalize()
+        return
+    try:
+        in_background(mpi.Finalize, GRACE_SECONDS)
+    except TimeoutError:
+        print(
+            f"rank {os.environ.get('RANK', '?')} ends the job: a collective over MPI failed, and MPI's Finalize "
+            f"waits for a rank that does not come",
+            file=sys.stderr,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(TimeoutError):
+            in_background(lambda: mpi.COMM_WORLD.Abort(1), GRACE_SECONDS)
+        os._exit(1)
 
 
 @cache

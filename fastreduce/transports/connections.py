@@ -9,6 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .messages import checked, numbers, of_types
+
+MOST = 1 << 20  # connections
+
 
 class Connections:
     """What stands beside one group of the user: a control connection, and one for each transport in use.
@@ -31,7 +35,7 @@ class Connections:
         """
         if self._control is None:
             self._control = connect("control")
-        told = exchange(self._control, (self.free, len(self.made)))
+        told = checked(exchange(self._control, [sorted(self.free), len(self.made)]), _free_and_made, "free connections")
         free = set[int].intersection(*(theirs for theirs, _ in told))
         number = min(free, default=max(count for _, count in told))
         if not free:
@@ -53,6 +57,13 @@ class Connections:
             self.made[number] = None
         self.free.clear()
         self._control = None
+
+
+def _free_and_made(value: Any) -> tuple[set[int], int]:
+    free, made = of_types(value, list, int)
+    if not 0 <= made < MOST:
+        raise ValueError(f"{made} connections")
+    return set(numbers(free, 0, made)), made
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

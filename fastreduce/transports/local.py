@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from .base import Transport, Work
+from .messages import decode, encode
 
 
 class _Done:
@@ -109,9 +110,9 @@ class LocalTransport(Transport):
 
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's value."""
-        values: list[Any] = []
-        self._meet(value, lambda brought: values.extend(brought))
-        return values
+        texts: list[bytes] = []
+        self._meet(encode(value), lambda brought: texts.extend(brought))
+        return [decode(text, rank, lambda told: told) for rank, text in enumerate(texts)]
 
     def abort(self) -> None:
         """Leave."""

@@ -108,30 +108,3 @@ class Communicator:
         finally:
             if locked:
                 self._order.release()
-
-
-def in_background(function: Callable[[], Any], seconds: float, cuda: Cuda, device: torch.device) -> Any:
-    """The value of `function()` on a thread of its own.
-
-    Raises:
-        TimeoutError: if it does not return in time; the thread is left behind.
-        BaseException: what it raises.
-    """
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            with cuda.using(device):
-                outcome.extend((function(), None))
-        except BaseException as error:
-            outcome.extend((None, error))
-
-    thread = threading.Thread(target=run, name="fastreduce-nccl", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    value, error = outcome
-    if error is not None:
-        raise error
-    return value

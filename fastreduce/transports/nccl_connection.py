@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,10 +19,14 @@ from torch import Tensor
 
 from ..errors import TransportError
 from . import nccl_library
-from .nccl_communicator import Communicator, Enqueue, Entry, in_background
+from .connections import timeout_of
+from .deadlines import in_background
+from .meeting import AbsentError, clear, meet, notes
+from .messages import checked, decode, encode
+from .nccl_communicator import Communicator, Enqueue, Entry
 from .nccl_library import Place, check_distinct
 from .nccl_watchdog import END_SECONDS, WAKE_SECONDS, Watchdog, raise_in_main_thread, withdraw_from_main_thread
-from .store_notes import StoreNotes
+from .store_client import SOON_SECONDS, client_of
 
 PATIENCE_SECONDS = 4 * WAKE_SECONDS  # for ranks to note how far they are, once one has failed
 
@@ -40,9 +46,11 @@ class Connection:
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._nccl, self._cuda = nccl_library.load_nccl(), nccl_library.Cuda()
-        self._notes = StoreNotes(group, f"nccl/{name}/exchange")
-        self._watchdog_notes = StoreNotes(group, f"nccl/{name}/progress")
-        self.rank, self.size, self._seconds = self._notes.rank, self._notes.size, self._notes.seconds
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._seconds = timeout_of(group).total_seconds()
+        self._store = client_of(group).at(f"fastreduce/nccl/{name}/exchange")
+        self._exchanges = 0
+        self._progress_notes = client_of(group).at(f"fastreduce/nccl/{name}/progress", SOON_SECONDS)
         self._communicators: dict[tuple[str, ...], Communicator] = {}
         self._failure: str | None = None
         self._state = threading.Lock()  # never held while anything blocks
@@ -64,7 +72,7 @@ class Connection:
     def take(self) -> None:
         """A transport uses it from now on; on every rank at once."""
         if not self._taken:
-            self._session = self.exchange(uuid.uuid4().hex, "connecting")[0]
+            self._session = checked(self.exchange(uuid.uuid4().hex, "connecting"), _hex, "number of a session")[0].hex()
         self._taken += 1
         self._open = True
 
@@ -75,7 +83,7 @@ class Connection:
             self._withdraw()
         for communicator in list(self._communicators.values()):
             self._tell(communicator)
-        self._watchdog_notes.append(self._left, f"{self.rank} ")
+        self._note(f"{self.rank} ")
 
     def abort(self) -> None:
         """End what is under way, here and on the peers."""
@@ -98,18 +106,31 @@ class Connection:
         self._watchdog.join(seconds)
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
-        """Every rank's picklable value, over the store.
+        """Every rank's value, over the store. A rank that raises has left; all ranks may then try again.
 
         Raises:
             TransportError: naming the ranks that do not come.
         """
         with self.inside():
             try:
-                return self._notes.exchange(value, self.check)
+                return self._meet(value)
+            except AbsentError as error:
+                raise TransportError(
+                    f"rank {self.rank} of {self.size}: {operation} over NCCL's store failed. No word from rank "
+                    f"{error.names}: it has exited, takes no part, or did not come within the timeout."
+                ) from error
             except TransportError as error:
                 raise TransportError(
                     f"rank {self.rank} of {self.size}: {operation} over NCCL's store failed. {error}"
                 ) from error
+
+    def _meet(self, value: Any) -> list[Any]:
+        ranks, here = range(self.size), self._store.at(f"round {self._exchanges}")
+        meet(here, self.rank, ranks, self._seconds, encode(value).decode(), self.check)
+        told = notes(here, ranks)
+        clear(here, ranks)  # a later group may have the same name in the same store
+        self._exchanges += 1
+        return [decode(text, rank, lambda found: found) for rank, text in enumerate(told)]
 
     def communicator(self, device: torch.device) -> Communicator:
         """The one on this rank's `device` and the devices that the other ranks name; all ranks call it at once.
@@ -123,7 +144,8 @@ class Connection:
                 f"rank {self.rank} of {self.size}: NCCL connects in the first collective, which a CUDA graph cannot "
                 "capture: run a step before the capture"
             )
-        places = self.exchange(Place.of(device, self._cuda, self._nccl), "connecting")
+        place = Place.of(device, self._cuda, self._nccl)
+        places = checked(self.exchange(asdict(place), "connecting"), Place.told, "place of a GPU")
         check_distinct(self.rank, places, self._nccl.get_version())
         gpus = tuple(place.gpu for place in places)
         if gpus not in self._communicators:
@@ -136,15 +158,15 @@ class Connection:
     def _connect(self, device: torch.device, key: str) -> Communicator:
         with self.inside():
             try:
-                identifier = self._nccl.get_unique_id() if self.rank == 0 else b""
-                identifier = self._notes.exchange(identifier, self.check)[0]
-                # NCCL itself has no timeout here.
-                made = in_background(
-                    lambda: self._nccl.NcclCommunicator(self.size, identifier, self.rank),
-                    self._seconds,
-                    self._cuda,
-                    device,
-                )
+                mine = self._nccl.get_unique_id() if self.rank == 0 else b""
+                told = self._meet(mine.hex() if isinstance(mine, bytes) else list(mine))
+                identifier = checked(told, _identifier, "identifier of a communicator")[0]
+
+                def make() -> Any:
+                    with self._cuda.using(device):
+                        return self._nccl.NcclCommunicator(self.size, identifier, self.rank)
+
+                made = in_background(make, self._seconds)  # NCCL itself has no timeout here
             except (RuntimeError, TimeoutError) as error:
                 self._fail("connecting", str(error))
                 raise
@@ -207,7 +229,7 @@ class Connection:
         self._abort()
 
     def _abort(self) -> None:
-        self._watchdog_notes.append(self._left, f"{self.rank}! ")
+        self._note(f"{self.rank}! ")
         self._watchdog.end(abort=True)
 
     # The watchdog's part
@@ -237,36 +259,66 @@ class Connection:
             return None
         if waited > self._seconds:
             return f"it did not end within {self._seconds:g} s. {self._who(communicator, oldest)}"
-        for note in self._watchdog_notes.read(self._left).split():
+        left = ""
+        with suppress(TransportError):
+            left = self._progress_notes.read(self._left) or ""
+        for note in left.split():
+            if not re.fullmatch(r"\d+!?", note):
+                return f"who has left is told by {note[:40]!r}, no note of a rank."
             rank = int(note.rstrip("!"))
             if note.endswith("!"):
                 return f"rank {rank} gave up. {self._who(communicator, oldest)}"
-            if rank != self.rank and self._progress(communicator, rank) < oldest.number:
-                return f"rank {rank} has ended, or takes no part any more."
+            with suppress(TransportError):
+                if rank != self.rank and self._progress(communicator, rank) < oldest.number:
+                    return f"rank {rank} has ended, or takes no part any more."
         return None
 
     @property
     def _left(self) -> str:
         return f"{self._session}/left/{self._taken}"
 
+    def _note(self, text: str) -> None:
+        with suppress(TransportError):
+            self._progress_notes.append(self._left, text)
+
     def _tell(self, communicator: Communicator) -> None:
         self._told[communicator.key] = communicator.begun
-        self._watchdog_notes.tell(f"{self._session}/{communicator.key}/{self.rank}", communicator.begun)
+        with suppress(TransportError):
+            self._progress_notes.set(f"{self._session}/{communicator.key}/{self.rank}", str(communicator.begun))
 
     def _progress(self, communicator: Communicator, rank: int) -> int:
-        return int(self._watchdog_notes.read(f"{self._session}/{communicator.key}/{rank}") or 0)
+        text = self._progress_notes.read(f"{self._session}/{communicator.key}/{rank}") or "0"
+        return int(text[:20]) if text.isdecimal() else 0
 
     def _who(self, communicator: Communicator, entry: Entry) -> str:
         """Ranks that have not come to `entry`; those that have may still have to say so, as this one does."""
         self._tell(communicator)
         missing = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while missing := [r for r in missing if self._progress(communicator, r) < entry.number]:
-            if time.monotonic() > deadline:
-                names = ", ".join(map(str, missing))
-                return f"No word from rank {names}: it has exited, takes no part, or did not come within the timeout."
-            time.sleep(0.05)
+        try:
+            while missing := [r for r in missing if self._progress(communicator, r) < entry.number]:
+                if time.monotonic() > deadline:
+                    names = ", ".join(map(str, missing))
+                    return (
+                        f"No word from rank {names}: it has exited, takes no part, or did not come within the timeout."
+                    )
+                time.sleep(0.05)
+        except TransportError as error:
+            return f"Nobody can be asked who is missing: {error}."
         return "All ranks had come to it."
+
+
+def _identifier(value: Any) -> bytes | tuple[int, ...]:
+    """What CuPy makes: bytes, or their numbers."""
+    if isinstance(value, list) and all(type(n) is int and -128 <= n < 256 for n in value):
+        return tuple(value)
+    return _hex(value)
+
+
+def _hex(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise ValueError(f"hexadecimal digits were expected, not {value!r:.80}")
+    return bytes.fromhex(value)
 
 
 def _end_all() -> None:

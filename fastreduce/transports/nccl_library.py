@@ -95,6 +95,18 @@ class Place:
         may_share = os.environ.get(SHARING_VARIABLE) == "1" and nccl.get_version() >= SHARING
         return cls(socket.gethostname(), cuda.identity(device), str(device), may_share)
 
+    @classmethod
+    def told(cls, value: Any) -> Place:
+        """Another rank's, from what it told.
+
+        Raises:
+            ValueError: if that is none.
+        """
+        types = {name: type(part).__name__ for name, part in value.items()} if isinstance(value, dict) else {}
+        if types != cls.__annotations__:
+            raise ValueError(f"{', '.join(cls.__annotations__)} were expected, not {value!r:.80}")
+        return cls(**value)
+
 
 def check_distinct(rank: int, places: Sequence[Place], version: int) -> None:
     """Check that ranks have GPUs of their own, unless sharing is allowed on all of them; on every rank alike.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +15,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..errors import DeviceError, TransportError
+from . import messages
 from .base import Transport, Work
 from .connections import Connections, timeout_of
+from .deadlines import GRACE_SECONDS, in_background
+from .meeting import SHORTEST, AbsentError, clear, meet, wait_until
+from .store_client import SOON_SECONDS, StoreClient, client_of, connect
 
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
 
@@ -32,15 +35,17 @@ def _let_go() -> None:
 
 
 class _Works:
-    """Several torch works as one."""
+    """Several torch works as one, each with what it does, for errors."""
 
-    def __init__(self, transport: TorchProcessGroup, operation: str, works: list[Any]) -> None:
+    def __init__(self, transport: TorchProcessGroup, operation: str, works: list[tuple[str, Any]]) -> None:
         self._transport, self._operation, self._works = transport, operation, works
 
     def wait(self) -> None:
-        """Wait for all of them; their errors come out as TransportError."""
-        for work in self._works:
-            self._transport.call(self._operation, work.wait)
+        """Wait for all of them, for the group's timeout in all; their errors come out as TransportError."""
+        deadline = time.monotonic() + self._transport.seconds
+        for doing, work in self._works:
+            left = timedelta(seconds=max(SHORTEST, deadline - time.monotonic()))
+            self._transport.call(self._operation, work.wait, left, doing=doing)
 
 
 class TorchProcessGroup(Transport):
@@ -57,12 +62,19 @@ class TorchProcessGroup(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._failed = group, False
+        self.seconds = timeout_of(group).total_seconds()
+        self._group, self._failed, self._ended = group, False, False
         self._number: int | None = None
         self._swaps = 0
 
-    @cached_property
+    @property
     def _gloo(self) -> Any:
+        if self._ended:
+            raise TransportError(f"rank {self.rank} of {self.world_size}: this gloo transport is closed")
+        return self._taken
+
+    @cached_property
+    def _taken(self) -> Any:
         """Taken at the first collective, so that a copied or loaded wrapper needs nobody until it trains.
 
         All ranks take the first connection that is free on every one of them, or make a new one.
@@ -72,44 +84,67 @@ class TorchProcessGroup(Transport):
         return ours.made[self._number]
 
     def _connect(self, name: str) -> Any:
-        store = dist.PrefixStore(f"fastreduce/{name}", _get_process_group_store(self._group))
-        return self.call(
-            "connecting", dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=timeout_of(self._group)
-        )
+        """Meet, so that who is missing can be named; then gloo connects.
 
-    def call(self, operation: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call into torch; its errors come out as TransportError."""
+        That asks the store without a limit: in the background, on a connection that nobody else needs.
+        """
+        timeout, prefix = timeout_of(self._group), f"fastreduce/{name}"
+        ranks, here = range(self.world_size), client_of(self._group).at(f"{prefix}/here")
         try:
-            return function(*args, **kwargs)
-        except RuntimeError as error:
-            known, self._failed = self._failed, True
-            silent = [] if known else self._silent("timed out" in str(error).lower())
-            who = f"No word from rank {', '.join(map(str, silent))}: it" if silent else "A peer"
+            meet(here, self.rank, ranks, self.seconds)
+            clear(here, ranks)
+        except TransportError as error:
+            self._failed = True
+            who = f"No word from rank {error.names}: it" if isinstance(error, AbsentError) else f"{error}. A peer"
             raise TransportError(
-                f"rank {self.rank} of {self.world_size}: {operation} over gloo failed: {error}. "
+                f"rank {self.rank} of {self.world_size}: connecting over gloo failed. "
                 f"{who} has exited, takes no part, or did not come within the timeout."
             ) from error
 
-    def _silent(self, timed_out: bool) -> list[int]:
+        def make() -> Any:
+            store = dist.PrefixStore(prefix, connect(_get_process_group_store(self._group)))
+            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=timeout)
+
+        return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS)
+
+    def call(self, operation: str, function: Callable[..., Any], *args: Any, doing: str = "") -> Any:
+        """Call into torch; its errors come out as TransportError."""
+        try:
+            return function(*args)
+        except (RuntimeError, TimeoutError) as error:
+            known, self._failed = self._failed, True
+            who = "A peer has exited" if known else self._who("timed out" in str(error).lower())
+            raise TransportError(
+                f"rank {self.rank} of {self.world_size}: {operation} over gloo failed{doing}: {error}. "
+                f"{who}, takes no part, or did not come within the timeout."
+            ) from error
+
+    def _who(self, timed_out: bool) -> str:
         """Ranks that do not say in the store, soon after this one, that the connection failed for them too.
 
         Those that wait in a collective do say so, so the others are the ones that they wait for. Steps cost nothing.
         """
-        store = dist.PrefixStore(f"fastreduce/failed/{self._number}", _get_process_group_store(self._group))
+        store = client_of(self._group).at(f"fastreduce/failed/{self._number}", SOON_SECONDS)
         silent = [rank for rank in range(self.world_size) if rank != self.rank]
+
+        def all_told(store: StoreClient) -> bool:
+            silent[:] = [silent[i] for i in store.absent([str(rank) for rank in silent])]
+            return not silent
+
         # Ranks that came one after the other time out like that too; a connection that breaks breaks for all at once.
-        patience = min(5.0, max(1.0, timeout_of(self._group).total_seconds() / 10)) if timed_out else 1.0
-        deadline = time.monotonic() + patience
-        with contextlib.suppress(RuntimeError):  # the process that holds the store may be gone
+        patience = min(3.0, max(1.0, self.seconds / 10)) if timed_out else 1.0
+        try:
             store.set(str(self.rank), "")
-            while (silent := [r for r in silent if not store.check([str(r)])]) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        return silent
+            wait_until(store, all_told, patience)
+        except TransportError as error:
+            return f"Nobody can be asked who is missing: {error}. A peer has exited"
+        return f"No word from rank {', '.join(map(str, silent))}: it has exited" if silent else "A peer has exited"
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Gloo's all-reduce: the algorithm that torch's own wrapper uses."""
         self._check("all_reduce", tensor)
-        return _Works(self, "all_reduce", [self.call("all_reduce", self._gloo.allreduce, [tensor])])
+        gloo = self._gloo
+        return _Works(self, "all_reduce", [("", self.call("all_reduce", gloo.allreduce, [tensor]))])
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Sends and receives: gloo's own all-to-all fills a slow link in one direction at a time, in half of its runs.
@@ -131,10 +166,13 @@ class TorchProcessGroup(Transport):
 
     def _swap(self, operation: str, into: list[Tensor], out: list[Tensor]) -> Work:
         """`into[r]` comes from rank r, `out[r]` goes to it."""
+        gloo, works = self._gloo, list[tuple[str, Any]]()
         others = [r for r in range(self.world_size) if r != self.rank]
         self._swaps += 1  # a tag of its own for each, since several are under way at once
-        works = [self.call(operation, self._gloo.recv, [into[r]], r, self._swaps) for r in others]
-        works += [self.call(operation, self._gloo.send, [out[r]], r, self._swaps) for r in others]
+        for verb, start, tensors in (("receiving from", gloo.recv, into), ("sending to", gloo.send, out)):
+            for r in others:
+                doing = f", {verb} rank {r}"
+                works.append((doing, self.call(operation, start, [tensors[r]], r, self._swaps, doing=doing)))
         return _Works(self, operation, works)
 
     def _check(self, operation: str, tensor: Tensor) -> None:
@@ -146,16 +184,11 @@ class TorchProcessGroup(Transport):
             )
 
     def exchange(self, value: Any) -> list[Any]:
-        """Pickle, gather the lengths, gather the bytes padded to the longest."""
+        """Two all-gathers: lengths, then bytes."""
         return self._exchange(self._gloo, value)
 
     def _exchange(self, gloo: Any, value: Any) -> list[Any]:
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [int(t) for t in self._gather(gloo, torch.tensor([mine.numel()]))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        gathered = self._gather(gloo, padded)
-        return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(gathered, lengths, strict=True)]
+        return messages.exchange(value, lambda tensor: self._gather(gloo, tensor))
 
     def _gather(self, gloo: Any, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
@@ -165,15 +198,14 @@ class TorchProcessGroup(Transport):
     def abort(self) -> None:
         """Drop the connection: gloo ends what waits on it."""
         self._failed = True
-        self.__dict__["_gloo"] = None
-        if self._number is not None and self._group in _beside:
-            _beside[self._group].leave(self._number, failed=True)
+        self.close()
 
     def close(self) -> None:
         """Leave the connection to the next transport over these ranks, unless it has failed."""
-        self.__dict__["_gloo"] = None
-        if self._number is not None and not self._failed and self._group in _beside:
-            _beside[self._group].leave(self._number, failed=False)
+        ended, self._ended = self._ended, True
+        self.__dict__.pop("_taken", None)
+        if not ended and self._number is not None and self._group in _beside:
+            _beside[self._group].leave(self._number, self._failed)
 
 
 weakref.finalize(TorchProcessGroup, _let_go)  # made before those of any reducer, and so called after them

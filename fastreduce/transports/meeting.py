@@ -1,0 +1,91 @@
+"""Meetings of ranks on a store: each leaves a note, counts itself, and waits for the last one to come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ..errors import TransportError
+from .store_client import SOON_SECONDS, StoreClient
+
+LOOK_SECONDS = 0.5  # of waiting, after which a rank looks whether it waits in vain
+SHORTEST, LONGEST = 0.0005, 0.25  # pauses between two looks at the store
+PART = 20  # of the time waited so far, as a pause: what a meeting loses by it
+
+
+class AbsentError(TransportError):
+    """Ranks that did not come."""
+
+    def __init__(self, ranks: Sequence[int], seconds: float, what: str = "") -> None:
+        self.names = ", ".join(map(str, ranks))
+        super().__init__(f"rank {self.names} did not come{what} within {seconds:g} s")
+
+
+def wait_until(
+    store: StoreClient, done: Callable[[StoreClient], bool], seconds: float, look: Callable[[], None] = lambda: None
+) -> bool:
+    """Call `done(store)` until it is true, or for `seconds`; `look` now and then. Returns whether it is true.
+
+    Raises:
+        TransportError: if the store is gone, or its holder does not answer for as long.
+    """
+    start = last_look = now = time.monotonic()
+    while not done(store.at("", min(store.seconds, max(SOON_SECONDS, seconds - (now - start))))):
+        now = time.monotonic()
+        if now - start > seconds:
+            return False
+        if now - last_look > LOOK_SECONDS:
+            last_look = now
+            look()
+        time.sleep(min(max((now - start) / PART, SHORTEST), LONGEST))
+    return True
+
+
+def meet(
+    store: StoreClient,
+    rank: int,
+    ranks: Sequence[int],
+    seconds: float,
+    note: str = "",
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Return when all of `ranks` have come; one meeting a prefix. `look`, called now and then, may raise.
+
+    Raises:
+        AbsentError: naming the ranks that have not come within `seconds`; this rank has left then, and all may try
+            again.
+        TransportError: if the store is gone, or its holder does not answer.
+    """
+    store.delete(f"gone {rank}")  # it may have left before
+    store.set(f"note of {rank}", note)
+    if store.add("count", 1) == len(ranks):
+        store.set("complete", "")
+    try:
+        if wait_until(store, lambda store: store.has("complete"), seconds, look):
+            return
+        soon = store.at("", SOON_SECONDS)
+        absent = [ranks[i] for i in soon.absent([f"note of {r}" for r in ranks])]
+        if not absent:  # those that came, and left before the others had come
+            here = soon.absent([f"gone {r}" for r in ranks])
+            absent = [r for i, r in enumerate(ranks) if i not in here]
+        if absent:
+            raise AbsentError(absent, seconds)
+    except TransportError:
+        with suppress(TransportError):
+            soon = store.at("", SOON_SECONDS)
+            soon.set(f"gone {rank}", "")
+            soon.add("count", -1)
+        raise
+
+
+def notes(store: StoreClient, ranks: Sequence[int]) -> list[str]:
+    """What every rank brought to a meeting that is complete, in the order of `ranks`."""
+    return store.read_all([f"note of {rank}" for rank in ranks])
+
+
+def clear(store: StoreClient, ranks: Sequence[int]) -> None:
+    """Called by every rank when it is done with a meeting: the last one deletes it; its name can be used again."""
+    if store.add("read", 1) == len(ranks):
+        keys = [f"{kind} {rank}" for kind in ("note of", "gone") for rank in ranks]
+        store.delete(*keys, "count", "complete", "read")

@@ -1,0 +1,198 @@
+"""The one way from here to the store of a group: every call ends in time, whoever holds the store.
+
+torch's own calls wait without a limit for a holder that is stopped or out of reach, and one that waits keeps all other
+calls on its connection waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ..errors import TransportError
+from .connections import timeout_of
+
+T = TypeVar("T")
+
+SOON_SECONDS = 1.0  # for an answer, where something has failed already
+EXIT_SECONDS = 0.5
+
+
+class StoreClient:
+    """Values by key, as text, behind a prefix; one connection and one thread for all clients made with `at`.
+
+    A call that gets no answer within its deadline raises, and so do later ones at once, until the answer comes.
+
+    Args:
+        store: what to connect to; the connection is our own, where the store can be cloned.
+        seconds: the deadline of each call.
+
+    Raises:
+        TransportError: by every method, if the store is gone, or there is no answer from its holder.
+    """
+
+    def __init__(self, store: dist.Store, seconds: float) -> None:
+        self._caller, self._prefix, self.seconds = _Caller(store), "", seconds
+
+    def at(self, prefix: str, seconds: float | None = None) -> StoreClient:
+        """The same store behind a longer prefix, or with another deadline."""
+        client = StoreClient.__new__(StoreClient)
+        client._caller, client.seconds = self._caller, self.seconds if seconds is None else seconds
+        client._prefix = f"{self._prefix}{prefix}/" if prefix else self._prefix
+        return client
+
+    def call(self, function: Callable[[Any], T]) -> T:
+        """`function(store)`, with torch's store behind the prefix, on the thread."""
+        prefix = self._prefix[:-1]
+        return self._caller.call(lambda store: function(dist.PrefixStore(prefix, store) if prefix else store), self)
+
+    def set(self, key: str, value: str) -> None:
+        """Write."""
+        self.call(lambda store: store.set(key, value))
+
+    def read(self, key: str) -> str | None:
+        """What is there, or None."""
+        return self.call(lambda store: _text(key, store.get(key)) if store.check([key]) else None)
+
+    def read_all(self, keys: Sequence[str]) -> list[str]:
+        """What is at keys that are all there."""
+        return self.call(lambda store: [_text(key, store.get(key)) for key in keys])
+
+    def has(self, key: str) -> bool:
+        """Whether something is there."""
+        return self.call(lambda store: bool(store.check([key])))
+
+    def absent(self, keys: Sequence[str]) -> list[int]:
+        """Positions of keys at which nothing is."""
+        return self.call(lambda store: [i for i, key in enumerate(keys) if not store.check([key])])
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up; returns the sum."""
+        return self.call(lambda store: int(store.add(key, amount)))
+
+    def append(self, key: str, value: str) -> None:
+        """Write behind what is there."""
+        self.call(lambda store: store.append(key, value))
+
+    def set_first(self, key: str, value: str) -> str:
+        """Write if nothing is there; returns what is there then."""
+        return self.call(lambda store: _text(key, store.compare_set(key, "", value))) or value
+
+    def delete(self, *keys: str) -> None:
+        """Delete what is there."""
+        self.call(lambda store: [store.delete_key(key) for key in keys])
+
+
+def _text(key: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise TransportError(
+            f"the store has {value[:40]!r} at {key!r}, which is no text: another program writes there"
+        ) from error
+
+
+class _Line:
+    """Calls on their way to the thread."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
+        self.silent = False  # a deadline has passed, and nothing has come back since
+
+
+class _Caller:
+    """Makes calls on a daemon thread, which starts with the first one and owns a connection."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._line, self._start = store, _Line(), threading.Lock()
+        self.thread: threading.Thread | None = None
+        self._end = weakref.finalize(self, self._line.jobs.put, None)
+        self._end.atexit = False
+        _alive.add(self)
+
+    def call(self, function: Callable[[Any], T], client: StoreClient) -> T:
+        """`function(connection)`."""
+        if self._line.silent:
+            raise TransportError(f"{_holder()}, which holds the store, does not answer")
+        with self._start:
+            if self.thread is None:
+                work = (self._line, self._store)
+                self.thread = threading.Thread(target=_work, args=work, name="fastreduce-store", daemon=True)
+                self.thread.start()
+        answer: Future[T] = Future()
+        self._line.jobs.put((answer, function))
+        try:
+            return answer.result(client.seconds)
+        except TransportError:
+            raise
+        except TooLate as error:
+            answer.cancel()
+            self._line.silent = True
+            raise TransportError(
+                f"{_holder()}, which holds the store, does not answer within {client.seconds:g} s"
+            ) from error
+        except RuntimeError as error:
+            raise TransportError(f"the store is gone, and with it {_holder()}: {error}") from error
+
+    def end(self) -> None:
+        """At exit: end the thread, unless it waits for an answer; then it is left behind."""
+        if self._end() is None and self.thread is not None and not self._line.silent:
+            self.thread.join(EXIT_SECONDS)
+
+
+def _work(line: _Line, original: Any) -> None:
+    store: Any = None
+    while (job := line.jobs.get()) is not None:
+        answer, function = job
+        if answer.set_running_or_notify_cancel():
+            try:
+                store = store or connect(original)
+                answer.set_result(function(store))
+            except BaseException as error:
+                answer.set_exception(error)
+        line.silent = False
+        del job, answer, function
+
+
+def connect(original: Any) -> Any:
+    """A connection of our own to a store."""
+    try:
+        return original.clone()
+    except RuntimeError as error:
+        if "pure virtual" not in str(error):
+            raise
+        return original  # a store of the user's own class, in Python
+
+
+def _holder() -> str:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"the launcher on {os.environ.get('MASTER_ADDR', 'the first node')}"
+    return "rank 0's process (or the launcher that started the ranks)"
+
+
+_alive: weakref.WeakSet[_Caller] = weakref.WeakSet()
+_clients: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreClient] = weakref.WeakKeyDictionary()
+
+
+def client_of(group: dist.ProcessGroup) -> StoreClient:
+    """The client of the store of `group`; a call's deadline is the group's timeout."""
+    if group not in _clients:
+        _clients[group] = StoreClient(_get_process_group_store(group), timeout_of(group).total_seconds())
+    return _clients[group]
+
+
+@atexit.register
+def _end_all() -> None:
+    """Behind everything that asks a store at exit, since this module is loaded before."""
+    for caller in list(_alive):
+        caller.end()

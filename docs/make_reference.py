@@ -42,7 +42,7 @@ Made from the docstrings by `python docs/make_reference.py`; `tests/test_referen
 {contents}
 """
 GROUPS = {
-    "Training": ["DistributedDataParallel", "all_reduce_gradients", "SyncBatchNorm", "GradientReducer"],
+    "Training": ["DistributedDataParallel", "all_reduce_gradients", "note_applied", "SyncBatchNorm", "GradientReducer"],
     "Data and checkpoints": ["ShardSampler", "shard_range", "save_checkpoint", "load_checkpoint"],
 }
 SECTION = re.compile(r"^(Args|Returns|Raises):$")

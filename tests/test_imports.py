@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gradients": BASE,
     "sparse": {"errors", "transports"},
     "pipeline": BASE | {"clocks", "error_feedback", "kernels.slots", "shared_buffers", "streams"},
-    "residuals": BASE | {"pipeline"},
+    "residuals": BASE | {"error_feedback", "pipeline"},
     "clipping": BASE | {"applied", "pipeline"},
     "bucketed": PARTS,
     "reducer": PARTS | {"bucketed"},

@@ -154,9 +154,9 @@ def _load_without_random_states(rank: int, world_size: int, path: Path) -> bool:
 
 def test_another_compression_goes_on_without_residuals_and_says_so(ranks2: RankPool, tmp_path: Path):
     old = ranks2.run(_save, tmp_path / "snapshot.pt")
-    for rank, (weights, residuals, lines) in enumerate(ranks2.run(_load_otherwise, tmp_path / "snapshot.pt")):
+    for rank, (weights, kept, lines) in enumerate(ranks2.run(_load_otherwise, tmp_path / "snapshot.pt")):
         assert_same_bits(weights, old[0]["model"])
-        assert residuals == {}
+        assert kept == {}
         assert len(lines) == (rank == 0) and all(FEEDBACK in line and "'fp16'" in line for line in lines)
 
 

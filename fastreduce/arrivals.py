@@ -6,7 +6,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -125,42 +124,43 @@ class Arrivals:
 class Reached:
     """Which parameters backward has reached, for those who average without hooks that count.
 
+    A hook lies on the parameter itself, which is not kept alive, and is called before its gradient accumulates.
+
     Args:
-        before: called in a backward before its first gradient accumulates, if one has ended with `take` since.
+        before: called before a backward's first gradient accumulates; `end` ends a backward.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = weakly(before)
         self._told = False
-        self._reached: set[Tensor] = set()
-        self._nodes: dict[Tensor, Any] = {}
+        self._reached: set[int] = set()  # identities
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+
+    def _watches(self, parameter: Tensor) -> bool:
+        known = self._watched.get(id(parameter))
+        return known is not None and known() is parameter
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Put hooks on the parameters' nodes; one that changed its dtype or device has a new node."""
-        arrive = weakly(self._arrive)
+        """Put hooks on parameters that have none."""
         for parameter in parameters:
-            node = get_gradient_edge(parameter).node
-            if self._nodes.get(parameter) is not node:  # nodes die with their last reference, and hooks with their node
-                self._nodes[parameter] = node
-                node.register_prehook(partial(arrive, parameter))
+            if not self._watches(parameter):
+                self._watched[id(parameter)] = weakref.ref(parameter)
+                hook = partial(weakly(self._arrive), id(parameter))
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saved without it, and no warning
+                parameter.register_hook(hook)
 
-    def _arrive(self, parameter: Tensor, grads: Sequence[Tensor | None]) -> None:
+    def _arrive(self, identity: int, grad: Tensor | None) -> None:
         if not self._told:
             self._told = True
             self._before()
-        if grads[0] is not None:
-            self._reached.add(parameter)
+        if grad is not None:
+            self._reached.add(identity)
 
     def take(self, parameters: Sequence[Tensor]) -> list[int]:
         """Positions of those that no backward has reached since they were last taken; new ones count as reached."""
-        known = [self._nodes.get(parameter) for parameter in parameters]
+        left = [i for i, p in enumerate(parameters) if id(p) not in self._reached and self._watches(p)]
         self.watch(parameters)
-        left = [
-            i
-            for i, (parameter, node) in enumerate(zip(parameters, known, strict=True))
-            if parameter not in self._reached and node is self._nodes[parameter]
-        ]
-        self._reached.difference_update(parameters)
+        self._reached.difference_update(map(id, parameters))
         return left
 
     def end(self) -> None:

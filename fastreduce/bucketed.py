@@ -15,6 +15,7 @@ from .clipping import note
 from .compression import Compression
 from .error_feedback import ErrorFeedback
 from .gradients import Collected, Gradients
+from .nonfinite import NonFiniteSteps
 from .pipeline import BucketPipeline, Seconds, warm_up
 from .shared_buffers import SharedBuffers
 from .sparse import SparseGradients
@@ -86,6 +87,7 @@ class BucketedGradients:
         self._dense = [i for i in range(len(self._specs)) if i not in self._sparse.parameters]
         for device, each in {(self._specs[i].device, self._specs[i].dtype) for i in self._dense}:
             warm_up(each, device, compression, transport)
+        self._nonfinite = NonFiniteSteps()
         self._make_streams()
 
     def _make_streams(self) -> None:
@@ -193,6 +195,11 @@ class BucketedGradients:
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in one step."""
         return sum(pipeline.sent_bytes for pipeline in self.pipelines)
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Steps so far in which an average was NaN or infinite, as far as compression shows it; waits for GPUs."""
+        return self._nonfinite.total
 
     def rescale_residuals(self, factor: float) -> None:
         """Multiply what error feedback keeps by `factor`: new loss scale / old loss scale.

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import ops
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
-from .compression import Compression
+from .compression import Compression, NoCompression
 from .error_feedback import ErrorFeedback
 from .errors import TransportError
 from .kernels.slots import FP16_BLOCK, tile_elements
@@ -57,7 +57,9 @@ class BucketPipeline:
         shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
 
     Attributes:
+        about: what the bucket holds, as a sentence.
         feedback: what was lost; None without error feedback.
+        finite: whether the last averages were, where that is known; None else.
         statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
         has_statistics: whether the last `decompress` made them.
         reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
@@ -76,7 +78,7 @@ class BucketPipeline:
         self._clock = make_clock(bucket.device, 6)
         names = [slot.name for slot in bucket.slots]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        self._about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
+        self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
         self._block, shards = compression.block, transport.world_size
         self._kernels = ops.unchecked(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
@@ -119,6 +121,7 @@ class BucketPipeline:
         self.feedback = (
             ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
         )
+        self.finite: Tensor | None = None
         self.statistics: Tensor | None = None
         self.has_statistics = False
         self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
@@ -201,7 +204,7 @@ class BucketPipeline:
         if unused:
             self.used.fill_(1)
         mark(_COMPRESSED)
-        self.transport.note(self._about)
+        self.transport.note(self.about)
         with self._named_in_errors():
             work = self.reduce()
         mark(_STARTED)
@@ -214,8 +217,9 @@ class BucketPipeline:
             work.wait()
         mark(_REDUCED)
         self.decompress(averaged)
-        if self.feedback is not None:
-            self.feedback.finite = self._wire_is_finite()
+        self.finite = self._wire_is_finite()
+        if self.feedback is not None and self.finite is not None:
+            self.feedback.finite = self.finite
         mark(_END)
 
     def _on_device(self, positions: Sequence[int]) -> Tensor:
@@ -230,7 +234,7 @@ class BucketPipeline:
         except TransportError as error:
             if " Bucket " in str(error):  # of one that failed by itself, earlier
                 raise
-            raise TransportError(f"{error} {self._about}") from error
+            raise TransportError(f"{error} {self.about}") from error
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""
@@ -307,9 +311,16 @@ class BucketPipeline:
             self._kernels.share_exponents(self.wire, self._gathered)
         self.decompress(grads)
 
-    def _wire_is_finite(self) -> Tensor:
-        """Whether no block's scale is NaN: the same answer on every rank, since the wire is."""
-        return ~self._scales().isnan().any()
+    def _wire_is_finite(self) -> Tensor | None:
+        """Whether the averages are, by their scales or 16-bit numbers: the same on every rank, as the wire is."""
+        if self._block:
+            return ~self._scales().isnan().any()
+        if isinstance(self.compression, NoCompression) or self.wire.is_cuda:
+            return None  # it would take a pass over the wire of its own
+        payload = self.wire
+        if self._fp16:
+            payload = self.wire.view(self._parts, -1)[:, : 2 * self.bucket.total // self._parts].view(torch.float16)
+        return torch.stack(torch.aminmax(payload)).isfinite().all()
 
     def peaks(self) -> Tensor:
         """The largest magnitude of each slot's average, FP32 `[slots]`, as long as the wire holds it."""

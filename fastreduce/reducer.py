@@ -187,6 +187,7 @@ class GradientReducer(BucketedGradients):
                 self._left_over |= self._settle(job)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._active_ranks())
             agree_that_finite(self._feedbacks())
+            self._nonfinite.count(self.pipelines, self.transport.rank)
         except TransportError:
             for _, pending in self._launches:
                 pending.result()  # the first bucket that failed tells more than the last

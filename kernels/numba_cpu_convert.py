@@ -2,8 +2,6 @@
 
 Kernels take raw addresses and *tags*, scalars whose types say what lies there, so that one kernel text serves
 every pair of dtypes. Numba has no 16-bit floats on the CPU: FP16 is tagged int16 and BF16 uint16.
-
-Numba's disk cache looks at a kernel's own file only: after an edit here, delete `kernels/__pycache__`.
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .numba_sources import keyed
+
 TAGS: dict[torch.dtype, Any] = {
     torch.float64: np.float64(0),
     torch.float32: np.float32(0),
@@ -33,8 +33,9 @@ LINE = 64
 ANYWHERE = 1  # what loads and stores take for granted of an address: it may be no multiple of an element
 
 # No fastmath: every operation rounds by itself, and LLVM fuses none unless told to.
-kernel = njit(nogil=True, cache=True, error_model="numpy")
-inlined = njit(nogil=True, cache=True, error_model="numpy", forceinline=True)  # where a call for each block would show
+kernel = keyed(njit(nogil=True, cache=True, error_model="numpy"), "numba_cpu")
+# Where a call for each block would show.
+inlined = keyed(njit(nogil=True, cache=True, error_model="numpy", forceinline=True), "numba_cpu")
 
 _HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))

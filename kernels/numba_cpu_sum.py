@@ -1,7 +1,4 @@
-"""What the `numba_cpu` kernels do in registers: the last step of a sum over ranks, and the writing of an FP16 block.
-
-Numba's disk cache looks at a kernel's own file only: after an edit here, delete `kernels/__pycache__`.
-"""
+"""What the `numba_cpu` kernels do in registers: the last step of a sum over ranks, and the writing of an FP16 block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What a thread of a `numba_cuda` kernel counts and sums while its vectors are in registers.
 
-As in `numba_cuda_vectors.py`, each has a twin in `numba_cuda_simulated.py`, and an edit here asks for the deletion of
-`kernels/__pycache__`.
+As in `numba_cuda_vectors.py`, each has a twin in `numba_cuda_simulated.py`.
 """
 
 from __future__ import annotations

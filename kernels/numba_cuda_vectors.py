@@ -4,8 +4,6 @@ Kernels take raw addresses and *tags*, scalars whose types say what lies there, 
 pair of dtypes: FP16 is tagged int16 and BF16 uint16. A vector is a tuple of FP32 or FP64 numbers. Every operation
 says its rounding: of plain products and sums the compiler would make fma. `numba_cuda_simulated.py` has a twin of
 each function for Numba's simulator.
-
-Numba's disk cache looks at a kernel's own file only: after an edit here, delete `kernels/__pycache__`.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
+
+from .numba_sources import keyed
 
 WIDTH = 16  # bytes of one access
 
@@ -33,7 +33,7 @@ _MEMORY = {
 # Inlined: Numba compiles a function by itself for the GPU that is there only, and without one not at all.
 function = cuda.jit(device=True, inline="always")
 # Not linked through LTO, which would compile other PTX than the tests look at.
-kernel = cuda.jit(cache=True, lto=False)
+kernel = keyed(cuda.jit(cache=True, lto=False), "numba_cuda")
 
 
 def _vector(tag: types.Type, other: types.Type) -> types.UniTuple:

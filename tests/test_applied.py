@@ -315,7 +315,7 @@ def hunt(ranks: RankPool, examples: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_applied_and_exact_gradients_differ_by_what_is_kept(request: pytest.FixtureRequest, world_size: int):
-    hunt(request.getfixturevalue(f"ranks{world_size}"), 40)
+    hunt(request.getfixturevalue(f"ranks{world_size}"), 20)
 
 
 @pytest.mark.long

@@ -164,7 +164,7 @@ def test_a_phase_that_is_killed_leaves_all_lines_before(phase: str, tmp_path: Pa
     assert refused.returncode != 0 and "rehearsal" in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_small_budget_is_kept_and_all_that_it_left_out_is_named(tmp_path: Path):
     begin = time.monotonic()

@@ -142,3 +142,31 @@ def test_a_home_that_can_be_written_and_a_variable_that_is_set_are_kept(
     monkeypatch.setenv("TRITON_CACHE_DIR", "/of/the/user")
     caches.ensure("TRITON_CACHE_DIR")
     assert os.environ["TRITON_CACHE_DIR"] == "/of/the/user"
+
+
+FLATTEN = """
+import numpy as np, torch
+from fastreduce import backends
+from fastreduce.kernels.slots import SlotTable
+wire = torch.zeros(1, dtype=torch.bfloat16)
+table = SlotTable(np.array([0]), np.array([1]), 1)
+backends.load("numba_cpu").flatten([torch.tensor([1.0078124])], table, wire, 1.0)
+print(float(wire))
+"""
+
+
+def test_a_kernel_is_compiled_anew_when_a_file_that_it_shares_has_changed(tmp_path: Path):
+    package = tmp_path / "fastreduce"
+    shutil.copytree(ROOT / "fastreduce", package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def flattened() -> float:
+        done = run(sys.executable, "-c", FLATTEN, env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+        return float(done.stdout.split()[-1])
+
+    assert flattened() == 1.0078125, "rounded to nearest"
+    assert list(package.glob("kernels/__pycache__/*_flatten*.nbc"))
+    shared = package / "kernels/numba_cpu_convert.py"
+    text = shared.read_text()
+    assert text.count("_constant(bits, 0x7FFF)") == 1
+    shared.write_text(text.replace("_constant(bits, 0x7FFF)", "_constant(bits, 0)"))
+    assert flattened() == 1.0, "cut off"

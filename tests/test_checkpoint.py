@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastreduce import SettingError, ShardSampler, load_checkpoint, save_checkpoint
+from fastreduce import SettingError, ShardSampler, load_checkpoint, residuals, save_checkpoint
 from tests.commands import ROOT, TORCHRUN, run, started, with_environment
 from tests.models import assert_same_bits, batch, wrap
 from tests.ranks import RankPool
@@ -34,7 +34,7 @@ EXAMPLE = ROOT / "examples" / "snapshot_train.py"
 class Training:
     """All that a training holds, with randomness of every kind in its steps."""
 
-    def __init__(self, setting: str, seed: int = 0) -> None:
+    def __init__(self, setting: str, seed: int = 0, clips: bool = False) -> None:
         torch.manual_seed(seed)
         random.seed(seed + dist.get_rank())
         np.random.seed(seed + dist.get_rank())
@@ -46,6 +46,8 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         self.sampler = ShardSampler(100)
         self.indices: Iterator[int] | None = None
+        self.clips = clips
+        self.norms: list[Any] = []
 
     def parts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler", "sampler")}
@@ -59,6 +61,9 @@ class Training:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = self.model(x).float().square().mean()
             self.scaler.scale(loss).backward()
+            if self.clips:
+                self.scaler.unscale_(self.optimizer)
+                self.norms.append(self.model.clip_grad_norm_(0.01))
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.scheduler.step()
@@ -73,40 +78,46 @@ class Training:
 # Resuming
 
 
-@pytest.mark.parametrize("setting", ["none", "fp16", FEEDBACK])
-def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(ranks: RankPool, setting: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("setting", "clips"), [("none", True), ("fp16", False), ("fp16", True), (FEEDBACK, False), (FEEDBACK, True)]
+)
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
+    ranks: RankPool, setting: str, clips: bool, tmp_path: Path
+):
     for before in (0, 1, 2, 3):
         path = tmp_path / "a folder that is not there" / str(before) / "snapshot.pt"
-        for rank, (extra, uninterrupted, resumed) in enumerate(ranks.run(_resume, setting, before, path, timeout=120)):
+        for rank, (extra, uninterrupted, resumed) in enumerate(ranks.run(_resume, setting, clips, before, path)):
             assert extra == {"epoch": 7, "best": {"loss": 0.5, "at": [1, 2]}, "mask": torch.tensor(1)}
             assert_same_bits(resumed, uninterrupted, f"rank {rank}, after {before}")
-        residuals = [f".rank{rank}" for rank in range(ranks.world_size)] if setting == FEEDBACK else []
-        assert sorted(file.suffix for file in path.parent.iterdir()) == [".pt", *residuals]
+        of_ranks = [f".rank{rank}" for rank in range(ranks.world_size)] if setting == FEEDBACK else []
+        assert sorted(file.suffix for file in path.parent.iterdir()) == [".pt", *of_ranks]
 
 
-def _resume(rank: int, world_size: int, setting: str, before: int, path: Path) -> Any:
-    training = Training(setting)
+def _resume(rank: int, world_size: int, setting: str, clips: bool, before: int, path: Path) -> Any:
+    training = Training(setting, clips=clips)
     training.steps(before)
     extra = {"epoch": 7, "best": {"loss": 0.5, "at": [1, 2]}, "mask": torch.tensor(1)}
     save_checkpoint(path, **training.parts(), **extra)
     training.steps(3)
-    uninterrupted = training.all()
-    again = Training(setting, seed=5)
+    uninterrupted = training.all(), training.norms[before:]
+    again = Training(setting, seed=5, clips=clips)
     found = load_checkpoint(path, **again.parts())
     again.steps(3)
-    return found, uninterrupted, again.all()
+    return found, uninterrupted, (again.all(), again.norms)
 
 
 def test_at_another_world_size_every_rank_gets_the_mean_of_the_residuals(
     ranks2: RankPool, ranks3: RankPool, tmp_path: Path
 ):
     old = ranks3.run(_save, tmp_path / "snapshot.pt")
-    residuals = [state["reducer"]["residuals"] for state in old]
+    reducers = [state["reducer"] for state in old]
+    of_shards = residuals.of_shards(reducers, 128)
     for state, before, after in ranks2.run(_load_elsewhere, tmp_path / "snapshot.pt"):
         assert_same_bits(state["model"], old[0]["model"])
         assert_same_bits(state["optimizer"], old[0]["optimizer"])
         for name, residual in state["reducer"]["residuals"].items():
-            assert_same_bits(residual, torch.stack([of[name] for of in residuals]).mean(0))
+            mean = torch.stack([of["residuals"][name] for of in reducers]).mean(0)
+            assert_same_bits(residual, mean + of_shards[name], "with what was lost of the averages")
             assert residual.any()
         assert after == before, "random states are those of this run"
 
@@ -143,9 +154,9 @@ def _load_without_random_states(rank: int, world_size: int, path: Path) -> bool:
 
 def test_another_compression_goes_on_without_residuals_and_says_so(ranks2: RankPool, tmp_path: Path):
     old = ranks2.run(_save, tmp_path / "snapshot.pt")
-    for rank, (weights, residuals, lines) in enumerate(ranks2.run(_load_otherwise, tmp_path / "snapshot.pt")):
+    for rank, (weights, kept, lines) in enumerate(ranks2.run(_load_otherwise, tmp_path / "snapshot.pt")):
         assert_same_bits(weights, old[0]["model"])
-        assert residuals == {}
+        assert kept == {}
         assert len(lines) == (rank == 0) and all(FEEDBACK in line and "'fp16'" in line for line in lines)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import all_reduce_gradients
 from fastreduce.clipping import known_slots
@@ -390,3 +391,29 @@ def _freed(rank: int, world_size: int) -> int:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     return known(model)
+
+
+# What nobody averages
+
+
+def _ignoring(rank: int, world_size: int) -> tuple[Any, ...]:
+    module = Branches(16)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["c.weight", "c.bias"])
+    model = wrap("ours", module, compression="fp16")
+    norms = []
+    for step in range(2):  # gradients are read in the first call, and known in the second
+        model.zero_grad()
+        model(batch(rank, step, 4, 16)).square().mean().mul(100).backward()
+        before = module.c.weight.grad.clone()
+        norms.append(model.clip_grad_norm_(0.01))
+    averaged = {name: grad for name, grad in grads_of(module).items() if not name.startswith("c.")}
+    return torch.stack(norms), before, module.c.weight.grad, averaged
+
+
+def test_gradients_that_nobody_averages_are_neither_counted_nor_clipped(ranks2: RankPool):
+    results = ranks2.run(_ignoring)
+    assert_same_bits(results[1][0], results[0][0], "the norm")
+    assert_same_bits(results[1][3], results[0][3], "what was clipped")
+    for _, before, after, _ in results:
+        assert_same_bits(after, before, "local gradients")
+    assert not torch.equal(results[0][1], results[1][1]), "they differ from rank to rank"

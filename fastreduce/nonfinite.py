@@ -1,0 +1,57 @@
+"""How many steps had an average that was not finite: counted where compression shows it, and reported once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .pipeline import BucketPipeline
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteSteps:
+    """Counts steps with a NaN or an infinity in an average, on the devices where the averages are.
+
+    A compressed wire that is not finite tells: its scales, or on the CPU its numbers. Under `none` nobody looks, and on
+    a GPU 16-bit wires are not looked through. No host waits for a device: what that has counted is reported a step or
+    more later.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, Tensor] = {}
+        self._copies: dict[torch.device, Tensor] = {}
+        self._host = 0
+        self._reported = False
+
+    def count(self, pipelines: Sequence[BucketPipeline], rank: int) -> None:
+        """Take note of one step."""
+        known = [pipeline for pipeline in pipelines if pipeline.finite is not None]
+        bad = [p for p in known if p.finite is not None and not p.finite.is_cuda and not p.finite]
+        self._host += bool(bad)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for pipeline in known:
+            if pipeline.finite is not None and pipeline.finite.is_cuda:
+                by_device.setdefault(pipeline.finite.device, []).append(pipeline.finite)
+        for device, verdicts in by_device.items():
+            if device not in self._counts:
+                self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+                self._copies[device] = torch.zeros((), dtype=torch.int64, pin_memory=True)
+            self._counts[device] += ~torch.stack(verdicts).all()
+            self._copies[device].copy_(self._counts[device], non_blocking=True)
+        if not self._reported and (bad or any(self._copies.values())):
+            self._reported = True
+            logger.warning(
+                "rank %d: averaged gradients are not finite for the first time%s They arrive so on every rank. Such "
+                "steps are counted in ddp.reducer.nonfinite_steps, and not reported again.",
+                rank,
+                f". {bad[0].about}" if bad else ".",
+            )
+
+    @property
+    def total(self) -> int:
+        """Steps so far; waits for the devices."""
+        return max([self._host, *(int(count) for count in self._counts.values())])

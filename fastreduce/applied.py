@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .errors import SettingError
 
+MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
 Factor = float | Tensor  # a number that only a device knows is an FP64 tensor without dimensions
 
 _live: weakref.WeakSet[Applied] = weakref.WeakSet()
@@ -33,10 +34,13 @@ class Applied:
        or a user's code, is measured: the slot's largest magnitude now, over what it was.
     5. `factors` tells the result.
 
+    Only the first step after a reduction counts: later ones apply other gradients.
+
     Args:
         parameters: those of the slots, of which weak references are kept.
         left: positions of slots that no rank used.
-        peaks: the largest magnitude of each slot's average, `[slots]`; called while the next reduction has not begun.
+        magnitudes: a method that tells the largest magnitude of each slot's average, and the sum of all, FP64
+            `[2, slots]`; called while the next reduction has not begun.
         scale: what the average was multiplied by before it was stored.
         watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
     """
@@ -45,16 +49,18 @@ class Applied:
         self,
         parameters: Sequence[Tensor],
         left: Collection[int],
-        peaks: Callable[[], Tensor],
+        magnitudes: Callable[[], Tensor],
         scale: float = 1.0,
         watched: bool = True,
     ) -> None:
         count = len(parameters)
         grads = [parameter.grad for parameter in parameters]
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._places = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._grads = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
         self._versions = [0 if grad is None else grad._version for grad in grads]
-        self._left, self._peaks, self._watched = frozenset(left), peaks, watched
+        # Weakly: the pipeline whose method it is holds this.
+        self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
         self.expected: list[Factor] = [scale] * count
         self._rest: list[Factor] = [1.0] * count
         self._stepped = [False] * count
@@ -69,9 +75,16 @@ class Applied:
         grad = None if parameter is None else parameter.grad
         return grad, grad is not None and grad is self._grads[i]() and grad._version == self._versions[i]
 
-    def intact(self, grads: Collection[int]) -> list[int]:
-        """Positions of the slots whose gradients are among those with the identities `grads`, and as they were left."""
-        return [i for i in range(len(self._grads)) if (at := self._state(i))[1] and id(at[0]) in grads]
+    def intact(self) -> dict[int, int]:
+        """Identities of the gradients that are as they were left, by the positions of their slots."""
+        states = ((i, *self._state(i)) for i in range(len(self._grads)))
+        return {i: id(grad) for i, grad, intact in states if intact}
+
+    def refresh(self, positions: Iterable[int]) -> None:
+        """Take the gradients of slots as they are now; views of one tensor share their versions."""
+        for i in positions:
+            grad = self._state(i)[0]
+            self._versions[i] = 0 if grad is None else grad._version
 
     def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
         """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
@@ -79,10 +92,9 @@ class Applied:
         products = _products([factors[i] for i in positions], [by] * len(positions))
         for i, factor in zip(positions, products, strict=True):
             factors[i] = factor
-            grad = self._state(i)[0]
-            self._versions[i] = 0 if grad is None else grad._version
+        self.refresh(positions)
 
-    def step(self, parameters: Collection[int], expected: Factor, applies: Factor) -> None:
+    def step(self, parameters: Set[int], expected: Factor, applies: Factor) -> None:
         """An optimizer applies the gradients of the parameters with these identities.
 
         Args:
@@ -90,7 +102,7 @@ class Applied:
             expected: what it multiplies them by, as it will the next ones.
             applies: 1, or 0 where it leaves the step out.
         """
-        chosen = [i for i, p in enumerate(self._parameters) if id(p()) in parameters]
+        chosen = [i for i in self._places_of(parameters) if not self._stepped[i]]
         if not chosen or not self._watched:
             return
         written = []
@@ -120,11 +132,14 @@ class Applied:
                     numbers[id(factor)] = float(factor)
                 self.expected[i] = numbers[id(factor)]
 
-    def tell(self, parameters: Collection[int], factor: float) -> None:
+    def tell(self, parameters: Set[int], factor: float) -> None:
         """A user says what became of the gradients of the parameters with these identities."""
-        for i, parameter in enumerate(self._parameters):
-            if id(parameter()) in parameters:
-                self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor
+        for i in self._places_of(parameters):
+            self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor
+
+    def _places_of(self, parameters: Set[int]) -> list[int]:
+        places = sorted(self._places[identity] for identity in parameters & self._places.keys())
+        return [i for i in places if self._parameters[i]() is not None]
 
     def look(self) -> None:
         """See what is left of gradients that nobody has applied, before others accumulate."""
@@ -153,19 +168,37 @@ class Applied:
         return self._watched and id(self._parameters[i]()) in _optimized
 
     def _measure(self, positions: Sequence[int]) -> list[Factor]:
-        """What the gradients of slots were multiplied by, beside what is known."""
+        """What the gradients of slots were multiplied by, beside what is known.
+
+        Where the largest magnitude and the sum of all tell different factors, it was something else: clipping of single
+        elements, or an addition. Then nothing of it is followed.
+        """
         grads = [grad for i in positions if (grad := self._state(i)[0]) is not None]
-        if not grads:
-            return []
+        magnitudes = self._magnitudes()
+        if not grads or magnitudes is None:
+            return [1.0 for _ in positions]
         real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-        norms = torch._foreach_norm([grad if grad.numel() else grad.new_zeros(1) for grad in real], math.inf)
-        peaks = self._peaks()
-        now = torch.stack([norm.double() for norm in norms]).to(peaks.device)
-        then = peaks[list(positions)].to(real[0].dtype).double()
-        total = torch.where(then == 0, 1.0, torch.where(now.isfinite(), now / then, 0.0))
-        found: list[Factor] = list(total.unbind() if total.is_cuda else total.tolist())
+        real = [grad if grad.numel() else grad.new_zeros(1) for grad in real]
+        then = magnitudes()[:, list(positions)]
+        wide = torch.float64 if real[0].dtype is torch.float64 else torch.float32
+        norms = [torch._foreach_norm(real, order, dtype=wide) for order in (math.inf, 1)]
+        now = torch.stack([torch.stack(each).double() for each in norms]).to(then.device)
+        then[0] = then[0].to(real[0].dtype).double()  # as it was stored
+        thrown_away = ~now.isfinite() | (now == 0)
+        ratios = torch.where(then == 0, 1.0, torch.where(thrown_away, 0.0, now / then))
+        same = (ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0]
         known = _products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
-        return [0.0 if _is(old, 0.0) else factor / old for factor, old in zip(found, known, strict=True)]
+        found: list[Factor] = list(ratios[0].unbind()) if ratios.is_cuda else ratios[0].tolist()
+        uniform: list[Any] = list(same.unbind()) if ratios.is_cuda else same.tolist()
+        factors: list[Factor] = []
+        for total, old, whole in zip(found, known, uniform, strict=True):
+            if _is(old, 0.0):
+                factors.append(0.0)
+            elif isinstance(total, Tensor):
+                factors.append(torch.where(whole, total / old, 1.0))
+            else:
+                factors.append(total / old if whole else 1.0)
+        return factors
 
     def carried(self) -> set[int]:
         """Positions of the slots whose averages nobody has applied, and are in `.grad` still."""
@@ -236,12 +269,15 @@ def multiplied(grads: Iterable[Tensor], by: Callable[[], Factor], expected: bool
         expected: whether those of the next step will be multiplied by as much, as a loss scale is taken out.
     """
     identities = set(map(id, grads)) if _live else set()
-    found = [(applied, positions) for applied in _all() if (positions := applied.intact(identities))]
+    before = [(applied, applied.intact()) for applied in _all()]
     yield
-    if found:
-        factor = by()
-        for applied, positions in found:
+    factor = None
+    for applied, intact in before:
+        positions = [i for i, identity in intact.items() if identity in identities]
+        if positions:
+            factor = by() if factor is None else factor
             applied.multiply(positions, factor, expected)
+        applied.refresh(intact)
 
 
 def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
@@ -273,40 +309,42 @@ def _notice() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-_stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # what has been told of a step that is going on
 
 
 @torch._disable_dynamo
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    _stepping[optimizer] = before = [weakref.ref(applied) for applied in _all()]
-    _tell_step(optimizer, [applied for reference in before if (applied := reference()) is not None])
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gradients are as the optimizer gets them, unless a closure or the optimizer's own hooks come after this."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if _live and (hasattr(optimizer, "found_inf") or (closure is None and not optimizer._optimizer_step_pre_hooks)):
+        _told.add(optimizer)
+        _tell_step(optimizer)
 
 
 @torch._disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Gradients that were averaged in a closure, during the step."""
-    before = {reference() for reference in _stepping.pop(optimizer, [])}
-    _tell_step(optimizer, [applied for applied in _all() if applied not in before])
+    if optimizer in _told:
+        _told.discard(optimizer)
+    elif _live:
+        _tell_step(optimizer)
 
 
-def _tell_step(optimizer: torch.optim.Optimizer, reduced: Sequence[Applied]) -> None:
+def _tell_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for identity in parameters.keys() - _optimized:
         _optimized.add(identity)
         weakref.finalize(parameters[identity], _optimized.discard, identity).atexit = False
     # A fused optimizer takes the loss scale out itself, and leaves the step out where a gradient is not finite.
-    scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    expected = _ONE if scale is None else 1.0 / _number(scale)
-    applies = _ONE if found is None else 1.0 - _number(found)
-    for applied in reduced:
+    scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    expected = 1.0 / _number(scale) if isinstance(scale, Tensor) else _ONE
+    applies = 1.0 - _number(found) if isinstance(found, Tensor) else _ONE
+    for applied in _all():
         applied.step(parameters.keys(), expected, applies)
 
 
-def _number(value: Any) -> Factor:
+def _number(value: Tensor) -> Factor:
     """A number on the host as a float, one on a device as an FP64 tensor, for which the host does not wait."""
-    if isinstance(value, Tensor) and value.is_cuda:
-        return value.detach().double().reshape(())
-    return float(value)
+    return value.detach().double().reshape(()) if value.is_cuda else float(value)
 
 
 @cache

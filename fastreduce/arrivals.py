@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -135,6 +136,12 @@ class Reached:
         self._told = False
         self._reached: set[int] = set()  # identities
         self._watched: dict[int, weakref.ref[Tensor]] = {}
+        self._handles: list[Any] = []
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
 
     def _watches(self, parameter: Tensor) -> bool:
         known = self._watched.get(id(parameter))
@@ -143,11 +150,11 @@ class Reached:
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Put hooks on parameters that have none."""
         for parameter in parameters:
-            if not self._watches(parameter):
+            if parameter.requires_grad and not self._watches(parameter):
                 self._watched[id(parameter)] = weakref.ref(parameter)
                 hook = partial(weakly(self._arrive), id(parameter))
                 hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saved without it, and no warning
-                parameter.register_hook(hook)
+                self._handles.append(parameter.register_hook(hook))
 
     def _arrive(self, identity: int, grad: Tensor | None) -> None:
         if not self._told:

@@ -112,6 +112,8 @@ class BucketedGradients:
         dense = set(self._dense)
         order = [i for i in observed if i in dense]
         idle = sorted(dense.difference(order))
+        for feedback in self._feedbacks():
+            feedback.spread(lambda whole: self.transport.all_gather(whole).wait())
         kept = residuals.collect(self.pipelines)
         self._install(group_by_size(self._specs, order, self._caps) + group_by_size(self._specs, idle, self._caps))
         residuals.restore(kept, self.pipelines)
@@ -164,7 +166,7 @@ class BucketedGradients:
         parameters = self._members[bucket.index].parameters
         note(pipeline, parameters, left)
         if pipeline.feedback is not None:
-            pipeline.feedback.follow(parameters, left, pipeline.peaks, scale)
+            pipeline.feedback.follow(parameters, left, pipeline.magnitudes, scale)
         return {bucket.slots[position].parameter for position in left}
 
     def _active_ranks(self) -> int:

@@ -59,6 +59,7 @@ class ErrorFeedback:
         self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self._applied: Applied | None = None
+        self._last: Applied | None = None
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
 
@@ -114,6 +115,25 @@ class ErrorFeedback:
             row[all_rows.part(*self._place(i))] = 0
         return Parts(parts[0], parts[1] if len(parts) > 1 else None, self.units_now()[i])
 
+    def spread(self, gather: Callable[[Tensor], None]) -> None:
+        """Move what is kept of all shards into the first stage, on every rank alike: no shard's place tells in it.
+
+        Args:
+            gather: makes a `[total]` tensor whole, of which each rank has its shard; every rank calls it.
+        """
+        self.look()
+        self.commit()
+        base = torch.zeros_like(self.shard_residual) if self._second.base is None else self._second.base
+        own = slice(self._second.first, self._second.first + len(base))
+        for shard, row in ((self.shard_residual, self.residual), (base, self._first.base)):
+            whole = torch.zeros_like(self.residual)
+            whole[own] = shard
+            gather(whole)
+            if row is not None:
+                row += whole
+        self.shard_residual.zero_()
+        base.zero_()
+
     def put(self, i: int, parts: Parts) -> None:
         """Go on with what was taken of a slot elsewhere."""
         self.commit()
@@ -146,13 +166,13 @@ class ErrorFeedback:
         self,
         parameters: Sequence[Tensor],
         left: Collection[int],
-        peaks: Callable[[], Tensor],
+        magnitudes: Callable[[], Tensor],
         scale: float = 1.0,
         watched: bool = True,
     ) -> None:
         """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
         self._idle = self._carried.intersection(left)
-        self._applied = Applied(parameters, set(left) - self._idle, peaks, scale, watched)
+        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched)
 
     def look(self) -> None:
         """See whether gradients that nobody has applied are still there; before others accumulate."""
@@ -168,6 +188,7 @@ class ErrorFeedback:
         applied, self._applied = self._applied, None
         if applied is None:
             return
+        self._last = applied  # a device may read its numbers until the next one comes
         carried = set() if final else applied.carried()
         self._part_with(carried)
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)

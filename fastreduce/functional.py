@@ -59,6 +59,7 @@ class _Owners:
 
     def __init__(self) -> None:
         self._reductions: dict[tuple[int, ...], _Reduction] = {}
+        self._ends: dict[tuple[int, ...], list[weakref.finalize[Any, Any]]] = {}
         self._homes: dict[int, tuple[_Reduction, str]] = {}
 
     def find(self, owners: list[Any]) -> _Reduction | None:
@@ -72,9 +73,11 @@ class _Owners:
             SettingError: if an array's life cannot be followed.
         """
         identities = tuple(map(id, owners))
+        ends = self._ends[identities] = []
         for i, owner in enumerate(owners):
             try:
-                weakref.finalize(owner, _forget, weakref.ref(self), id(owner), identities).atexit = False
+                ends.append(weakref.finalize(owner, _forget, weakref.ref(self), id(owner), identities))
+                ends[-1].atexit = False
             except TypeError as error:
                 raise SettingError(
                     f"all_reduce_gradients: error feedback keeps residuals for each array, and of tensor {i}, a "
@@ -83,9 +86,13 @@ class _Owners:
         self._reductions[identities] = reduction
 
     def forget(self, identity: int, identities: tuple[int, ...]) -> None:
-        """An array has ended."""
+        """An array has ended, and what was made for its list; others of that list keep what is kept of them."""
+        for end in self._ends.pop(identities, []):
+            end.detach()
         self._homes.pop(identity, None)
-        self._reductions.pop(identities, None)
+        reduction = self._reductions.pop(identities, None)
+        if reduction is not None:
+            reduction.reached.remove()
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""
@@ -188,7 +195,7 @@ def _average(
             torch.autograd.graph.increment_version(found.targets)
             left = found.settle(pipeline.used_by_any)
             if pipeline.feedback is not None:
-                pipeline.feedback.follow(members.parameters, left, pipeline.peaks)
+                pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes)
         agree_that_finite(reduction.feedbacks)
         reduction.reached.end()
 

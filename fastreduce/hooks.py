@@ -137,6 +137,8 @@ class CompressState:
         unused = self._reached.take(bucket.parameters()) if self.compression.error_feedback else []
         joined = False
         if self.compression.error_feedback:
+            if bucket.index() == 0:  # what there is is of a backward that raised
+                self._averaged.clear()
             self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
             joined = bucket.is_last() and not self._call_after_backward()
 
@@ -189,7 +191,7 @@ class CompressState:
         feedbacks = []
         for each in averaged:
             assert each.pipeline.feedback is not None
-            each.pipeline.feedback.follow(each.parameters, each.left(), each.pipeline.peaks, watched=watched)
+            each.pipeline.feedback.follow(each.parameters, each.left(), each.pipeline.magnitudes, watched=watched)
             feedbacks.append(each.pipeline.feedback)
         agree_that_finite(feedbacks)
 

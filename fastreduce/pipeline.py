@@ -322,13 +322,18 @@ class BucketPipeline:
             payload = self.wire.view(self._parts, -1)[:, : 2 * self.bucket.total // self._parts].view(torch.float16)
         return torch.stack(torch.aminmax(payload)).isfinite().all()
 
-    def peaks(self) -> Tensor:
-        """The largest magnitude of each slot's average, FP32 `[slots]`, as long as the wire holds it."""
-        offsets = torch.tensor([slot.offset for slot in self.bucket.slots]) // self._block
+    def magnitudes(self) -> Tensor:
+        """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
+        shards = self.transport.world_size
+        scales, own = self._scales(), self.bucket.total // shards
+        payload = self.wire.view(shards, -1)[:, :own].view(torch.int8).reshape(shards, -1, self._block)
+        sums = scales.double() * payload.abs().sum(2, dtype=torch.int32)
+        starts = [slot.offset // self._block for slot in self.bucket.slots]
         ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self.bucket.slots]
-        lengths = (torch.tensor(ends) - offsets).to(self.used.device)
-        scales = self._scales().flatten()[: ends[-1]]
-        return 127 * torch.segment_reduce(scales, "max", lengths=lengths, initial=0.0)
+        lengths = (torch.tensor(ends) - torch.tensor(starts)).to(self.used.device)
+        largest = 127 * torch.segment_reduce(scales.flatten()[: ends[-1]], "max", lengths=lengths, initial=0.0)
+        total = torch.segment_reduce(sums.flatten()[: ends[-1]], "sum", lengths=lengths, initial=0.0)
+        return torch.stack([largest.double(), total])
 
     def _scales(self) -> Tensor:
         """The scales of all blocks, FP32 `[shards, blocks of a shard]`."""

@@ -287,7 +287,7 @@ class TorchReducer(GradientReducer):
             if pipeline.feedback is not None:  # the others apply it
                 left = (pipeline.used_by_any == 0).nonzero().flatten().tolist()
                 parameters = self._members[pipeline.bucket.index].parameters
-                pipeline.feedback.follow(parameters, left, pipeline.peaks, watched=False)
+                pipeline.feedback.follow(parameters, left, pipeline.magnitudes, watched=False)
         agree_that_finite(self._feedbacks())
         if self._hook is not None:
             self._arrivals.forget_used()

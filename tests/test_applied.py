@@ -22,6 +22,7 @@ import fastreduce
 from fastreduce import functional, hooks, residuals
 from fastreduce.buckets import BucketPlan
 from tests import tolerances
+from tests.models import assert_same_bits
 from tests.ranks import RankPool
 
 SIZES = (300, 7, 130)
@@ -408,3 +409,131 @@ def _closure(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_gradients_averaged_inside_an_optimizers_closure(ranks2: RankPool):
     check_law(Setup(), ranks2.run(_closure))
+
+
+def _accumulated_into_a_closure(rank: int, world_size: int) -> dict[str, Any]:
+    """The last micro-batch's backward is in the optimizer's step, as Lightning has it; local steps lie in between."""
+    training = Training(Setup(), rank, world_size)
+    training.optimizer._optimizer_step_pre_hooks.clear()
+    for index, magnitude in enumerate((1.0, 100.0, 1.0, 0.01, 100.0, 1.0)):
+        step = Step(magnitude=magnitude, micro_batches=2)
+        training.zero(step)
+        with training.ddp.no_sync():
+            training.ddp({n: gradient(step, index, 0, rank, n) for n in NAMES}).backward()
+
+        def backward(index: int = index, step: Step = step) -> Tensor:
+            loss: Tensor = training.ddp({n: gradient(step, index, 1, rank, n) for n in NAMES})
+            loss.backward()
+            training.add_exact(index, step)
+            training.record()
+            return loss
+
+        training.optimizer.step(backward)
+        training.zero(step)
+        with training.ddp.no_sync():  # a step on this rank's own gradients, of which no residual knows
+            training.ddp({n: gradient(step, index, 2, rank, n) for n in NAMES}).backward()
+        training.optimizer.step()
+    training.zero(Step())
+    return training.books()
+
+
+def test_what_comes_before_a_closure_and_after_a_step_is_not_taken_for_averages(ranks2: RankPool):
+    check_law(Setup(), ranks2.run(_accumulated_into_a_closure))
+
+
+def _clipped_in_a_hook(rank: int, world_size: int) -> dict[str, Any]:
+    training = Training(Setup(), rank, world_size)
+
+    def clip(*_: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(training.module.parameters(), 0.5)
+        training.multiply(float((0.5 / (norm + 1e-6)).clamp(max=1.0)))
+
+    training.optimizer._optimizer_step_pre_hooks.clear()
+    training.optimizer.register_step_pre_hook(clip)
+    training.optimizer.register_step_pre_hook(training.record)
+    for index in range(6):
+        training.step(index, Step(), True)
+    training.zero(Step())
+    return training.books()
+
+
+def test_an_optimizers_own_hooks_are_seen(ranks2: RankPool):
+    check_law(Setup(), ranks2.run(_clipped_in_a_hook))
+
+
+def _two_optimizers(rank: int, world_size: int) -> dict[str, float]:
+    training = Training(Setup(views=True, bucket_cap_mb=25.0), rank, world_size)
+    optimizers = [torch.optim.SGD([p], lr=1e-3) for p in training.module.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for index in range(4):
+        training.zero(Step())
+        loss = training.ddp({n: gradient(Step(), index, 0, rank, n) for n in NAMES})
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    units: dict[str, float] = training.state.state_dict()["units"]
+    return units
+
+
+def test_views_of_one_bucket_under_several_optimizers_have_the_loss_scale_as_their_unit(ranks2: RankPool):
+    for units in ranks2.run(_two_optimizers):
+        assert units == dict.fromkeys(NAMES, 1 / 1024), "what one optimizer unscales changes the version of all views"
+
+
+def _changed(rank: int, world_size: int, how: str) -> dict[str, Tensor]:
+    training = Training(Setup(), rank, world_size)
+    for index in range(3):
+        training.zero(Step())
+        training.ddp({n: gradient(Step(), index, 0, rank, n) for n in NAMES}).backward()
+        if how == "clipped by value":
+            torch.nn.utils.clip_grad_value_(training.module.parameters(), 0.5)
+        elif how == "decayed":
+            for parameter in training.module.parameters():
+                parameter.grad.add_(torch.full_like(parameter, 0.3))
+        with torch.no_grad():
+            training.optimizer._optimizer_step_pre_hooks.clear()
+            training.optimizer.step()
+    residuals: dict[str, Tensor] = training.state.state_dict()["residuals"]
+    return residuals
+
+
+@pytest.mark.parametrize("how", ["clipped by value", "decayed"])
+def test_a_change_that_is_no_multiplication_is_not_followed(ranks2: RankPool, how: str):
+    assert_same_bits(ranks2.run(_changed, how), ranks2.run(_changed, "as they were"))
+
+
+def _frozen(rank: int, world_size: int) -> bool:
+    module = Given()
+    module.b.requires_grad_(False)
+    ddp = TorchDDP(module)
+    state = hooks.CompressState("int8:error_feedback", named_parameters=module.named_parameters())
+    ddp.register_comm_hook(state, hooks.compress)
+    ddp({n: gradient(Step(), 0, 0, rank, n) for n in "ac"}).backward()
+    return sorted(state.state_dict()["residuals"]) == ["a", "c"]
+
+
+def test_a_frozen_parameter_among_the_named_ones(ranks2: RankPool):
+    assert ranks2.run(_frozen) == [True, True]
+
+
+def _with_a_loss(rank: int, world_size: int) -> tuple[int, int]:
+    module = Given()
+    for _ in range(8):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        fastreduce.all_reduce_gradients([*module.parameters(), torch.ones(1)], "int8:error_feedback")
+    entries = sum(len(owners._ends) for of in functional._owners.values() for owners in of.values())
+    return entries, len(module.a._backward_hooks or ())
+
+
+def test_a_list_that_lives_for_one_call_leaves_nothing_behind(ranks2: RankPool):
+    before = ranks2.run(_entries)
+    for (entries, hooks_left), had in zip(ranks2.run(_with_a_loss), before, strict=True):
+        assert entries <= had + 1 and hooks_left <= 1
+
+
+def _entries(rank: int, world_size: int) -> int:
+    return sum(len(owners._ends) for of in functional._owners.values() for owners in of.values())

@@ -269,7 +269,7 @@ def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(out
                     parameter.grad = batch(i, step, len(parameter))
                 grads = [parameter.grad for parameter in parameters]
                 pipeline.run(grads, grads, unused=[1] if step == 2 else [])
-                kept.follow(parameters, [1] if step == 2 else [], pipeline.peaks, watched=outcome != "unknown")
+                kept.follow(parameters, [1] if step == 2 else [], pipeline.magnitudes, watched=outcome != "unknown")
                 kept.finite = torch.tensor(finite)
                 OUTCOMES[outcome](step, parameters, optimizer)
                 kept.look()

@@ -64,6 +64,7 @@ class Applied:
         self.expected: list[Factor] = [scale] * count
         self._rest: list[Factor] = [1.0] * count
         self._stepped = [False] * count
+        self._told: set[int] = set()
         self._carried: list[Factor | None] = [None] * count
         _notice()
         with _changing_live:
@@ -136,6 +137,7 @@ class Applied:
         """A user says what became of the gradients of the parameters with these identities."""
         for i in self._places_of(parameters):
             self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor
+            self._told.add(i)
 
     def _places_of(self, parameters: Set[int]) -> list[int]:
         places = sorted(self._places[identity] for identity in parameters & self._places.keys())
@@ -206,6 +208,14 @@ class Applied:
             i
             for i, carried in enumerate(self._carried)
             if carried is not None and not _is(carried, 0.0) and not self._stepped[i] and i not in self._left
+        }
+
+    def relative(self) -> set[int]:
+        """Positions of the slots whose factor is in units of what was expected: nothing was seen, or a user told it."""
+        return self._told | {
+            i
+            for i, stepped in enumerate(self._stepped)
+            if not stepped and _is(self.expected[i], 1.0) and _is(self._rest[i], 1.0) and not self._is_optimized(i)
         }
 
     def factors(self, finite: Factor, final: bool = False) -> list[Factor]:
@@ -289,7 +299,8 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
 
     Args:
         parameters: parameters.
-        factor: what their averaged gradients were multiplied by before they were applied; 0 if they were thrown away.
+        factor: how much of the averaged gradients was applied: 1 for all, a loss scale aside; 0 if they were thrown
+            away.
 
     Raises:
         SettingError: if `factor` is NaN or infinite.

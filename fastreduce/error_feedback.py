@@ -191,16 +191,17 @@ class ErrorFeedback:
         self._last = applied  # a device may read its numbers until the next one comes
         carried = set() if final else applied.carried()
         self._part_with(carried)
+        stays = carried | applied.relative()  # where the unit stays as it is
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
         factors, expected = applied.factors(finite, final), applied.expected
         flip: int | Tensor = 1
         if isinstance(finite, Tensor) and all(each is finite or _is_zero(each) for each in factors):
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
         if isinstance(self.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
-            self._commit_late(factors, expected, carried)
+            self._commit_late(factors, expected, stays)
             return
         mixes = [
-            self._mix(i, factor, expect, i in carried)  # type: ignore[arg-type]
+            self._mix(i, factor, expect, i in stays)  # type: ignore[arg-type]
             for i, (factor, expect) in enumerate(zip(factors, expected, strict=True))
         ]
         if all(mix == _KEEP for mix in mixes):
@@ -228,28 +229,28 @@ class ErrorFeedback:
         for rows in (self._first, self._second):
             rows.keep_base(*self._place(i))
 
-    def _mix(self, i: int, factor: float, expected: float, carried: bool) -> tuple[float, float]:
+    def _mix(self, i: int, factor: float, expected: float, stays: bool) -> tuple[float, float]:
         """What the old and the new residual of a slot are multiplied by; sets the slot's next unit."""
         assert isinstance(self.units, list)
         if not factor or not math.isfinite(factor):
             return _KEEP
-        if carried:  # in the unit of a step to come
+        if stays:
             return 1.0 - factor, factor
         unit = max(expected, factor)
         before = unit if math.isnan(self.units[i]) else self.units[i]
         self.units[i] = unit
         return (before - factor) / unit, factor / unit
 
-    def _commit_late(self, factors: Sequence[Factor], expected: Sequence[Factor], carried: set[int]) -> None:
+    def _commit_late(self, factors: Sequence[Factor], expected: Sequence[Factor], stays: set[int]) -> None:
         """`commit`, where only the device knows the factors: a blend of all blocks with weights of their own."""
         device = self.turn.device
         units = self.units if isinstance(self.units, Tensor) else _stack(self.units, device)
         factor, unit = _stack(factors, device).nan_to_num(0.0, 0.0, 0.0), _stack(expected, device)
-        stays = _to_device(torch.tensor([i in carried for i in range(len(factors))]), device)
-        unit = torch.where(stays, 1.0, torch.maximum(unit, factor))
-        before = torch.where(stays | units.isnan(), unit, units)
+        same = _to_device(torch.tensor([i in stays for i in range(len(factors))]), device)
+        unit = torch.where(same, 1.0, torch.maximum(unit, factor))
+        before = torch.where(same | units.isnan(), unit, units)
         applied = factor != 0
-        self.units = torch.where(applied & ~stays, unit, units)
+        self.units = torch.where(applied & ~same, unit, units)
         old = self._by_block(torch.where(applied, (before - factor) / unit, 1.0), 0.0)
         new = self._by_block(torch.where(applied, factor / unit, 0.0), 1.0)
         for rows in (self._first, self._second):

@@ -59,8 +59,8 @@ class _Owners:
 
     def __init__(self) -> None:
         self._reductions: dict[tuple[int, ...], _Reduction] = {}
-        self._ends: dict[tuple[int, ...], list[weakref.finalize[Any, Any]]] = {}
         self._homes: dict[int, tuple[_Reduction, str]] = {}
+        self._lists: dict[int, set[tuple[int, ...]]] = {}  # in which an array has come
 
     def find(self, owners: list[Any]) -> _Reduction | None:
         """The reduction for a list of arrays that came before."""
@@ -73,26 +73,26 @@ class _Owners:
             SettingError: if an array's life cannot be followed.
         """
         identities = tuple(map(id, owners))
-        ends = self._ends[identities] = []
         for i, owner in enumerate(owners):
-            try:
-                ends.append(weakref.finalize(owner, _forget, weakref.ref(self), id(owner), identities))
-                ends[-1].atexit = False
-            except TypeError as error:
-                raise SettingError(
-                    f"all_reduce_gradients: error feedback keeps residuals for each array, and of tensor {i}, a "
-                    f"{type(owner).__name__}, it cannot tell when it ends: pass a torch tensor or parameter"
-                ) from error
+            if id(owner) not in self._lists:
+                try:
+                    weakref.finalize(owner, _forget, weakref.ref(self), id(owner)).atexit = False
+                except TypeError as error:
+                    raise SettingError(
+                        f"all_reduce_gradients: error feedback keeps residuals for each array, and of tensor {i}, a "
+                        f"{type(owner).__name__}, it cannot tell when it ends: pass a torch tensor or parameter"
+                    ) from error
+            self._lists.setdefault(id(owner), set()).add(identities)
         self._reductions[identities] = reduction
 
-    def forget(self, identity: int, identities: tuple[int, ...]) -> None:
-        """An array has ended, and what was made for its list; others of that list keep what is kept of them."""
-        for end in self._ends.pop(identities, []):
-            end.detach()
+    def forget(self, identity: int) -> None:
+        """An array has ended, and the lists that it was in; what is kept of others in them stays."""
         self._homes.pop(identity, None)
-        reduction = self._reductions.pop(identities, None)
-        if reduction is not None:
-            reduction.reached.remove()
+        for identities in self._lists.pop(identity, set()):
+            self._reductions.pop(identities).reached.remove()
+            for other in identities:
+                if other != identity:
+                    self._lists[other].discard(identities)
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""
@@ -105,9 +105,9 @@ class _Owners:
         residuals.restore(arrived, reduction.pipelines)
 
 
-def _forget(owners: weakref.ref[_Owners], identity: int, identities: tuple[int, ...]) -> None:
+def _forget(owners: weakref.ref[_Owners], identity: int) -> None:
     if (alive := owners()) is not None:
-        alive.forget(identity, identities)
+        alive.forget(identity)
 
 
 def _take(reduction: _Reduction, name: str) -> Parts:

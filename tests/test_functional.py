@@ -129,9 +129,9 @@ def test_a_loop_without_a_wrapper_trains_to_the_wrappers_bits(ranks2: RankPool, 
 
 def _feedback(rank: int, world_size: int, setting: str) -> Tensor:
     """Mean over calls with the same gradients."""
-    total = torch.zeros(500, dtype=torch.float64)
+    total, gradient = torch.zeros(500, dtype=torch.float64), torch.empty(500)
     for _ in range(100):
-        gradient = batch(rank, 0, 500) * torch.logspace(-3, 0, 500)
+        gradient.copy_(batch(rank, 0, 500) * torch.logspace(-3, 0, 500))  # what is kept is that of a tensor
         all_reduce_gradients([gradient], setting)
         total += gradient
     return total / 100
@@ -272,6 +272,7 @@ def _forgotten(rank: int, world_size: int) -> tuple[int, int]:
     def entries() -> int:
         return sum(len(owners._reductions) for of in functional._owners.values() for owners in of.values())
 
+    gc.collect()
     before = entries()
     model: Any = nn.Linear(8, 8)
     for parameter in model.parameters():

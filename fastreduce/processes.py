@@ -221,7 +221,8 @@ class _Rank:
 
 def _work(rank: _Rank, pipe: Connection, job: bytes) -> None:
     os.setsid()  # one signal reaches what the function starts, too
-    _end_with(rank.parent)
+    # Under forkserver the server is the kernel's parent; it ends with ours.
+    _end_with(os.getppid() if rank.start_method == "forkserver" else rank.parent)
     try:
         store = rank.join()
         function, args = pickle.loads(job)  # handed over by the process that started this one

@@ -156,8 +156,11 @@ def _check(case: Case, seen: Seen) -> None:
 def _run_all(folder: Path, cases: list[Case]) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda i: _over_gloo(folder / str(i), cases[i]), range(len(cases))))
-    for case, seen in zip(cases, found, strict=True):
-        _check(case, seen)
+    for i, (case, seen) in enumerate(zip(cases, found, strict=True)):
+        try:
+            _check(case, seen)
+        except AssertionError:  # many at once share few cores: alone it must keep its time
+            _check(case, _over_gloo(folder / f"{i} alone", case))
 
 
 def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path):

@@ -106,7 +106,9 @@ def test_bad_input_is_an_error_before_anything_starts(
 def test_a_setting_in_the_environment_is_checked_too(script: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FASTREDUCE_COMPRESSION", "fp17")
     done = CliRunner().invoke(main, ["run", str(script)])
-    assert done.exit_code == 2 and done.stderr.startswith("fastreduce run: unknown compression 'fp17'")
+    assert done.exit_code == 2 and done.stderr.startswith(
+        "fastreduce run: FASTREDUCE_COMPRESSION: unknown compression 'fp17'"
+    )
 
 
 def test_help_says_it_all_in_words_that_hold_here():

@@ -31,9 +31,10 @@ def run(context: typer.Context) -> None:
     fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the script]
     """
     options = parse(run_parser(), context.args)
-    if options.compression is not None:
-        os.environ[ENVIRONMENT_VARIABLE] = options.compression
     try:
+        if options.compression is not None:
+            Compression.parse(options.compression)
+            os.environ[ENVIRONMENT_VARIABLE] = options.compression
         Compression.resolve(None)
     except ValueError as error:
         fail(f"--compression: {error}" if options.compression is not None else str(error))

@@ -34,6 +34,7 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 READERS = {
     "pickle.loads": {"processes.py": "pipes between a process and the children that it has started itself"},
     "torch.load(weights_only=True)": {"snapshot_file.py": "plain data and tensors"},
+    "exec": {"worker.py": "the user's own script, which the command was given"},
 }
 
 LIBRARIES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -33,6 +33,7 @@ PACKAGE = Path(__file__).parents[1] / "fastreduce"
 # What can execute what it reads → where it may stand, and why.
 READERS = {
     "pickle.loads": {"processes.py": "pipes between a process and the children that it has started itself"},
+    "pickle.load": {"launcher.py": "multiprocessing's own pipe, from the process that started this one"},
     "torch.load(weights_only=True)": {"snapshot_file.py": "plain data and tensors"},
     "exec": {"worker.py": "the user's own script, which the command was given"},
 }

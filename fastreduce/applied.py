@@ -31,7 +31,7 @@ class Applied:
     2. `GradScaler.unscale_` and `ddp.clip_grad_norm_` tell what they multiply by (`multiplied`).
     3. `look`, before other gradients accumulate, sees whether gradients are still there or were thrown away.
     4. An optimizer's step says that they were applied. What has changed since without a word, by torch's own clipping
-       or a user's code, is measured: the slot's largest magnitude now, over what it was.
+       or a user's code, is measured: the slot's largest magnitude and the sum of all, now and then.
     5. `factors` tells the result.
 
     Only the first step after a reduction counts: later ones apply other gradients.
@@ -163,8 +163,7 @@ class Applied:
             else:  # zeroed in place, or something has accumulated already
                 there = float(factor != 0) if isinstance(factor, float) else (factor != 0).double()
                 self._carried[i] = known * there
-            grad = self._state(i)[0]
-            self._versions[i] = 0 if grad is None else grad._version
+        self.refresh(written)
 
     def _is_optimized(self, i: int) -> bool:
         return self._watched and id(self._parameters[i]()) in _optimized

@@ -115,6 +115,7 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.failed = False
+        self._why = ""  # of the first failure, which those that follow from it tell too
         self._seconds = timeout_of(group).total_seconds()
         # Without an answer from the store soon, collectives go on.
         self._store = client_of(group).at(f"fastreduce/mpi/{name}", SOON_SECONDS)
@@ -140,6 +141,7 @@ class Communicator:
 
     def _error(self, operation: str, why: object) -> TransportError:
         self.failed = _TURN.failed = True
+        self._why = self._why or str(why)
         return TransportError(f"rank {self.rank} of {self.size}: {operation} over MPI failed: {why}.")
 
     @contextlib.contextmanager
@@ -194,7 +196,7 @@ class Communicator:
     def _look(self, work: PolledWork) -> None:
         """Tell that this rank waits; raises if another has left before it came to what is waited for."""
         if self.failed:
-            raise self._error(work.operation, "another collective failed on this rank, or it was aborted")
+            raise self._error(work.operation, self._why or "it was aborted")
         left = ""
         with contextlib.suppress(TransportError):  # the store's rank may be on its way out
             self._store.set(f"waiting/{self.rank}", str(work.number))

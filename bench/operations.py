@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastreduce import backends, ops
-from fastreduce.backends import Backend
-from fastreduce.buckets import Bucket
+from fastreduce import ops
+from fastreduce.ops import backends
+from fastreduce.ops.backends import Backend
+from fastreduce.reduction.buckets import Bucket
 
 from .shapes import CAPS, buckets_of
 

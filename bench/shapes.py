@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from fastreduce.bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from fastreduce.buckets import Bucket, ParameterSpec, build_plan, group_by_size
+from fastreduce.reduction.bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from fastreduce.reduction.buckets import Bucket, ParameterSpec, build_plan, group_by_size
 
 Shape = tuple[int, ...]
 

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import fastreduce
-from fastreduce.backends import ENVIRONMENT_VARIABLE
-from fastreduce.streams import InlineStream, ThreadStream
+from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
+from fastreduce.reduction.streams import InlineStream, ThreadStream
 from fastreduce.transports import Transport
 
 from .models import build

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastreduce import backends
+from fastreduce.ops import backends
 
 from . import operations
 from .conftest import Size

@@ -25,9 +25,10 @@ from torch.distributed import run as torchrun
 import fastreduce
 import fastreduce.distributed
 import fastreduce.hooks
-from fastreduce import FastreduceError, variables
+from fastreduce import FastreduceError
 from fastreduce.cli import main
 from fastreduce.compression import KINDS, Compression
+from fastreduce.environment import variables
 
 POSITIONAL_ONLY, KEYWORD_ONLY = Parameter.POSITIONAL_ONLY, Parameter.KEYWORD_ONLY
 VAR_POSITIONAL, VAR_KEYWORD = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD

@@ -1,6 +1,5 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
-from .applied import note_applied
 from .checkpoint import load_checkpoint, save_checkpoint
 from .compression import BF16, FP16, INT8, Compression, NoCompression
 from .data import ShardSampler, shard_range
@@ -18,8 +17,9 @@ from .errors import (
     TensorError,
     TransportError,
 )
-from .functional import all_reduce_gradients
-from .reducer import GradientReducer
+from .reduction.applied import note_applied
+from .reduction.one_call import all_reduce_gradients
+from .reduction.reducer import GradientReducer
 from .sync_batchnorm import SyncBatchNorm
 
 __version__ = "0.1.0"

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from .environment.variables import check_environment
 from .errors import SettingError
 from .kernels.slots import FP16_BLOCK
-from .variables import check_environment
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
 

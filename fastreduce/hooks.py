@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import residuals
-from .agreement import check_agreement
-from .arrivals import Reached, weakly
-from .buckets import BucketPlan, ParameterSpec, build_plan
 from .compression import Compression
-from .error_feedback import Parts, agree_that_finite
 from .errors import NotInitializedError, SettingError
-from .pipeline import BucketPipeline
-from .sparse import average
-from .streams import Finish, Stream, make_stream
+from .reduction import saved_residuals
+from .reduction.agreement import check_agreement
+from .reduction.arrivals import Reached, weakly
+from .reduction.buckets import BucketPlan, ParameterSpec, build_plan
+from .reduction.error_feedback import Parts, agree_that_finite
+from .reduction.pipeline import BucketPipeline
+from .reduction.sparse import average
+from .reduction.streams import Finish, Stream, make_stream
 from .transports import Transport, make_transport
 
 
@@ -81,7 +81,7 @@ class CompressState:
         if known is not None and [slot.name for slot in known.bucket.slots] == names:
             return known
         if known is not None:  # every bucket changes at once
-            self._kept = residuals.collect(list(self._pipelines.values()))
+            self._kept = saved_residuals.collect(list(self._pipelines.values()))
             self._pipelines.clear()
         buffer = bucket.buffer()
         specs = [
@@ -91,7 +91,7 @@ class CompressState:
         transport = self._connect(buffer.device)
         plan = build_plan(specs, [range(len(specs))], alignment=self.compression.alignment, shards=transport.world_size)
         made = BucketPipeline(plan.buckets[0], self.compression, transport)
-        residuals.restore(self._kept, [made])
+        saved_residuals.restore(self._kept, [made])
         self._pipelines[bucket.index()] = made
         return made
 
@@ -200,7 +200,7 @@ class CompressState:
         ranks = self._ranks()
         buckets = [self._pipelines[index] for index in sorted(self._pipelines)]
         plan = BucketPlan(tuple(p.bucket for p in buckets), self.compression.alignment, ranks.size())
-        saved = residuals.save(plan, buckets, ranks.rank(), str(self.compression), folded=True)
+        saved = saved_residuals.save(plan, buckets, ranks.rank(), str(self.compression), folded=True)
         return {
             **saved,
             "residuals": {name: parts.residual for name, parts in self._kept.items()} | saved["residuals"],
@@ -215,9 +215,9 @@ class CompressState:
         """
         ranks = self._ranks()
         states = [state] if isinstance(state, Mapping) else list(state)
-        chosen = residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
-        self._kept = residuals.kept_in(chosen)
-        residuals.restore(self._kept, list(self._pipelines.values()))
+        chosen = saved_residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
+        self._kept = saved_residuals.kept_in(chosen)
+        saved_residuals.restore(self._kept, list(self._pipelines.values()))
 
 
 @contextmanager

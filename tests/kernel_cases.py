@@ -18,8 +18,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its own functions look at it then
 
-from fastreduce import backends
 from fastreduce.kernels.slots import SlotTable, shard_bytes
+from fastreduce.ops import backends
 
 GPU_BACKENDS = ("triton", "numba_cuda")
 # Numba's simulator takes the place of numba.cuda, so it has a process of its own: test_numba_cuda.py starts it.

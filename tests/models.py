@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fastreduce
-from fastreduce import bucketed
-from fastreduce.streams import InlineStream
+from fastreduce.reduction import bucketed
+from fastreduce.reduction.streams import InlineStream
 
 EXACT = 216  # 2³ · 3³: three averages in a row over two or three ranks stay whole
 

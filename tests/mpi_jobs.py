@@ -27,9 +27,9 @@ from torch import nn
 
 from fastreduce import TransportError, all_reduce_gradients
 from fastreduce.distributed.mpi import init_mpi
-from fastreduce.streams import ThreadStream
-from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, communicator, make_transport
-from fastreduce.transports.mpi import MpiTransport
+from fastreduce.reduction.streams import ThreadStream
+from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, make_transport
+from fastreduce.transports.mpi import MpiTransport, communicator
 from tests.models import (
     SETTINGS,
     TWO_SHOT,

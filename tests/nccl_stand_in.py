@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastreduce.transports import nccl_connection, nccl_library, nccl_watchdog
+from fastreduce.transports.nccl import connection, library, watchdog
 
 NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64 = 0, 1, 2, 4
 NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 6, 7, 8, 9
@@ -59,12 +59,12 @@ def installed(where: str) -> Iterator[None]:
     global directory
     directory = where
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl_library, "load_nccl", lambda: sys.modules[__name__])
-        patch.setattr(nccl_library, "Cuda", HostCuda)
+        patch.setattr(library, "load_nccl", lambda: sys.modules[__name__])
+        patch.setattr(library, "Cuda", HostCuda)
         # Ten times a second in place of twice.
-        patch.setattr(nccl_watchdog, "WAKE_SECONDS", 0.1)
-        patch.setattr(nccl_connection, "WAKE_SECONDS", 0.1)
-        patch.setattr(nccl_connection, "PATIENCE_SECONDS", 1.0)
+        patch.setattr(watchdog, "WAKE_SECONDS", 0.1)
+        patch.setattr(connection, "WAKE_SECONDS", 0.1)
+        patch.setattr(connection, "PATIENCE_SECONDS", 1.0)
         yield
 
 
@@ -343,7 +343,7 @@ class Event:
         return not self.lock.locked()
 
 
-class HostCuda(nccl_library.Cuda):
+class HostCuda(library.Cuda):
     """CPU tensors, and the streams above."""
 
     device_type = "cpu"

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastreduce import TensorError, backends, ops
+from fastreduce import TensorError, ops
 from fastreduce.kernels import device_tables
 from fastreduce.kernels.slots import SlotTable
+from fastreduce.ops import backends
 
 from .kernel_cases import GPU_BACKENDS, assert_same_bits, slot_table, values, wire_size
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce
-from fastreduce import functional, hooks, residuals
-from fastreduce.buckets import BucketPlan
+from fastreduce import hooks
+from fastreduce.reduction import one_call, saved_residuals
+from fastreduce.reduction.buckets import BucketPlan
 from tests import tolerances
 from tests.models import assert_same_bits
 from tests.ranks import RankPool
@@ -232,10 +233,10 @@ def kept_by(training: Training) -> dict[str, Any]:
     if training.state is not None:
         return training.state.state_dict()
     parameters = list(training.module.parameters())
-    found = [each.find(parameters) for of in functional._owners.values() for each in of.values()]
+    found = [each.find(parameters) for of in one_call._owners.values() for each in of.values()]
     (pipelines,) = (reduction.pipelines for reduction in found if reduction is not None)
     plan = BucketPlan(tuple(p.bucket for p in pipelines), training.setup.block, training.world_size)
-    state = residuals.save(plan, pipelines, training.rank, training.spec)
+    state = saved_residuals.save(plan, pipelines, training.rank, training.spec)
     rename = {f"tensor {i}": name for i, name in enumerate(NAMES)}
     return {
         **state,
@@ -247,7 +248,7 @@ def kept_by(training: Training) -> dict[str, Any]:
 
 def debt(states: list[dict[str, Any]], block: int) -> dict[str, Tensor]:
     """By parameter: the mean of first-stage residuals over the ranks, and the second-stage ones, in units applied."""
-    of_shards = residuals.of_shards(states, block)
+    of_shards = saved_residuals.of_shards(states, block)
     found = {}
     for name in states[0]["residuals"]:
         mean = torch.stack([state["residuals"][name].double() for state in states]).mean(0)
@@ -537,4 +538,4 @@ def test_a_list_that_lives_for_one_call_leaves_nothing_behind(ranks2: RankPool):
 
 def _entries(rank: int, world_size: int) -> int:
     gc.collect()
-    return sum(len(owners._reductions) for of in functional._owners.values() for owners in of.values())
+    return sum(len(owners._reductions) for of in one_call._owners.values() for owners in of.values())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fastreduce.distributed as dist
 from fastreduce import DeviceError, SettingError, TensorError, all_reduce_gradients
-from fastreduce.arrays import as_tensor
+from fastreduce.reduction.arrays import as_tensor
 from tests.models import EXACT, assert_same_bits, batch
 from tests.ranks import RankPool, message
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastreduce import Compression
-from fastreduce.buckets import BucketPlan, ParameterSpec, build_plan, group_by_size
 from fastreduce.ops import wire_numel
+from fastreduce.reduction.buckets import BucketPlan, ParameterSpec, build_plan, group_by_size
 
 from .models import SETTINGS
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fastreduce import BackendUnavailableError, caches
+from fastreduce import BackendUnavailableError
+from fastreduce.environment import caches
 from tests.commands import ROOT, Done, run
 
 # Root may write everywhere, unless it gives up the capabilities of root.
@@ -32,8 +33,8 @@ print("trained", float(ddp.module.weight.grad[0, 0]))
 """
 LOAD_GPU_KERNELS = """
 import os
-from fastreduce import backends
-from fastreduce.transports.nccl_library import _find_nccl
+from fastreduce.ops import backends
+from fastreduce.transports.nccl.library import _find_nccl
 for name in ("numba_cuda", "triton"):
     backends.load(name)
 assert not isinstance(_find_nccl(), str), _find_nccl()
@@ -146,7 +147,7 @@ def test_a_home_that_can_be_written_and_a_variable_that_is_set_are_kept(
 
 FLATTEN = """
 import numpy as np, torch
-from fastreduce import backends
+from fastreduce.ops import backends
 from fastreduce.kernels.slots import SlotTable
 wire = torch.zeros(1, dtype=torch.bfloat16)
 table = SlotTable(np.array([0]), np.array([1]), 1)

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastreduce import SettingError, ShardSampler, load_checkpoint, residuals, save_checkpoint
+from fastreduce import SettingError, ShardSampler, load_checkpoint, save_checkpoint
+from fastreduce.reduction import saved_residuals
 from tests.commands import ROOT, TORCHRUN, run, started, with_environment
 from tests.models import assert_same_bits, batch, wrap
 from tests.ranks import RankPool
@@ -111,7 +112,7 @@ def test_at_another_world_size_every_rank_gets_the_mean_of_the_residuals(
 ):
     old = ranks3.run(_save, tmp_path / "snapshot.pt")
     reducers = [state["reducer"] for state in old]
-    of_shards = residuals.of_shards(reducers, 128)
+    of_shards = saved_residuals.of_shards(reducers, 128)
     for state, before, after in ranks2.run(_load_elsewhere, tmp_path / "snapshot.pt"):
         assert_same_bits(state["model"], old[0]["model"])
         assert_same_bits(state["optimizer"], old[0]["optimizer"])

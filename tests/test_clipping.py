@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import all_reduce_gradients
-from fastreduce.clipping import known_slots
+from fastreduce.reduction.statistics import known_slots
 from tests import tolerances
 from tests.models import SETTINGS, Branches, Grads, MixedDtypes, OddShapes, assert_same_bits, batch, grads_of, mlp, wrap
 from tests.ranks import RankPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastreduce.clocks import CudaClock
+from fastreduce.reduction.clocks import CudaClock
 
 
 class Event:

@@ -15,8 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
-from fastreduce.comm_hook import HookPipeline
-from fastreduce.torch_reducer import TorchReducer
+from fastreduce.ddp.reducer import TorchReducer
+from fastreduce.ddp.user_hook import HookPipeline
 from tests.models import mlp, wrap
 
 

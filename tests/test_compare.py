@@ -26,10 +26,19 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
-from fastreduce.cli.statistics import Estimate, chance_of_disagreement, conclude, estimate_median, summarise
-from fastreduce.cli.training import BARE, TORCH, TORCH_FP16, WARM_UP_STEPS, Experiment, Record, load_digits, order
+from fastreduce.cli.compare.statistics import Estimate, chance_of_disagreement, conclude, estimate_median, summarise
+from fastreduce.cli.compare.training import (
+    BARE,
+    TORCH,
+    TORCH_FP16,
+    WARM_UP_STEPS,
+    Experiment,
+    Record,
+    load_digits,
+    order,
+)
+from fastreduce.distributed.processes import Group, run_ranks
 from fastreduce.errors import RanksFailedError
-from fastreduce.processes import Group, run_ranks
 from tests.commands import FASTREDUCE, finish, started
 
 compare = importlib.import_module("fastreduce.cli.compare")  # the module: the package's name is the function

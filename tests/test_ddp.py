@@ -1072,7 +1072,7 @@ os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
 import torch
 import torch.distributed as dist
 from fastreduce import Compression
-from fastreduce.pipeline import warm_up
+from fastreduce.reduction.pipeline import warm_up
 from fastreduce.transports import LocalTransport
 from tests.models import Breaking, whole_batch, wrap
 torch.set_num_threads(1)

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from fastreduce import backends
-from fastreduce.cli import choices, machine, main, self_test
-from fastreduce.cli.doctor import to_json
-from fastreduce.cli.machine import SHOWN, VARIABLES, parse_topology
-from fastreduce.cli.rows import FAILED, MISSING, OK, Row, row, rows
-from fastreduce.transports import nccl_library
+from fastreduce.cli import main
+from fastreduce.cli.doctor import choices, machine, self_tests, to_json
+from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
+from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
+from fastreduce.ops import backends
+from fastreduce.transports.nccl import library
 from tests.commands import FASTREDUCE, ROOT, Done, run
 
 CPU = torch.device("cpu")
@@ -140,11 +140,11 @@ def test_kernels_with_other_bits_are_a_failure(monkeypatch: pytest.MonkeyPatch):
     def load(name: str) -> backends.Backend:
         return dataclasses.replace(real("reference"), unflatten=unflatten) if name == "numba_cpu" else real(name)
 
-    assert self_test.kernel_test("reference", CPU).state == OK
+    assert self_tests.kernel_test("reference", CPU).state == OK
     monkeypatch.setattr(backends, "load", load)
-    found = self_test.kernel_test("numba_cpu", CPU)
+    found = self_tests.kernel_test("numba_cpu", CPU)
     assert found.state == FAILED
-    assert self_test.kernel_test("numba_cpu", CPU, chosen=False).state == FAILED
+    assert self_tests.kernel_test("numba_cpu", CPU, chosen=False).state == FAILED
     assert found.value.startswith("not the reference's bits after unflatten from torch.float16 and unflatten from")
 
 
@@ -158,7 +158,8 @@ def test_kernels_that_do_not_run_fail_the_verdict_only_where_they_are_chosen(mon
 
     monkeypatch.setattr(backends, "load", load)
     for chosen, state in ((True, FAILED), (False, MISSING)):
-        assert self_test.kernel_test("numba_cpu", CPU, chosen) == Row("numba_cpu on cpu", "OSError: no compiler", state)
+        found = self_tests.kernel_test("numba_cpu", CPU, chosen)
+        assert found == Row("numba_cpu on cpu", "OSError: no compiler", state)
 
 
 def test_what_is_not_installed_says_so_with_the_command(monkeypatch: pytest.MonkeyPatch):
@@ -240,7 +241,7 @@ def _advice(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> str:
     monkeypatch.setattr(machine, "version", _no_package)
     for name in ("cupy.cuda.nccl", "numba_cuda"):
         monkeypatch.setitem(sys.modules, name, None)
-    found = [found.help for found in machine.library_rows()] + [str(nccl_library._find_nccl())]
+    found = [found.help for found in machine.library_rows()] + [str(library._find_nccl())]
     return "\n".join([*found, str(backends.why_not("numba_cuda", CPU))])
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastreduce import Compression, GradientReducer, SettingError, error_feedback, residuals
-from fastreduce.applied import multiplied
-from fastreduce.buckets import ParameterSpec, build_plan
-from fastreduce.pipeline import BucketPipeline
+from fastreduce import Compression, GradientReducer, SettingError
+from fastreduce.reduction import error_feedback, saved_residuals
+from fastreduce.reduction.applied import multiplied
+from fastreduce.reduction.buckets import ParameterSpec, build_plan
+from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import LocalTransport
 from tests import tolerances
 from tests.models import Branches, Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
@@ -136,7 +137,7 @@ def test_residuals_move_with_their_parameters_when_buckets_are_rebuilt():
         return before, reducer.state_dict(), reducer.plan == plan
 
     results = in_threads(2, run)
-    of_shards = residuals.of_shards([before for before, _, _ in results], 128)
+    of_shards = saved_residuals.of_shards([before for before, _, _ in results], 128)
     for name, of_shard in of_shards.items():
         before, after = (
             torch.stack([result[i]["residuals"][name] for result in results]).double().mean(0) for i in (0, 1)
@@ -391,7 +392,7 @@ def reducers_of(world_size: int, use: Any, setting: str = FEEDBACK) -> list[Any]
 def test_another_world_size_loads_the_mean_of_all_old_residuals(old: int, new: int, caplog: pytest.LogCaptureFixture):
     states = states_of(old)
     mean = {n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in states[0]["residuals"]}
-    of_shards = residuals.of_shards(states, 128)
+    of_shards = saved_residuals.of_shards(states, 128)
     expected = {name: value + of_shards[name] for name, value in mean.items()}
     assert any(value.any() for value in mean.values()) and any(value.any() for value in of_shards.values())
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastreduce
-from fastreduce import SettingError, TensorError, all_reduce_gradients, functional
+from fastreduce import SettingError, TensorError, all_reduce_gradients
+from fastreduce.reduction import one_call
 from fastreduce.transports import local_ranks
 from tests import tolerances
 from tests.models import SETTINGS, assert_same_bits, batch, mlp
@@ -150,7 +151,7 @@ def _kept(rank: int, world_size: int) -> list[int]:
     sizes = []
     for setting in ("fp16", "fp16", "int8", "fp16"):
         all_reduce_gradients(gradients, setting)
-        sizes.append(sum(len(kept) for kept in functional._reductions.values()))
+        sizes.append(sum(len(kept) for kept in one_call._reductions.values()))
     return [size - sizes[0] for size in sizes]
 
 
@@ -270,7 +271,7 @@ def test_layers_of_one_shape_have_residuals_of_their_own(ranks2: RankPool, how: 
 
 def _forgotten(rank: int, world_size: int) -> tuple[int, int]:
     def entries() -> int:
-        return sum(len(owners._reductions) for of in functional._owners.values() for owners in of.values())
+        return sum(len(owners._reductions) for of in one_call._owners.values() for owners in of.values())
 
     gc.collect()
     before = entries()

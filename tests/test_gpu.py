@@ -24,15 +24,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce
 from fastreduce import hooks
-from fastreduce.backends import ENVIRONMENT_VARIABLE
-from fastreduce.transports import NcclTransport, TorchProcessGroup, nccl_library
+from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
+from fastreduce.transports import NcclTransport, TorchProcessGroup
+from fastreduce.transports.nccl import library
 
 from .models import SETTINGS, TWO_SHOT, Grads, assert_same_bits, batch, grads_of, one_by_one
 from .nccl_cases import OnGpu, OnHost, Place, run_case, world
 from .ranks import RankPool
 
 HAS_GPU = torch.cuda.is_available()
-SHARING = os.environ.get(nccl_library.SHARING_VARIABLE) == "1"
+SHARING = os.environ.get(library.SHARING_VARIABLE) == "1"
 MANY = [2] if not HAS_GPU else [2, 4] if SHARING else []
 KERNELS = ("triton", "numba_cuda") if HAS_GPU else ("triton",)
 CHOSEN = SETTINGS if HAS_GPU else ("none", "bf16:accumulate=wire", "int8:error_feedback")

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastreduce import backends, ops
-from fastreduce.backends import Backend
+from fastreduce import ops
 from fastreduce.kernels import reference
 from fastreduce.kernels.device_tables import device_table
 from fastreduce.kernels.slots import FP16_BLOCK, FP16_BLOCK_BYTES, SlotTable, fp16_shard_bytes, tile_elements
+from fastreduce.ops import backends
+from fastreduce.ops.backends import Backend
 
 from . import tolerances
 from .kernel_cases import (

@@ -22,7 +22,7 @@ from fastreduce.cli import main
 from tests.commands import FASTREDUCE, ROOT, Done, end, finish, free_port, run, started, with_environment
 
 LAUNCH = [*FASTREDUCE, "launch"]
-WORKER = ROOT / "fastreduce" / "cli" / "worker.py"
+WORKER = ROOT / "fastreduce" / "run" / "worker.py"
 TRAIN = """
 import argparse, os, sys
 import torch, torch.distributed as dist

@@ -25,9 +25,9 @@ from fastreduce.transports import (
     TorchProcessGroup,
     make_transport,
     nccl,
-    nccl_library,
     register_transport,
 )
+from fastreduce.transports.nccl import library
 from tests import nccl_cases as cases
 from tests import nccl_stand_in as stand_in
 from tests import random_models
@@ -393,7 +393,7 @@ def _on_one_gpu(rank: int, size: int, place: OnHost) -> list[str]:
     wire = torch.ones(4)
     try:
         for variable, version in (("0", 23203), ("1", 22900), ("1", 23203)):
-            os.environ[nccl_library.SHARING_VARIABLE] = variable
+            os.environ[library.SHARING_VARIABLE] = variable
             stand_in.version = version
             transport = NcclTransport(world())
             try:

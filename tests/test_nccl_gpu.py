@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fastreduce.errors import BackendUnavailableError, DeviceError
-from fastreduce.transports import NcclTransport, nccl_library
+from fastreduce.transports import NcclTransport
+from fastreduce.transports.nccl import library
 from tests import nccl_cases as cases
 from tests.nccl_cases import OnGpu, caught, come_by, run_case, world
 from tests.ranks import RankError, RankPool, run_ranks
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-SHARING = os.environ.get(nccl_library.SHARING_VARIABLE) == "1"
+SHARING = os.environ.get(library.SHARING_VARIABLE) == "1"
 MANY = [2, 4] if SHARING else []
 PLACE = OnGpu()
 SECONDS = 90.0  # CUDA and NCCL start in every rank
@@ -179,7 +180,7 @@ def test_a_rank_that_exits_is_named(size: int, monkeypatch: pytest.MonkeyPatch):
 
 
 def _no_permission(rank: int, size: int, place: OnGpu) -> str:
-    os.environ[nccl_library.SHARING_VARIABLE] = "0"
+    os.environ[library.SHARING_VARIABLE] = "0"
     try:
         NcclTransport(world()).all_reduce(torch.ones(3, device=place.device))
     except BackendUnavailableError as error:

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from fastreduce import backends
+from fastreduce.ops import backends
 
 from .kernel_cases import Memory, assert_same_bits, values
 

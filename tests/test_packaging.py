@@ -45,7 +45,7 @@ def test_wheel_holds_the_kernels_in_the_package_and_nothing_beside_it(built: Pat
     assert {name.split("/")[0] for name in files} == {"fastreduce"}
     assert "fastreduce/kernels/reference.py" in files
     assert not KERNELS - files
-    assert {"fastreduce/__init__.py", "fastreduce/py.typed", "fastreduce/startup/sitecustomize.py"} <= files
+    assert {"fastreduce/__init__.py", "fastreduce/py.typed", "fastreduce/run/startup/sitecustomize.py"} <= files
     assert not [name for name in files if "__pycache__" in name]
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastreduce import Compression, GradientReducer, ReducerError, TransportError
-from fastreduce.gradients import Collected
+from fastreduce.reduction.gradients import Collected
 from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, Work, local_ranks
 from tests import tolerances
 from tests.models import (

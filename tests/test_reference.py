@@ -12,7 +12,7 @@ import fastreduce
 import fastreduce.distributed
 from fastreduce.cli import main
 from fastreduce.compression import KINDS
-from fastreduce.variables import VARIABLES
+from fastreduce.environment.variables import VARIABLES
 from tests.commands import ROOT
 
 PAGE = ROOT / "docs" / "reference.md"

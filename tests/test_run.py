@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from fastreduce import replacement
 from fastreduce.cli import main
+from fastreduce.run import replacement
 from tests.commands import FASTREDUCE, TORCHRUN, Done, finish, free_port, run, started, with_environment
 
 RUN = [*FASTREDUCE, "run"]
@@ -149,7 +149,7 @@ def test_a_script_sees_what_plain_python_shows_it(tmp_path: Path, words: str):
     ours = {**plain, **replacement.environment(str(record))}
     expected = run(sys.executable, *words.split(), "--lr", "1", cwd=tmp_path, env=plain)
     kind = ["module" if words.startswith("-m") else "script", words.split()[-1]]
-    worker = Path(replacement.__file__).parent / "cli" / "worker.py"
+    worker = Path(replacement.__file__).parent / "worker.py"
     done = run(sys.executable, worker, *kind, "--lr", "1", cwd=tmp_path, env=ours)
     assert json.loads(done.stdout) == json.loads(expected.stdout), done.stderr
     assert done.stderr == expected.stderr == ""
@@ -235,7 +235,7 @@ REACHED = """
 import multiprocessing, subprocess, sys
 
 def child(kind):
-    hooked = [finder for finder in sys.meta_path if type(finder).__module__ == "fastreduce.replacement"]
+    hooked = [finder for finder in sys.meta_path if type(finder).__module__ == "fastreduce.run.replacement"]
     print(kind, len(hooked), "torch" in sys.modules, flush=True)
 
 if __name__ == "__main__":
@@ -325,7 +325,7 @@ def test_a_child_that_does_not_train_pays_nothing_and_has_its_own_sitecustomize(
 
 
 def test_another_interpreter_is_left_alone(tmp_path: Path):
-    code = "import sys; print('fastreduce.replacement' in sys.modules, sys.meta_path[0].__class__.__name__)"
+    code = "import sys; print('fastreduce.run.replacement' in sys.modules, sys.meta_path[0].__class__.__name__)"
     run_ = json.loads(replacement.environment("x")[replacement.RUN])
     done = _child(code, tmp_path, **{replacement.RUN: json.dumps({**run_, "prefix": "/another"})})
     assert done.returncode == 0 and "_Finder" not in done.stdout and done.stderr == ""
@@ -358,7 +358,7 @@ alone()
 for kind in (Early, Direct, lambda m: Framework(m, 1), OldStyle):
     ddp = kind(torch.nn.Linear(1, 1))
     assert all(isinstance(ddp, known) for known in (Early, Direct, torch.nn.parallel.DistributedDataParallel))
-    assert type(ddp.reducer).__module__ == "fastreduce.torch_reducer", type(ddp)
+    assert type(ddp.reducer).__module__ == "fastreduce.ddp.reducer", type(ddp)
 assert type(Early(torch.nn.Linear(1, 1))) in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
 import fastreduce, inspect
 assert isinstance(ddp, fastreduce.DistributedDataParallel)

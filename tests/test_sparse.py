@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fastreduce import hooks, transports
-from fastreduce.sparse import average
+from fastreduce.reduction.sparse import average
 from tests import tolerances
 from tests.models import EXACT, assert_same_bits, wrap
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from fastreduce.streams import CudaStream, InlineStream, ThreadStream
+from fastreduce.reduction.streams import CudaStream, InlineStream, ThreadStream
 
 from .models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from .random_models import Program, check

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce
-from fastreduce.torch_reducer import CPP_ONLY, TorchReducer
+from fastreduce.ddp.reducer import CPP_ONLY, TorchReducer
 from tests.models import (
     EXACT,
     Branches,

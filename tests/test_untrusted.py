@@ -304,7 +304,7 @@ def test_readers_of_snapshots_run_nothing(tmp_path: Path):
 
 def _planted_snapshot(rank: int, world_size: int, folder: str, what: str) -> str:
     """Rank 1 brings a pickle to a save or a load; what rank 0 is told."""
-    from fastreduce import snapshot_file
+    from fastreduce.checkpoint import snapshot_file
 
     model, path = nn.Linear(2, 2), Path(folder, "snapshot.pt")
     if what == "load":

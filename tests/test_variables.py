@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fastreduce.distributed as frdist
-from fastreduce import DistributedDataParallel, SettingError, all_reduce_gradients, variables
+from fastreduce import DistributedDataParallel, SettingError, all_reduce_gradients
+from fastreduce.environment import variables
 from fastreduce.hooks import CompressState
 from tests.commands import ROOT, TORCHRUN, run, with_environment
 from tests.ranks import RankPool, message

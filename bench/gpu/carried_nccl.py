@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastreduce.transports.nccl_library import SHARING, SHARING_VARIABLE, version_name
+from fastreduce.transports.nccl.library import SHARING, SHARING_VARIABLE, version_name
 
 from .lines import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastreduce import backends
+from fastreduce.ops import backends
 
 from .. import operations
 from ..operations import DTYPES, Model, Options, alignment_of, case_id, check

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastreduce import backends
 from fastreduce.kernels.slots import SlotTable
-from fastreduce.transports.nccl_library import version_name
+from fastreduce.ops import backends
+from fastreduce.transports.nccl.library import version_name
 from tests.nccl_cases import OnGpu, run_case, world
 from tests.ranks import run_ranks
 

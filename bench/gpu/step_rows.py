@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastreduce import backends
+from fastreduce.ops import backends
 from fastreduce.transports import NcclTransport
 
 from ..models import build

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import typer
 
-from .. import replacement
 from ..compression import ENVIRONMENT_VARIABLE, Compression
-from . import worker
-from .elastic import fail, say
+from ..run import replacement, worker
 from .launch import make_parser, parse, start
+from .launch.elastic import fail, say
 
 
 def run_parser() -> ArgumentParser:

@@ -2,7 +2,7 @@
 
 from ..ddp import DistributedDataParallel
 from ..errors import NotInitializedError
-from ..functional import all_reduce_gradients
+from ..reduction.one_call import all_reduce_gradients
 from . import functional
 from .broadcasting import bcast_list_
 from .callbacks import make_allreduce_cb

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import SettingError
-from ..transports.nccl_library import unavailable, why_no_nccl
+from ..transports.nccl.library import unavailable, why_no_nccl
 
 NAMES = ("nccl", "gloo", "mpi")
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..agreement import check_agreement, describe_tensor
-from ..arrays import as_tensor
-from ..bucketed import BUCKET_BYTES
-from ..buckets import ParameterSpec, group_by_size
 from ..errors import TensorError
-from ..functional import transport_of
 from ..kernels.slots import SlotTable
+from ..reduction.agreement import check_agreement, describe_tensor
+from ..reduction.arrays import as_tensor
+from ..reduction.bucketed import BUCKET_BYTES
+from ..reduction.buckets import ParameterSpec, group_by_size
+from ..reduction.one_call import transport_of
 from . import collectives
 from .checks import check_rank, device_of, devices_of
 from .meetings import group_of, ranks_of

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..arrays import as_tensor
-from ..bucketed import BUCKET_BYTES
 from ..compression import Compression
 from ..errors import SettingError
-from ..functional import OPERATIONS, reduce_owned
+from ..reduction.arrays import as_tensor
+from ..reduction.bucketed import BUCKET_BYTES
+from ..reduction.one_call import OPERATIONS, reduce_owned
 from .meetings import group_of
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..environment.variables import switch
 from ..errors import DeviceError, MismatchError, SettingError, TensorError
 from ..transports.messages import decode, of_types
-from ..variables import switch
 from .meetings import exchange_notes, find_sender, meet_in, ranks_of
 
 DEBUG_VARIABLE = "FASTREDUCE_DEBUG"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SettingError
-from ..processes import Group, run_ranks
+from .processes import Group, run_ranks
 
 Function = Callable[..., Any]
 START_METHODS = ("spawn", "forkserver", "fork")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ..errors import TransportError
 from ..transports import messages, register_transport
-from ..transports.communicator import load_mpi, poll
 from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.mpi import MpiTransport
+from ..transports.mpi.communicator import load_mpi, poll
 
 T = TypeVar("T")
 

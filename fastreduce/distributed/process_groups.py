@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from ..environment.variables import check_environment
 from ..errors import MismatchError, SettingError, TransportError
 from ..transports.connections import timeout_of
 from ..transports.meeting import meet
 from ..transports.store_client import SOON_SECONDS, StoreClient
-from ..variables import check_environment
 from . import backends, point_to_point, queries
 from .checks import agree
 from .meetings import failed_meeting, group_of, meet_in

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from .base import Transport, Work
+from .gloo import TorchProcessGroup
 from .local import LocalTransport, local_ranks
 from .nccl import NcclTransport
-from .torch_pg import TorchProcessGroup
 
 __all__ = [
     "LocalTransport",

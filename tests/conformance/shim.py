@@ -27,8 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.overrides import TorchFunctionMode
 
 from fastreduce import DistributedDataParallel as OurDDP
-from fastreduce import SyncBatchNorm, pipeline
+from fastreduce import SyncBatchNorm
 from fastreduce.compression import NoCompression
+from fastreduce.reduction import pipeline
 from fastreduce.transports import LocalTransport
 
 CLASSES: dict[str, type[TorchDDP]] = {"torch": TorchDDP, "fastreduce": OurDDP}

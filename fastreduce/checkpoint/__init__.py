@@ -1,0 +1,326 @@
+"""Snapshots of a training: written whole or not at all, and resumed bit for bit."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import random
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..errors import CheckpointError, SettingError
+from ..reduction.reducer import GradientReducer
+from ..transports.messages import gather_bytes
+from . import snapshot_file
+from .snapshot_file import OURS, State
+
+T = TypeVar("T")
+FilePath = str | os.PathLike[str]
+
+CHUNK = 64 << 20
+MOST = 1 << 40  # bytes of a file, and of what one rank brings to it
+ANY_TAG = "[0-9a-f]" * 8  # as a glob and as a regular expression
+RESIDUALS = ("residuals", "shard_residuals", "units")
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
+    """Write a snapshot of a training; every rank calls it, between two steps.
+
+    What has a `state_dict` is saved by it, other values (numbers, strings, tensors, lists and dicts of them) as they
+    are. Of a wrapped model it is the state of the module inside, so `torch.load(path)["model"]` loads into that
+    without us. Beside the parts, a snapshot has the random states of all ranks (Python, NumPy, torch, this rank's
+    CUDA device) and the layout of buckets.
+
+    Rank 0 writes: a new file, which then takes the name `path`, where there is a whole one at any time. The one
+    before stays as `path` + ".previous". Under error feedback each rank writes its residuals beside it, into
+    `path`.TAG.rankR. Folders are created. On return everything is on disk.
+
+    Args:
+        path: the file.
+        **parts: `model=ddp, optimizer=optimizer, scaler=scaler, epoch=epoch`, or any other names.
+
+    Raises:
+        SettingError: if a part is called `fastreduce`.
+        CheckpointError: on every rank, if one could not write, or if a value is of a type that
+            `torch.load(weights_only=True)` refuses. What was on disk is still there.
+    """
+    path = Path(path)
+    if OURS in parts:
+        raise SettingError(f"a part of a snapshot cannot be called {OURS!r}")
+    states: State = {}
+    reducers: dict[str, State] = {}
+
+    def collect() -> tuple[str, State]:
+        states.update({name: _state_of(part) for name, part in parts.items() if not isinstance(part, GradientReducer)})
+        reducers.update({name: reducer.state_dict() for name, reducer in _reducers(parts).items()})
+        layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
+        for layout in layouts.values():
+            if _rank():  # the same on every rank
+                del layout["buckets"]
+        return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}
+
+    collected = _on_all(f"collecting {path}", collect)
+    tag = collected[0][0]
+    if not re.fullmatch(ANY_TAG, tag):
+        raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")
+
+    def write_residuals() -> bool:
+        tensors = {name: {key: state[key] for key in RESIDUALS} for name, state in reducers.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if found := any(of["residuals"] for of in tensors.values()):
+            snapshot_file.write({**tensors, OURS: tag}, path.with_name(f"{path.name}.{tag}.rank{_rank()}"))
+        return found
+
+    with_residuals = any(_on_all(f"writing residuals beside {path}", write_residuals))
+    ours = {"tag": tag if with_residuals else None, "ranks": [state for _, state in collected]}
+
+    def write_snapshot() -> list[str]:
+        if _rank():
+            return []
+        for left_behind in path.parent.glob(f"{glob.escape(path.name)}.{ANY_TAG}.unfinished"):
+            left_behind.unlink()
+        unfinished = path.with_name(f"{path.name}.{tag}.unfinished")
+        snapshot_file.write({**states, OURS: ours}, unfinished)
+        snapshot_file.put_in_place(unfinished, path)
+        return [str(ours["tag"]), str(snapshot_file.tag_of(snapshot_file.previous_of(path)))]
+
+    kept = _on_all(f"writing {path}", write_snapshot)[0]
+    for file in path.parent.glob(f"{glob.escape(path.name)}.{ANY_TAG}.rank*"):
+        if file.name.split(".")[-2] not in kept:
+            file.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> State:
+    """Load a snapshot into `parts`; every rank calls it, after wrapping the model.
+
+    Rank 0 reads the file and sends it to the others. At the world size of the snapshot training then goes on bit
+    for bit. At another, every rank gets the mean of the residuals, and keeps its own random states. Residuals of
+    another compression or of other parameters are left out, with a warning in the log.
+
+    Files that `torch.save` wrote load as well: a dict with these parts, or the state dict of one module, with or
+    without the prefix of a wrapper. Only tensors and plain values are read (`weights_only`).
+
+    Args:
+        path: the file; with ".previous", the snapshot before it.
+        rng: whether random states are restored.
+        **parts: what to load, under the names that it was saved under; None is left alone.
+
+    Returns:
+        The rest of what was saved: `load_checkpoint(path, model=ddp)["epoch"]`.
+
+    Raises:
+        SettingError: if a part cannot load a state.
+        FileNotFoundError: on every rank, if rank 0 does not find the file.
+        CheckpointError: on every rank, if the file or a residual file is truncated, corrupt or not there, or a
+            part is not in it. Nothing has been loaded then.
+    """
+    path = Path(path)
+    parts = {name: part for name, part in parts.items() if part is not None}
+    for name, part in parts.items():
+        if not hasattr(part, "load_state_dict"):
+            raise SettingError(f"{name}={part!r} cannot load a state; what else was saved is returned")
+    snapshot = snapshot_file.parse(_broadcast_file(path), path)
+    ours: State = snapshot.pop(OURS, {"tag": None, "ranks": []})
+    wanted = {name: part for name, part in parts.items() if not isinstance(part, GradientReducer)}
+    if len(wanted) == 1 and snapshot and all(isinstance(value, Tensor) for value in snapshot.values()):
+        snapshot = dict.fromkeys(wanted, snapshot)  # a module's own state dict
+    missing = [name for name in wanted if name not in snapshot]
+    if missing:
+        raise CheckpointError(f"{path} has no part {missing[0]!r}; it has {', '.join(map(repr, snapshot))}")
+
+    reducers = _reducers(parts)
+    states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
+    for name, part in wanted.items():
+        _load(part, snapshot.pop(name))
+    for name, state in states[0].items():
+        try:
+            reducers[name].load_state_dict(state)
+        except SettingError as error:
+            logger.warning("%s: residuals and buckets of %r are not loaded: %s", path, name, error)
+    if rng and len(ours["ranks"]) == _world_size():
+        _set_random_states(ours["ranks"][_rank()]["random"])
+    return snapshot
+
+
+# Ranks
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _on_all(doing: str, function: Callable[[], T], exchange: bool = True) -> list[T]:
+    """What `function` returns on every rank (without `exchange`, here only); an error on one is an error on all."""
+    value: T | None = None
+    error: Exception | None = None
+    try:
+        value = function()
+    except Exception as found:
+        error = found
+    mine = (value if exchange else None, error and f"{type(error).__name__}: {error}")
+    told: list[Any] = _exchange(mine, doing) if dist.is_initialized() else [mine]
+    for rank, (_, text) in enumerate(told):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}, {doing}: {text}") from error
+    return [of for of, _ in told] if exchange else [value]  # type: ignore[list-item]
+
+
+def _exchange(value: Any, doing: str) -> list[Any]:
+    """Every rank's value, as a snapshot file holds it: plain data and tensors, nothing that executes."""
+    told = []
+    for rank, data in enumerate(gather_bytes(snapshot_file.dump(value), _gather, MOST)):
+        try:
+            told.append(snapshot_file.load(data, tuple))
+            _, text = told[-1]
+            if not isinstance(text, (str, NoneType)):
+                raise TypeError(f"an error's text was expected, not {text!r:.80}")
+        except Exception as error:
+            raise CheckpointError(f"rank {rank}, {doing}: it sent no plain values: {error}") from error
+    return told
+
+
+def _gather(mine: Tensor) -> list[Tensor]:
+    device = _device()
+    moved = mine.to(device)
+    gathered = [torch.empty_like(moved) for _ in range(_world_size())]
+    dist.all_gather(gathered, moved)
+    return [part.cpu() for part in gathered]
+
+
+def _device() -> torch.device:
+    """Where tensors that the default group moves are."""
+    group = dist.group.WORLD
+    assert group is not None
+    on_cpu = any(device.type == "cpu" for device in group._device_types)
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+
+
+def _broadcast_file(path: Path) -> bytes:
+    """The bytes that rank 0 finds in the file."""
+    data, number, text = b"", None, None
+    if _rank() == 0:
+        try:
+            data = path.read_bytes()
+            snapshot_file.parse(data, path)
+        except OSError as error:
+            number, text = error.errno, error.strerror or str(error)
+        except CheckpointError as error:
+            text = str(error)
+    if _world_size() > 1:
+        (size, number), text = _exchange(((len(data), number), text), f"reading {path}")[0]
+    else:
+        size = len(data)
+    if text is not None:
+        raise CheckpointError(text) if number is None else OSError(number, text, str(path))
+    if _world_size() == 1:
+        return data
+    whole = torch.empty(size, dtype=torch.uint8)
+    if data:
+        whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    for chunk in whole.split(CHUNK):
+        moved = chunk.to(_device())
+        dist.broadcast(moved, 0)
+        if moved is not chunk:
+            chunk.copy_(moved)
+    return whole.numpy().tobytes()
+
+
+# Parts
+
+
+def _unwrapped(part: Any) -> Any:
+    """The module inside torch.compile and DDP."""
+    part = getattr(part, "_orig_mod", part)
+    return _unwrapped(part.module) if isinstance(part, TorchDDP) else part
+
+
+def _state_of(part: Any) -> Any:
+    part = _unwrapped(part)
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def _load(part: Any, state: Any) -> None:
+    target = _unwrapped(part)
+    if isinstance(target, nn.Module):
+        own = target.state_dict()
+        for prefix in ("_orig_mod.", "module."):  # of a file that was written without us
+            if all(name.startswith(prefix) for name in state) and not any(name.startswith(prefix) for name in own):
+                state = {name.removeprefix(prefix): value for name, value in state.items()}
+    target.load_state_dict(state)
+
+
+def _reducers(parts: Mapping[str, Any]) -> dict[str, GradientReducer]:
+    found = {}
+    for name, part in parts.items():
+        part = getattr(part, "_orig_mod", part)
+        part = part.reducer if isinstance(part, TorchDDP) else part
+        if isinstance(part, GradientReducer):
+            found[name] = part
+    return found
+
+
+def _reducer_states(path: Path, ours: State, reducers: Mapping[str, GradientReducer]) -> dict[str, list[State]]:
+    """What each reducer is to load: this rank's state, or, at another world size, all ranks'."""
+    ranks: list[State] = ours["ranks"]
+    needed = [_rank()] if len(ranks) == _world_size() else range(len(ranks))
+    states: dict[str, list[State]] = {}
+    for name, reducer in reducers.items():
+        if not ranks or name not in ranks[0]["reducers"]:
+            continue
+        saved = [{**ranks[0]["reducers"][name], **ranks[r]["reducers"][name]} for r in needed]
+        if saved[0]["compression"] == str(reducer.compression):
+            states[name] = [{**state, "residuals": {}, "shard_residuals": []} for state in saved]
+        elif _rank() == 0:
+            change = f"it is of {saved[0]['compression']!r}, training goes on with {str(reducer.compression)!r}"
+            logger.warning("%s: what error feedback kept of %r is not loaded: %s", path, name, change)
+    if ours["tag"] is not None and states:
+        for position, rank in enumerate(needed):
+            tensors = _read_residuals(path, f"{ours['tag']}.rank{rank}")
+            for name, of_ranks in states.items():
+                of_ranks[position].update(tensors[name])
+    return states
+
+
+def _read_residuals(path: Path, suffix: str) -> State:
+    for file in path.parent.glob(f"*.{suffix}"):  # a snapshot may have been renamed
+        return snapshot_file.parse(file.read_bytes(), file)
+    raise CheckpointError(f"there is no {path.name}.{suffix}, which belongs to the snapshot: keep the files together")
+
+
+# Random states
+
+
+def _random_states() -> State:
+    numpy: Any = np.random.get_state()
+    name, keys, *rest = numpy
+    states: State = {"python": random.getstate(), "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
+    states["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: State) -> None:
+    name, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((name, keys.numpy(), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,106 @@
+"""One snapshot on disk: whole or not there, checked when it is read."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+State = dict[str, Any]
+OURS = "fastreduce"  # the entry for what no part asked for: random states, buckets, the tag of residual files
+
+
+def previous_of(path: Path) -> Path:
+    """Where the snapshot before this one is."""
+    return path.with_name(f"{path.name}.previous")
+
+
+def write(value: Any, file: Path) -> None:
+    """Write and wait for the disk; an error leaves nothing behind.
+
+    Raises:
+        CheckpointError: if `value` could not be read again.
+    """
+    try:
+        with file.open("wb") as stream:
+            torch.save(value, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        if refused:
+            raise CheckpointError(
+                f"a value needs {', '.join(sorted(refused))}, which torch.load(weights_only=True) refuses: save plain "
+                "numbers, strings and tensors, like float(x) and torch.from_numpy(x)"
+            )
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+
+
+def put_in_place(unfinished: Path, path: Path) -> None:
+    """Let a written file be the snapshot, and the one before it the previous one."""
+    if zipfile.is_zipfile(path):  # a broken one does not take the place of a good one
+        linked = path.with_name(f"{path.name}.previous.unfinished")
+        linked.unlink(missing_ok=True)
+        try:
+            os.link(path, linked)
+        except OSError:  # a file system without hard links: for a moment there is only the previous one
+            os.replace(path, previous_of(path))
+        else:
+            os.replace(linked, previous_of(path))
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def tag_of(file: Path) -> str | None:
+    """What a snapshot's residual files are found by; None where it has none, or is none of ours."""
+    try:
+        snapshot = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors
+        tag: str | None = snapshot[OURS]["tag"]
+    except Exception:
+        return None
+    return tag
+
+
+def dump(value: Any) -> bytes:
+    """`value` as a file would hold it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(data: bytes, kind: type) -> Any:
+    """What `dump` made of a value of `kind`: plain data and tensors; whatever else is in `data` raises."""
+    value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(value, kind):
+        raise TypeError(f"it holds a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+def parse(data: bytes, file: Path) -> State:
+    """What the bytes of `file` hold.
+
+    Raises:
+        CheckpointError: if they are not what was written, or no snapshot.
+    """
+    try:
+        snapshot: State = load(data, dict)
+        if OURS in snapshot:  # torch checks no checksums
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                if (record := archive.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"the checksum of {record!r} is wrong")
+    except Exception as error:
+        before = previous_of(file)
+        hint = f". The snapshot before it is {before}" if before.exists() else ""
+        raise CheckpointError(f"{file} is truncated, corrupt or no snapshot ({error}){hint}") from error
+    return snapshot

@@ -1,0 +1,152 @@
+"""What a run leaves: a table on the terminal and results.json; the plot is in plot.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from ... import __version__
+from ...ops import backends
+from .statistics import STAGES, Figures, conclude, step_seconds
+from .training import BARE, Experiment, Record
+
+NOTES = (
+    "Times are medians in ms. step: slowest rank, with quartiles. over none: median ratio to none round by round, "
+    "with its 95 % interval from order statistics. exposed: step minus the step without a wrapper. "
+    "compress, reduce, decompress: on the communication thread, largely beside backward, so they do not add up "
+    "to exposed; reduce includes waiting for the slower rank; torch does not tell its own. sent: MB per rank and "
+    "step. grad. error: relative L2 distance to the exact average at the same weights. Error feedback adds what "
+    "the last step lost to the next, which makes one step's error larger and the sum over steps closer."
+)
+HEADERS = (
+    "step\n(quartiles)",
+    "over none\n(95 %)",
+    "ex-\nposed",
+    "com-\npress",
+    "reduce",
+    "decom-\npress",
+    "sent\nMB",
+    "grad.\nerror",
+    "accu-\nracy",
+)
+WIDE = slice(3, 6)  # columns left out where they do not fit
+
+
+def print_table(console: Console, figures: Sequence[Figures]) -> None:
+    """The table, its notes and the conclusion."""
+    rows = {f.name: _row(f) for f in figures}
+    table = _make_table(figures, HEADERS, rows)
+    fits = Measurement.get(console, console.options.update_width(1000), table).maximum <= console.width
+    if not fits:
+        headers = list(HEADERS)
+        for cells in (headers, *rows.values()):
+            del cells[WIDE]
+        table = _make_table(figures, headers, rows)
+    console.print()
+    console.print(table)
+    console.print(f"\n{NOTES}", style="dim", highlight=False)
+    if not fits:
+        console.print("The terminal is too narrow for compress, reduce, decompress: see results.json.", style="dim")
+    console.print()
+    for sentence in conclude(figures):
+        console.print(sentence, highlight=False)
+
+
+def _make_table(figures: Sequence[Figures], headers: Sequence[str], rows: Mapping[str, list[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("\nsetting", overflow="fold")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    fastest = min(figures, key=lambda f: f.ratio.median).name
+    for name, cells in rows.items():
+        table.add_row(name, *cells, style="bold" if name == fastest else None)
+    table.add_row(BARE, f"{figures[0].compute:.1f}", style="dim")
+    return table
+
+
+def _row(f: Figures) -> list[str]:
+    ratio = f"{f.ratio.median:.2f}"
+    if f.name == "none":
+        ratio = "1"
+    elif not np.isnan(f.ratio.low):
+        ratio += f" ({f.ratio.low:.2f}–{f.ratio.high:.2f})"
+    return [
+        f"{f.step:.1f} ({f.quartiles[0]:.0f}–{f.quartiles[1]:.0f})",
+        ratio,
+        f"{f.exposed:.1f}",
+        *(f"{f.stages[stage]:.1f}" if f.stages else "–" for stage in STAGES),
+        f"{f.sent_bytes / 1e6:.3g}",
+        f"{f.gradient_error:.0e}",
+        f"{f.accuracy:.1%}",
+    ]
+
+
+def write_results(
+    path: Path,
+    command: Sequence[str],
+    experiment: Experiment,
+    ranks: Sequence[Mapping[str, Record]],
+    figures: Sequence[Figures],
+    seconds: float,
+) -> None:
+    """Everything measured, with what is needed to measure it again."""
+    results = {
+        "command": list(command),
+        "seconds": seconds,
+        "experiment": asdict(experiment),
+        "parameters": ranks[0][BARE].parameters,
+        "versions": {
+            "fastreduce": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "numba": numba.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+            "system": platform.platform(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "kernels": backends.choose(torch.device(experiment.device)).name,
+        },
+        "conclusion": conclude(figures),
+        "settings": {
+            f.name: {
+                **asdict(f),
+                "step_seconds": step_seconds([rank[f.name] for rank in ranks]).tolist(),
+                "gradient_errors": ranks[0][f.name].gradient_errors,
+            }
+            for f in figures
+        },
+        "bare": {"step_seconds": step_seconds([rank[BARE] for rank in ranks]).tolist()},
+    }
+    path.write_text(json.dumps(_finite(results), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def _processor() -> str:
+    """What Linux calls the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,59 @@
+"""Which kernels and transport serve a device here, and why not the others, for `fastreduce doctor`."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from ... import FastreduceError
+from ...ops import backends
+from ...transports.nccl.library import why_no_nccl
+from .rows import FAILED, MISSING, OK, Row
+
+CHOSEN = "chosen"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def kernel_rows(device: torch.device) -> list[Row]:
+    """The kernel backend that is chosen for `device`, then each other one, why not or how to ask for it."""
+    blind = device == CUDA and not torch.cuda.is_available()
+    rows = [Row(CHOSEN, "none: torch sees no GPU", MISSING) if blind else _chosen_kernels(device)]
+    for name in backends.NAMES:
+        reason = backends.why_not(name, device)
+        if reason is not None:
+            rows.append(Row(name, reason, MISSING))
+        elif name != rows[0].value:
+            asked = f"{backends.ENVIRONMENT_VARIABLE}={name}"
+            rows.append(Row(name, "could run on a GPU", MISSING) if blind else Row(name, f"can run: {asked}"))
+    return rows
+
+
+def _chosen_kernels(device: torch.device) -> Row:
+    try:
+        return Row(CHOSEN, backends.choose(device).name)
+    except FastreduceError as error:
+        asked = os.environ.get(backends.ENVIRONMENT_VARIABLE)
+        # Who asks for GPU kernels on a machine with a GPU wants none on its CPU.
+        meant = device == CPU and torch.cuda.is_available() and asked in ("triton", "numba_cuda")
+        help_ = f"unset {backends.ENVIRONMENT_VARIABLE}" if asked else ""
+        return Row(CHOSEN, f"none: {error}", MISSING if meant else FAILED, help_)
+
+
+def transport_rows(device: torch.device) -> list[Row]:
+    """The transport that is chosen for `device`, then each other one, why not or how to ask for it."""
+    nccl = why_no_nccl()
+    if device == CPU:
+        mpi = Row("mpi", 'by init_process_group("mpi") under mpirun, where an MPI library is listed above')
+        if find_spec("mpi4py") is None:
+            mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install mpi4py")
+        return [Row(CHOSEN, "gloo"), mpi, Row("nccl", "moves CUDA tensors only", MISSING)]
+    if nccl is None:
+        return [Row(CHOSEN, "nccl"), Row("gloo", "moves CPU tensors", MISSING)]
+    return [Row(CHOSEN, f"none: {nccl}", FAILED if torch.cuda.is_available() else MISSING)]
+
+
+def works(rows: list[Row]) -> bool:
+    """Whether something is chosen."""
+    return rows[0].state == OK

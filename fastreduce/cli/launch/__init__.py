@@ -1,0 +1,245 @@
+"""`fastreduce launch`: torch's elastic launcher, local by default, that says once why a rank failed."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.elastic.multiprocessing as elastic_processes
+import typer
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.launcher.api import elastic_launch
+from typer.core import TyperCommand
+
+from ...run import worker
+from . import elastic
+from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
+from .nodes import limit_seconds
+
+DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
+HELP = {  # of torchrun's options that mean something else here
+    "nproc_per_node": "Ranks on this machine: a number, auto, cpu or gpu; without it one a GPU.",
+    "training_script": "The script, or with -m the module; what follows is its own, as it is.",
+    "log_dir": "Folder for the ranks' output, which goes to rank.N/stdout and rank.N/stderr in it, N being the global "
+    "rank, and after a restart to attempt_1/rank.N/...; to the console too, unless --redirects says otherwise.",
+    "master_port": "Port of the first node where ranks meet; on one node a free one, on several 29500.",
+    "shutdown_timeout": "Seconds that ranks have to end after SIGTERM, before SIGKILL; without it 2.",
+}
+
+
+class LaunchCommand(TyperCommand):
+    """Leaves all arguments, `--help` and `--` too, to torchrun's parser."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep them as they are."""
+        ctx.args = args
+        return args
+
+
+def launch(context: typer.Context) -> None:
+    """Start a script on several ranks, on this machine or on several.
+
+    fastreduce launch [options of torchrun] [--gpus N] script.py [arguments of the script]
+    """
+    options = parse(make_parser(launch), context.args)
+    raise typer.Exit(start(options))
+
+
+def start(options: Namespace) -> int:
+    """Start the ranks on this machine and wait for their end: the exit code.
+
+    Raises:
+        typer.Exit: with a message, if the options or the environment are wrong; nothing has started.
+    """
+    _check_environment()
+    _check_script(options)
+    ranks = _decide_ranks(options)
+    listener = _listen(options)
+    with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
+        logs = Logs(options, Path(scratch))
+        _set_up_process(options, ranks, alone=listener is not None)
+        options.log_dir = os.devnull  # else torch makes folders of its own
+        try:
+            config, python, _ = torchrun.config_from_args(options)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            fail(str(error))
+        config.logs_specs = logs
+        config.log_line_prefix_template = config.log_line_prefix_template or "[rank ${rank}] "
+        if listener is not None:
+            local = LocalRendezvous(listener)
+            rendezvous_handler_registry.register(LOCAL, lambda _: local)
+            config.rdzv_backend = LOCAL
+        kind = "program" if options.no_python else "module" if options.module else "script"
+        python = sys.executable if options.no_python else python
+        arguments = ["-u", worker.__file__, kind, options.training_script, *options.training_script_args]
+        return _run(elastic_launch(config, python), arguments)
+
+
+def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
+    """What ranks inherit, and how torch's launcher behaves in this process."""
+    os.environ[worker.LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    if alone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # what went wrong is said here
+    if (seconds := getattr(options, "shutdown_timeout", None)) is not None:  # torch's option, in its newer versions
+        Ranks.grace_seconds = seconds
+    least, most = torchrun.parse_min_max_nnodes(options.nnodes)
+    # Where nodes may come and go or ranks start again, the rendezvous deals with it.
+    Ranks.watches_nodes = least == most > 1 and options.max_restarts == 0
+    elastic_processes.SubprocessContext = Ranks  # type: ignore[misc]
+
+
+def _run(start: elastic_launch, arguments: list[str]) -> int:
+    """The exit code of the job, after all of its processes have ended."""
+    try:
+        start(*arguments)
+    except ChildFailedError as error:
+        if Ranks.nodes is not None and (node := Ranks.nodes.suspect()):
+            say(node)
+        Ranks.leave(Ranks.why)
+        return _exit_code(cause(error.failures.values()))
+    except (SignalException, KeyboardInterrupt) as error:
+        received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+        say(f"{received.name}: all ranks were ended")
+        Ranks.leave(f"it received {received.name}")
+        return 128 + received
+    except (OSError, RuntimeError) as error:  # a rendezvous that failed, or a node that is gone
+        Ranks.leave(str(error).splitlines()[0])
+        fail(str(error).splitlines()[0], code=1)
+    Ranks.leave()
+    return 0
+
+
+def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
+    """The parser of torchrun, with our options, defaults and words, for a command: its docstring says what and how."""
+    parser = torchrun.get_args_parser()
+    parser.prog = elastic.command = f"fastreduce {function.__name__}"
+    parser.description, parser.usage = (inspect.getdoc(function) or "").split("\n\n")
+    parser.add_argument(
+        "--gpus", type=int, help="Ranks on this machine, each with one GPU of its own, device 0 to it; as CPU ranks "
+        "where there is no GPU."
+    )  # fmt: skip
+    parser.add_argument("--script", help="The script; what these options do not name are its arguments.")
+    given = os.environ.get
+    parser.set_defaults(nproc_per_node=given("PET_NPROC_PER_NODE"), master_port=given("PET_MASTER_PORT"))
+    for action in parser._actions:
+        action.help = HELP.get(action.dest, action.help)
+    return parser
+
+
+def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
+    """The options in front of the script; what stands behind it is the script's, as it is."""
+    end = _options_end(parser, arguments)
+    if not any(word == "--script" or word.startswith("--script=") for word in arguments[:end]):
+        options = parser.parse_args(arguments[: end + 1])
+        options.training_script_args = arguments[end + 1 :]
+        return options
+    parser.allow_abbrev = False
+    for action in [a for a in parser._actions if a.dest.startswith("training_script")]:
+        parser._remove_action(action)
+    options, rest = parser.parse_known_args(arguments)
+    options.training_script = options.script
+    options.training_script_args = rest[1:] if rest[:1] == ["--"] else rest
+    return options
+
+
+def _options_end(parser: ArgumentParser, arguments: list[str]) -> int:
+    """Where the script stands that is given by position."""
+    actions = parser._option_string_actions
+    end = 0
+    while end < len(arguments) and arguments[end].startswith("-"):
+        word = arguments[end]
+        if word == "--":
+            del arguments[end]
+            break
+        meant = {id(a): a for name, a in actions.items() if word.startswith("--") and name.startswith(word)}
+        action = actions.get(word) or (meant.popitem()[1] if len(meant) == 1 else None)  # abbreviated
+        end += 2 if action is not None and action.nargs is None else 1
+    return end
+
+
+def _check_environment() -> None:
+    for name, option in ((worker.LAUNCHER, ""), (worker.ONE_GPU, ", and give --gpus")):
+        if name in os.environ:
+            fail(f"{name}={os.environ[name]}: the launcher sets this for its ranks, and nobody else: unset it{option}")
+    try:
+        limit_seconds()
+    except ValueError as error:
+        fail(str(error))
+
+
+def _check_script(options: Namespace) -> None:
+    name = options.training_script
+    if options.module:
+        package = name.partition(".")[0]
+        if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+            fail(f"there is no module {name!r}")
+    elif options.no_python:
+        if shutil.which(name) is None:
+            fail(f"there is no program {name!r}")
+    elif not Path(name).exists():
+        fail(f"there is no script {name!r}")
+
+
+def _decide_ranks(options: Namespace) -> int:
+    """How many ranks this machine runs."""
+    devices = torch.cuda.device_count()
+    if options.gpus is not None:
+        if options.nproc_per_node is not None:
+            fail("--gpus and --nproc-per-node both say how many ranks to start: give one of them")
+        if devices == 0:
+            say(f"no GPU on this machine: --gpus {options.gpus} starts CPU ranks")
+        elif options.gpus > devices:
+            fail(f"--gpus {options.gpus}: this machine has {devices}")
+        else:
+            os.environ[worker.ONE_GPU] = "1"
+        options.nproc_per_node = str(options.gpus)
+    elif options.nproc_per_node is None:
+        if devices == 0:
+            fail("this machine has no GPU: say how many ranks to start, as in --nproc-per-node 2")
+        options.nproc_per_node = str(devices)
+    try:
+        ranks: int = torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        fail(f"--nproc-per-node: {error}")
+    if ranks < 1:
+        fail(f"{ranks} ranks: at least 1 is needed")
+    options.nproc_per_node = str(ranks)
+    return ranks
+
+
+def _listen(options: Namespace) -> socket.socket | None:
+    """On one node: where the ranks meet, open on `--master-addr` only. torch's own store listens on every interface."""
+    try:
+        nodes = torchrun.parse_min_max_nnodes(options.nnodes)[1]
+    except (RuntimeError, ValueError):
+        fail(f"--nnodes {options.nnodes}: give a number, or a range as in 1:4")
+    alone = options.standalone or (nodes == 1 and options.rdzv_backend == "static" and not options.rdzv_endpoint)
+    if alone:
+        return open_port(options.master_addr.strip("[]"), 0 if options.standalone else options.master_port or 0)
+    options.master_port = options.master_port or DEFAULT_PORT
+    if options.rdzv_backend == "static" and not options.rdzv_endpoint and options.node_rank == 0:
+        open_port("", options.master_port).close()  # torch's own message is long
+    return None
+
+
+def _exit_code(failure: ProcessFailure) -> int:
+    code: int = failure.error_file_data.get("exit_code", failure.exitcode)
+    return 128 - code if code < 0 else code

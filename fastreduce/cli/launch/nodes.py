@@ -1,0 +1,155 @@
+"""Whether the other nodes of a job still run: their launchers tell each other on the store where the ranks meet."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ...errors import TransportError
+from ...transports.meeting import wait_until
+from ...transports.store_client import StoreClient
+
+LIMIT_VARIABLE = "FASTREDUCE_NODE_SECONDS"
+LIMIT_SECONDS = 15.0
+BEATS = 10  # in that time
+LONGEST_LINE = 400  # characters
+SUSPECT_BEATS = 3  # without a word, after which a node may be why ranks fail here
+
+
+def limit_seconds() -> float:
+    """What FASTREDUCE_NODE_SECONDS says, or 15.
+
+    Raises:
+        ValueError: if that is no positive number.
+    """
+    text = os.environ.get(LIMIT_VARIABLE, "")
+    try:
+        seconds = float(text) if text else LIMIT_SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{LIMIT_VARIABLE}={text}: give seconds")
+    return seconds
+
+
+class NodeLostError(RuntimeError):
+    """Another node of the job has ended or is silent; names it."""
+
+
+class Nodes:
+    """Beats for this node's launcher on a thread, and listens to the others'.
+
+    1. Every beat, count up `beat/NODE` and look at the other nodes' numbers: one that does not change for the limit
+       belongs to a launcher that is gone. The store is served by node 0, and gone with it.
+    2. Who leaves before its ranks are done writes why into `left/NODE`; the others read it at their next beat.
+    3. Who has read it, or leaves too, says so in `knows/NODE`, so that node 0 keeps the store open until then.
+
+    Args:
+        environment: of a rank on this node.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._rank, self._size = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
+        self._address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        self._limit = limit_seconds()
+        self._lost = ""
+        self._others = set(range(self._size)) - {self._rank}  # those that are not known to have ended
+        self._numbers = dict.fromkeys(self._others, 0)  # how often each has beaten
+        self._silent_seconds, self._last_check = 0.0, time.monotonic()
+        self._store: StoreClient | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Look at what the thread has heard; called often.
+
+        Raises:
+            NodeLostError: if another node has left, or there is no word from it for the limit.
+        """
+        now = time.monotonic()
+        self._silent_seconds += min(now - self._last_check, 1.0)  # time in which this process was stopped is no silence
+        self._last_check = now
+        if not self._lost and self._rank != 0 and self._silent_seconds > self._limit:
+            self._lost = f"{self._name(0)} is gone: no answer from it for {self._limit:g} s"
+        if self._lost:
+            raise NodeLostError(f"{self._lost}; the ranks here were ended")
+
+    def suspect(self) -> str:
+        """Which other node may be why ranks fail here: one that has ended, or is silent for some beats; "" if none."""
+        before, pause = dict(self._numbers), self._limit / BEATS
+        deadline = time.monotonic() + SUSPECT_BEATS * pause
+        while not self._lost and time.monotonic() < deadline:
+            if all(self._numbers[node] != number for node, number in before.items()):
+                return ""
+            time.sleep(pause / 10)
+        silent = [node for node, number in before.items() if self._numbers[node] == number]
+        names = " and ".join(map(self._name, silent))
+        return self._lost or (f"no word from {names} for {SUSPECT_BEATS * pause:g} s" if silent else "")
+
+    def leave(self, why: str) -> None:
+        """End the thread, and tell the others `why` this node leaves early ("": its ranks are done)."""
+        self._ending.set()
+        self._thread.join(self._limit / BEATS)
+        if self._store is None or self._thread.is_alive() or 0 not in {self._rank, *self._others}:
+            return
+        store = self._store.at("", self._limit / BEATS)
+        with contextlib.suppress(TransportError):  # node 0 may be gone by now
+            if why:
+                store.set(f"left/{self._rank}", why)
+            store.set(f"knows/{self._rank}", "")
+            if why and self._rank == 0:
+                known = [f"knows/{node}" for node in self._others]
+                wait_until(store, lambda store: not store.absent(known), self._limit / 3)
+
+    def _beat(self) -> None:
+        pause = self._limit / BEATS
+        unchanged = dict.fromkeys(self._others, 0)  # for how many beats of ours
+        try:
+            self._store = store = self._connect()
+            store.set(f"host/{self._rank}", socket.gethostname())
+            while not self._ending.wait(pause):
+                store.add(f"beat/{self._rank}", 1)
+                for node, number in self._numbers.items():
+                    self._numbers[node] = store.add(f"beat/{node}", 0)
+                    unchanged[node] = unchanged[node] + 1 if self._numbers[node] == number else 0
+                    if (why := store.read(f"left/{node}")) is not None:
+                        self._lost = f"{self._name(node)} has ended: {_line(why)}"
+                        store.set(f"knows/{self._rank}", "")
+                    elif unchanged[node] > BEATS:
+                        self._lost = f"{self._name(node)} is gone: no word from its launcher for {self._limit:g} s"
+                    if self._lost:
+                        self._others.discard(node)
+                        return
+                self._silent_seconds = 0.0
+        except RuntimeError as error:
+            self._others.discard(0)
+            self._lost = f"{self._name(0)} is gone, and with it the store: {str(error).splitlines()[0]}"
+
+    def _connect(self) -> StoreClient:
+        host, port = self._address
+        timeout = timedelta(seconds=self._limit)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return StoreClient(store, self._limit).at("fastreduce/nodes")
+
+    def _name(self, node: int) -> str:
+        if node == 0:
+            return f"node 0 ({self._address[0]})"
+        with contextlib.suppress(TransportError):
+            host = self._store and self._store.at("", self._limit / BEATS).read(f"host/{node}")
+            if host:
+                return f"node {node} ({_line(host)})"
+        return f"node {node}"
+
+
+def _line(told: str) -> str:
+    """What another node wrote, as one line that can be printed, whoever wrote it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in told[:LONGEST_LINE])

@@ -1,0 +1,119 @@
+"""What is looked at before a module is wrapped: its ranks, its parameters, and what ranks must agree on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parameter import is_lazy
+
+from .. import ops
+from ..compression import Compression
+from ..errors import BackendUnavailableError, DeviceError, NotInitializedError
+from ..reduction.agreement import describe_tensor
+from ..reduction.gradients import Gradients
+
+T = TypeVar("T", bound=Tensor)
+
+
+def group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
+    """The ranks that `process_group=` or `device_mesh=` names, or all.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as torch's class, before anything is exchanged.
+    """
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is not None and mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
+    if mesh is not None:
+        found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
+        return found
+    group = group or dist.group.WORLD
+    if group is None:
+        raise NotInitializedError("DistributedDataParallel")
+    if not isinstance(group, dist.ProcessGroup):
+        outside = (
+            ", which stands for a group that this rank is not in" if group == dist.GroupMember.NON_GROUP_MEMBER else ""
+        )
+        raise TypeError(
+            f"process_group must be a ProcessGroup, e.g. from torch.distributed.new_group; got {group!r}{outside}"
+        )
+    return group
+
+
+def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {name: tensor for name, tensor in named if name not in ignored}
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of the parameters; of several GPUs, the first one's."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Raise if this rank cannot reduce the gradients of `module`, wrapped with these arguments of torch's class.
+
+    Raises:
+        TensorError: naming a parameter whose dtype or device is not supported (DeviceError where devices differ).
+        BackendUnavailableError: if no kernels run on the device of the parameters.
+        TypeError: as torch's class.
+    """
+    parameters = _managed(module.named_parameters(), module)
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
+    Gradients(list(trainable.values()), list(trainable))
+    first: dict[str, tuple[str, torch.device]] = {}  # parameter and device, by type of device
+    for name, parameter in trainable.items():
+        first.setdefault(parameter.device.type, (name, parameter.device))
+    if len(first) > 1:
+        where = ", ".join(f"parameter {name!r} is on {device}" for name, device in first.values())
+        raise DeviceError(f"{where}; all must be on CPUs or all on GPUs")
+    for kind, (name, device) in first.items():
+        if kind not in ("cpu", "cuda"):
+            raise BackendUnavailableError(f"parameter {name!r} is on {device}; allowed: cpu, cuda")
+        ops.unchecked(device)
+    caps = arguments.get("bucket_cap_mb_list") or ()
+    if any(cap < 0 for cap in caps):
+        raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")
+    for name, child in module.named_modules():
+        if isinstance(child, TorchDDP):
+            inner = set(map(id, child._module_parameters))
+            twice = [n for n, p in trainable.items() if id(p) in inner]
+            if twice:
+                warnings.warn(
+                    f"module {name!r} is wrapped already: two reductions of {twice[0]!r} will race. Unwrap it, or "
+                    "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
+                    stacklevel=3,
+                )
+
+
+_AGREED_ARGUMENTS = (
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "broadcast_buffers",
+    "forward_sync_buffers",
+    "init_sync",
+    "gradient_as_bucket_view",
+    "mixed_precision",
+)
+
+
+def describe_wrapping(module: nn.Module, compression: Compression, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """What must be equal on every rank, by what it is called in an error."""
+    description = {"compression": str(compression)}
+    description.update({name: repr(arguments.get(name)) for name in _AGREED_ARGUMENTS})
+    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    sparse = {id(m.weight) for m in embeddings if m.sparse}
+    for name, parameter in _managed(module.named_parameters(), module).items():
+        grad = "requires grad" if parameter.requires_grad else "requires no grad"
+        grad += ", which is sparse" if id(parameter) in sparse else ""
+        description[f"parameter {name!r}"] = f"{describe_tensor(parameter)}, {grad}"
+    for name, buffer in _managed(module.named_buffers(), module).items():
+        description[f"buffer {name!r}"] = describe_tensor(buffer)
+    return description

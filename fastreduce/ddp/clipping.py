@@ -1,0 +1,126 @@
+"""clip_grad_norm_: the norm of all gradients, out of what decompression has summed up where it still holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from ..reduction.applied import Factor, multiplied
+from ..reduction.pipeline import BucketPipeline
+from ..reduction.statistics import Known, known_slots, rows_of
+
+TILE = 2048  # elements that one thread sums up
+ORDER_IS_NOTHING = (0, math.inf, -math.inf)
+
+
+@torch.no_grad()
+def clip_(
+    named: Mapping[str, Tensor],
+    pipelines: Sequence[BucketPipeline],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """Clip the gradients of parameters by their total norm, which is returned; the same bits on every rank.
+
+    1. Of a gradient that is as its reduction left it, the squares are known, tile by tile.
+    2. Every other gradient is read, in an order that no number of threads changes.
+    3. Both make one norm in FP64, and torch clips by it.
+
+    Raises:
+        RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; nothing has been clipped then.
+    """
+    norm_type = float(norm_type)
+    grads = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    if not grads:
+        return torch.tensor(0.0)
+    parameters = [named[name] for name in grads]
+    known = known_slots(pipelines, parameters) if norm_type == 2 else []
+    summed = {id(parameter) for _, slots in known for parameter in slots.values()}
+    norms = [_sum(rows_of(pipeline, slots)[:, 1].double()).sqrt() for pipeline, slots in known]
+    norms += _norms([grads[name] for name in grads if id(named[name]) not in summed], norm_type)
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            f"clipped: {_what_is_not_finite(grads, named, known)}. To disable this error and scale the gradients by "
+            "the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads.values()))
+    # Not in 16 bits, where a norm may overflow that no element does.
+    wide = total.to(torch.promote_types(dtype, torch.float32))
+    with multiplied(grads.values(), lambda: _coefficient(max_norm, wide)):
+        clip_grads_with_norm_(parameters, max_norm, wide, foreach)
+    return total.to(dtype)
+
+
+def _coefficient(max_norm: float, total: Tensor) -> Factor:
+    """What torch multiplies gradients by."""
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    return coefficient.double() if coefficient.is_cuda else float(coefficient)
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """The sum of a 1-D tensor, in an order that no number of threads changes."""
+    while len(numbers) > TILE:
+        numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % TILE)).view(-1, TILE).sum(1)
+    return numbers.sum()
+
+
+def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+    """The norms of gradients in FP64; on a GPU, which has no number of threads, all dense ones at once."""
+    at_once = [_elements(grad) for grad in grads if grad.is_cuda and not grad.is_sparse and grad.numel()]
+    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in at_once]
+    norms = [
+        norm.double()
+        for dtype in dict.fromkeys(wide)
+        for norm in torch._foreach_norm(
+            [grad for grad, each in zip(at_once, wide, strict=True) if each is dtype], order, dtype=dtype
+        )
+    ]
+    rest = [grad for grad in grads if not grad.is_cuda or grad.is_sparse or not grad.numel()]
+    return norms + [_norm(grad, order) for grad in rest]
+
+
+def _norm(grad: Tensor, order: float) -> Tensor:
+    """The norm of a gradient in FP64, in an order that no number of threads changes."""
+    grad = _elements(grad)
+    if not len(grad):
+        return grad.new_zeros((), dtype=torch.float64)
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    if order in ORDER_IS_NOTHING:
+        norm: Tensor = torch.linalg.vector_norm(grad, order, dtype=dtype)
+        return norm.double()
+    whole, rest = grad.split([len(grad) // TILE * TILE, len(grad) % TILE])
+    rows = [whole.view(-1, TILE), *([rest.view(1, -1)] if len(rest) else [])]
+    norms = torch.cat([torch.linalg.vector_norm(each, order, dim=1, dtype=dtype) for each in rows])
+    return _sum(norms.double().pow(order)).pow(1 / order)
+
+
+def _elements(grad: Tensor) -> Tensor:
+    """What a gradient holds, 1-D: the values of a sparse one, the magnitudes of a complex one."""
+    values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
+    return (values.abs() if values.is_complex() else values).reshape(-1)
+
+
+def _what_is_not_finite(grads: Mapping[str, Tensor], named: Mapping[str, Tensor], known: Known) -> str:
+    place = {id(parameter): (pipeline, i) for pipeline, slots in known for i, parameter in slots.items()}
+    found = {}
+    for name, grad in grads.items():
+        if (at := place.get(id(named[name]))) is not None:
+            count = int(at[0].statistics_of(at[1], at[1] + 1)[:, 0].sum())
+        else:
+            count = int((~_elements(grad).isfinite()).sum())
+        if count:
+            found[name] = f"{name} ({count}{f', bucket {at[0].bucket.index}' if at else ''})"
+    if not found:
+        return "every element is finite, but their squares overflow"
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return "not finite are elements of " + ", ".join([*found.values()][:8]) + more

@@ -1,0 +1,295 @@
+"""DistributedDataParallel: torch's class with our reducer inside."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _find_tensors
+
+from ..compression import Compression
+from ..errors import FastreduceError, ReducerError, SettingError
+from ..reduction.agreement import check_agreement
+from ..reduction.arrivals import weakly
+from ..sync_batchnorm import SyncBatchNorm
+from ..transports import Transport, make_transport
+from .checks import check_module, describe_wrapping, device_of, group_of
+from .clipping import clip_
+from .logger import TorchLogger, environment
+from .mixed_precision import LowPrecision
+from .reducer import TorchReducer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class DistributedDataParallel(TorchDDP):
+    """torch's DistributedDataParallel, with gradients averaged by fastreduce.
+
+    Takes every argument of the installed torch's class, with its meaning, and two of its own. forward,
+    no_sync, buffers, pickling and argument checks are torch's code.
+
+    Args:
+        module: the model; parameters on the CPU, or on GPUs.
+        device_ids: as in torch, but on a CPU module it warns and is dropped, so that GPU scripts run.
+        output_device: likewise.
+        *args: torch's other arguments.
+        compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; None means
+            FASTREDUCE_COMPRESSION, or `none`.
+        transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else NCCL
+            for GPUs and gloo for CPUs, in communicators of its own over the ranks of `process_group` (at world size
+            1: nothing to move).
+        **kwargs: torch's other arguments.
+
+    Raises:
+        SettingError: if `compression` is no setting.
+        MismatchError: on every rank, if ranks differ in model or settings.
+        RuntimeError: if no parameter requires a gradient (as torch).
+    """
+
+    __module__ = "fastreduce.ddp"  # where pickles find it
+    reducer: TorchReducer  # type: ignore[assignment]
+    logger: TorchLogger  # type: ignore[assignment]
+    _may_have_changed = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        *args: Any,
+        compression: Compression | str | None = None,
+        transport: Transport | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if device_ids is not None and all(device is None for device in device_ids):
+            device_ids = None
+        on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+        if on_cpu and (device_ids or output_device is not None) and len(device_ids or ()) <= 1:
+            warnings.warn(
+                f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
+                stacklevel=2,
+            )
+            device_ids = output_device = None
+        bound = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        self._transport_argument = transport
+        group = group_of(arguments["process_group"], arguments["device_mesh"])
+        self._transport = transport or make_transport(group, device_of(module))
+        error = None
+        try:
+            self.compression = Compression.resolve(compression)
+            check_module(module, arguments)
+        except (FastreduceError, RuntimeError, TypeError) as found:
+            error = found
+        check_agreement(self._transport, {} if error else describe_wrapping(module, self.compression, arguments), error)
+        super().__init__(module, device_ids, output_device, *args, **kwargs)
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: Mapping[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Build our reducer and logger where torch builds its own."""
+        names: dict[int, str] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        low = self.mixed_precision
+        self.reducer = TorchReducer(
+            parameters,
+            [names[id(p)] for p in parameters],
+            self._transport,
+            self.compression,
+            bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
+            gradient_as_bucket_view=self.gradient_as_bucket_view and low is None,
+            dtype=low and (low.reduce_dtype or low.param_dtype),
+            sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
+            low_precision=LowPrecision(self.module.parameters()) if low else None,
+            overlaps=not self._meets_elsewhere(),
+        )
+        self.logger = self.reducer.logger = TorchLogger(
+            parameters,
+            [names[id(p)] for p in parameters],
+            self.reducer.plan,
+            rank=self._transport.rank,
+            world_size=self._transport.world_size,
+            transport=self._transport.name,
+            compression=str(self.compression),
+            bucket_cap_bytes=self.bucket_bytes_cap,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            is_multi_device_module=self.is_multi_device_module,
+            **environment(self.process_group),
+        )
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            self.device_ids or [],
+            -1 if self.output_device is None else self.output_device,
+            self.broadcast_buffers,
+            self._has_sync_batchnorm(),
+            static_graph,
+        )
+        self._passing_sync_batchnorm_handle(self.module)
+
+    def _has_sync_batchnorm(self) -> bool:
+        return any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in self.module.modules())
+
+    def _meets_elsewhere(self) -> bool:
+        """Whether the module's own backward runs NCCL collectives, in communicators other than ours.
+
+        Two communicators on one GPU must be used in the same order on every rank. Where ranks use different
+        parameters, a bucket fills before a SyncBatchNorm on one rank and behind it on another.
+        """
+        return self.device_type != "cpu" and self._has_sync_batchnorm()
+
+    # Under torch.compile what goes on around the module's forward stays Python: Dynamo would trace the reducer.
+    _pre_forward = _disable_dynamo(TorchDDP._pre_forward)
+
+    @_disable_dynamo
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        try:
+            super()._passing_sync_batchnorm_handle(module)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; fastreduce.SyncBatchNorm.convert_sync_batchnorm(model) puts in layers that work on CPUs"
+            ) from None
+
+    def _post_forward(self, output: Any) -> Any:
+        output = super()._post_forward(output)
+        if not self._delay_all_reduce_all_params:  # else torch has built no reducer
+            if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
+                self.reducer.check_at_end = weakly(self._check_parameters)
+            self.reducer.watch(_find_tensors(output))
+            if not torch.is_grad_enabled():
+                self.reducer.restore_precision()
+        return output
+
+    def _root_copy_hook(self, *_: Any, **__: Any) -> None:
+        self.reducer.lower_precision()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, as in torch. The next backward looks for parameters that are new since construction."""
+        self._may_have_changed = mode
+        super().train(mode)
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as in torch, or, where no name begins with `module.`, the state of the module that is wrapped."""
+        self._may_have_changed = True  # assign=True puts new parameters in the place of the old ones
+        if not state_dict or any(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, strict, assign)
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def _check_parameters(self) -> None:
+        """Raise if the module holds a trainable parameter that nobody reduces.
+
+        Called at the end of backward, because `torch.func.functional_call` lends the module other parameters during
+        forward. A walk over a thousand parameters costs over a millisecond: it is made in the steps whose times are
+        taken (the first ten, then every hundredth) and in the first after `train()` and `load_state_dict`.
+        """
+        self._may_have_changed = False
+        known = self.reducer.known
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
+                raise ReducerError(
+                    f"rank {self._distributed_rank}: parameter {name!r} was added, replaced or unfrozen after the "
+                    "module was wrapped, so its gradient is not averaged and replicas would drift apart. Wrap the "
+                    "module again (fastreduce.DistributedDataParallel(ddp.module, …)), or freeze the parameter"
+                )
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the averaged gradients by their total norm, which is returned: the same bits on every rank.
+
+        As `torch.nn.utils.clip_grad_norm_`, without its pass over the gradients: from the first call on, decompression
+        sums up squares while it writes averages. What has been changed since, by `GradScaler.unscale_`, by a backward
+        without synchronisation or in place, is read again. That is told by autograd's version counter, which does not
+        see writes through `.data`, NumPy, DLPack or a collective of `torch.distributed`: after these call torch's
+        function. Gradients that nobody averages (`_set_params_and_buffers_to_ignore_for_model`) differ from rank to
+        rank: they are neither counted nor clipped.
+
+        Every rank calls it. Nothing waits for the device, except `error_if_nonfinite`.
+
+        Raises:
+            RuntimeError: if the norm is not finite and `error_if_nonfinite` is set, with the parameters, their buckets
+                and how many of their elements are not finite. Nothing has been clipped then.
+        """
+        pipelines = []
+        if not self._delay_all_reduce_all_params:  # else torch has built no reducer
+            self.reducer.keep_statistics()
+            pipelines = self.reducer.pipelines
+        delayed = set(map(id, self._delay_all_reduce_params))  # torch averages them, and counts them as ignored
+        named = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if name not in self.parameters_to_ignore or id(parameter) in delayed
+        }
+        return clip_(named, pipelines, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Let `hook` reduce the buckets, as in torch; it receives a duck type of `dist.GradBucket`.
+
+        Raises:
+            RuntimeError: if a hook is registered already, or a compression is set.
+            TypeError, ValueError: if it is not a hook (torch's checks).
+        """
+        if isinstance(state, _AllreduceUpcastHookState):  # torch's own, for mixed_precision=: the reducer does its work
+            return
+        self._check_comm_hook(hook)
+        self.reducer.use_hook(state, hook)
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Use the Python hook of the same meaning as torch's built-in one."""
+        builtin = {
+            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self.reducer.use_hook(self.process_group, builtin[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Train with other ranks from now on, as in torch: every old and new rank calls it.
+
+        Raises:
+            SettingError: if the wrapper was given a transport, whose ranks are fixed.
+        """
+        if self._transport_argument is not None:
+            raise SettingError("this wrapper was given transport=, whose ranks are fixed: wrap the module again")
+        super()._update_process_group(new_process_group)
+        self._transport = self.reducer.transport
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        self.reducer.shadow_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Used-flags travel with the gradients."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        del state["_transport"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        device = device_of(state["_modules"]["module"])
+        self._transport = state["_transport_argument"] or make_transport(group_of(None, None), device)
+        super().__setstate__(state)

@@ -1,0 +1,1 @@
+"""What surrounds the library: our environment variables, packages that may be missing, folders for caches."""

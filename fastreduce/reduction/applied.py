@@ -1,0 +1,376 @@
+"""What became of averaged gradients: multiplied by what, applied by an optimizer, or thrown away."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..errors import SettingError
+
+MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
+Factor = float | Tensor  # a number that only a device knows is an FP64 tensor without dimensions
+
+_live: weakref.WeakSet[Applied] = weakref.WeakSet()
+_changing_live = threading.Lock()
+_optimized: set[int] = set()  # identities of parameters that a torch optimizer has stepped
+
+
+class Applied:
+    """By slot of one bucket: the factor between the average that a reduction left in `.grad` and what was applied.
+
+    1. Made when the averages have been stored, it notes gradients and their versions.
+    2. `GradScaler.unscale_` and `ddp.clip_grad_norm_` tell what they multiply by (`multiplied`).
+    3. `look`, before other gradients accumulate, sees whether gradients are still there or were thrown away.
+    4. An optimizer's step says that they were applied. What has changed since without a word, by torch's own clipping
+       or a user's code, is measured: the slot's largest magnitude and the sum of all, now and then.
+    5. `factors` tells the result.
+
+    Only the first step after a reduction counts: later ones apply other gradients.
+
+    Args:
+        parameters: those of the slots, of which weak references are kept.
+        left: positions of slots that no rank used.
+        magnitudes: a method that tells the largest magnitude of each slot's average, and the sum of all, FP64
+            `[2, slots]`; called while the next reduction has not begun.
+        scale: what the average was multiplied by before it was stored.
+        watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        left: Collection[int],
+        magnitudes: Callable[[], Tensor],
+        scale: float = 1.0,
+        watched: bool = True,
+    ) -> None:
+        count = len(parameters)
+        grads = [parameter.grad for parameter in parameters]
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._places = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._grads = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
+        self._versions = [0 if grad is None else grad._version for grad in grads]
+        # Weakly: the pipeline whose method it is holds this.
+        self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
+        self.expected: list[Factor] = [scale] * count
+        self._rest: list[Factor] = [1.0] * count
+        self._stepped = [False] * count
+        self._told: set[int] = set()
+        self._carried: list[Factor | None] = [None] * count
+        _notice()
+        with _changing_live:
+            _live.add(self)
+
+    def _state(self, i: int) -> tuple[Tensor | None, bool]:
+        """The gradient of slot `i`, and whether it is as it was left, but for what is known."""
+        parameter = self._parameters[i]()
+        grad = None if parameter is None else parameter.grad
+        return grad, grad is not None and grad is self._grads[i]() and grad._version == self._versions[i]
+
+    def intact(self) -> dict[int, int]:
+        """Identities of the gradients that are as they were left, by the positions of their slots."""
+        states = ((i, *self._state(i)) for i in range(len(self._grads)))
+        return {i: id(grad) for i, grad, intact in states if intact}
+
+    def refresh(self, positions: Iterable[int]) -> None:
+        """Take the gradients of slots as they are now; views of one tensor share their versions."""
+        for i in positions:
+            grad = self._state(i)[0]
+            self._versions[i] = 0 if grad is None else grad._version
+
+    def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
+        """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
+        positions, factors = list(positions), self.expected if expected else self._rest
+        products = _products([factors[i] for i in positions], [by] * len(positions))
+        for i, factor in zip(positions, products, strict=True):
+            factors[i] = factor
+        self.refresh(positions)
+
+    def step(self, parameters: Set[int], expected: Factor, applies: Factor) -> None:
+        """An optimizer applies the gradients of the parameters with these identities.
+
+        Args:
+            parameters: identities.
+            expected: what it multiplies them by, as it will the next ones.
+            applies: 1, or 0 where it leaves the step out.
+        """
+        chosen = [i for i in self._places_of(parameters) if not self._stepped[i]]
+        if not chosen or not self._watched:
+            return
+        written = []
+        for i in chosen:
+            grad, intact = self._state(i)
+            if grad is None:
+                self._carried[i] = 0.0  # it leaves parameters without a gradient alone
+            else:
+                self._stepped[i] = True
+                if not intact:
+                    written.append(i)
+        for i, factor in zip(written, self._measure(written), strict=True):
+            self._rest[i] = self._rest[i] * factor
+        if applies is _ONE:  # a GradScaler that took the loss scale out has just waited for the device
+            self._read_expected(chosen)
+        if expected is not _ONE:
+            self.multiply(chosen, expected, expected=True)
+        if applies is not _ONE:
+            self.multiply(chosen, applies, expected=False)
+
+    def _read_expected(self, positions: Iterable[int]) -> None:
+        numbers: dict[int, float] = {}
+        for i in positions:
+            factor = self.expected[i]
+            if isinstance(factor, Tensor):
+                if id(factor) not in numbers:
+                    numbers[id(factor)] = float(factor)
+                self.expected[i] = numbers[id(factor)]
+
+    def tell(self, parameters: Set[int], factor: float) -> None:
+        """A user says what became of the gradients of the parameters with these identities."""
+        for i in self._places_of(parameters):
+            self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor
+            self._told.add(i)
+
+    def _places_of(self, parameters: Set[int]) -> list[int]:
+        places = sorted(self._places[identity] for identity in parameters & self._places.keys())
+        return [i for i in places if self._parameters[i]() is not None]
+
+    def look(self) -> None:
+        """See what is left of gradients that nobody has applied, before others accumulate."""
+        written = []
+        for i, stepped in enumerate(self._stepped):
+            if stepped or i in self._left or not self._watched:
+                continue
+            grad, intact = self._state(i)
+            if grad is None or grad is not self._grads[i]():
+                self._carried[i] = 0.0
+            elif not intact:
+                written.append(i)
+            elif self._carried[i] is None:
+                self._carried[i] = 1.0
+        for i, factor in zip(written, self._measure(written), strict=True):
+            known = self._carried[i]
+            if known is None:
+                self._carried[i] = factor
+            else:  # zeroed in place, or something has accumulated already
+                there = float(factor != 0) if isinstance(factor, float) else (factor != 0).double()
+                self._carried[i] = known * there
+        self.refresh(written)
+
+    def _is_optimized(self, i: int) -> bool:
+        return self._watched and id(self._parameters[i]()) in _optimized
+
+    def _measure(self, positions: Sequence[int]) -> list[Factor]:
+        """What the gradients of slots were multiplied by, beside what is known.
+
+        Where the largest magnitude and the sum of all tell different factors, it was something else: clipping of single
+        elements, or an addition. Then nothing of it is followed.
+        """
+        grads = [grad for i in positions if (grad := self._state(i)[0]) is not None]
+        magnitudes = self._magnitudes()
+        if not grads or magnitudes is None:
+            return [1.0 for _ in positions]
+        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+        real = [grad if grad.numel() else grad.new_zeros(1) for grad in real]
+        then = magnitudes()[:, list(positions)]
+        wide = torch.float64 if real[0].dtype is torch.float64 else torch.float32
+        norms = [torch._foreach_norm(real, order, dtype=wide) for order in (math.inf, 1)]
+        now = torch.stack([torch.stack(each).double() for each in norms]).to(then.device)
+        then[0] = then[0].to(real[0].dtype).double()  # as it was stored
+        thrown_away = ~now.isfinite() | (now == 0)
+        ratios = torch.where(then == 0, 1.0, torch.where(thrown_away, 0.0, now / then))
+        same = (ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0]
+        known = _products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
+        found: list[Factor] = list(ratios[0].unbind()) if ratios.is_cuda else ratios[0].tolist()
+        uniform: list[Any] = list(same.unbind()) if ratios.is_cuda else same.tolist()
+        factors: list[Factor] = []
+        for total, old, whole in zip(found, known, uniform, strict=True):
+            if _is(old, 0.0):
+                factors.append(0.0)
+            elif isinstance(total, Tensor):
+                factors.append(torch.where(whole, total / old, 1.0))
+            else:
+                factors.append(total / old if whole else 1.0)
+        return factors
+
+    def carried(self) -> set[int]:
+        """Positions of the slots whose averages nobody has applied, and are in `.grad` still."""
+        return {
+            i
+            for i, carried in enumerate(self._carried)
+            if carried is not None and not _is(carried, 0.0) and not self._stepped[i] and i not in self._left
+        }
+
+    def relative(self) -> set[int]:
+        """Positions of the slots whose factor is in units of what was expected: nothing was seen, or a user told it."""
+        return self._told | {
+            i
+            for i, stepped in enumerate(self._stepped)
+            if not stepped and _is(self.expected[i], 1.0) and _is(self._rest[i], 1.0) and not self._is_optimized(i)
+        }
+
+    def factors(self, finite: Factor, final: bool = False) -> list[Factor]:
+        """By slot, what averages were multiplied by in all before they were applied; 0 if they were not.
+
+        Args:
+            finite: 1 if all averages of the step were, else 0: without a torch optimizer that tells, those of a step
+                that was not finite count as thrown away.
+            final: whether what no optimizer has applied until now never will be.
+        """
+        outcomes: list[Factor] = []
+        for i, stepped in enumerate(self._stepped):
+            carried = self._carried[i]
+            if stepped or i in self._left:
+                outcomes.append(float(stepped and i not in self._left))
+            elif carried is not None and not _is(carried, 0.0) and not final:
+                outcomes.append(carried)
+            elif self._is_optimized(i):
+                outcomes.append(1.0 if carried is None and not final else 0.0)
+            else:
+                outcomes.append(finite)
+        return _products(_products(self.expected, self._rest), outcomes)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _products(first: Sequence[Factor], second: Sequence[Factor]) -> list[Factor]:
+    """Pairwise; what is multiplied by 1 stays the object that it is.
+
+    Most slots share one object, and on a device every product costs a launch: each is made once.
+    """
+    made: dict[tuple[int, int], Factor] = {}
+    for a, b in zip(first, second, strict=True):
+        if (id(a), id(b)) not in made:
+            nothing = _is(a, 0.0) or _is(b, 0.0)
+            made[id(a), id(b)] = b if _is(a, 1.0) else a if _is(b, 1.0) else 0.0 if nothing else a * b
+    return [made[id(a), id(b)] for a, b in zip(first, second, strict=True)]
+
+
+def _is(factor: Factor, number: float) -> bool:
+    return isinstance(factor, float) and factor == number
+
+
+_ONE: Factor = 1.0
+
+
+def _all() -> list[Applied]:
+    with _changing_live:
+        return list(_live)
+
+
+@contextlib.contextmanager
+def multiplied(grads: Iterable[Tensor], by: Callable[[], Factor], expected: bool = False) -> Iterator[None]:
+    """Around an operation that multiplies gradients in place.
+
+    Args:
+        grads: the gradients.
+        by: what by; asked only where error feedback follows them.
+        expected: whether those of the next step will be multiplied by as much, as a loss scale is taken out.
+    """
+    identities = set(map(id, grads)) if _live else set()
+    before = [(applied, applied.intact()) for applied in _all()]
+    yield
+    factor = None
+    for applied, intact in before:
+        positions = [i for i, identity in intact.items() if identity in identities]
+        if positions:
+            factor = by() if factor is None else factor
+            applied.multiply(positions, factor, expected)
+        applied.refresh(intact)
+
+
+def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
+    """Say what became of the averaged gradients of `parameters`, where error feedback cannot see it.
+
+    What `int8:error_feedback` adds to the next gradients follows what was applied of the last ones. It sees the steps
+    of torch's optimizers, `GradScaler` and clipping by itself. An update that is no `torch.optim.Optimizer` says so:
+    call this between that and the next forward.
+
+    Args:
+        parameters: parameters.
+        factor: how much of the averaged gradients was applied: 1 for all, a loss scale aside; 0 if they were thrown
+            away.
+
+    Raises:
+        SettingError: if `factor` is NaN or infinite.
+    """
+    if not math.isfinite(factor):
+        raise SettingError(f"note_applied: factor={factor!r}; allowed: finite numbers")
+    identities = set(map(id, parameters))
+    for applied in _all():
+        applied.tell(identities, float(factor))
+
+
+@cache
+def _notice() -> None:
+    """Let optimizers and `GradScaler.unscale_` tell from now on."""
+    notice_unscaling()
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # what has been told of a step that is going on
+
+
+@torch._disable_dynamo
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gradients are as the optimizer gets them, unless a closure or the optimizer's own hooks come after this."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if _live and (hasattr(optimizer, "found_inf") or (closure is None and not optimizer._optimizer_step_pre_hooks)):
+        _told.add(optimizer)
+        _tell_step(optimizer)
+
+
+@torch._disable_dynamo
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if optimizer in _told:
+        _told.discard(optimizer)
+    elif _live:
+        _tell_step(optimizer)
+
+
+def _tell_step(optimizer: torch.optim.Optimizer) -> None:
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for identity in parameters.keys() - _optimized:
+        _optimized.add(identity)
+        weakref.finalize(parameters[identity], _optimized.discard, identity).atexit = False
+    # A fused optimizer takes the loss scale out itself, and leaves the step out where a gradient is not finite.
+    scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    expected = 1.0 / _number(scale) if isinstance(scale, Tensor) else _ONE
+    applies = 1.0 - _number(found) if isinstance(found, Tensor) else _ONE
+    for applied in _all():
+        applied.step(parameters.keys(), expected, applies)
+
+
+def _number(value: Tensor) -> Factor:
+    """A number on the host as a float, one on a device as an FP64 tensor, for which the host does not wait."""
+    return value.detach().double().reshape(()) if value.is_cuda else float(value)
+
+
+@cache
+def notice_unscaling() -> None:
+    """Let `GradScaler.unscale_` count as a change of gradients; by itself its operation leaves their versions alone."""
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+    def and_count(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        with multiplied(tensors, lambda: _number(inverse_scale), expected=True):
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                unscale(tensors, found_inf, inverse_scale)
+            torch.autograd.graph.increment_version(tensors)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(unscale, and_count, "ADInplaceOrView")
+    _libraries.append(library)
+
+
+_libraries: list[torch.library.Library] = []  # an implementation ends with its library

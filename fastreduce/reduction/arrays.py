@@ -1,0 +1,62 @@
+"""Arrays of any library → torch tensors over the same memory, so that what is written arrives in the array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import DeviceError, TensorError
+
+_IMMUTABLE = ("jax", "jaxlib", "tensorflow")
+
+
+def as_tensor(array: Any) -> Tensor:
+    """A torch tensor that shares its memory with `array`; a torch tensor comes back as it is.
+
+    NumPy arrays (ml_dtypes' bfloat16 too), whatever has `__dlpack__` (CuPy arrays among them), and
+    whatever has `__cuda_array_interface__` only.
+
+    Raises:
+        TensorError: if it is none of these, is read-only, or has a dtype or layout that torch does not know.
+        DeviceError: if it lies on a GPU, and torch sees none.
+    """
+    if isinstance(array, Tensor):
+        return array
+    name = f"{type(array).__module__}.{type(array).__qualname__}"
+    if isinstance(array, np.ndarray):
+        return _from_numpy(array)
+    if name.split(".")[0] in _IMMUTABLE:
+        raise TensorError(f"a {name} is immutable and cannot be written in place: pass numpy.array(it)")
+    on_gpu = hasattr(array, "__cuda_array_interface__")
+    if on_gpu and not torch.cuda.is_available():
+        raise DeviceError(
+            f"a {name} lies on a CUDA device (it has __cuda_array_interface__), and torch sees only cpu here: "
+            "install a CUDA build of torch and a driver, or pass the array's copy on the host"
+        )
+    try:
+        if hasattr(array, "__dlpack__"):  # before the older interface: it also orders the two libraries' streams
+            return torch.from_dlpack(array)
+        if on_gpu:
+            return torch.as_tensor(array, device="cuda")
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TensorError(f"a {name} cannot be shared with torch: {error}") from error
+    raise TensorError(
+        f"a {name} is no array; allowed: torch tensors, NumPy arrays, and what has __dlpack__ or "
+        "__cuda_array_interface__ (CuPy and others)"
+    )
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    if not array.flags.writeable:
+        raise TensorError("a NumPy array is read-only and cannot be written in place: pass a copy")
+    try:
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise TensorError(
+            f"a NumPy array of dtype {array.dtype} and strides {array.strides} cannot be shared with torch: {error}"
+        ) from error

@@ -1,0 +1,137 @@
+"""Parameter shapes → BucketPlan: which gradients travel together, and where each lies. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..kernels.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a plan needs to know of one parameter; `numel` counts real numbers (two for a complex one)."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket: `parameter` is its index among the specs, the rest in elements."""
+
+    parameter: int
+    name: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one dtype and device whose gradients travel together.
+
+    The flat is the slots, then one used-flag per slot from `flags_offset`, then padding up to
+    `total` elements, which divides into equal shards.
+    """
+
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+    flags_offset: int
+    total: int
+
+    @cached_property
+    def table(self) -> SlotTable:
+        """The slots and the flags as a kernel sees them."""
+        rows = [(s.offset, s.numel) for s in self.slots] + [(self.flags_offset, len(self.slots))]
+        offsets, numels = np.array(rows, dtype=np.int64).T.copy()
+        return SlotTable(offsets, numels, self.total)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients themselves, without flags and padding."""
+        return sum(s.numel for s in self.slots) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        first, last = self.slots[0].name, self.slots[-1].name
+        names = first if len(self.slots) == 1 else f"{first} … {last}"
+        return (
+            f"bucket {self.index}: {str(self.dtype).removeprefix('torch.')} on {self.device}, "
+            f"{len(self.slots)} slots, {self.nbytes / 2**20:.2f} MiB, {names}"
+        )
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The frozen assignment of parameters to buckets and offsets; `print` it to read it."""
+
+    buckets: tuple[Bucket, ...]
+    alignment: int
+    shards: int
+
+    def names(self) -> list[list[str]]:
+        """Parameter names by bucket: with the specs, all that is needed to build the plan again."""
+        return [[slot.name for slot in bucket.slots] for bucket in self.buckets]
+
+    def __str__(self) -> str:
+        return "\n".join(str(bucket) for bucket in self.buckets)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def group_by_size(specs: Sequence[ParameterSpec], order: Iterable[int], caps: Sequence[int]) -> list[list[int]]:
+    """Parameter indices in `order` → groups of one dtype and device, closed when they reach their cap.
+
+    The rule of torch's `compute_bucket_assignment_by_size`: `caps` are bytes, the first for the first
+    bucket of each dtype and device, the last for all that follow; a parameter is never split. Groups
+    come in the order in which their last parameter becomes ready.
+    """
+    order = list(order)
+    open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    closed_of: dict[tuple[torch.dtype, torch.device], int] = {}
+    size_of: dict[tuple[torch.dtype, torch.device], int] = {}
+    done: list[tuple[int, list[int]]] = []
+    for position, index in enumerate(order):
+        spec = specs[index]
+        key = (spec.dtype, spec.device)
+        open_groups.setdefault(key, []).append(index)
+        size_of[key] = size_of.get(key, 0) + spec.numel * spec.dtype.itemsize
+        if size_of[key] >= caps[min(closed_of.get(key, 0), len(caps) - 1)]:
+            done.append((position, open_groups.pop(key)))
+            closed_of[key] = closed_of.get(key, 0) + 1
+            size_of[key] = 0
+    position_of = {index: position for position, index in enumerate(order)}
+    done += [(position_of[group[-1]], group) for group in open_groups.values()]
+    return [group for _, group in sorted(done)]
+
+
+def build_plan(
+    specs: Sequence[ParameterSpec], groups: Iterable[Sequence[int]], *, alignment: int, shards: int
+) -> BucketPlan:
+    """Lay every group out as a bucket.
+
+    Args:
+        specs: all parameters.
+        groups: parameter indices, one group a bucket, in launch order.
+        alignment: elements to whose multiples slots and flags are aligned.
+        shards: ranks among which a wire is divided.
+    """
+    buckets = []
+    for index, group in enumerate(groups):
+        slots, end = [], 0
+        for parameter in group:
+            slots.append(Slot(parameter, specs[parameter].name, end, specs[parameter].numel))
+            end = _round_up(end + specs[parameter].numel, alignment)
+        total = _round_up(end + len(slots), alignment * shards)
+        spec = specs[group[0]]
+        buckets.append(Bucket(index, spec.dtype, spec.device, tuple(slots), end, total))
+    return BucketPlan(tuple(buckets), alignment, shards)

@@ -1,0 +1,259 @@
+"""all_reduce_gradients: the same reduction for people without a module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compression import Compression
+from ..errors import NotInitializedError, SettingError, TensorError
+from ..transports import Transport, make_transport
+from . import saved_residuals
+from .agreement import check_agreement, describe_tensor
+from .arrays import as_tensor
+from .arrivals import Reached
+from .bucketed import BUCKET_BYTES
+from .buckets import build_plan, group_by_size
+from .error_feedback import ErrorFeedback, Parts, agree_that_finite
+from .gradients import Gradients
+from .pipeline import BucketPipeline
+
+OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
+
+
+class _Reduction:
+    """Plan and pipelines for one list of shapes, kept between calls."""
+
+    def __init__(self, tensors: list[Tensor], transport: Transport, compression: Compression, op: str) -> None:
+        names = _names(tensors)
+        specs = Gradients(tensors, names).specs
+        groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
+        plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size)
+        divisor = OPERATIONS[op]
+        self.pipelines = [BucketPipeline(bucket, compression, transport, divisor) for bucket in plan.buckets]
+        self.reached = Reached(self.look)
+        if compression.error_feedback:
+            self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
+
+    def look(self) -> None:
+        """Let error feedback see what has become of the last averages."""
+        for feedback in self.feedbacks:
+            feedback.look()
+
+    @property
+    def feedbacks(self) -> list[ErrorFeedback]:
+        """What is kept of each bucket, under error feedback."""
+        return [pipeline.feedback for pipeline in self.pipelines if pipeline.feedback is not None]
+
+
+class _Owners:
+    """Whose residuals lie where: those of an array belong to it, in whatever list it comes.
+
+    Weakly: a reduction is forgotten with the first of the arrays that it is for.
+    """
+
+    def __init__(self) -> None:
+        self._reductions: dict[tuple[int, ...], _Reduction] = {}
+        self._homes: dict[int, tuple[_Reduction, str]] = {}
+        self._lists: dict[int, set[tuple[int, ...]]] = {}  # in which an array has come
+
+    def find(self, owners: list[Any]) -> _Reduction | None:
+        """The reduction for a list of arrays that came before."""
+        return self._reductions.get(tuple(map(id, owners)))
+
+    def add(self, owners: list[Any], reduction: _Reduction) -> None:
+        """Take note of one for a new list.
+
+        Raises:
+            SettingError: if an array's life cannot be followed.
+        """
+        identities = tuple(map(id, owners))
+        for i, owner in enumerate(owners):
+            if id(owner) not in self._lists:
+                try:
+                    weakref.finalize(owner, _forget, weakref.ref(self), id(owner)).atexit = False
+                except TypeError as error:
+                    raise SettingError(
+                        f"all_reduce_gradients: error feedback keeps residuals for each array, and of tensor {i}, a "
+                        f"{type(owner).__name__}, it cannot tell when it ends: pass a torch tensor or parameter"
+                    ) from error
+            self._lists.setdefault(id(owner), set()).add(identities)
+        self._reductions[identities] = reduction
+
+    def forget(self, identity: int) -> None:
+        """An array has ended, and the lists that it was in; what is kept of others in them stays."""
+        self._homes.pop(identity, None)
+        for identities in self._lists.pop(identity, set()):
+            self._reductions.pop(identities).reached.remove()
+            for other in identities:
+                if other != identity:
+                    self._lists[other].discard(identities)
+
+    def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
+        """Move the residuals of arrays that came in another list the last time."""
+        arrived: dict[str, Parts] = {}
+        for owner, name in zip(owners, _names(owners), strict=True):
+            home = self._homes.get(id(owner))
+            if home is not None and home[0] is not reduction:
+                arrived[name] = _take(*home)
+            self._homes[id(owner)] = reduction, name
+        saved_residuals.restore(arrived, reduction.pipelines)
+
+
+def _forget(owners: weakref.ref[_Owners], identity: int) -> None:
+    if (alive := owners()) is not None:
+        alive.forget(identity)
+
+
+def _take(reduction: _Reduction, name: str) -> Parts:
+    """What is kept of a tensor, out of a reduction."""
+    (found,) = (
+        pipeline.feedback.take(i)
+        for pipeline in reduction.pipelines
+        if pipeline.feedback is not None
+        for i, slot in enumerate(pipeline.bucket.slots)
+        if slot.name == name
+    )
+    return found
+
+
+def _names(tensors: Sequence[Any]) -> list[str]:
+    return [f"tensor {i}" for i in range(len(tensors))]
+
+
+_transports: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[Transport, dict[Any, _Owners]] = weakref.WeakKeyDictionary()
+
+
+def all_reduce_gradients(
+    tensors_or_parameters: Iterable[Any],
+    compression: Compression | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    transport: Transport | None = None,
+    op: str = "mean",
+) -> None:
+    """Average gradients over the ranks, in place, between backward and the optimizer's step.
+
+    Parameters, and other leaves that require gradients, are averaged in their `.grad`: None counts as
+    zeros, and stays None where every rank has None. Other tensors are averaged themselves. Call it on
+    every rank with the same shapes in the same order; a list of shapes that is new is compared between
+    ranks. Buffers are kept per list of shapes. Under error feedback residuals are kept for each parameter, tensor or
+    array as long as it lives: pass parameters, and not their `.grad`, which lives for one step.
+
+    Args:
+        tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays
+            too, and whatever has `__dlpack__` or `__cuda_array_interface__`.
+        compression: as in `DistributedDataParallel`.
+        group: the ranks; None means the default group.
+        transport: what moves the data, in place of NCCL (for CUDA tensors), gloo or MPI over `group`.
+        op: "mean", or "sum".
+
+    Raises:
+        SettingError: if `compression` is no setting, or `op` no operation.
+        TensorError: if a tensor or array cannot be averaged in place.
+        MismatchError: on every rank, if shapes, dtypes or settings differ between ranks.
+        NotInitializedError: if torch.distributed is not initialised and no transport is given.
+    """
+    arrays = list(tensors_or_parameters)
+    reduce_owned(arrays, arrays, compression, group, transport, op)
+
+
+def reduce_owned(
+    arrays: Sequence[Any],
+    owners: Sequence[Any],
+    compression: Compression | str | None,
+    group: dist.ProcessGroup | None,
+    transport: Transport | None,
+    op: str,
+) -> None:
+    """`all_reduce_gradients`, with the objects whose residuals error feedback keeps, one for each array."""
+    tensors = [as_tensor(array) for array in arrays]
+    leaves = [t if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf) else _as_owner(t) for t in tensors]
+    for kind in sorted({leaf.device.type for leaf in leaves}) or ["cpu"]:
+        chosen = transport or transport_of(group, "all_reduce_gradients", kind)
+        here = [i for i, leaf in enumerate(leaves) if leaf.device.type == kind]
+        _average([leaves[i] for i in here], [owners[i] for i in here], chosen, compression, op)
+
+
+def _average(
+    leaves: list[Tensor], owners: list[Any], transport: Transport, compression: Compression | str | None, op: str
+) -> None:
+    reduction = _reduction_for(leaves, owners, transport, compression, op)
+    gradients = Gradients(leaves, _names(leaves))
+    used = [leaf.grad is not None for leaf in leaves]
+    with torch.no_grad():
+        for pipeline in reduction.pipelines:
+            members = gradients.members(pipeline.bucket)
+            found = gradients.collect(members, used)
+            pipeline.run(found.sources, found.targets, found.unused)
+            torch.autograd.graph.increment_version(found.targets)
+            left = found.settle(pipeline.used_by_any)
+            if pipeline.feedback is not None:
+                pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes)
+        agree_that_finite(reduction.feedbacks)
+        reduction.reached.end()
+
+
+def _reduction_for(
+    tensors: list[Tensor], owners: list[Any], transport: Transport, compression: Compression | str | None, op: str
+) -> _Reduction:
+    known = _reductions.setdefault(transport, {})
+    layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
+    error = setting = None
+    try:
+        if op not in OPERATIONS:
+            raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
+        setting = Compression.resolve(compression)
+        if setting.error_feedback:
+            homes = _owners.setdefault(transport, {}).setdefault((setting, op), _Owners())
+            found = homes.find(owners)
+        else:
+            found = known.get((setting, op, layout))
+    except SettingError as refused:
+        found, error = None, refused
+    if found is None:
+        names = _names(tensors)
+        description = {"compression": str(setting), "op": op}
+        description.update((name, describe_tensor(t)) for name, t in zip(names, tensors, strict=True))
+        check_agreement(transport, description, error)
+        assert setting is not None
+        found = _Reduction(tensors, transport, setting, op)
+        if setting.error_feedback:
+            homes.add(owners, found)
+        else:
+            known[setting, op, layout] = found
+    if found.feedbacks:
+        homes.bring_home(owners, found)
+    return found
+
+
+def _as_owner(tensor: Tensor) -> Tensor:
+    """A leaf whose `.grad` is `tensor`."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise TensorError("a lazy conjugate or negative cannot be averaged in place: call resolve_conj() first")
+    if tensor.requires_grad:
+        raise TensorError("a tensor that autograd computed cannot be averaged in place: pass tensor.detach()")
+    owner = tensor.detach()
+    owner.grad = tensor.detach()
+    return owner
+
+
+def transport_of(group: dist.ProcessGroup | None, call: str, device: str = "cpu") -> Transport:
+    """The transport that calls over `group` share for a type of device; `call` asks, and is named in errors.
+
+    Raises:
+        NotInitializedError: if there is no group.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise NotInitializedError(call)
+    made = _transports.setdefault(group, {})
+    if device not in made:
+        made[device] = make_transport(group, device)
+    return made[device]

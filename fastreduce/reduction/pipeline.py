@@ -1,0 +1,354 @@
+"""One bucket's way from gradients to averaged gradients: compress, reduce, decompress."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..compression import Compression, NoCompression
+from ..errors import TransportError
+from ..kernels.slots import FP16_BLOCK, tile_elements
+from ..transports import Transport, Work
+from .buckets import Bucket, ParameterSpec, build_plan
+from .clocks import make_clock
+from .error_feedback import ErrorFeedback
+from .shared_buffers import SharedBuffers
+from .streams import Finish, Pending, Stream
+
+# The points in time of a reduction.
+_START, _COMPRESSED, _STARTED, _RESUMED, _REDUCED, _END = range(6)
+
+
+class Seconds(NamedTuple):
+    """Time that one bucket's last reduction took, by stage."""
+
+    compress: float
+    reduce: float
+    decompress: float
+
+
+class BucketPipeline:
+    """The buffers of one bucket and the three stages over them, under one compression.
+
+    1. `compress`: gradients and used-flags → wire, one kernel launch.
+    2. `reduce`: the transport's all-reduce in place, or two-shot: all-to-all of shards, our FP32
+       sum of the own shard, all-gather. Before an all-reduce of FP16, ranks gather the exponents of their
+       blocks, a byte each, and take the largest of each block.
+    3. `decompress`: wire → gradients and reduced used-flags, one kernel launch.
+
+    With N ranks the average's 1/N is applied before a plain all-reduce in the gradients' own dtype
+    (as torch does), in the reduction kernel of a two-shot, after an all-reduce of FP16, whose exponents
+    leave room for the sum, and split in two for one of BF16: 2^-⌈log2(N)⌉ before, so that no sum overflows
+    unless its average does, and the rest after.
+
+    Nothing is allocated after construction, but for what `keep_statistics` asks for.
+
+    Args:
+        bucket: what is averaged.
+        compression: the setting.
+        transport: the ranks.
+        divisor: what sums are divided by; None means the number of ranks.
+        shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
+
+    Attributes:
+        about: what the bucket holds, as a sentence.
+        feedback: what was lost; None without error feedback.
+        finite: whether the last averages were, where that is known; None else.
+        statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
+        has_statistics: whether the last `decompress` made them.
+        reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
+            the version of that, as `statistics.note_reduced` found them.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        compression: Compression,
+        transport: Transport,
+        divisor: int | None = None,
+        shared: SharedBuffers | None = None,
+    ) -> None:
+        self.bucket, self.compression, self.transport = bucket, compression, transport
+        self._clock = make_clock(bucket.device, 6)
+        names = [slot.name for slot in bucket.slots]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
+        self._block, shards = compression.block, transport.world_size
+        self._kernels = ops.unchecked(bucket.device)
+        wire_dtype = compression.wire_dtype(bucket.dtype)
+        # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
+        self._fp16 = wire_dtype is torch.uint8 and not self._block
+        self._parts = shards if compression.two_shot else 1
+        if self._fp16:
+            numel = ops.fp16_wire_numel(bucket.total, self._parts)
+        else:
+            numel = ops.wire_numel(bucket.total, shards, self._block)
+
+        def buffer(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, dtype=dtype, device=bucket.device)
+
+        def wire(name: str) -> Tensor:
+            return shared.take(name, numel, wire_dtype, bucket.device) if shared else buffer(numel, wire_dtype)
+
+        # Error feedback may measure later what became of the averages, which are in the wire.
+        self.wire = buffer(numel, wire_dtype) if compression.error_feedback else wire("wire")
+        # One rank's shard is its wire; 8-bit ones are summed all the same, for the bits of the second rounding.
+        two_shot = compression.two_shot and (shards > 1 or self._block > 0)
+        self._received = wire("received").view(shards, -1) if two_shot else None
+        self._shard = self.wire.view(shards, -1)[transport.rank] if two_shot else self.wire
+        self._summed, self._gathered = self.wire, None
+        if self._fp16 and not two_shot:
+            blocks = bucket.total // FP16_BLOCK
+            self._summed = self.wire[: 2 * bucket.total].view(torch.float16)
+            self._exponents = self.wire[2 * bucket.total :][:blocks]
+            if shards > 1:
+                self._gathered = buffer(shards * -(-blocks // 16) * 16, torch.uint8).view(shards, -1)
+        self.used = torch.ones(len(bucket.slots), dtype=bucket.dtype, device=bucket.device)
+        self.used_by_any = torch.ones_like(self.used)
+
+        own_block = transport.rank * (bucket.total // shards)
+        # Where the wire is the flat in the gradients' own dtype, bucket views can lie in it.
+        self._in_place = self._block == 0 and wire_dtype == bucket.dtype
+        # One rank's average in the gradients' own dtype is what it has.
+        self.alone = shards == 1 and self._in_place
+        self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
+        self.feedback = (
+            ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
+        )
+        self.finite: Tensor | None = None
+        self.statistics: Tensor | None = None
+        self.has_statistics = False
+        self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
+
+        self._average = 1.0 / (divisor or shards)
+        if compression.two_shot:
+            self._scale_before, self._scale_after = 1.0, 1.0
+        elif self._fp16:
+            self._scale_before, self._scale_after = 1.0, self._average
+        elif wire_dtype == bucket.dtype:
+            self._scale_before, self._scale_after = self._average, 1.0
+        else:
+            self._scale_before = 2.0 ** -(shards - 1).bit_length()
+            self._scale_after = self._average / self._scale_before
+
+    @property
+    def seconds(self) -> Seconds:
+        """Time of the last reduction; on a device, of the last after a reading, and waits for its end."""
+        between = self._clock.between
+        reduce = between(_COMPRESSED, _STARTED) + between(_RESUMED, _REDUCED)
+        return Seconds(between(_START, _COMPRESSED), reduce, between(_REDUCED, _END))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that one rank sends in one reduction: (N-1)/N of the wire, twice (ring all-reduce or two-shot).
+
+        And its blocks' exponents to every other rank, where ranks agree on them.
+        """
+        shards = self.transport.world_size
+        exponents = 0 if self._gathered is None else self._gathered[0].nbytes * (shards - 1)
+        return 2 * self._summed.nbytes * (shards - 1) // shards + exponents
+
+    def make_views(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the sizes and strides of `like` over one flat: the wire where it can hold gradients."""
+        flat = (
+            self.wire
+            if self._in_place
+            else torch.zeros(self.bucket.total, dtype=self.bucket.dtype, device=self.bucket.device)
+        )
+        return [
+            flat.as_strided(tensor.size(), tensor.stride(), slot.offset)
+            for tensor, slot in zip(like, self.bucket.slots, strict=True)
+        ]
+
+    def launch(
+        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+    ) -> Pending:
+        """`run` on `stream`, where the next bucket is compressed while this one's wire is on its way."""
+        return stream.submit(lambda: self.begin(grads, averaged, unused))
+
+    def begin_on(
+        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
+    ) -> Finish:
+        """`begin` on `stream`, with nothing left to overlap with; returns the second part."""
+        return stream.begin(lambda: self.begin(grads, averaged, unused))
+
+    def run_broken(self) -> None:
+        """Take part in a reduction that the other ranks may be in, with NaN: this rank's backward raised."""
+        broken = [self.used.new_full((slot.numel,), torch.nan) for slot in self.bucket.slots]
+        self.run(broken, broken)
+
+    def run(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> None:
+        """Average `grads` over the ranks into `averaged`, tensor by tensor; they may be the same tensors.
+
+        `unused` are the positions of slots that this rank did not use. Afterwards `used_by_any` tells
+        for each slot whether any rank did (greater than zero).
+
+        Raises:
+            TransportError: naming rank, operation, bucket and parameters, if the reduction failed.
+        """
+        self.begin(grads, averaged, unused)()
+
+    def begin(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> Finish:
+        """The first part of `run`: compress, and start the last collective; returns the second part."""
+        mark = self._clock.mark
+        mark(_START)
+        if unused:
+            self.used.index_fill_(0, self._on_device(unused), 0)
+        self.compress(grads)
+        if unused:
+            self.used.fill_(1)
+        mark(_COMPRESSED)
+        self.transport.note(self.about)
+        with self._named_in_errors():
+            work = self.reduce()
+        mark(_STARTED)
+        return lambda: self._finish(work, averaged)
+
+    def _finish(self, work: Work, averaged: Sequence[Tensor]) -> None:
+        mark = self._clock.mark
+        mark(_RESUMED)
+        with self._named_in_errors():
+            work.wait()
+        mark(_REDUCED)
+        self.decompress(averaged)
+        self.finite = self._wire_is_finite()
+        if self.feedback is not None and self.finite is not None:
+            self.feedback.finite = self.finite
+        mark(_END)
+
+    def _on_device(self, positions: Sequence[int]) -> Tensor:
+        """Positions as an index, for which the host does not wait."""
+        host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
+        return host.to(self.used.device, non_blocking=True)
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except TransportError as error:
+            if " Bucket " in str(error):  # of one that failed by itself, earlier
+                raise
+            raise TransportError(f"{error} {self.about}") from error
+
+    def compress(self, grads: Sequence[Tensor]) -> None:
+        """Gradients and `used` → wire."""
+        tensors, slots = [*grads, self.used], self.bucket.table
+        if self._block:
+            shards, kept = self.transport.world_size, self.feedback
+            if kept is not None:
+                kept.commit()
+            rows = (kept.residuals, kept.turn) if kept else (None, None)
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows)
+        elif self._fp16:
+            summed = 1 if self.compression.two_shot else self.transport.world_size
+            self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed)
+        else:
+            self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
+
+    def reduce(self) -> Work:
+        """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
+        if self._gathered is not None:
+            self._gathered[self.transport.rank][: len(self._exponents)].copy_(self._exponents)
+            self.transport.all_gather(self._gathered.view(-1)).wait()
+            self._kernels.share_exponents(self.wire, self._gathered)
+        if self._received is None:
+            return self.transport.all_reduce(self._summed)
+        self.transport.all_to_all(self._received, self.wire).wait()
+        self._reduce_shards(self._received)
+        return self.transport.all_gather(self.wire)
+
+    def _reduce_shards(self, received: Tensor) -> None:
+        """Every rank's version of this rank's shard → the average, in its place in the wire."""
+        if self._block:
+            rows = (self.feedback.shard_residuals, self.feedback.turn) if self.feedback else (None, None)
+            self._kernels.reduce_quantized(received, self._shard, self._average, self._block, self._flag_block, *rows)
+        elif self._fp16:
+            self._kernels.reduce_fp16(received, self._shard, self._average)
+        else:
+            self._kernels.reduce_shards(received, self._shard, self._average)
+
+    def decompress(self, averaged: Sequence[Tensor]) -> None:
+        """Wire → averaged gradients and `used_by_any`."""
+        tensors, slots = [*averaged, self.used_by_any], self.bucket.table
+        in_wire = self._in_place and averaged and averaged[0].data_ptr() == self.wire.data_ptr()
+        self.has_statistics = self.statistics is not None and not in_wire
+        self.reduced = {}
+        if in_wire:
+            self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
+        elif self._block:
+            shards = self.transport.world_size
+            self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, self.statistics)
+        elif self._fp16:
+            self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, self.statistics)
+        else:
+            self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics)
+
+    def keep_statistics(self) -> None:
+        """Let `decompress` fill `statistics` from now on."""
+        if self.statistics is None:
+            shape = ops.statistics_shape(self.bucket.table, self._block)
+            dtype = ops.statistics_dtype(self.bucket.dtype)
+            self.statistics = torch.zeros(shape, dtype=dtype, device=self.bucket.device)
+
+    def statistics_of(self, first: int, last: int) -> Tensor:
+        """The rows of the tiles of the slots from position `first` to before `last`."""
+        assert self.statistics is not None
+        rows = self.bucket.table.tile_rows(tile_elements(self._block))
+        return self.statistics[rows[first] : rows[last]]
+
+    def launch_kernels(self, grads: Sequence[Tensor]) -> None:
+        """Launch every kernel of a reduction once, and move nothing between ranks."""
+        self.compress(grads)
+        if self._received is not None:
+            self._reduce_shards(self._received)
+        if self._gathered is not None:
+            self._kernels.share_exponents(self.wire, self._gathered)
+        self.decompress(grads)
+
+    def _wire_is_finite(self) -> Tensor | None:
+        """Whether the averages are, by their scales or 16-bit numbers: the same on every rank, as the wire is."""
+        if self._block:
+            return ~self._scales().isnan().any()
+        if isinstance(self.compression, NoCompression) or self.wire.is_cuda:
+            return None  # it would take a pass over the wire of its own
+        payload = self.wire
+        if self._fp16:
+            payload = self.wire.view(self._parts, -1)[:, : 2 * self.bucket.total // self._parts].view(torch.float16)
+        return torch.stack(torch.aminmax(payload)).isfinite().all()
+
+    def magnitudes(self) -> Tensor:
+        """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
+        shards = self.transport.world_size
+        scales, own = self._scales(), self.bucket.total // shards
+        payload = self.wire.view(shards, -1)[:, :own].view(torch.int8).reshape(shards, -1, self._block)
+        sums = scales.double() * payload.abs().sum(2, dtype=torch.int32)
+        starts = [slot.offset // self._block for slot in self.bucket.slots]
+        ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self.bucket.slots]
+        lengths = (torch.tensor(ends) - torch.tensor(starts)).to(self.used.device)
+        largest = 127 * torch.segment_reduce(scales.flatten()[: ends[-1]], "max", lengths=lengths, initial=0.0)
+        total = torch.segment_reduce(sums.flatten()[: ends[-1]], "sum", lengths=lengths, initial=0.0)
+        return torch.stack([largest.double(), total])
+
+    def _scales(self) -> Tensor:
+        """The scales of all blocks, FP32 `[shards, blocks of a shard]`."""
+        shards = self.transport.world_size
+        blocks = self.bucket.total // shards // self._block
+        return self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)].view(torch.float32)
+
+
+def warm_up(
+    dtype: torch.dtype, device: torch.device, compression: Compression, transport: Transport, statistics: bool = False
+) -> None:
+    """Compile (or load from the disk cache) every kernel that buckets of `dtype` on `device` will launch."""
+    alignment, shards = compression.alignment, transport.world_size
+    plan = build_plan([ParameterSpec("", 1, dtype, device)], [[0]], alignment=alignment, shards=shards)
+    pipeline = BucketPipeline(plan.buckets[0], compression, transport)
+    if statistics:
+        pipeline.keep_statistics()
+    pipeline.launch_kernels([torch.zeros(1, dtype=dtype, device=device)])

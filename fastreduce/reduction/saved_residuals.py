@@ -1,0 +1,139 @@
+"""What error feedback keeps between steps: taken out of pipelines by parameter name, and put back."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compression import Compression
+from ..errors import SettingError
+from .buckets import BucketPlan, ParameterSpec
+from .error_feedback import Parts
+from .pipeline import BucketPipeline
+
+logger = logging.getLogger(__name__)
+
+
+def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
+    """What error feedback keeps, by parameter name, removed from pipelines that nobody will use."""
+    return {
+        slot.name: pipeline.feedback.take(i)
+        for pipeline in pipelines
+        if pipeline.feedback is not None
+        for i, slot in enumerate(pipeline.bucket.slots)
+    }
+
+
+def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> None:
+    """Put it into other pipelines; a name without any keeps what it has."""
+    for pipeline in pipelines:
+        if pipeline.feedback is not None:
+            for i, slot in enumerate(pipeline.bucket.slots):
+                if slot.name in kept:
+                    pipeline.feedback.put(i, kept[slot.name])
+
+
+def save(
+    plan: BucketPlan, pipelines: Sequence[BucketPipeline], rank: int, compression: str, folded: bool = False
+) -> dict[str, Any]:
+    """One rank's state: plain tensors, strings and numbers, so `torch.load(weights_only=True)` reads it.
+
+    Gradients are not part of it: averages that have not been applied count as thrown away. `folded`: with second-stage
+    residuals as part of the first stage, for buckets that will be divided otherwise.
+    """
+    residuals, units, shard_residuals = {}, {}, []
+    for pipeline in pipelines:
+        if (feedback := pipeline.feedback) is not None:
+            residual, shard, known = feedback.settled()
+            if not folded:
+                shard_residuals.append(shard)
+                shard = torch.zeros_like(shard)
+            for i, (slot, unit) in enumerate(zip(pipeline.bucket.slots, known, strict=True)):
+                residuals[slot.name] = feedback.folded(i, residual, shard)
+                if not math.isnan(unit):
+                    units[slot.name] = unit
+    return {
+        "rank": rank,
+        "world_size": plan.shards,
+        "compression": compression,
+        "buckets": plan.names(),
+        "residuals": residuals,
+        "units": units,
+        "shard_residuals": shard_residuals,
+    }
+
+
+def kept_in(state: Mapping[str, Any]) -> dict[str, Parts]:
+    """The first-stage residuals of a state that `save` made; one of an older version has no units."""
+    units = state.get("units", {})
+    return {name: Parts(value, None, units.get(name, math.nan)) for name, value in state["residuals"].items()}
+
+
+def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compression: str) -> Mapping[str, Any]:
+    """The state that `rank` of `world_size` is to load.
+
+    That is its own where one was saved at this world size. Else `states` must be those of all old
+    ranks: their mean is loaded, with the second-stage residuals, which belong to shards, in it.
+
+    Raises:
+        SettingError: if the states are of another compression, or ranks are missing.
+    """
+    for state in states:
+        if state["compression"] != compression:
+            raise SettingError(f"the state was saved under {state['compression']!r}; this reducer uses {compression!r}")
+    for state in states:
+        if state["world_size"] == world_size and state["rank"] == rank:
+            return state
+    have = sorted(state["rank"] for state in states)
+    old_size = states[0]["world_size"] if states else 0
+    if not states or old_size == world_size or have != list(range(old_size)):
+        raise SettingError(
+            f"rank {rank} of {world_size} needs its own state, or those of all ranks of another world size; "
+            f"given: ranks {have} of {old_size}"
+        )
+    logger.info(
+        "residuals of %d ranks loaded on %d: each rank gets their mean",
+        old_size,
+        world_size,
+    )
+    states = sorted(states, key=lambda state: int(state["rank"]))
+    mean = {
+        name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in states[0]["residuals"]
+    }
+    for name, residual in of_shards(states, Compression.parse(compression).alignment).items():
+        mean[name] += residual
+    return {**states[0], "world_size": world_size, "residuals": mean, "shard_residuals": []}
+
+
+def of_shards(states: Sequence[Mapping[str, Any]], alignment: int) -> dict[str, Tensor]:
+    """The second-stage residuals of all ranks, by parameter name."""
+    found = {}
+    for index, shards in enumerate(zip(*(state["shard_residuals"] for state in states), strict=True)):
+        flat, start = torch.cat(shards), 0
+        for name in states[0]["buckets"][index]:
+            numel = states[0]["residuals"][name].numel()
+            found[name] = flat[start : start + numel]
+            start += -(-numel // alignment) * alignment
+    return found
+
+
+def check_parameters(state: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> None:
+    """Hold a state's parameters against the reducer's.
+
+    Raises:
+        SettingError: naming the first parameter that only one of them has, or that differs in size.
+    """
+    saved = {name for bucket in state["buckets"] for name in bucket}
+    for name in sorted(saved.symmetric_difference(spec.name for spec in specs)):
+        raise SettingError(f"parameter {name!r} is only in {'the state' if name in saved else 'this reducer'}")
+    for spec in specs:
+        residual = state["residuals"].get(spec.name)
+        if residual is not None and residual.numel() != spec.numel:
+            raise SettingError(
+                f"parameter {spec.name!r} has {residual.numel()} elements in the state, {spec.numel} in this reducer"
+            )

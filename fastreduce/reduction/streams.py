@@ -1,0 +1,262 @@
+"""Where a bucket's work is enqueued, so that reduction overlaps with backward: a thread, or a CUDA stream."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from ..transports import Transport
+
+Finish = Callable[[], None]
+Begin = Callable[[], Finish]
+
+
+class Pending(Protocol):
+    """Work under way."""
+
+    def begun(self) -> None:
+        """Wait until its collectives have been started; raises what that raised."""
+
+    def result(self) -> None:
+        """Wait for its end; raises what it raised."""
+
+    def cancel(self) -> object:
+        """Leave it out if it has not begun."""
+
+
+class Stream(Protocol):
+    """Runs work in the order in which it comes."""
+
+    def submit(self, begin: Begin) -> Pending:
+        """Enqueue work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do the first part now; what it returns is to be called for the rest. All that was enqueued has begun."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no transfer that was enqueued is under way on the host."""
+
+    def close(self) -> None:
+        """End what the stream holds."""
+
+
+def one_by_one(device: torch.device, transport: Transport) -> bool:
+    """Whether a bucket on `device` is reduced to its end before the next is begun: as CUDA work on one stream."""
+    return device.type == "cuda" and transport.enqueues
+
+
+def make_stream(device: torch.device, transport: Transport) -> Stream:
+    """What buckets on `device` are reduced on."""
+    if device.type != "cuda":
+        return ThreadStream()
+    return CudaStream(device, InlineStream() if one_by_one(device, transport) else ThreadStream())
+
+
+class Job:
+    """Work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
+
+    def __init__(self, begin: Begin) -> None:
+        self._begin: Begin | None = begin
+        self._finish: Finish | None = None
+        self._begun: Future[None] = Future()
+        self._ended: Future[None] = Future()
+
+    def begin(self) -> bool:
+        """Do the first part; returns whether the second is to be done."""
+        begin, self._begin = self._begin, None
+        if begin is None or not self._begun.set_running_or_notify_cancel():
+            self._ended.cancel()
+            return False
+        try:
+            self._finish = begin()
+        except BaseException as error:
+            self._begun.set_exception(error)
+            self._ended.set_exception(error)
+            return False
+        self._begun.set_result(None)
+        return True
+
+    def finish(self) -> None:
+        """Do the second part."""
+        finish, self._finish = self._finish, None  # what has ended keeps no bucket, and so no model, alive
+        if finish is None:
+            return
+        try:
+            finish()
+        except BaseException as error:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    @property
+    def done(self) -> bool:
+        """Whether both parts have ended."""
+        return self._ended.done()
+
+    def begun(self) -> None:
+        """Wait until the first part has ended; raises what it raised."""
+        self._begun.result()
+
+    def result(self) -> None:
+        """Wait until both parts have ended; raises what they raised."""
+        self._ended.result()
+
+    def cancel(self) -> None:
+        """Leave it out if it has not begun."""
+        self._begun.cancel()
+
+
+class ThreadStream:
+    """Runs jobs on a thread that starts with the first one, in the order of `submit`.
+
+    The next job is begun before the last one is finished, so that one bucket is compressed while
+    another's wire is on its way.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Job | None = None
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, begin: Begin) -> Job:
+        """Enqueue a job for the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work, args=(self._jobs,), name="fastreduce-communication", daemon=True
+            )
+            self._thread.start()
+        self._last = job = Job(begin)
+        self._jobs.put(job)
+        return job
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do the first part on the caller's thread: it would only wait for the other."""
+        return begin()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs have ended."""
+        return self._last is None or self._last.done
+
+    def close(self) -> None:
+        """End the thread after the jobs already enqueued, and wait a little for its end."""
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    under_way: deque[Job] = deque()
+    while True:
+        try:
+            job = jobs.get(block=not under_way)
+        except queue.Empty:
+            under_way.popleft().finish()
+            continue
+        if job is None:
+            break
+        if job.begin():
+            under_way.append(job)
+        del job
+    for job in under_way:
+        job.finish()
+
+
+class InlineStream:
+    """Runs jobs at once, one by one, on the caller's thread: for work that only enqueues other work."""
+
+    idle = True
+
+    def submit(self, begin: Begin) -> Job:
+        """Do both parts; what they raise comes with `result`."""
+        job = Job(begin)
+        if job.begin():
+            job.finish()
+        return job
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do both parts."""
+        return self.submit(begin).result
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class CudaStream:
+    """Runs jobs on one high-priority CUDA stream of a device, behind what is enqueued on the caller's stream.
+
+    A job's result makes the caller's stream wait, not the host. `jobs` says where the host's part of the work is
+    done: at once, or, with transports that wait on the host, on a thread.
+    """
+
+    def __init__(self, device: torch.device, jobs: ThreadStream | InlineStream) -> None:
+        self._device, self._jobs = device, jobs
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._ahead = False  # whether it holds work that no caller's stream has waited for
+
+    def submit(self, begin: Begin) -> Pending:
+        """Enqueue a job behind what the current stream holds now."""
+        return _OnStream(self, self._jobs.submit(self._on_stream(begin)))
+
+    def begin(self, begin: Begin) -> Finish:
+        """Begin a job behind what the current stream holds now."""
+        finish = self._jobs.begin(self._on_stream(begin))
+
+        def finish_and_join() -> None:
+            finish()
+            self.join()
+
+        return finish_and_join
+
+    def _on_stream(self, begin: Begin) -> Begin:
+        ready = torch.cuda.current_stream(self._device).record_event()
+
+        def begin_on_stream() -> Finish:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                finish = begin()
+
+            def finish_on_stream() -> None:
+                with torch.cuda.stream(self._stream):
+                    finish()
+                self._ahead = True
+
+            return finish_on_stream
+
+        return begin_on_stream
+
+    def join(self) -> None:
+        """Let the current stream wait for all work that was enqueued, unless it has."""
+        if self._ahead:
+            self._ahead = False
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the host's part of all jobs has ended."""
+        return self._jobs.idle
+
+    def close(self) -> None:
+        """End the host's part."""
+        self._jobs.close()
+
+
+class _OnStream:
+    """A job whose result the caller's stream waits for."""
+
+    def __init__(self, stream: CudaStream, job: Job) -> None:
+        self._stream, self._job = stream, job
+        self.begun, self.cancel = job.begun, job.cancel
+
+    def result(self) -> None:
+        self._job.result()
+        self._stream.join()

@@ -1,0 +1,5 @@
+"""`python -m fastreduce.run script.py …`."""
+
+from . import main
+
+main()

@@ -15,8 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
-from fastreduce.ddp.reducer import TorchReducer
-from fastreduce.ddp.user_hook import HookPipeline
+from fastreduce.ddp.user_hook import HookWork, UserHook
 from tests.models import mlp, wrap
 
 
@@ -205,20 +204,20 @@ def test_joined_with_a_zero_optimizer_and_a_joinable_of_the_users(ranks2, views:
 def test_used_flags_are_summed_when_all_hooks_have_ended(group_of_one: None):
     """On a GPU they travel in a communicator of ours, beside which the hooks' must not be at work."""
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.001)
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     order: list[str] = []
-    store, flags = HookPipeline.store, TorchReducer._used_by_any
+    wait, sum_used = HookWork.wait, UserHook.sum_used
 
-    def noted_store(self: HookPipeline, *args: Any) -> None:
+    def noted_wait(self: HookWork) -> None:
         order.append("hook")
-        store(self, *args)
+        wait(self)
 
-    def noted_flags(self: TorchReducer) -> torch.Tensor:
+    def noted_sum(self: UserHook) -> None:
         order.append("flags")
-        return flags(self)
+        sum_used(self)
 
-    with patch.object(HookPipeline, "store", noted_store), patch.object(TorchReducer, "_used_by_any", noted_flags):
+    with patch.object(HookWork, "wait", noted_wait), patch.object(UserHook, "sum_used", noted_sum):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         for _ in range(2):
             ddp(torch.ones(2, 20)).sum().backward()
     buckets = len(ddp.reducer.pipelines)
-    assert buckets > 2 and order[-2 * buckets :] == ["hook"] * buckets + ["flags"] * buckets
+    assert buckets > 2 and order[-buckets - 1 :] == ["hook"] * buckets + ["flags"]

@@ -416,9 +416,10 @@ def counting_on_the_communication_thread(model: Any, counts: NewStorages) -> Ite
         yield
         return
     there = NewStorages()
-    model.reducer._stream(0).submit(lambda: there.__enter__).result()
+    (stream,) = model.reducer._buckets.streams.values()
+    stream.submit(lambda: there.__enter__).result()
     yield
-    model.reducer._stream(0).submit(lambda: lambda: there.__exit__(None, None, None)).result()
+    stream.submit(lambda: lambda: there.__exit__(None, None, None)).result()
     counts.count += there.count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..compression import NoCompression
 from ..errors import ReducerError
-from ..reduction.buckets import Bucket
+from ..reduction.buckets import Bucket, BucketPlan, build_plan
+from ..reduction.gradients import Gradients
 from ..reduction.pipeline import BucketPipeline
-from ..reduction.streams import Finish, Pending, Stream
-from ..transports import LocalTransport
+from ..reduction.streams import Begin, Finish, Pending, Stream
+from ..transports import LocalTransport, Transport, Work
 
 Hook = Callable[[Any, Any], Any]
 
@@ -52,95 +53,132 @@ class GradBucket:
         self._buffer = buffer
 
 
-class HookPipeline(BucketPipeline):
-    """One bucket's way through a hook: flatten, hook, unflatten what its future holds.
+class UserHook:
+    """Averages buckets by a user's hook, in the place of our kernels and transport.
 
-    The hook runs where the bucket became full, on the thread of backward and in bucket order, as in
-    torch; its future is waited for at the end of backward. The buffer holds the gradients alone. Which
-    slots other ranks used the reducer finds out, and writes to `used_by_any`.
+    The hook runs where a bucket became full, on the thread of backward and in bucket order, as in torch; its future is
+    waited for at the end of backward. Its buffer holds the gradients alone: which slots other ranks used is summed
+    apart, once a backward, when all hooks have ended.
 
     Args:
-        bucket: laid out with alignment 1 for one shard.
         state: handed to the hook.
         hook: takes the state and a `GradBucket`, returns a `torch.futures.Future` of the reduced buffer.
-        parameters: the bucket's parameters.
-        layouts: tensors of the sizes and strides of their gradients.
-        last: whether this is the last bucket.
-
-    Attributes:
-        indices: of the parameters among all, on the bucket's device.
+        used: for each parameter, whether this rank has used it in this backward; read when all hooks have ended.
     """
+
+    def __init__(self, state: object, hook: Hook, used: Sequence[bool]) -> None:
+        self._state, self._hook, self._used = state, hook, used
+        self._members: list[tuple[BucketPipeline, Tensor]] = []  # with the indices of their parameters
+
+    def call(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """The hook's future."""
+        future: torch.futures.Future[Tensor] = self._hook(self._state, bucket)
+        return future
+
+    def make_pipelines(
+        self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
+    ) -> tuple[BucketPlan, list[BucketPipeline]]:
+        """Buckets without padding, each with a transport that calls the hook."""
+        plan = build_plan(gradients.specs, groups, alignment=1, shards=1)
+        self._transport, self._members = transport, []
+        for bucket in plan.buckets:
+            members = gradients.members(bucket)
+            hook = HookTransport(self.call, bucket, members.parameters, last=bucket.index == len(plan.buckets) - 1)
+            pipeline = BucketPipeline(bucket, NoCompression(), hook)
+            pipeline.alone = False
+            hook.gradients = pipeline.make_views(gradients.layouts(members))
+            self._members.append((pipeline, torch.tensor(members.indices, device=bucket.device)))
+        return plan, [pipeline for pipeline, _ in self._members]
+
+    def make_stream(self, device: torch.device, transport: Transport) -> Stream:
+        """Hooks are called at once."""
+        return CallerStream()
+
+    @torch.no_grad()
+    def sum_used(self) -> None:
+        """Tell the pipelines which slots any rank used: one flag a parameter, summed over the ranks."""
+        device = self._members[0][1].device
+        flags = torch.tensor(list(self._used), dtype=torch.float32, pin_memory=device.type == "cuda")
+        flags = flags.to(device, non_blocking=True)
+        self._transport.all_reduce(flags).wait()
+        for pipeline, indices in self._members:
+            pipeline.used_by_any.copy_(flags[indices])
+
+
+class HookTransport(LocalTransport):
+    """One bucket's all-reduce by a user's hook."""
+
+    gradients: list[Tensor]  # views of the wire
 
     def __init__(
         self,
+        call: Callable[[GradBucket], torch.futures.Future[Tensor]],
         bucket: Bucket,
-        state: object,
-        hook: Hook,
         parameters: list[Tensor],
-        layouts: Sequence[Tensor],
         last: bool,
     ) -> None:
-        super().__init__(bucket, NoCompression(), LocalTransport())
-        self._state, self._hook, self._parameters, self._last = state, hook, parameters, last
-        self.alone = False
-        self.indices = torch.tensor([slot.parameter for slot in bucket.slots], device=bucket.device)
-        self._buffer = self.wire[: bucket.flags_offset]
-        self._gradients = self.make_views(layouts)
+        super().__init__()
+        self._call, self._bucket, self._parameters, self._last = call, bucket, parameters, last
 
-    def launch(
-        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
-    ) -> Pending:
-        """Call the hook here and now.
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Call the hook.
 
         Raises:
-            TypeError: if the hook returns no future.
+            TypeError: if it returns no future.
         """
-        return self._call(grads, averaged)
-
-    def begin_on(
-        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
-    ) -> Finish:
-        """Call the hook here and now; the second part waits for its future."""
-        return self.begin(grads, averaged, unused)
-
-    def begin(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> Finish:
-        """Call the hook; the second part waits for its future."""
-        return self._call(grads, averaged).result
-
-    def _call(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> _HookResult:
-        self.compress(grads)
-        bucket = GradBucket(self.bucket.index, self._buffer, self._gradients, self._parameters, self._last)
-        future = self._hook(self._state, bucket)
+        buffer = tensor[: self._bucket.flags_offset]
+        future = self._call(GradBucket(self._bucket.index, buffer, self.gradients, self._parameters, self._last))
         if not isinstance(future, torch._C.Future):
             raise TypeError(f"a communication hook returns a torch.futures.Future, got {type(future).__name__}")
-        return _HookResult(self, future, averaged)
+        return HookWork(self._bucket, future, buffer)
 
-    def store(self, value: Tensor | list[Tensor], averaged: Sequence[Tensor]) -> None:
-        """Write what the hook's future holds into `averaged`.
+
+class HookWork:
+    """A hook's future, whose value belongs into a buffer."""
+
+    def __init__(self, bucket: Bucket, future: torch._C.Future[Any], buffer: Tensor) -> None:
+        self._bucket, self._future, self._buffer = bucket, future, buffer
+
+    def wait(self) -> None:
+        """Write what the future holds into the buffer.
 
         Raises:
-            ReducerError: if it is no tensor of as many elements as the buffer.
+            ReducerError: if it is no tensor of as many elements.
         """
+        value: Any = self._future.wait()
         reduced = value[0] if isinstance(value, list) and len(value) == 1 else value
         if not isinstance(reduced, Tensor) or reduced.numel() != self._buffer.numel():
             raise ReducerError(
-                f"{self.bucket}: the future of the communication hook must hold a tensor of {self._buffer.numel()} "
+                f"{self._bucket}: the future of the communication hook must hold a tensor of {self._buffer.numel()} "
                 f"elements, not {reduced!r}"
             )
         if reduced.data_ptr() != self._buffer.data_ptr() or reduced.dtype != self._buffer.dtype:
             self._buffer.copy_(reduced.view(-1))
-        self.decompress(averaged)
 
 
-class _HookResult:
-    def __init__(self, pipeline: HookPipeline, future: torch._C.Future[Any], averaged: Sequence[Tensor]) -> None:
-        self._pipeline, self._future, self._averaged = pipeline, future, averaged
+class CallerStream:
+    """Begins work at once, on the caller's thread, and finishes it where its result is asked for."""
+
+    idle = True
+
+    def submit(self, begin: Begin) -> Pending:
+        """Do the first part; raises what it raises."""
+        return _Begun(begin())
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do the first part."""
+        return begin()
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+class _Begun:
+    def __init__(self, finish: Finish) -> None:
+        self.result = finish
 
     def begun(self) -> None:
-        """The hook has been called."""
-
-    def result(self) -> None:
-        self._pipeline.store(self._future.wait(), self._averaged)
+        """It has."""
 
     def cancel(self) -> None:
-        """A hook's future cannot be taken back."""
+        """What a hook has begun cannot be taken back."""

@@ -120,7 +120,7 @@ class DistributedDataParallel(TorchDDP):
             low_precision=LowPrecision(self.module.parameters()) if low else None,
             overlaps=not self._meets_elsewhere(),
         )
-        self.logger = self.reducer.logger = TorchLogger(
+        self.logger = TorchLogger(
             parameters,
             [names[id(p)] for p in parameters],
             self.reducer.plan,
@@ -134,6 +134,7 @@ class DistributedDataParallel(TorchDDP):
             is_multi_device_module=self.is_multi_device_module,
             **environment(self.process_group),
         )
+        self.reducer.log_to(self.logger)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
             self.device_ids or [],
@@ -279,7 +280,7 @@ class DistributedDataParallel(TorchDDP):
         self._transport = self.reducer.transport
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        self.reducer.shadow_backward()
+        self.reducer.take_part()
 
     def _match_unused_params_allreduce(self) -> None:
         """Used-flags travel with the gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +15,9 @@ from . import saved_residuals
 from .applied import notice_unscaling
 from .buckets import BucketPlan, build_plan, group_by_size
 from .error_feedback import ErrorFeedback
-from .gradients import Collected, Gradients
-from .nonfinite import NonFiniteSteps
+from .gradients import Collected, Gradients, Members
 from .pipeline import BucketPipeline, Seconds, warm_up
 from .shared_buffers import SharedBuffers
-from .sparse import SparseGradients
 from .statistics import note_reduced
 from .streams import Finish, Pending, Stream, make_stream, one_by_one
 
@@ -27,23 +26,65 @@ BUCKET_BYTES = 25 << 20
 
 
 @dataclass
-class Job:
+class BucketJob:
     """One bucket's reduction in one backward."""
 
     pipeline: BucketPipeline
     found: Collected
+    stream: Stream
 
-    def launch(self, stream: Stream) -> Pending:
-        """Run it on `stream`."""
-        return self.pipeline.launch(stream, self.found.sources, self.found.targets, self.found.unused)
+    def launch(self) -> Pending:
+        """Run it on its stream, where the next bucket is compressed while this one's wire is on its way."""
+        return self.stream.submit(self._begin)
 
-    def begin_on(self, stream: Stream) -> Finish:
-        """Begin it on `stream`; returns what finishes it."""
-        return self.pipeline.begin_on(stream, self.found.sources, self.found.targets, self.found.unused)
+    def begin(self) -> Finish:
+        """Begin it with nothing left to overlap with; returns what finishes it."""
+        return self.stream.begin(self._begin)
+
+    def _begin(self) -> Finish:
+        return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
+
+
+class Averaging(Protocol):
+    """Who averages buckets: our kernels and a transport, or a user's hook."""
+
+    def make_pipelines(
+        self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
+    ) -> tuple[BucketPlan, list[BucketPipeline]]:
+        """The buckets of `groups`, and each one's way through compress, reduce and decompress."""
+
+    def make_stream(self, device: torch.device, transport: Transport) -> Stream:
+        """What the buckets on a device are reduced on."""
+
+
+class CompressedAveraging:
+    """Buckets that our kernels compress, sum and scale."""
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+
+    def make_pipelines(
+        self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
+    ) -> tuple[BucketPlan, list[BucketPipeline]]:
+        """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""
+        compression = self._compression
+        plan = build_plan(gradients.specs, groups, alignment=compression.alignment, shards=transport.world_size)
+        shared, made = SharedBuffers(), {}
+        for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
+            holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
+            in_turn = one_by_one(bucket.device, transport) and not holds_views
+            made[bucket.index] = BucketPipeline(bucket, compression, transport, shared=shared if in_turn else None)
+        return plan, [made[bucket.index] for bucket in plan.buckets]
+
+    def make_stream(self, device: torch.device, transport: Transport) -> Stream:
+        """A thread, or a CUDA stream."""
+        return make_stream(device, transport)
 
 
 class BucketedGradients:
     """The gradients of `parameters`, laid out in buckets, each with the pipeline that averages it.
+
+    `lay_out` comes first.
 
     Args:
         parameters: floating-point or complex leaves that require gradients.
@@ -51,19 +92,25 @@ class BucketedGradients:
         transport: what moves wires.
         compression: the setting.
         bucket_caps: bytes of the first, second, … bucket; the last holds for all that follow.
-        gradient_as_bucket_view: whether `.grad` become views of the buckets.
+        as_views: whether `.grad` become views of the buckets.
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
-        sparse: indices of parameters whose gradients are sparse; they travel in no bucket, uncompressed,
-            when backward ends.
-        overlaps: whether full buckets are launched during backward, or all when it has ended.
+        leave_out: indices of parameters that travel in no bucket.
+
+    Attributes:
+        plan: the layout.
+        pipelines: by bucket.
+        streams: by device, what its buckets are reduced on; changed in place.
+        gradients: where they lie.
+        specs: of all parameters.
+        indices: of the parameters that travel in buckets.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
         BackendUnavailableError: if the kernels cannot run on the parameters' device.
     """
 
-    _used: list[bool]  # by parameter, whether a backward has reached it; changed in place
-    _statistics = False
+    plan: BucketPlan
+    pipelines: list[BucketPipeline]
 
     def __init__(
         self,
@@ -72,96 +119,99 @@ class BucketedGradients:
         transport: Transport,
         compression: Compression,
         *,
-        bucket_caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
-        gradient_as_bucket_view: bool = False,
-        dtype: torch.dtype | None = None,
-        sparse: Iterable[int] = (),
-        overlaps: bool = True,
+        bucket_caps: Sequence[int],
+        as_views: bool,
+        dtype: torch.dtype | None,
+        leave_out: Iterable[int],
     ) -> None:
-        self._overlaps = overlaps
         self.transport, self.compression = transport, compression
-        self._caps, self._as_views, self._casts = tuple(bucket_caps), gradient_as_bucket_view, dtype is not None
-        self._gradients = Gradients(parameters, names, dtype)
-        self._specs = self._gradients.specs
-        self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
-        self._dense = [i for i in range(len(self._specs)) if i not in self._sparse.parameters]
-        for device, each in {(self._specs[i].device, self._specs[i].dtype) for i in self._dense}:
+        self._caps, self.as_views, self._casts = tuple(bucket_caps), as_views, dtype is not None
+        self.gradients = Gradients(parameters, names, dtype)
+        self.specs = self.gradients.specs
+        left_out = set(leave_out)
+        self.indices = [i for i in range(len(self.specs)) if i not in left_out]
+        for device, each in {(self.specs[i].device, self.specs[i].dtype) for i in self.indices}:
             warm_up(each, device, compression, transport)
-        self._nonfinite = NonFiniteSteps()
+        self.keeps_statistics = False
+        self._averaging: Averaging = CompressedAveraging(compression)
+        self.streams: dict[torch.device, Stream] = {}
         self._make_streams()
-
-    def _make_streams(self) -> None:
-        """One for each device."""
-        devices = sorted({self._specs[i].device for i in self._dense}, key=str)
-        self._streams = {device: make_stream(device, self.transport) for device in devices}
-
-    def _stream(self, index: int) -> Stream:
-        return self._streams[self.plan.buckets[index].device]
 
     # Layout
 
-    def _first_groups(self) -> list[list[int]]:
+    def first_groups(self) -> list[list[int]]:
         """Reverse order: about that in which gradients arrive."""
-        return group_by_size(self._specs, reversed(self._dense), self._caps)
+        return group_by_size(self.specs, reversed(self.indices), self._caps)
 
-    def _regroup(self, observed: Iterable[int]) -> None:
+    def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make buckets of these groups of parameters."""
+        self.plan, self.pipelines = self._averaging.make_pipelines(
+            self.gradients, groups, self.transport, self.as_views
+        )
+        self._members: list[Members] = [self.gradients.members(bucket) for bucket in self.plan.buckets]
+        if self.keeps_statistics:
+            for pipeline in self.pipelines:
+                pipeline.keep_statistics()
+        if self.as_views:
+            for members, pipeline in zip(self._members, self.pipelines, strict=True):
+                self.gradients.install_views(members, pipeline.make_views)
+
+    def regroup(self, observed: Iterable[int]) -> None:
         """Lay buckets out in the order of `observed`, and what is not in it last, in buckets of its own.
 
         Residuals move along: second-stage ones as part of the first stage, because shards change hands.
         """
-        dense = set(self._dense)
-        order = [i for i in observed if i in dense]
-        idle = sorted(dense.difference(order))
-        for feedback in self._feedbacks():
+        here = set(self.indices)
+        order = [i for i in observed if i in here]
+        idle = sorted(here.difference(order))
+        for feedback in self.feedbacks:
             feedback.spread(lambda whole: self.transport.all_gather(whole).wait())
         kept = saved_residuals.collect(self.pipelines)
-        self._install(group_by_size(self._specs, order, self._caps) + group_by_size(self._specs, idle, self._caps))
+        self.lay_out(group_by_size(self.specs, order, self._caps) + group_by_size(self.specs, idle, self._caps))
         saved_residuals.restore(kept, self.pipelines)
 
-    def _install(self, groups: Iterable[Sequence[int]]) -> None:
-        self.plan, self.pipelines = self._build(groups)
-        self._members = [self._gradients.members(bucket) for bucket in self.plan.buckets]
-        if self._statistics:
-            for pipeline in self.pipelines:
-                pipeline.keep_statistics()
-        if self._as_views:
-            for members, pipeline in zip(self._members, self.pipelines, strict=True):
-                self._gradients.install_views(members, pipeline.make_views)
+    def move_to(self, transport: Transport) -> None:
+        """Lay buckets out as at construction, for the ranks of another transport. Residuals move along."""
+        kept = saved_residuals.collect(self.pipelines)
+        self.transport = transport
+        self._make_streams()
+        self.lay_out(self.first_groups())
+        saved_residuals.restore(kept, self.pipelines)
 
-    def _build(self, groups: Iterable[Sequence[int]]) -> tuple[BucketPlan, list[BucketPipeline]]:
-        plan = build_plan(self._specs, groups, alignment=self.compression.alignment, shards=self.transport.world_size)
-        shared, made = SharedBuffers(), {}
-        for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
-            holds_views = self._as_views and self.compression.wire_dtype(bucket.dtype) is bucket.dtype
-            in_turn = one_by_one(bucket.device, self.transport) and not holds_views
-            made[bucket.index] = BucketPipeline(
-                bucket, self.compression, self.transport, shared=shared if in_turn else None
-            )
-        return plan, [made[bucket.index] for bucket in plan.buckets]
+    def average_with(self, averaging: Averaging) -> None:
+        """Let another average the buckets, from the same groups, from now on."""
+        self._averaging = averaging
+        self._make_streams()
+        self.lay_out([[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets])
+
+    def _make_streams(self) -> None:
+        devices = sorted({self.specs[i].device for i in self.indices}, key=str)
+        self.streams.clear()
+        self.streams.update((device, self._averaging.make_stream(device, self.transport)) for device in devices)
 
     # One bucket's average
 
     @torch.no_grad()
-    def _collect(self, index: int) -> Job:
-        return Job(self.pipelines[index], self._gradients.collect(self._members[index], self._used))
+    def collect(self, index: int, used: Sequence[bool]) -> BucketJob:
+        """A bucket's job; `used` tells by parameter whether a backward reached it on this rank."""
+        found = self.gradients.collect(self._members[index], used)
+        return BucketJob(self.pipelines[index], found, self.streams[self.plan.buckets[index].device])
 
-    def _average(self, index: int) -> set[int]:
-        if self._alone(index):
-            return self._unused(index)
-        job = self._collect(index)
-        job.begin_on(self._stream(index))()
-        return self._settle(job)
-
-    def _alone(self, index: int) -> bool:
+    def alone(self, index: int) -> bool:
         """Whether there is nothing to average and nothing to move."""
-        return self.pipelines[index].alone and not self._as_views and not self._casts
+        return self.pipelines[index].alone and not self.as_views and not self._casts
 
-    def _unused(self, index: int) -> set[int]:
-        return {i for i in self._members[index].indices if not self._used[i]}
+    def unused(self, index: int, used: Sequence[bool]) -> set[int]:
+        """The parameters of a bucket that this rank has not used."""
+        return {i for i in self._members[index].indices if not used[i]}
 
-    def _settle(self, job: Job, scale: float = 1.0) -> set[int]:
-        """Store what arrived, and has been multiplied by `scale`; returns the parameters that no rank used."""
-        pipeline = job.pipeline
+    def settle(self, job: BucketJob, active_ranks: int) -> set[int]:
+        """Store what arrived, as the mean over so many ranks; returns the parameters that no rank used."""
+        pipeline, scale = job.pipeline, 1.0
+        if active_ranks != self.transport.world_size:
+            scale = self.transport.world_size / active_ranks
+            torch._foreach_mul_(job.found.targets, scale)
+            pipeline.has_statistics = False
         bucket, left = pipeline.bucket, job.found.settle(pipeline.used_by_any)
         parameters = self._members[bucket.index].parameters
         note_reduced(pipeline, parameters, left)
@@ -169,19 +219,29 @@ class BucketedGradients:
             pipeline.feedback.follow(parameters, left, pipeline.magnitudes, scale)
         return {bucket.slots[position].parameter for position in left}
 
-    def _active_ranks(self) -> int:
-        """What sums are divided by."""
-        return self.transport.world_size
+    def take_part(self) -> None:
+        """Bring zeros to one reduction of every bucket, whose averages the other ranks apply."""
+        for pipeline, members in zip(self.pipelines, self._members, strict=True):
+            zeros = [pipeline.used.new_zeros(slot.numel) for slot in pipeline.bucket.slots]
+            pipeline.run(zeros, zeros, range(len(zeros)))
+            if pipeline.feedback is not None:
+                left = (pipeline.used_by_any == 0).nonzero().flatten().tolist()
+                pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes, watched=False)
 
     def keep_statistics(self) -> None:
         """Let decompression count non-finite elements and sum squares from now on; its kernels are compiled here."""
-        if not self._statistics:
-            self._statistics = True
+        if not self.keeps_statistics:
+            self.keeps_statistics = True
             notice_unscaling()
             for device, dtype in {(pipeline.bucket.device, pipeline.bucket.dtype) for pipeline in self.pipelines}:
                 warm_up(dtype, device, self.compression, self.transport, statistics=True)
             for pipeline in self.pipelines:
                 pipeline.keep_statistics()
+
+    @property
+    def feedbacks(self) -> list[ErrorFeedback]:
+        """What is kept of each bucket, under error feedback."""
+        return [pipeline.feedback for pipeline in self.pipelines if pipeline.feedback is not None]
 
     # Figures
 
@@ -197,20 +257,3 @@ class BucketedGradients:
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in one step."""
         return sum(pipeline.sent_bytes for pipeline in self.pipelines)
-
-    @property
-    def nonfinite_steps(self) -> int:
-        """Steps so far in which an average was NaN or infinite, as far as compression shows it; waits for GPUs."""
-        return self._nonfinite.total
-
-    def rescale_residuals(self, factor: float) -> None:
-        """Multiply what error feedback keeps by `factor`: new loss scale / old loss scale.
-
-        Residuals are in units of scaled gradients. A GradScaler's scale is followed without it, from the step on that
-        takes it out; call it, between a step and the next forward, where a loss is scaled by hand.
-        """
-        for feedback in self._feedbacks():
-            feedback.rescale(factor)
-
-    def _feedbacks(self) -> list[ErrorFeedback]:
-        return [pipeline.feedback for pipeline in self.pipelines if pipeline.feedback is not None]

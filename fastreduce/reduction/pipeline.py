@@ -19,7 +19,7 @@ from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
 from .error_feedback import ErrorFeedback
 from .shared_buffers import SharedBuffers
-from .streams import Finish, Pending, Stream
+from .streams import Finish
 
 # The points in time of a reduction.
 _START, _COMPRESSED, _STARTED, _RESUMED, _REDUCED, _END = range(6)
@@ -165,18 +165,6 @@ class BucketPipeline:
             flat.as_strided(tensor.size(), tensor.stride(), slot.offset)
             for tensor, slot in zip(like, self.bucket.slots, strict=True)
         ]
-
-    def launch(
-        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
-    ) -> Pending:
-        """`run` on `stream`, where the next bucket is compressed while this one's wire is on its way."""
-        return stream.submit(lambda: self.begin(grads, averaged, unused))
-
-    def begin_on(
-        self, stream: Stream, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()
-    ) -> Finish:
-        """`begin` on `stream`, with nothing left to overlap with; returns the second part."""
-        return stream.begin(lambda: self.begin(grads, averaged, unused))
 
     def run_broken(self) -> None:
         """Take part in a reduction that the other ranks may be in, with NaN: this rank's backward raised."""

@@ -5,24 +5,51 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..compression import Compression
 from ..errors import ReducerError, TransportError
 from ..transports import Transport
 from ..transports.messages import checked, numbers
 from . import saved_residuals
 from .arrivals import Arrivals, weakly
-from .bucketed import BucketedGradients, Job
+from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients, BucketJob
+from .buckets import BucketPlan
 from .error_feedback import agree_that_finite
-from .streams import Pending, Stream
+from .nonfinite import NonFiniteSteps
+from .pipeline import BucketPipeline, Seconds
+from .sparse import SparseGradients
+from .streams import Finish, Pending, Stream
 
 
-class GradientReducer(BucketedGradients):
+@dataclass
+class Events:
+    """What is called at the moments of a backward, in order; nothing that keeps the reducer alive.
+
+    Attributes:
+        launching: a bucket is about to be reduced; with its job.
+        computed: the backward's own work has ended, and its reduction is about to.
+        arrived: all averages have come, and are not stored yet.
+        stored: they are.
+        ended: a backward has ended, reduced or not.
+        dropped: a backward that raised before its end is forgotten.
+    """
+
+    launching: list[Callable[[BucketJob], object]] = field(default_factory=list)
+    computed: list[Callable[[], object]] = field(default_factory=list)
+    arrived: list[Callable[[], object]] = field(default_factory=list)
+    stored: list[Callable[[], object]] = field(default_factory=list)
+    ended: list[Callable[[], object]] = field(default_factory=list)
+    dropped: list[Callable[[], object]] = field(default_factory=list)
+
+
+class GradientReducer:
     """Averages the gradients of `parameters` over the ranks of `transport` during backward.
 
     1. `arm`, after a forward that is to be synchronised, makes the next backward reduce.
@@ -34,31 +61,184 @@ class GradientReducer(BucketedGradients):
        gradients arrive. In the first backward nothing is launched before its end: it also counts how
        often each hook fires, which re-entrant checkpointing can make more than once.
 
-    Arguments and errors are those of `BucketedGradients`; `close` closes the transport.
+    Args:
+        parameters: floating-point or complex leaves that require gradients.
+        names: their names, which key saved residuals and appear in errors.
+        transport: what moves wires; `close` closes it.
+        compression: the setting.
+        bucket_caps: bytes of the first, second, … bucket; the last holds for all that follow.
+        gradient_as_bucket_view: whether `.grad` become views of the buckets.
+        dtype: what gradients are averaged in; None means each in the dtype of its parameter.
+        sparse: indices of parameters whose gradients are sparse; they travel in no bucket, uncompressed,
+            when backward ends.
+        overlaps: whether full buckets are launched during backward, or all when it has ended.
+
+    Attributes:
+        events: what is called at the moments of a backward.
+        active_ranks: tells how many ranks bring gradients, which sums are divided by; None means that all do.
+
+    Raises:
+        TensorError: if a parameter's dtype is not supported.
+        BackendUnavailableError: if the kernels cannot run on the parameters' device.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
-        super().__init__(parameters, *args, **kwargs)
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        transport: Transport,
+        compression: Compression,
+        *,
+        bucket_caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
+        gradient_as_bucket_view: bool = False,
+        dtype: torch.dtype | None = None,
+        sparse: Iterable[int] = (),
+        overlaps: bool = True,
+    ) -> None:
+        self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
+        self._buckets = BucketedGradients(
+            parameters,
+            names,
+            transport,
+            compression,
+            bucket_caps=bucket_caps,
+            as_views=gradient_as_bucket_view,
+            dtype=dtype,
+            leave_out=self._sparse.parameters,
+        )
+        self._overlaps = overlaps
+        self._nonfinite = NonFiniteSteps()
+        self.events = Events()
+        self.active_ranks: Callable[[], int] | None = None
         self._launching = threading.Lock()  # each device's hooks run on a thread of their own
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
-        self._used = self._arrivals.used
-        self._install(self._first_groups())
-        self._close = weakref.finalize(self, shut_down, self._streams, self.transport)
+        self._lay_out(self._buckets.first_groups())
+        self._close = weakref.finalize(self, shut_down, self._buckets.streams, transport)
 
     def close(self) -> None:
         """Remove the hooks, end communication threads and close the transport."""
-        self._arrivals.remove()
+        self.remove_hooks()
         self._close()
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the parameters: gradients stay local from now on."""
+        self._arrivals.remove()
+
+    def replace_hooks(self) -> None:
+        """Put the hooks on the nodes that the parameters have now: a changed dtype makes new ones."""
+        self._arrivals.remove()
+        self._arrivals.attach()
+
+    # What it is about
+
+    @property
+    def transport(self) -> Transport:
+        """What moves wires."""
+        return self._buckets.transport
+
+    @property
+    def compression(self) -> Compression:
+        """The setting."""
+        return self._buckets.compression
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The layout of the buckets."""
+        return self._buckets.plan
+
+    @property
+    def pipelines(self) -> list[BucketPipeline]:
+        """What averages each bucket."""
+        return self._buckets.pipelines
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """For each parameter, whether a gradient has arrived in this backward on this rank."""
+        return self._arrivals.used
+
+    @property
+    def arrival_order(self) -> list[int]:
+        """The parameters in the order in which their gradients arrived in the first backward."""
+        return self._arrivals.last_seen()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward has been reduced."""
+        return self._reduced_once
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun that has not come to its end."""
+        return self._in_backward
+
+    @property
+    def seconds(self) -> Seconds:
+        """Time that the last reduction spent in each stage, summed over the buckets."""
+        return self._buckets.seconds
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in one step."""
+        return self._buckets.sent_bytes
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Steps so far in which an average was NaN or infinite, as far as compression shows it; waits for GPUs."""
+        return self._nonfinite.total
+
+    def keep_statistics(self) -> None:
+        """Let decompression count non-finite elements and sum squares from now on; its kernels are compiled here."""
+        self._buckets.keep_statistics()
+
+    def rescale_residuals(self, factor: float) -> None:
+        """Multiply what error feedback keeps by `factor`: new loss scale / old loss scale.
+
+        Residuals are in units of scaled gradients. A GradScaler's scale is followed without it, from the step on that
+        takes it out; call it, between a step and the next forward, where a loss is scaled by hand.
+        """
+        for feedback in self._buckets.feedbacks:
+            feedback.rescale(factor)
 
     # Buckets
 
-    def _install(self, groups: Iterable[Sequence[int]]) -> None:
-        super()._install(groups)
+    def _lay_out(self, groups: Iterable[Sequence[int]]) -> None:
+        self._buckets.lay_out(groups)
+        self._laid_out()
+
+    def _laid_out(self) -> None:
         self._arrivals.lay_out(self.plan)
         self._forget_backward()
+
+    def average_with(self, averaging: Averaging) -> None:
+        """Let another average the buckets from now on."""
+        self._buckets.average_with(averaging)
+        self._laid_out()
+
+    def reset(self) -> None:
+        """Forget what is under way and what was learned, as if no backward had been: other ranks will take part.
+
+        Nothing is made up for, so that it works after a peer has died.
+        """
+        self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
+        self._left_over, self.active_ranks = set(), None
+        self._arrivals.forget_used()
+        self._arrivals.fires[:] = [1] * len(self._arrivals.fires)
+        self._forget_backward()
+
+    def move_to(self, make: Callable[[], Transport]) -> None:
+        """Reduce over the ranks of another transport from now on, which is made when the old one has been closed.
+
+        Buckets are laid out as at construction, so that ranks with another past agree. Residuals move along.
+        """
+        self._close()
+        transport = make()
+        self._buckets.move_to(transport)
+        self._sparse.transport = transport
+        self._laid_out()
+        self._close = weakref.finalize(self, shut_down, self._buckets.streams, transport)
 
     def rebuild_buckets(self) -> bool:
         """After the first reduced backward, once: lay buckets out in the order that rank 0 observed.
@@ -71,10 +251,11 @@ class GradientReducer(BucketedGradients):
         """
         if self._rebuilt or not self._reduced_once:
             return False
-        count = len(self._specs)
-        told = self.transport.exchange(self._arrivals.last_seen())
+        count = len(self._buckets.specs)
+        told = self.transport.exchange(self.arrival_order)
         observed = checked(told, lambda value: numbers(value, 0, count), "order of its parameters")
-        self._regroup(dict.fromkeys(itertools.chain(*observed)))
+        self._buckets.regroup(dict.fromkeys(itertools.chain(*observed)))
+        self._laid_out()
         self._rebuilt = True
         return True
 
@@ -82,7 +263,7 @@ class GradientReducer(BucketedGradients):
 
     def look(self) -> None:
         """Before gradients accumulate: let error feedback see what has become of the last averages."""
-        for feedback in self._feedbacks():
+        for feedback in self._buckets.feedbacks:
             feedback.look()
 
     def arm(self) -> None:
@@ -107,12 +288,14 @@ class GradientReducer(BucketedGradients):
             if self._armed:
                 for pipeline in self.pipelines[len(self._launches) :]:
                     pipeline.run_broken()
-                self._sparse.take_part(self._active_ranks(), broken=True)
+                self._sparse.take_part(self._divisor(), broken=True)
         self._armed = self._in_backward = False
         self._forget_backward()
+        for dropped in self.events.dropped:
+            dropped()
 
     def _forget_backward(self) -> None:
-        self._launches: list[tuple[Job, Pending]] = []
+        self._launches: list[tuple[BucketJob, Pending]] = []
         self._arrivals.stop()
         if not self._reduced_once:
             self._arrivals.order.clear()
@@ -142,8 +325,8 @@ class GradientReducer(BucketedGradients):
             self._arrivals.order.append(i)
         elif (bucket := self._arrivals.bucket_of[i]) < len(self._launches):
             raise ReducerError(
-                f"rank {self.transport.rank}: parameter {self._specs[i].name!r} received a gradient after its "
-                f"bucket {bucket} had been sent. In the first backward it received {self._arrivals.fires[i]} "
+                f"rank {self.transport.rank}: parameter {self._buckets.specs[i].name!r} received a gradient after "
+                f"its bucket {bucket} had been sent. In the first backward it received {self._arrivals.fires[i]} "
                 "gradient(s), now more: run the forward that uses it most often first, or checkpoint with "
                 "use_reentrant=False"
             )
@@ -154,7 +337,13 @@ class GradientReducer(BucketedGradients):
         with self._launching:
             while (index := len(self._launches)) < last and not self._arrivals.waiting[index]:
                 job = self._collect(index)
-                self._launches.append((job, job.launch(self._stream(index))))
+                self._launches.append((job, job.launch()))
+
+    def _collect(self, index: int) -> BucketJob:
+        job = self._buckets.collect(index, self._arrivals.used)
+        for launching in self.events.launching:
+            launching(job)
+        return job
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -167,26 +356,21 @@ class GradientReducer(BucketedGradients):
             self._armed = False
             self._reduce_all()
         else:  # autograd.grad: nothing was accumulated, so the forward stays armed
-            self._gradients.check_unmoved(range(len(self._specs)))
+            self._buckets.gradients.check_unmoved(range(len(self._buckets.specs)))
             self._arrivals.report()
+        for ended in self.events.ended:
+            ended()
 
     def _reduce_all(self) -> None:
+        for computed in self.events.computed:
+            computed()
         try:
             for _, pending in self._launches[-1:]:
                 pending.begun()  # streams leave starting collectives to this thread
-            under_way = [(job, pending.result) for job, pending in self._launches]
-            for index in range(len(self._launches), len(self.pipelines)):
-                if self._alone(index):
-                    self._left_over |= self._unused(index)
-                else:
-                    job = self._collect(index)
-                    under_way.append((job, job.begin_on(self._stream(index))))
-            for _, finish in under_way:
-                finish()
-            for job, _ in under_way:
-                self._left_over |= self._settle(job)
-            self._left_over |= self._sparse.settle(self._arrivals.used, self._active_ranks())
-            agree_that_finite(self._feedbacks())
+            under_way: list[tuple[BucketJob, Finish]] = [(job, pending.result) for job, pending in self._launches]
+            self._left_over |= self._average(range(len(self._launches), len(self.pipelines)), under_way)
+            self._left_over |= self._sparse.settle(self._arrivals.used, self._divisor())
+            agree_that_finite(self._buckets.feedbacks)
             self._nonfinite.count(self.pipelines, self.transport.rank)
         except TransportError:
             for _, pending in self._launches:
@@ -201,6 +385,26 @@ class GradientReducer(BucketedGradients):
                 self._arrivals.learn_fires()
             self._forget_backward()
 
+        for stored in self.events.stored:
+            stored()
+
+    def _average(self, indices: Iterable[int], under_way: list[tuple[BucketJob, Finish]]) -> set[int]:
+        """Reduce buckets and what is under way, and store it; returns the parameters that no rank used."""
+        left = set()
+        for index in indices:
+            if self._buckets.alone(index):
+                left |= self._buckets.unused(index, self._arrivals.used)
+            else:
+                job = self._collect(index)
+                under_way.append((job, job.begin()))
+        for _, finish in under_way:
+            finish()
+        for arrived in self.events.arrived:
+            arrived()
+        for job, _ in under_way:
+            left |= self._buckets.settle(job, self._divisor())
+        return left
+
     def _reduce_left_over(self) -> None:
         """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.
 
@@ -210,25 +414,44 @@ class GradientReducer(BucketedGradients):
         fired = {i for i in self._left_over if used[i]}
         if not fired:
             return
-        twice = [spec.name for i, spec in enumerate(self._specs) if used[i] and i not in fired]
+        names = [spec.name for spec in self._buckets.specs]
+        twice = [name for i, name in enumerate(names) if used[i] and i not in fired]
         if twice:
             raise ReducerError(
                 f"rank {self.transport.rank}: a second backward through one forward brought first gradients for "
-                f"{self._specs[min(fired)].name!r} and further ones for {twice[0]!r}, which was averaged already. "
+                f"{names[min(fired)]!r} and further ones for {twice[0]!r}, which was averaged already. "
                 "Sum the losses and call backward once"
             )
-        for index in sorted({self._arrivals.bucket_of[i] for i in self._left_over.intersection(self._dense)}):
-            self._average(index)
-        self._sparse.settle(used, self._active_ranks(), self._left_over)
+        in_buckets = self._left_over.intersection(self._buckets.indices)
+        self._average(sorted({self._arrivals.bucket_of[i] for i in in_buckets}), [])
+        self._sparse.settle(used, self._divisor(), self._left_over)
         self._left_over -= fired
         self._arrivals.forget_used()
+
+    def take_part(self) -> None:
+        """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
+        self._arrivals.forget_used()
+        self._buckets.take_part()
+        for arrived in self.events.arrived:
+            arrived()
+        agree_that_finite(self._buckets.feedbacks)
+        self._sparse.take_part(self._divisor())
+        self._reduced_once = True
+        self._forget_backward()
+
+    def _divisor(self) -> int:
+        return self.transport.world_size if self.active_ranks is None else self.active_ranks()
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""
         state = saved_residuals.save(self.plan, self.pipelines, self.transport.rank, str(self.compression))
-        progress = {"reduced_once": self._reduced_once, "rebuilt": self._rebuilt, "statistics": self._statistics}
+        progress = {
+            "reduced_once": self._reduced_once,
+            "rebuilt": self._rebuilt,
+            "statistics": self._buckets.keeps_statistics,
+        }
         return {**state, **progress, "order": self._arrivals.order.copy(), "fires": self._arrivals.fires.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -242,11 +465,11 @@ class GradientReducer(BucketedGradients):
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         chosen = saved_residuals.pick(states, self.transport.rank, self.transport.world_size, str(self.compression))
-        saved_residuals.check_parameters(chosen, [self._specs[i] for i in self._dense])
+        saved_residuals.check_parameters(chosen, [self._buckets.specs[i] for i in self._buckets.indices])
         self._reduced_once, self._rebuilt = chosen["reduced_once"], chosen["rebuilt"]
         self._arrivals.order[:], self._arrivals.fires[:] = chosen["order"], chosen["fires"]
-        index_of = {spec.name: i for i, spec in enumerate(self._specs)}
-        self._install([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
+        index_of = {spec.name: i for i, spec in enumerate(self._buckets.specs)}
+        self._lay_out([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
         saved_residuals.restore(saved_residuals.kept_in(chosen), self.pipelines)
         for pipeline, saved in zip(self.pipelines, chosen["shard_residuals"], strict=False):
             if pipeline.feedback is not None:

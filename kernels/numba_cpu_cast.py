@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .numba_cpu_convert import (
+from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
     addresses,
@@ -22,7 +22,7 @@ from .numba_cpu_convert import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_sum import add_last
+from .numba_cpu_vectors import add_last
 from .slots import SlotTable, spare, tile_elements
 
 CHUNK = 256  # small enough that reading ahead and writing out overlap

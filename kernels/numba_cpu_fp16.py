@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .numba_cpu_convert import (
+from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
     addresses,
@@ -29,7 +29,7 @@ from .numba_cpu_convert import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_sum import narrow_block, narrow_sum
+from .numba_cpu_vectors import narrow_block, narrow_sum
 from .slots import (
     FP16_BLOCK,
     FP16_BLOCK_BYTES,

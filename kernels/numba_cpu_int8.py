@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from .numba_cpu_convert import (
+from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
     addresses,

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from .numba_cpu_convert import (
+from .numba_cpu_elements import (
     LINE,
     MEMORY,
     can_stream,

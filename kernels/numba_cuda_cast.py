@@ -10,7 +10,8 @@ from numba import cuda
 from torch import Tensor
 
 from .device_tables import device_table
-from .numba_cuda_convert import (
+from .numba_cuda_statistics import unflatten_and_sum
+from .numba_cuda_tiles import (
     TAGS,
     THREADS,
     add,
@@ -27,7 +28,6 @@ from .numba_cuda_convert import (
     store,
     where_finite,
 )
-from .numba_cuda_sum import unflatten_and_sum
 from .slots import SlotTable, spare, tile_elements
 
 TILE = tile_elements()

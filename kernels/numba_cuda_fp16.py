@@ -14,7 +14,8 @@ from numba import cuda
 from torch import Tensor
 
 from .device_tables import device_table
-from .numba_cuda_convert import (
+from .numba_cuda_statistics import unflatten_fp16_and_sum
+from .numba_cuda_tiles import (
     FP16,
     FP32,
     INFINITY_BITS,
@@ -23,6 +24,7 @@ from .numba_cuda_convert import (
     TAGS,
     THREADS,
     add,
+    decode_fp16,
     fetch_byte,
     function,
     in_compute_type,
@@ -40,7 +42,6 @@ from .numba_cuda_convert import (
     store_byte,
     where_finite,
 )
-from .numba_cuda_sum import decode_fp16, unflatten_fp16_and_sum
 from .slots import FP16_BLOCK, FP16_BLOCK_BYTES, SlotTable, exponent_rule, spare, tile_elements
 
 BLOCK, PAYLOAD = FP16_BLOCK, 2 * FP16_BLOCK

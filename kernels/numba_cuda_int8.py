@@ -14,7 +14,8 @@ from numba import cuda
 from torch import Tensor
 
 from .device_tables import device_table
-from .numba_cuda_convert import (
+from .numba_cuda_statistics import SUMMING, dequantize_and_sum
+from .numba_cuda_tiles import (
     FP32,
     INFINITY_BITS,
     INT8,
@@ -40,7 +41,6 @@ from .numba_cuda_convert import (
     store,
     where_finite,
 )
-from .numba_cuda_sum import SUMMING, dequantize_and_sum
 from .slots import SlotTable, spare, tile_elements
 
 TILE = LANES * THREADS  # the largest block of the format on a GPU

@@ -1,58 +1,96 @@
-"""What a thread of a `numba_cuda` kernel counts and sums while its vectors are in registers.
+"""unflatten, unflatten_fp16 and dequantize with statistics in Numba CUDA.
 
-As in `numba_cuda_vectors.py`, each has a twin in `numba_cuda_simulated.py`.
+The order of a tile's sum is fixed: each thread's numbers as they come, then threads by halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import numpy as np
+from numba import cuda
 
-from llvmlite import ir
-from numba.cuda import types
-from numba.cuda.extending import intrinsic
+from .numba_cuda_tiles import (
+    FP16,
+    LANES,
+    THREADS,
+    add,
+    decode,
+    decode_fp16,
+    function,
+    kernel,
+    lanes_of,
+    load,
+    locate,
+    multiply,
+    not_finite,
+    quotient,
+    size_of,
+    store,
+    sum_of_squares,
+)
 
-from .numba_cuda_vectors import narrow, rounded_to_nearest, widen
-
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
-
-
-def _stored(
-    builder: ir.IRBuilder, vector: ir.Value, tag: types.Type, to: types.Type, count: ir.Value
-) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Each number as memory of type `tag` will hold it, in type `to`, and whether it is one of the first `count`."""
-    for lane in range(vector.type.count):
-        value = narrow(builder, builder.extract_value(vector, lane), tag)
-        yield widen(builder, value, tag, to), builder.icmp_signed(">", count, _I64(lane))
-
-
-@intrinsic
-def sum_of_squares(_typing: Any, vector: types.Type, tag: types.Type, sum_tag: types.Type, count: types.Type) -> Any:
-    """The sum of the first `count` numbers' squares, in their order, each as memory of type `tag` will hold it."""
-
-    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        multiply, add = (rounded_to_nearest(builder, name, sum_tag) for name in ("mul", "add"))
-        total = ir.Constant(multiply.function_type.return_type, 0.0)
-        for value, inside in _stored(builder, args[0], tag, sum_tag, args[3]):
-            more = builder.call(add, [total, builder.call(multiply, [value, value])])
-            total = builder.select(inside, more, total)
-        return total
-
-    return sum_tag(vector, tag, sum_tag, types.int64), emit
+SUMMING = min(THREADS, 128)  # threads for a tile of an INT8 wire, which is smaller than without statistics
+ZERO = np.float64(0)
 
 
-@intrinsic
-def not_finite(_typing: Any, vector: types.Type, tag: types.Type, count: types.Type) -> Any:
-    """How many of the first `count` numbers memory of type `tag` will hold as infinity or NaN."""
-    to = types.float64 if tag == types.float64 else types.float32
-    bits, infinity = (_I64, 0x7FF << 52) if tag == types.float64 else (_I32, 0xFF << 23)
+@function
+def _store_row(statistics, sum_tag, squares, odd, threads):
+    """Write this program's row: what all of its threads counted and summed, halves added to halves."""
+    totals = cuda.shared.array((2, THREADS), np.float64)
+    thread = cuda.threadIdx.x
+    totals[0, thread], totals[1, thread] = odd, squares
+    half = threads // 2
+    while half > 0:
+        cuda.syncthreads()
+        if thread < half:
+            totals[0, thread] = add(totals[0, thread], totals[0, thread + half])
+            totals[1, thread] = add(totals[1, thread], totals[1, thread + half])
+        half //= 2
+    if thread == 0:
+        row = statistics + np.int64(cuda.blockIdx.x) * 2 * size_of(sum_tag)
+        store(row, sum_tag, (totals[0, 0], totals[1, 0], ZERO, ZERO), 2, 2)
 
-    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        total = _I64(0)
-        for value, inside in _stored(builder, args[0], tag, to, args[2]):
-            magnitude = builder.and_(builder.bitcast(value, bits), bits((1 << bits.width - 1) - 1))
-            odd = builder.and_(inside, builder.icmp_signed(">=", magnitude, bits(infinity)))
-            total = builder.add(total, builder.zext(odd, _I64))
-        return total
 
-    return types.int64(vector, tag, types.int64), emit
+@kernel
+def unflatten_and_sum(wire, wire_tag, tiles, addresses, tag, scale, statistics, sum_tag):
+    """One tile of one slot, from the wire to its tensor, and its statistics."""
+    tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
+    flat = wire + place * size_of(wire_tag)
+    lanes = lanes_of(wire_tag, tag)
+    squares, odd = sum_tag, 0
+    for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
+        values = multiply(load(flat + first * size_of(wire_tag), wire_tag, tag, count - first), scale)
+        store(tensor + first * size_of(tag), tag, values, count - first, count - first)
+        squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
+        odd += not_finite(values, tag, count - first)
+    _store_row(statistics, sum_tag, squares, odd, THREADS)
+
+
+@kernel
+def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scale, statistics, sum_tag):
+    """One tile of one slot, from a wire of FP16 blocks to its tensor, and its statistics."""
+    tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
+    lanes = lanes_of(FP16, tag)
+    squares, odd = sum_tag, 0
+    for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
+        values = decode_fp16(wire, blocks, shard_size, place + first, tag, scale, count - first)
+        store(tensor + first * size_of(tag), tag, values, count - first, count - first)
+        squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
+        odd += not_finite(values, tag, count - first)
+    _store_row(statistics, sum_tag, squares, odd, THREADS)
+
+
+@kernel
+def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, statistics, sum_tag):
+    """One tile of one slot, from the wire to its tensor, and its statistics."""
+    tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
+    squares, odd = sum_tag, 0
+    for element in range(np.int64(cuda.threadIdx.x) * LANES, count, SUMMING * LANES):
+        row = quotient(element, block)
+        number = place // block + row
+        rank = quotient(number, blocks)
+        shard, index = wire + rank * shard_size, number - rank * blocks
+        values = decode(shard, blocks, block, index, element - row * block, LANES)
+        store(tensor + element * size_of(tag), tag, values, count - element, count - element)
+        squares = add(squares, sum_of_squares(values, tag, sum_tag, count - element))
+        odd += not_finite(values, tag, count - element)
+    _store_row(statistics, sum_tag, squares, odd, SUMMING)

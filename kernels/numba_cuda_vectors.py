@@ -8,7 +8,7 @@ each function for Numba's simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -16,7 +16,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from .numba_sources import keyed
+from .numba_cache import keyed
 
 WIDTH = 16  # bytes of one access
 
@@ -77,7 +77,7 @@ def _join(builder: ir.IRBuilder, numbers: Sequence[ir.Value], tag: types.Type) -
     return words
 
 
-def widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type, to: types.Type) -> ir.Value:
+def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type, to: types.Type) -> ir.Value:
     """What memory of type `tag` holds → FP32 or FP64."""
     if tag == types.uint16:
         value = builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _FLOAT)
@@ -94,7 +94,7 @@ def _cast(builder: ir.IRBuilder, value: ir.Value, to: types.Type) -> ir.Value:
     return builder.fpext(value, _DOUBLE) if value.type == _FLOAT and to == types.float64 else value
 
 
-def narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+def _narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
     """FP32 or FP64 → what memory of type `tag` holds."""
     if tag == types.float64:
         return _cast(builder, value, tag)
@@ -193,7 +193,7 @@ def load(_typing: Any, address: types.Type, tag: types.Type, other: types.Type, 
             place = builder.alloca(array)
 
         def put(lane: int, value: ir.Value) -> None:
-            value = widen(builder, value, tag, result.dtype)
+            value = _widen(builder, value, tag, result.dtype)
             builder.store(value, builder.gep(place, [_I32(0), _I32(lane)]))
 
         with builder.if_else(_whole(builder, address, count, lanes)) as (whole, scattered):
@@ -225,7 +225,7 @@ def store(
 
     def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         address, _, numbers, count, extent = args
-        values = [narrow(builder, builder.extract_value(numbers, lane), tag) for lane in range(lanes)]
+        values = [_narrow(builder, builder.extract_value(numbers, lane), tag) for lane in range(lanes)]
         with builder.if_else(_whole(builder, address, count, lanes)) as (whole, scattered):
             with whole:
                 for start in range(0, lanes, part):
@@ -255,7 +255,7 @@ def _pack(context: Any, builder: ir.IRBuilder, values: Sequence[ir.Value], resul
     return packed
 
 
-def rounded_to_nearest(builder: ir.IRBuilder, operation: str, number: types.Type) -> ir.Function:
+def _rounded_to_nearest(builder: ir.IRBuilder, operation: str, number: types.Type) -> ir.Function:
     """The instruction for an operation (mul, add, div) on two numbers."""
     kind, letter = (_DOUBLE, "d") if number == types.float64 else (_FLOAT, "f")
     declared, name = builder.module.globals, f"llvm.nvvm.{operation}.rn.{letter}"
@@ -267,7 +267,7 @@ def _arithmetic(name: str, operation: str) -> Callable[..., Any]:
 
     def define(_typing: Any, a: types.Type, b: types.Type) -> Any:
         def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            operator = rounded_to_nearest(builder, operation, a.dtype if isinstance(a, types.UniTuple) else a)
+            operator = _rounded_to_nearest(builder, operation, a.dtype if isinstance(a, types.UniTuple) else a)
             lanes = a.count if isinstance(a, types.UniTuple) else 1
             pairs = zip(_numbers(builder, args[0], lanes), _numbers(builder, args[1], lanes), strict=True)
             values = [builder.call(operator, pair) for pair in pairs]
@@ -346,3 +346,44 @@ def more_than_half(_typing: Any, vector: types.Type) -> Any:
         return _pack(context, builder, [builder.select(more, _FLOAT(1), _FLOAT(0)) for more in found], vector)
 
     return vector(vector), emit
+
+
+def _stored(
+    builder: ir.IRBuilder, vector: ir.Value, tag: types.Type, to: types.Type, count: ir.Value
+) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Each number as memory of type `tag` will hold it, in type `to`, and whether it is one of the first `count`."""
+    for lane in range(vector.type.count):
+        value = _narrow(builder, builder.extract_value(vector, lane), tag)
+        yield _widen(builder, value, tag, to), builder.icmp_signed(">", count, _I64(lane))
+
+
+@intrinsic
+def sum_of_squares(_typing: Any, vector: types.Type, tag: types.Type, sum_tag: types.Type, count: types.Type) -> Any:
+    """The sum of the first `count` numbers' squares, in their order, each as memory of type `tag` will hold it."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        multiply, add = (_rounded_to_nearest(builder, name, sum_tag) for name in ("mul", "add"))
+        total = ir.Constant(multiply.function_type.return_type, 0.0)
+        for value, inside in _stored(builder, args[0], tag, sum_tag, args[3]):
+            more = builder.call(add, [total, builder.call(multiply, [value, value])])
+            total = builder.select(inside, more, total)
+        return total
+
+    return sum_tag(vector, tag, sum_tag, types.int64), emit
+
+
+@intrinsic
+def not_finite(_typing: Any, vector: types.Type, tag: types.Type, count: types.Type) -> Any:
+    """How many of the first `count` numbers memory of type `tag` will hold as infinity or NaN."""
+    to = types.float64 if tag == types.float64 else types.float32
+    bits, infinity = (_I64, 0x7FF << 52) if tag == types.float64 else (_I32, 0xFF << 23)
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        total = _I64(0)
+        for value, inside in _stored(builder, args[0], tag, to, args[2]):
+            magnitude = builder.and_(builder.bitcast(value, bits), bits((1 << bits.width - 1) - 1))
+            odd = builder.and_(inside, builder.icmp_signed(">=", magnitude, bits(infinity)))
+            total = builder.add(total, builder.zext(odd, _I64))
+        return total
+
+    return types.int64(vector, tag, types.int64), emit

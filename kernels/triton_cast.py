@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .device_tables import device_table
 from .slots import SlotTable, spare, tile_elements
-from .triton_convert import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
+from .triton_tiles import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
 
 TILE = tile_elements()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .device_tables import device_table
 from .slots import FP16_BLOCK, FP16_BLOCK_BYTES, SlotTable, exponent_rule, spare, tile_elements
-from .triton_convert import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
+from .triton_tiles import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
 
 SHAPE = {"ROWS": tile_elements(FP16_BLOCK) // FP16_BLOCK, "BLOCK": FP16_BLOCK}
 INFINITY_BITS = tl.constexpr(0x7F800000)

@@ -11,7 +11,7 @@ from cuda.bindings import nvjitlink
 from numba import cuda
 from numba.cuda import types
 
-from fastreduce.kernels import numba_cuda_cast, numba_cuda_fp16, numba_cuda_int8, numba_cuda_sum
+from fastreduce.kernels import numba_cuda_cast, numba_cuda_fp16, numba_cuda_int8, numba_cuda_statistics
 
 TARGETS = (80, 90, 100)
 INT64, FP64, FP32, FP16, BF16 = types.int64, types.float64, types.float32, types.int16, types.uint16
@@ -45,14 +45,14 @@ def variants() -> list[Variant]:
         found.append((f"flatten_fp16 {name}", numba_cuda_fp16._flatten, arguments, (16 * size, 32)))
         arguments = (*[INT64] * 3, tag, *[INT64] * 2, FP32)
         found.append((f"unflatten_fp16 {name}", numba_cuda_fp16._unflatten, arguments, (16, 8 * size)))
-        kernel = numba_cuda_sum.unflatten_fp16_and_sum
+        kernel = numba_cuda_statistics.unflatten_fp16_and_sum
         arguments = (*arguments, INT64, FP32)
         found.append((f"unflatten_fp16 {name} with statistics", kernel, arguments, (16, 8 * size)))
     arguments = (*[INT64] * 5, *[FP32] * 3, *rule)
     # The first rank's shard and, in the loop, another's; and both once more where the sum is not finite.
     found.append(("reduce_fp16", numba_cuda_fp16._reduce, arguments, (4 * 32, 32)))
     found.append(("share_exponents", numba_cuda_fp16._share, (INT64,) * 5, (32, 32)))
-    unflatten, dequantize = numba_cuda_sum.unflatten_and_sum, numba_cuda_sum.dequantize_and_sum
+    unflatten, dequantize = numba_cuda_statistics.unflatten_and_sum, numba_cuda_statistics.dequantize_and_sum
     for name, kernel, types_, wide in [
         ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32)),
         ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32)),

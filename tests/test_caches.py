@@ -166,7 +166,7 @@ def test_a_kernel_is_compiled_anew_when_a_file_that_it_shares_has_changed(tmp_pa
 
     assert flattened() == 1.0078125, "rounded to nearest"
     assert list(package.glob("kernels/__pycache__/*_flatten*.nbc"))
-    shared = package / "kernels/numba_cpu_convert.py"
+    shared = package / "kernels/numba_cpu_elements.py"
     text = shared.read_text()
     assert text.count("_constant(bits, 0x7FFF)") == 1
     shared.write_text(text.replace("_constant(bits, 0x7FFF)", "_constant(bits, 0)"))

@@ -22,8 +22,8 @@ from .kernel_cases import Memory, assert_same_bits, values
 
 pytest.importorskip("numba_cuda")
 
-from fastreduce.kernels import numba_cuda_convert, numba_cuda_statistics, numba_cuda_vectors
 from fastreduce.kernels import numba_cuda_simulated as twins
+from fastreduce.kernels import numba_cuda_tiles, numba_cuda_vectors
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -52,7 +52,7 @@ def test_the_reason_why_it_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch):
     assert "pip install" in (backends.why_not("numba_cuda", CUDA) or "")
 
 
-TAGS = {**numba_cuda_convert.TAGS, torch.int8: np.int8(0)}
+TAGS = {**numba_cuda_tiles.TAGS, torch.int8: np.int8(0)}
 # Dtypes of memory that take every path of a load and of a store.
 PAIRS = [
     (torch.float64, torch.float64),
@@ -141,10 +141,10 @@ def test_sums_and_counts_are_those_of_their_twins_in_the_simulator(monkeypatch: 
             kind = ir.DoubleType() if number == types.float64 else ir.FloatType()
             self.function_type = ir.FunctionType(kind, [kind, kind])
 
-    monkeypatch.setattr(numba_cuda_statistics, "rounded_to_nearest", OnCpu)
+    monkeypatch.setattr(numba_cuda_vectors, "_rounded_to_nearest", OnCpu)
     monkeypatch.setattr(ir.IRBuilder, "call", _call_or_operate(ir.IRBuilder.call))
     load = intrinsic(numba_cuda_vectors.load._defn)
-    squares, odd = (intrinsic(getattr(numba_cuda_statistics, n)._defn) for n in ("sum_of_squares", "not_finite"))
+    squares, odd = (intrinsic(getattr(numba_cuda_vectors, n)._defn) for n in ("sum_of_squares", "not_finite"))
 
     @njit
     def look(source, tag, to, sum_tag, count):

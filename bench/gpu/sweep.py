@@ -50,7 +50,7 @@ def change(tile: int | None = None, warps: int | None = None, bf16: str | None =
     """
     if any(f"fastreduce.kernels.{name}" in sys.modules for name in KERNELS):
         raise RuntimeError("the kernels have been imported already")
-    from fastreduce.kernels import triton_convert
+    from fastreduce.kernels import triton_tiles
 
     launches = []
     if tile is not None:
@@ -58,7 +58,7 @@ def change(tile: int | None = None, warps: int | None = None, bf16: str | None =
     if bf16 is not None:
         if bf16 == "natively" and triton.knobs.runtime.interpret:
             raise NotHere("Triton's interpreter truncates where a GPU rounds")
-        _replace(triton_convert, "convert", natively if bf16 == "natively" else by_integers)
+        _replace(triton_tiles, "convert", natively if bf16 == "natively" else by_integers)
     if warps is not None:
 
         def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
@@ -67,11 +67,11 @@ def change(tile: int | None = None, warps: int | None = None, bf16: str | None =
                 with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                     kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
 
-        _replace(triton_convert, "launch", launch)
+        _replace(triton_tiles, "launch", launch)
 
     def check() -> None:
         if warps is not None and not launches:
-            raise NotHere("the kernels are launched by another way than `triton_convert.launch`")
+            raise NotHere("the kernels are launched by another way than `triton_tiles.launch`")
         if tile is not None and slots.tile_elements() != tile:
             raise NotHere("the tile is not `slots.TILE`")
 

@@ -1,4 +1,7 @@
-"""What the Numba CUDA kernels share: vectors of numbers (simulated or not), a program's tile, the launch."""
+"""A program's tile in the Numba CUDA kernels, its elements on the way from a wire, and the launch of all programs.
+
+Vectors of numbers are those of a GPU or, in Numba's simulator, their twins.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ import torch
 from numba import cuda
 from torch import Tensor
 
+from .slots import FP16_BLOCK
+
 SIMULATED = bool(cuda.config.ENABLE_CUDASIM)
 
 if SIMULATED:
-    from . import numba_cuda_simulated as statistics
     from . import numba_cuda_simulated as vectors
 else:
-    from . import numba_cuda_statistics as statistics  # type: ignore[no-redef]
     from . import numba_cuda_vectors as vectors  # type: ignore[no-redef]
 
 kernel, function = vectors.kernel, vectors.function
 size_of, lanes_of, quotient = vectors.size_of, vectors.lanes_of, vectors.quotient
 fetch, fetch_int32, load, store = vectors.fetch, vectors.fetch_int32, vectors.load, vectors.store
 multiply, add, divide = vectors.multiply, vectors.add, vectors.divide
-sum_of_squares, not_finite = statistics.sum_of_squares, statistics.not_finite
+sum_of_squares, not_finite = vectors.sum_of_squares, vectors.not_finite
 largest_bits, from_bits, more_than_half = vectors.largest_bits, vectors.from_bits, vectors.more_than_half
 fetch_byte, store_byte = vectors.fetch_byte, vectors.store_byte
 power, where_finite = vectors.power, vectors.where_finite
@@ -57,6 +60,16 @@ def decode(shard, blocks, block, index, column, count):
     quantized = load(shard + index * block + column, INT8, INT8, count)
     scale_at = shard + blocks * block + index * 4
     return multiply(quantized, load(scale_at, FP32, FP32, min(count, 1))[0])
+
+
+@function
+def decode_fp16(wire, blocks, shard_size, place, tag, scale, count):
+    """8 elements of FP16 blocks from `place` in the flat on, scaled, on their way to memory of type `tag`."""
+    number = place // FP16_BLOCK
+    rank = quotient(number, blocks)
+    shard, index = wire + rank * shard_size, number - rank * blocks
+    halves = load(shard + (index * FP16_BLOCK + place - number * FP16_BLOCK) * 2, FP16, tag, count)
+    return multiply(halves, multiply(power(fetch_byte(shard + blocks * 2 * FP16_BLOCK + index), scale), scale))
 
 
 def in_compute_type(number: float, *dtypes: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""What the `numba_cpu` kernels do in registers: the last step of a sum over ranks, and the writing of an FP16 block."""
+"""Vector code of the `numba_cpu` kernels, by hand: the last step of a sum over ranks, the writing of an FP16 block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .numba_cpu_convert import (
+from .numba_cpu_elements import (
     ANYWHERE,
     LINE,
     MEMORY,

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: number conversions, a program's tile, the launch."""
+"""A program's tile in the Triton kernels, the conversion of its numbers, and the launch of all programs."""
 
 from __future__ import annotations
 

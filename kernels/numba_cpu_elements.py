@@ -1,4 +1,4 @@
-"""Typed memory for the `numba_cpu` kernels: loads and stores that convert, and stores that bypass the cache.
+"""Elements in memory for the `numba_cpu` kernels: loads and stores that convert, and stores that bypass the cache.
 
 Kernels take raw addresses and *tags*, scalars whose types say what lies there, so that one kernel text serves
 every pair of dtypes. Numba has no 16-bit floats on the CPU: FP16 is tagged int16 and BF16 uint16.
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .numba_sources import keyed
+from .numba_cache import keyed
 
 TAGS: dict[torch.dtype, Any] = {
     torch.float64: np.float64(0),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.transports.test_mpi import mpirun, needs_mpirun
+from tests.support.mpirun import mpirun, needs_mpirun
 
 from .bench_steps import TIMEOUT, slowest
 from .conftest import Size

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import RankPool
+from tests.support.waiting import no_waiting
 
 
 @pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
@@ -346,25 +346,6 @@ def _error_of(model: Any) -> str:
 
 
 # Nothing waits for a device
-
-WAITING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Raise where the host would wait for what a device computes."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("this would make the host wait for the device")
-
-    kept = {name: getattr(Tensor, name) for name in WAITING}
-    try:
-        for name in WAITING:
-            setattr(Tensor, name, refuse)
-        yield
-    finally:
-        for name, method in kept.items():
-            setattr(Tensor, name, method)
 
 
 def test_clipping_does_not_wait_for_the_device(ranks2: RankPool):

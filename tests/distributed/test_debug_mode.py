@@ -12,8 +12,7 @@ import torch
 
 import fastreduce.distributed as dist
 from fastreduce.distributed import ReduceOp, functional
-from tests.distributed.test_collectives import all_kinds
-from tests.distributed.test_returning_collectives import FUNCTIONS
+from tests.support.collective_cases import FUNCTIONS, all_kinds
 from tests.support.ranks import RankPool, message
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {

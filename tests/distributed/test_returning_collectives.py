@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,42 +12,10 @@ from torch import Tensor
 
 import fastreduce.distributed as dist
 from fastreduce.distributed import functional
+from tests.support.collective_cases import COMPOSED
 from tests.support.models import assert_same_bits, whole_batch
 from tests.support.ranks import RankPool
 
-
-def _equal_parts(inputs: list[Tensor], axis: int) -> list[list[Tensor]]:
-    return [list(x.split(x.shape[axis] // len(inputs), axis)) for x in inputs]
-
-
-def _zeros_but_first(value: Tensor, size: int) -> list[Tensor]:
-    return [value] + [torch.zeros_like(value)] * (size - 1)
-
-
-def _total(xs: list[Tensor]) -> Tensor:
-    return reduce(torch.add, xs)
-
-
-COMPOSED: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "all_reduce_sum": lambda xs: [_total(xs)] * len(xs),
-    "all_reduce_max": lambda xs: [torch.stack(xs).amax(0)] * len(xs),
-    "all_reduce_min": lambda xs: [torch.stack(xs).amin(0)] * len(xs),
-    "all_gather": lambda xs: [torch.cat(xs)] * len(xs),
-    "all_gather axis=1": lambda xs: [torch.cat(xs, 1)] * len(xs),
-    "reduce_scatter_sum": lambda xs: _equal_parts([_total(xs)] * len(xs), 0)[0],
-    "reduce_scatter_sum axis=1": lambda xs: _equal_parts([_total(xs)] * len(xs), 1)[0],
-    "reduce_sum": lambda xs: _zeros_but_first(_total(xs), len(xs)),
-    "gather": lambda xs: _zeros_but_first(torch.cat(xs), len(xs)),
-    "gather axis=1": lambda xs: _zeros_but_first(torch.cat(xs, 1), len(xs)),
-    "broadcast": lambda xs: [xs[0]] * len(xs),
-    "scatter": lambda xs: _equal_parts(xs, 0)[0],
-    "scatter axis=1": lambda xs: _equal_parts(xs, 1)[0],
-    "all_to_all": lambda xs: [torch.cat(part) for part in zip(*_equal_parts(xs, 0), strict=True)],
-    "all_to_all split_axis=1 concat_axis=0": lambda xs: [
-        torch.cat(part) for part in zip(*_equal_parts(xs, 1), strict=True)
-    ],
-}
-FUNCTIONS = sorted({case.split()[0] for case in COMPOSED})
 FROM_ROOT = ("broadcast", "scatter")
 
 

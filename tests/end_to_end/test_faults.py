@@ -28,8 +28,8 @@ from fastreduce.cli.launch.nodes import Nodes
 from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import TORCHRUN, end, free_port, started, with_environment
 from tests.support.fault_jobs import STAGES
+from tests.support.mpirun import HAS_MPI4PY, MPIRUN, environment
 from tests.support.two_nodes import ADDRESSES, INTERFACE, CannotMake, two_nodes
-from tests.transports.test_mpi import HAS_MPI4PY, MPIRUN, environment
 
 TIMEOUT = 4.0
 LATE = 5.0

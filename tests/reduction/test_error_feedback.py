@@ -19,29 +19,13 @@ from fastreduce.reduction.applied import multiplied
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import LocalTransport
-from tests.ddp.test_clipping import no_waiting
-from tests.reduction.test_reducer import in_threads, make_reducer, seeded
 from tests.support import tolerances
-from tests.support.models import Branches, Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
+from tests.support.models import Branches, Constant, Grads, assert_same_bits, batch, bits, grads_of, mlp, spread, wrap
 from tests.support.ranks import RankPool
+from tests.support.thread_ranks import in_threads, make_reducer, seeded
+from tests.support.waiting import no_waiting
 
 FEEDBACK = "int8:error_feedback"
-
-
-class Constant(nn.Module):
-    """A model whose gradients are what one says."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.values = nn.ParameterList([torch.zeros(n) for n in sizes])
-
-    def forward(self, gradients: list[Tensor]) -> Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.values, gradients, strict=True)]).sum()
-
-
-def spread(rank: int, *sizes: int) -> list[Tensor]:
-    """Gradients whose magnitudes differ widely within a block, where INT8 loses most."""
-    return [batch(rank, i, n) * torch.logspace(-3, 0, n) for i, n in enumerate(sizes)]
 
 
 # It helps

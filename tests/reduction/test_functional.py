@@ -14,10 +14,10 @@ import fastreduce
 from fastreduce import SettingError, TensorError, all_reduce_gradients
 from fastreduce.reduction import one_call
 from fastreduce.transports import local_ranks
-from tests.reduction.test_reducer import in_threads
 from tests.support import tolerances
 from tests.support.models import SETTINGS, assert_same_bits, batch, mlp
 from tests.support.ranks import RankPool
+from tests.support.thread_ranks import in_threads
 
 
 def make_tensors(rank: int) -> list[Tensor]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reduction.test_error_feedback import Constant, spread
-from tests.support.models import SETTINGS, wrap
+from tests.support.models import SETTINGS, Constant, spread, wrap
 from tests.support.ranks import RankPool
 
 

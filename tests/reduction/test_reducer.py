@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fastreduce import Compression, GradientReducer, ReducerError, TransportError
+from fastreduce import ReducerError, TransportError
 from fastreduce.reduction.gradients import Collected
-from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, Work, local_ranks
+from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, Work
 from tests.support import tolerances
 from tests.support.models import (
     SETTINGS,
@@ -31,51 +31,7 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import RankPool
-
-
-def in_threads(world_size: int, fn: Callable[[int, LocalTransport], Any], timeout: float = 30.0) -> list[Any]:
-    """`fn(rank, transport)` on threads that act as ranks; values in rank order, or the first exception."""
-    values: list[Any] = [None] * world_size
-    failures: list[BaseException] = []
-
-    def run(rank: int, transport: LocalTransport) -> None:
-        try:
-            values[rank] = fn(rank, transport)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [
-        threading.Thread(target=run, args=(rank, transport), daemon=True)
-        for rank, transport in enumerate(local_ranks(world_size, timeout=timeout))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * timeout)
-        assert not thread.is_alive(), "a rank hangs"
-    if failures:
-        raise failures[0]
-    return values
-
-
-def make_reducer(model: nn.Module, transport: Transport, setting: str = "none", **options: Any) -> GradientReducer:
-    return GradientReducer(
-        list(model.parameters()),
-        [name for name, _ in model.named_parameters()],
-        transport,
-        Compression.parse(setting),
-        **{"bucket_caps": [2000], **options},
-    )
-
-
-_seeding = threading.Lock()
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model from seed 0, also beside other threads that draw."""
-    with _seeding:
-        torch.manual_seed(0)
-        return make()
+from tests.support.thread_ranks import in_threads, make_reducer, seeded
 
 
 def train_by_hand(transport: Transport, make: Callable[[], nn.Module], setting: str, steps: int = 4) -> list[Grads]:

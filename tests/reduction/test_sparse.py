@@ -14,31 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from fastreduce import hooks, transports
 from fastreduce.reduction.sparse import average
 from tests.support import tolerances
-from tests.support.models import EXACT, assert_same_bits, wrap
-
-WORDS = 12
-
-
-class Words(nn.Module):
-    """Two sparse embeddings, one of which a rank may leave out, and a dense layer; whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.bags = nn.Embedding(WORDS, 4, sparse=True), nn.EmbeddingBag(WORDS, 4, mode="sum", sparse=True)
-        self.out = nn.Linear(4, 3)
-        with torch.no_grad():
-            for p in self.parameters():
-                p.copy_(torch.arange(p.numel()).reshape(p.shape) % 5 - 2)
-
-    def forward(self, indices: Tensor, bags: bool = True) -> Tensor:
-        x = self.words(indices).sum(1)
-        return EXACT * self.out(x + self.bags(indices) if bags else x)
-
-
-def _indices(rank: int, step: int) -> Tensor:
-    """Rows of 5 words with repetitions; rank 0 never uses the last words."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randint(0, WORDS - 4 + 2 * rank, (3 + rank, 5), generator=generator)
+from tests.support.models import WORDS, Words, assert_same_bits, word_indices, wrap
 
 
 def _grads(model: nn.Module) -> dict[str, Tensor | None]:
@@ -52,8 +28,8 @@ def _train(kind: str, rank: int, optimizer: Any, bags: Any, **options: Any) -> l
     for step in range(4):
         ddp.zero_grad()
         with ddp.no_sync():
-            ddp(_indices(rank, step + 50), bags=bags(rank, step)).sum().backward()
-        ddp(_indices(rank, step), bags=bags(rank, step)).sum().backward()
+            ddp(word_indices(rank, step + 50), bags=bags(rank, step)).sum().backward()
+        ddp(word_indices(rank, step), bags=bags(rank, step)).sum().backward()
         seen.append(
             {n: None if p.grad is None else p.grad.to_dense().clone() for n, p in ddp.module.named_parameters()}
         )
@@ -120,8 +96,8 @@ def _dense(rank: int) -> list[dict[str, Tensor | None]]:
     for step in range(4):
         ddp.zero_grad()
         with ddp.no_sync():
-            ddp(_indices(rank, step + 50), bags=_used_by_some(rank, step)).sum().backward()
-        ddp(_indices(rank, step), bags=_used_by_some(rank, step)).sum().backward()
+            ddp(word_indices(rank, step + 50), bags=_used_by_some(rank, step)).sum().backward()
+        ddp(word_indices(rank, step), bags=_used_by_some(rank, step)).sum().backward()
         seen.append(_grads(model))
         optimizer.step()
         seen.append(copy.deepcopy(dict(model.named_parameters())))
@@ -148,11 +124,11 @@ def _tied(rank: int, world_size: int) -> Any:
     torch.manual_seed(0)
     model = Tied()
     ddp = wrap("ours", model)
-    ddp(_indices(rank, 0), tied=rank == 1).sum().backward()
+    ddp(word_indices(rank, 0), tied=rank == 1).sum().backward()
     grad: Any = model.words.weight.grad
     assert not grad.is_sparse
     model.words.weight.grad = None
-    model(_indices(rank, 0), tied=rank == 1).sum().backward()
+    model(word_indices(rank, 0), tied=rank == 1).sum().backward()
     local: Any = model.words.weight.grad
     mine = local.to_dense() / world_size
     dist.all_reduce(mine)
@@ -188,7 +164,7 @@ def _join(rank: int, world_size: int) -> list[Tensor]:
         with ddp.join():
             for step in range(2 + 2 * rank):
                 optimizer.zero_grad()
-                ddp(_indices(rank, step)).sum().backward()
+                ddp(word_indices(rank, step)).sum().backward()
                 optimizer.step()
         seen.append([p.detach().clone() for p in ddp.parameters()])
     return seen[0] + seen[1]
@@ -204,7 +180,7 @@ def test_join_with_uneven_inputs(ranks2: Any):
 def _breaks(rank: int, world_size: int) -> bool:
     model = Words()
     ddp = wrap("ours", model)
-    ddp(_indices(rank, 0)).sum().backward()
+    ddp(word_indices(rank, 0)).sum().backward()
     handle = None
     if rank == 1:
 
@@ -213,13 +189,13 @@ def _breaks(rank: int, world_size: int) -> bool:
 
         handle = model.out.weight.register_hook(boom)
         with pytest.raises(ValueError, match="boom"):
-            ddp(_indices(rank, 1)).sum().backward()
+            ddp(word_indices(rank, 1)).sum().backward()
         handle.remove()
     else:
-        ddp(_indices(rank, 1)).sum().backward()
+        ddp(word_indices(rank, 1)).sum().backward()
     broken = bool(model.words.weight.grad.to_dense().isnan().any())
     ddp.zero_grad()
-    ddp(_indices(rank, 2)).sum().backward()
+    ddp(word_indices(rank, 2)).sum().backward()
     assert not model.words.weight.grad.to_dense().isnan().any()
     return broken
 
@@ -236,7 +212,7 @@ def _stock(rank: int, world_size: int, compression: str) -> list[float]:
         ddp = wrap("torch", model)
         if hook is not None:
             ddp.register_comm_hook(hooks.CompressState(compression), hook)
-        ddp(_indices(rank, 0)).sum().backward()
+        ddp(word_indices(rank, 0)).sum().backward()
         seen.append({n: p.grad.to_dense() for n, p in model.named_parameters()})
     return [float((seen[1][n] - g).abs().max() / g.abs().max()) for n, g in seen[0].items()]
 
@@ -253,7 +229,7 @@ def _own_hook(rank: int, world_size: int) -> None:
         model = Words()
         ddp = wrap(kind, model)
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-        ddp(_indices(rank, 0)).sum().backward()
+        ddp(word_indices(rank, 0)).sum().backward()
         seen.append({n: p.grad.to_dense() for n, p in model.named_parameters()})
     assert_same_bits(seen[1], seen[0], f"rank {rank}")
 

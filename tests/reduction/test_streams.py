@@ -14,9 +14,9 @@ import torch
 from hypothesis import Phase, given, settings
 
 from fastreduce.reduction.streams import CudaStream, InlineStream, ThreadStream
-from tests.ddp.test_random_models import programs
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check
+from tests.support.random_programs import programs
 from tests.support.ranks import RankPool
 
 DEVICE = torch.device("cuda", 0)

@@ -1,7 +1,7 @@
-"""What ranks do in tests/end_to_end/test_faults.py: they train, and the victim stops or kills itself in some stage of a step.
+"""What ranks do in test_faults.py: they train, and the victim stops or kills itself in some stage of a step.
 
-`python -m tests.support.fault_jobs FOLDER WRAPPER BACKEND SETTING VICTIM SIGNAL STAGE SECONDS`, with torch's environment
-variables, or under mpirun. The victim writes the time of its end into FOLDER/event.
+`python -m tests.support.fault_jobs FOLDER WRAPPER BACKEND SETTING VICTIM SIGNAL STAGE SECONDS`, with torch's
+environment variables, or under mpirun. The victim writes the time of its end into FOLDER/event.
 """
 
 from __future__ import annotations

@@ -381,3 +381,44 @@ def playing(
 def play(model: Any, ops: Sequence[str], rank: int, **forward: Any) -> list[Grads]:
     """Gradients after every backward of a script (see `playing`)."""
     return [grads_of(model.module) for _ in playing(model, ops, rank, **forward)]
+
+
+WORDS = 12
+
+
+class Words(nn.Module):
+    """Two sparse embeddings, one of which a rank may leave out, and a dense layer; whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = nn.Embedding(WORDS, 4, sparse=True), nn.EmbeddingBag(WORDS, 4, mode="sum", sparse=True)
+        self.out = nn.Linear(4, 3)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.arange(p.numel()).reshape(p.shape) % 5 - 2)
+
+    def forward(self, indices: Tensor, bags: bool = True) -> Tensor:
+        x = self.words(indices).sum(1)
+        return EXACT * self.out(x + self.bags(indices) if bags else x)
+
+
+def word_indices(rank: int, step: int) -> Tensor:
+    """Rows of 5 words with repetitions; rank 0 never uses the last words."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, WORDS - 4 + 2 * rank, (3 + rank, 5), generator=generator)
+
+
+class Constant(nn.Module):
+    """A model whose gradients are what one says."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([torch.zeros(n) for n in sizes])
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.values, gradients, strict=True)]).sum()
+
+
+def spread(rank: int, *sizes: int) -> list[Tensor]:
+    """Gradients whose magnitudes differ widely within a block, where INT8 loses most."""
+    return [batch(rank, i, n) * torch.logspace(-3, 0, n) for i, n in enumerate(sizes)]

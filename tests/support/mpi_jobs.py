@@ -30,14 +30,14 @@ from fastreduce.distributed.mpi import init_mpi
 from fastreduce.reduction.streams import ThreadStream
 from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, make_transport
 from fastreduce.transports.mpi import MpiTransport, communicator
-from tests.distributed.test_collectives import all_kinds, check_all_kinds
-from tests.reduction.test_sparse import Words, _indices
+from tests.support.collective_cases import all_kinds, check_all_kinds
 from tests.support.models import (
     SETTINGS,
     TWO_SHOT,
     Branches,
     MixedDtypes,
     OddShapes,
+    Words,
     assert_same_bits,
     batch,
     grads_of,
@@ -45,10 +45,11 @@ from tests.support.models import (
     play,
     train,
     whole_,
+    word_indices,
     wrap,
 )
 from tests.support.ranks import one_thread_and_poison
-from tests.transports.test_transports import collect, expected
+from tests.support.transport_cases import collect, expected
 
 SECONDS = 30.0  # the default group's timeout
 SHORT = 2.0
@@ -163,7 +164,7 @@ def sparse_gradients_end_as_over_gloo() -> None:
     for transport in (None, _over_gloo()):
         model = wrap("ours", Words(), transport=transport)
         for step in range(2):
-            model(_indices(_rank(), step)).sum().backward()
+            model(word_indices(_rank(), step)).sum().backward()
         grads = grads_of(model.module)
         seen.append({name: grad.to_dense() for name, grad in grads.items()})
     assert_same_bits(*seen)

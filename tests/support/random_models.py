@@ -44,7 +44,7 @@ class Block(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Program(_Short):
-    """A model and its training. In `ops` (see tests.support.models.playing) block 0 is `a`, block 1 is `b` and so on."""
+    """A model and its training. In `ops` (see `playing` in models.py) block 0 is `a`, block 1 is `b` and so on."""
 
     blocks: tuple[Block, ...]
     ops: str

@@ -1,12 +1,9 @@
-"""MPI: real mpirun. One start runs all checks of tests/support/mpi_jobs.py; jobs that fail on purpose have their own."""
+"""MPI: real mpirun. One start runs all checks of mpi_jobs.py; jobs that fail on purpose have their own."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -14,30 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT, run
+from tests.support.mpirun import HAS_MPI4PY, MPIRUN, SECONDS, environment, mpirun, needs_mpirun
 
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 CHECKS = re.findall(
     r"^    (\w+),$", ROOT.joinpath("tests/support/mpi_jobs.py").read_text().split("\nCHECKS:")[1], re.MULTILINE
 )
-SECONDS = 120
-
-HAS_MPI4PY = importlib.util.find_spec("mpi4py") is not None
 
 pytestmark = pytest.mark.timeout(SECONDS + 30)
-needs_mpirun = pytest.mark.skipif(MPIRUN is None or not HAS_MPI4PY, reason="no mpirun, or no mpi4py")
-
-
-def environment(**more: str) -> dict[str, str]:
-    """What ranks get: this tree, one thread, and no settings of the user's."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FASTREDUCE_", "OMPI_", "PMIX_"))}
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**kept, **as_root, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def mpirun(folder: Path, *arguments: str, seconds: float = SECONDS) -> tuple[int, str]:
-    """Exit code and output of `mpirun ARGUMENTS`, run in `folder`; nothing of it is left afterwards."""
-    done = run(MPIRUN, *arguments, cwd=folder, env=environment(), together=True, seconds=seconds)
-    return done.returncode, done.stdout
 
 
 def run_job(folder: Path, world_size: int, job: str) -> tuple[int, str]:

@@ -143,6 +143,4 @@ COMPOSED: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
         torch.cat(part) for part in zip(*_equal_parts(xs, 1), strict=True)
     ],
 }
-
-
 FUNCTIONS = sorted({case.split()[0] for case in COMPOSED})

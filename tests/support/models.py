@@ -43,9 +43,12 @@ TWO_SHOT = tuple(s for s in SETTINGS if s != "none" and not s.endswith("wire"))
 # Wrapping, recording, comparing
 
 
+DDP: dict[str, Any] = {"torch": TorchDDP, "ours": fastreduce.DistributedDataParallel}
+
+
 def wrap(kind: str, model: nn.Module, **options: Any) -> Any:
     """`model` in torch's class or in ours."""
-    return {"torch": TorchDDP, "ours": fastreduce.DistributedDataParallel}[kind](model, **options)
+    return DDP[kind](model, **options)
 
 
 @contextlib.contextmanager
@@ -422,3 +425,18 @@ class Constant(nn.Module):
 def spread(rank: int, *sizes: int) -> list[Tensor]:
     """Gradients whose magnitudes differ widely within a block, where INT8 loses most."""
     return [batch(rank, i, n) * torch.logspace(-3, 0, n) for i, n in enumerate(sizes)]
+
+
+def equal_on_all(results: list[Any]) -> Any:
+    """What all ranks returned, which must be the same bits."""
+    for rank, other in enumerate(results[1:], 1):
+        assert_same_bits(other, results[0], f"rank {rank} against rank 0")
+    return results[0]
+
+
+def average_of_whole(make: Callable[[], nn.Module], step: int, ranks: Sequence[int]) -> Grads:
+    """The average over `ranks` by one process, exact in whole numbers."""
+    model = whole_(make())
+    for rank in ranks:
+        (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+    return {name: None if g is None else g / len(ranks) for name, g in grads_of(model).items()}

@@ -13,11 +13,7 @@ import pytest
 from tests.support.commands import ROOT, run
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-
-
 SECONDS = 120
-
-
 HAS_MPI4PY = importlib.util.find_spec("mpi4py") is not None
 
 

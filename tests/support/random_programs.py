@@ -35,8 +35,6 @@ def _blocks(draw: st.DrawFn, static: bool) -> tuple[Block, ...]:
 
 # Patterns of one micro-step: forwards `f` and backwards `b` of two batches, `r` a backward that keeps the graph.
 PATTERNS = ("f0 b0", "( f0 b0 )", "( f0 ) b0", "f0 ( b0 )", "f0 r0 b0", "( f0 b0 ) f1 b1")
-
-
 WITH_TWO_FORWARDS = ("f0 f1 b0 b1", "f0 f1 b1 b0", "( f0 ) f1 b1 b0", "( f0 ) f1 b0 b1", "f0 ( f1 ) b1 b0")
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 from . import shapes
 from .paired import TAPE

@@ -18,7 +18,7 @@ STEPS = {
     "torch fp16 hook": Setting("torch", hook=True),
     "unwrapped": Setting(""),
 }
-TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5}  # as in test_steps.py
+TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5}  # as in bench_steps.py
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ WIDTH = 100  # of a signature; longer ones take a line for each argument
 HEAD = """\
 # Reference
 
-Made from the docstrings by `python docs/make_reference.py`; `tests/test_reference.py` compares.
+Made from the docstrings by `python docs/make_reference.py`; `tests/project/test_reference.py` compares.
 `fastreduce.lightning` and `fastreduce.run` are described in [frameworks](frameworks.md), the kernels in
 [kernels/README.md](../kernels/README.md).
 

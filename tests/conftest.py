@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.ranks import RankPool, one_thread_and_poison
+from tests.support.ranks import RankPool, one_thread_and_poison
 
 one_thread_and_poison()
 

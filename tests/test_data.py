@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastreduce import NotInitializedError, SettingError, ShardSampler, shard_range
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 SIZES = st.integers(0, 50)
 WORLDS = st.integers(1, 9)

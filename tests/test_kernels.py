@@ -19,8 +19,8 @@ from fastreduce.kernels.device_tables import device_table
 from fastreduce.kernels.slots import FP16_BLOCK, FP16_BLOCK_BYTES, SlotTable, fp16_shard_bytes, tile_elements
 from fastreduce.ops import backends
 from fastreduce.ops.backends import Backend
+from tests.support import tolerances
 
-from . import tolerances
 from .kernel_cases import (
     BACKENDS,
     BLOCKS,

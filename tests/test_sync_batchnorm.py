@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastreduce import SettingError, SyncBatchNorm, TensorError, TransportError
-from tests import tolerances
-from tests.models import assert_same_bits, batch, grads_of, wrap
-from tests.ranks import RankPool, run_ranks
+from tests.support import tolerances
+from tests.support.models import assert_same_bits, batch, grads_of, wrap
+from tests.support.ranks import RankPool, run_ranks
 
 Seen = dict[str, Any]
 

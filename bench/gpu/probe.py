@@ -22,8 +22,8 @@ import torch
 from fastreduce.kernels.slots import SlotTable
 from fastreduce.ops import backends
 from fastreduce.transports.nccl.library import version_name
-from tests.nccl_cases import OnGpu, run_case, world
-from tests.ranks import run_ranks
+from tests.support.nccl_cases import OnGpu, run_case, world
+from tests.support.ranks import run_ranks
 
 from .carried_nccl import carried, sharing_environment, why_not_shared
 from .carried_nccl import version as nccl_version

@@ -72,7 +72,8 @@ class _Recorder:
             )
 
     def _case(self, test: str) -> str:
-        return f"{self._name}: {test.removeprefix('tests/')}"
+        file, _, name = test.partition("::")
+        return f"{self._name}: {Path(file).name}::{name}"
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._lines.write(self._phase, self._case(nodeid), "begun")

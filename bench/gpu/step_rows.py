@@ -70,7 +70,7 @@ NUMBA = {
     "unwrapped": Setting(""),
     RIVAL: Setting("torch", VIEWS, hook=True),
 }
-# Two backwards of torch's own need not agree to the last bit here; that ours does is what tests/test_gpu.py shows.
+# Two backwards of torch's own need not agree to the last bit here; that ours does is what tests/ddp/test_gpu.py shows.
 TOLERANCES = {
     **dict.fromkeys(("none", "none, views", "none, no communicator"), 2.0**-18),
     **dict.fromkeys((OURS, "fp16, views", "fp16, no communicator"), 2.0**-9),

@@ -1,0 +1,37 @@
+"""Training steps between two nodes with 1 Gbit/s between them: network namespaces, and a cable that tc shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import two_nodes
+
+from .bench_steps import slowest
+from .conftest import Size
+from .paired import record
+
+LAUNCH = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE", "-m", "bench.node"]
+
+
+@pytest.fixture(scope="module")
+def steps(size: Size, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out: Path = tmp_path_factory.mktemp("two-nodes")
+    try:
+        with two_nodes.two_nodes(rate="1gbit") as names:
+            two_nodes.launch(names, [*LAUNCH, size.width, min(size.rounds, 11), out], timeout=280)
+    except two_nodes.CannotMake as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8"])
+def test_two_nodes(benchmark: Any, steps: list[dict[str, Any]], compression: str) -> None:
+    """25 million parameters at 1 Gbit/s."""
+    times = slowest(steps)
+    rows = record(benchmark, {compression: times.pop(compression), **times})
+    for name, row in rows.items():
+        row["stages_s"] = steps[0]["stages"].get(name)

@@ -1,0 +1,259 @@
+"""Snapshots: resumed bit for bit, and plain state dicts for everybody else."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import itertools
+import logging
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastreduce import load_checkpoint, save_checkpoint
+from fastreduce.reduction import saved_residuals
+from tests.support.commands import ROOT, TORCHRUN, started, with_environment
+from tests.support.models import assert_same_bits, batch, wrap
+from tests.support.ranks import RankPool
+from tests.support.snapshots import FEEDBACK, Training, save
+
+EXAMPLE = ROOT / "examples" / "snapshot_train.py"
+
+
+# Resuming
+
+
+@pytest.mark.parametrize(
+    ("setting", "clips"), [("none", True), ("fp16", False), ("fp16", True), (FEEDBACK, False), (FEEDBACK, True)]
+)
+def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
+    ranks: RankPool, setting: str, clips: bool, tmp_path: Path
+):
+    for before in (0, 1, 2, 3):
+        path = tmp_path / "a folder that is not there" / str(before) / "snapshot.pt"
+        for rank, (extra, uninterrupted, resumed) in enumerate(ranks.run(_resume, setting, clips, before, path)):
+            assert extra == {"epoch": 7, "best": {"loss": 0.5, "at": [1, 2]}, "mask": torch.tensor(1)}
+            assert_same_bits(resumed, uninterrupted, f"rank {rank}, after {before}")
+        of_ranks = [f".rank{rank}" for rank in range(ranks.world_size)] if setting == FEEDBACK else []
+        assert sorted(file.suffix for file in path.parent.iterdir()) == [".pt", *of_ranks]
+
+
+def _resume(rank: int, world_size: int, setting: str, clips: bool, before: int, path: Path) -> Any:
+    training = Training(setting, clips=clips)
+    training.steps(before)
+    extra = {"epoch": 7, "best": {"loss": 0.5, "at": [1, 2]}, "mask": torch.tensor(1)}
+    save_checkpoint(path, **training.parts(), **extra)
+    training.steps(3)
+    uninterrupted = training.all(), training.norms[before:]
+    again = Training(setting, seed=5, clips=clips)
+    found = load_checkpoint(path, **again.parts())
+    again.steps(3)
+    return found, uninterrupted, (again.all(), again.norms)
+
+
+def test_at_another_world_size_every_rank_gets_the_mean_of_the_residuals(
+    ranks2: RankPool, ranks3: RankPool, tmp_path: Path
+):
+    old = ranks3.run(save, tmp_path / "snapshot.pt")
+    reducers = [state["reducer"] for state in old]
+    of_shards = saved_residuals.of_shards(reducers, 128)
+    for state, before, after in ranks2.run(_load_elsewhere, tmp_path / "snapshot.pt"):
+        assert_same_bits(state["model"], old[0]["model"])
+        assert_same_bits(state["optimizer"], old[0]["optimizer"])
+        for name, residual in state["reducer"]["residuals"].items():
+            mean = torch.stack([of["residuals"][name] for of in reducers]).mean(0)
+            assert_same_bits(residual, mean + of_shards[name], "with what was lost of the averages")
+            assert residual.any()
+        assert after == before, "random states are those of this run"
+
+
+def _load_elsewhere(rank: int, world_size: int, path: Path) -> Any:
+    training = Training(FEEDBACK, seed=5)
+    before = random.getstate(), torch.get_rng_state().tolist()
+    load_checkpoint(path, **training.parts())
+    after = random.getstate(), torch.get_rng_state().tolist()
+    state = training.all()
+    training.steps(1)
+    return state, before, after
+
+
+def test_random_states_can_be_left_alone(ranks2: RankPool, tmp_path: Path):
+    ranks2.run(save, tmp_path / "snapshot.pt")
+    assert ranks2.run(_load_without_random_states, tmp_path / "snapshot.pt") == [True, True]
+
+
+def _load_without_random_states(rank: int, world_size: int, path: Path) -> bool:
+    training = Training(FEEDBACK, seed=5)
+    before = torch.get_rng_state()
+    load_checkpoint(path, rng=False, **training.parts())
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_another_compression_goes_on_without_residuals_and_says_so(ranks2: RankPool, tmp_path: Path):
+    old = ranks2.run(save, tmp_path / "snapshot.pt")
+    for rank, (weights, kept, lines) in enumerate(ranks2.run(_load_otherwise, tmp_path / "snapshot.pt")):
+        assert_same_bits(weights, old[0]["model"])
+        assert kept == {}
+        assert len(lines) == (rank == 0) and all(FEEDBACK in line and "'fp16'" in line for line in lines)
+
+
+def _load_otherwise(rank: int, world_size: int, path: Path) -> Any:
+    training = Training("fp16", seed=5)
+    with _log() as lines:
+        load_checkpoint(path, **training.parts())
+    return training.model.state_dict(), training.model.reducer.state_dict()["residuals"], lines
+
+
+class _log:
+    """The lines that fastreduce logs."""
+
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        self.handler = logging.Handler()
+        self.handler.emit = lambda record: self.lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fastreduce").addHandler(self.handler)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("fastreduce").removeHandler(self.handler)
+
+
+# Without us
+
+
+def _net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 23), nn.BatchNorm1d(23), nn.Linear(23, 3))
+
+
+def test_a_snapshot_loads_in_plain_torch(ranks2: RankPool, tmp_path: Path):
+    path = tmp_path / "snapshot.pt"
+    (state, _) = ranks2.run(_save_net, path)
+    net = _net(1)
+    optimizer = torch.optim.Adam(net.parameters())
+    snapshot = torch.load(path, weights_only=True)
+    net.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    assert_same_bits(dict(net.state_dict()), state)
+
+
+def _save_net(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
+    model: Any = torch.compile(wrap("ours", _net(), compression=FEEDBACK), backend="eager")
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch(rank, 0, 4, 20)).square().mean().backward()
+    optimizer.step()
+    save_checkpoint(path, model=model, optimizer=optimizer)
+    return {name.removeprefix("_orig_mod.module."): value for name, value in model.state_dict().items()}
+
+
+def test_files_that_torch_wrote_load(ranks2: RankPool, tmp_path: Path):
+    net = _net()
+    state = net.state_dict()
+    prefixed = {f"module.{name}": value for name, value in state.items()}
+    files: dict[str, Any] = {
+        "a dict of parts": {"model": state, "epochs": 3},
+        "with a wrapper's prefix": {"model": prefixed, "epochs": 3},
+        "a module's state dict": state,
+        "a wrapper's state dict": prefixed,
+    }
+    for name, value in files.items():
+        torch.save(value, tmp_path / name)
+        for rest, found in ranks2.run(_load_net, tmp_path / name):
+            assert rest == ({"epochs": 3} if "epochs" in value else {})
+            for kind in ("bare", "torch", "ours"):
+                assert_same_bits(found[kind], dict(state), name)
+
+
+def _load_net(rank: int, world_size: int, path: Path) -> Any:
+    found = {}
+    for kind in ("bare", "torch", "ours"):
+        net = _net(1)
+        rest = load_checkpoint(path, model=net if kind == "bare" else wrap(kind, net))
+        found[kind] = dict(net.state_dict())
+    return rest, found
+
+
+def test_one_process_without_a_group_saves_and_loads(ranks2: RankPool, tmp_path: Path):
+    path = tmp_path / "snapshot.pt"
+    net = _net()
+    save_checkpoint(path, model=net, epoch=1)
+    expected = torch.rand(3)
+    again = _net(1)
+    assert load_checkpoint(path, model=again, scaler=None) == {"epoch": 1}
+    assert torch.equal(torch.rand(3), expected)
+    assert_same_bits(dict(again.state_dict()), dict(net.state_dict()))
+    for rest, found in ranks2.run(_load_net, path):
+        assert rest == {"epoch": 1}
+        assert_same_bits(found["ours"], dict(net.state_dict()))
+
+
+# The example
+
+
+OPTIONS = ["--batch_size=128", f"--compression={FEEDBACK}"]
+
+
+@pytest.mark.timeout(240)
+def test_the_example_goes_on_after_its_ranks_were_killed_as_if_nothing_had_happened(ranks2: RankPool, tmp_path: Path):
+    whole, killed = (tmp_path / name / "snapshot.pt" for name in ("whole", "killed"))
+    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", EXAMPLE, *OPTIONS]
+    command += ["--max_epochs=100000", f"--snapshot_path={killed}"]
+    with started(*command, env=with_environment(GLOO_SOCKET_IFNAME="lo"), together=True) as process:
+        assert process.stdout is not None
+        seen = list(itertools.takewhile(lambda line: not line.startswith("epoch 1: loss"), process.stdout))
+        assert process.poll() is None, "".join(seen)
+        for rank in psutil.Process(process.pid).children(recursive=True):
+            rank.kill()  # in some later epoch, or at its end
+        output, _ = process.communicate()
+        assert process.returncode != 0, output
+
+    epoch = torch.load(killed)["epoch"]
+    until = [*OPTIONS, f"--max_epochs={epoch + 3}"]
+    output = ranks2.run(_run_example, [*until, f"--resume_path={killed}"], timeout=120)[0]
+    assert _losses(output).keys() == {epoch + 1, epoch + 2}
+    output = ranks2.run(_run_example, [*until, f"--snapshot_path={whole}"], timeout=120)[0]
+    losses = _losses(output)
+    assert losses.keys() == set(range(epoch + 3)) and losses[epoch + 2] < losses[0] / 2
+    assert_same_bits(_all_of(killed.parent), _all_of(whole.parent))
+
+
+def _losses(output: str) -> dict[int, float]:
+    lines = re.findall(r"^epoch (\d+): loss (\S+), saved", output, flags=re.MULTILINE)
+    return {int(epoch): float(loss) for epoch, loss in lines}
+
+
+def _run_example(rank: int, world_size: int, arguments: list[str]) -> str:
+    spec = importlib.util.spec_from_file_location("snapshot_train", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        example.train(example.parse(arguments))
+    return output.getvalue()
+
+
+def _all_of(folder: Path) -> dict[str, Any]:
+    """The last snapshot and its residual files, without what differs between runs: the tag, and what nobody seeded."""
+    found = {"snapshot.pt": torch.load(folder / "snapshot.pt", weights_only=True)}
+    tag = found["snapshot.pt"]["fastreduce"].pop("tag")
+    for of_rank in found["snapshot.pt"]["fastreduce"]["ranks"]:
+        del of_rank["random"]["python"], of_rank["random"]["numpy"]
+    for rank in (0, 1):
+        found[f"rank{rank}"] = torch.load(folder / f"snapshot.pt.{tag}.rank{rank}", weights_only=True)
+        assert found[f"rank{rank}"].pop("fastreduce") == tag
+    return found
+
+
+def test_the_code_in_the_documentation_is_the_examples_or_runs():
+    text = EXAMPLE.parents[1].joinpath("docs", "from-torchrun.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    lines = EXAMPLE.read_text().splitlines()
+    apart = [block for block in blocks if not all(line in lines for line in block.splitlines())]
+    assert len(blocks) == 3 and len(apart) == 1
+    exec(compile(apart[0], "from-torchrun.md", "exec"), {})

@@ -1,0 +1,220 @@
+"""Files of snapshots: whole or not there, whatever happens while one is written or read."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastreduce import SettingError, load_checkpoint, save_checkpoint
+from tests.support.commands import run
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankPool
+from tests.support.snapshots import FEEDBACK, Training, save
+
+
+def test_the_previous_snapshot_is_kept_and_no_other_file(ranks2: RankPool, tmp_path: Path):
+    path = tmp_path / "snapshot.pt"
+    (tmp_path / "snapshot.pt.0123abcd.unfinished").touch()  # left behind by a crash
+    (tmp_path / "snapshot.pt.0123abcd.rank1").touch()
+    (tmp_path / "snapshot.pt.best").touch()  # somebody else's
+    ranks2.run(save, path, FEEDBACK, 3)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    tags = {name.split(".")[2] for name in names if ".rank" in name}
+    assert len(tags) == 2
+    expected = ["snapshot.pt", "snapshot.pt.best", "snapshot.pt.previous"]
+    assert names == sorted(expected + [f"snapshot.pt.{tag}.rank{rank}" for tag in tags for rank in (0, 1)])
+    assert torch.load(path)["epoch"] == 2
+    previous = tmp_path / "snapshot.pt.previous"
+    assert torch.load(previous)["epoch"] == 1
+    assert [loaded["epoch"] for loaded in ranks2.run(_load, previous, FEEDBACK)] == [1, 1]
+
+
+def _load(rank: int, world_size: int, path: Path, setting: str) -> Any:
+    return load_checkpoint(path, **Training(setting, seed=5).parts())
+
+
+def _damaged(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "empty":
+        data.clear()
+    elif how == "half":
+        del data[len(data) // 2 :]
+    elif how == "last byte":
+        del data[-1]
+    elif how == "one bit":
+        data[data.rfind(torch.load(path)["model"]["0.weight"].numpy().tobytes()) + 5] ^= 4
+    else:
+        data[:] = b"no snapshot" * 100
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["empty", "half", "last byte", "one bit", "other"])
+def test_a_damaged_file_is_an_error_on_every_rank_and_the_previous_one_is_there(
+    ranks2: RankPool, how: str, tmp_path: Path
+):
+    path = tmp_path / "snapshot.pt"
+    ranks2.run(save, path, "fp16", 2)
+    _damaged(path, how)
+    for name, text, changed in ranks2.run(_fail_to_load, path, "fp16"):
+        assert (name, changed) == ("CheckpointError", False)
+        assert f"{path} is truncated, corrupt or no snapshot" in text
+        assert text.endswith(f"The snapshot before it is {path}.previous")
+    good = path.with_name("snapshot.pt.previous")
+    assert [loaded["epoch"] for loaded in ranks2.run(_load, good, "fp16")] == [0, 0]
+
+
+def _fail_to_load(rank: int, world_size: int, path: Path, setting: str, **parts: Any) -> tuple[str, str, bool]:
+    training = Training(setting, seed=5)
+    before = copy.deepcopy([part.state_dict() for part in training.parts().values()])
+    name, text = "nothing", ""
+    try:
+        load_checkpoint(path, **training.parts(), **parts)
+    except Exception as error:
+        name, text = type(error).__name__, str(error)
+    try:
+        assert_same_bits([part.state_dict() for part in training.parts().values()], before)
+    except AssertionError:
+        return name, text, True
+    return name, text, False
+
+
+def test_a_broken_file_does_not_take_the_place_of_the_previous_one(ranks2: RankPool, tmp_path: Path):
+    path = tmp_path / "snapshot.pt"
+    ranks2.run(save, path, "fp16", 2)
+    _damaged(path, "half")
+    ranks2.run(save, path, "fp16", 1)
+    assert torch.load(tmp_path / "snapshot.pt.previous")["epoch"] == 0
+    assert torch.load(path)["epoch"] == 0
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_residual_file_that_is_not_whole_is_an_error_on_every_rank(ranks2: RankPool, how: str, tmp_path: Path):
+    path = tmp_path / "snapshot.pt"
+    ranks2.run(save, path)
+    (file,) = tmp_path.glob("*.rank1")
+    file.unlink() if how == "missing" else _damaged(file, "other")
+    for name, text, changed in ranks2.run(_fail_to_load, path, FEEDBACK):
+        assert (name, changed) == ("CheckpointError", False)
+        assert text.startswith("rank 1, reading residuals") and file.name in text
+
+
+def test_a_save_that_fails_leaves_what_was_there(ranks2: RankPool, tmp_path: Path):
+    path = tmp_path / "snapshot.pt"
+    ranks2.run(save, path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    bad = {
+        "a NumPy number": (np.float64(0.5), ["numpy", "float(x)"]),
+        "an object": (Path("x"), ["pathlib"]),
+        "what cannot be pickled": (None, ["lambda"]),
+    }
+    for case, (value, words) in bad.items():
+        for name, text in ranks2.run(_fail_to_save, path, value):
+            assert name == "CheckpointError" and text.startswith("rank 0, writing"), f"{case}: {text}"
+            assert all(word in text for word in words), text
+        now = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name in before}
+        assert now == before
+    assert not list(tmp_path.glob("*.unfinished"))
+    ranks2.run(save, path)
+    assert len(list(tmp_path.glob("*.rank*"))) == 4
+
+
+def _fail_to_save(rank: int, world_size: int, path: Path, value: Any) -> tuple[str, str]:
+    training = Training(FEEDBACK)
+    training.steps(1)
+    try:
+        save_checkpoint(path, **training.parts(), extra=(lambda: 1) if value is None else value)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(ranks2: RankPool, tmp_path: Path):
+    for name, text in ranks2.run(_fail_to_save_on_one, tmp_path):
+        assert name == "CheckpointError" and text.startswith("rank 1, writing residuals"), text
+    assert not list(tmp_path.glob("good/snapshot.pt"))
+
+
+def _fail_to_save_on_one(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    training = Training(FEEDBACK)
+    training.steps(1)
+    if rank == 1:
+        folder.joinpath("bad").write_text("a file where a folder should be")
+    try:
+        save_checkpoint(folder / ("bad" if rank else "good") / "snapshot.pt", **training.parts())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+KILLED = """
+import os, signal, sys, torch
+from fastreduce import load_checkpoint, save_checkpoint
+
+path, net, found = sys.argv[1], torch.nn.Linear(2, 2), []
+save_checkpoint(path, net=net, epoch=0)
+
+def killing_at(point, function):
+    def guarded(*args, **kwargs):
+        global calls
+        if calls == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls += 1
+        return function(*args, **kwargs)
+    return guarded
+
+for point in range(100):
+    child = os.fork()
+    if child == 0:
+        calls = 0
+        for name in ("open", "fsync", "unlink", "link", "replace"):
+            setattr(os, name, killing_at(point, getattr(os, name)))
+        save_checkpoint(path, net=net, epoch=point + 1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    found.append(load_checkpoint(path, net=net)["epoch"])
+    if status == 0:
+        break
+print(*found)
+"""
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_snapshot(tmp_path: Path):
+    done = run(sys.executable, "-c", KILLED, tmp_path / "snapshot.pt", seconds=120)
+    assert done.returncode == 0, done.stderr
+    epochs = [int(epoch) for epoch in done.stdout.split()]
+    assert len(epochs) > 5 and epochs == sorted(epochs)
+    assert epochs[0] == 0 and epochs[-1] == len(epochs), "the last save was not killed"
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"snapshot.pt", "snapshot.pt.previous"}
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no such file": ({}, "FileNotFoundError", "elsewhere"),
+    "no such part": ({"ema": nn.Linear(1, 1)}, "CheckpointError", "no part 'ema'; it has 'model', 'optimizer'"),
+    "a number": ({"epoch": 3}, "SettingError", "epoch=3 cannot load a state"),
+}
+
+
+def test_bad_input_is_an_error_on_every_rank(ranks2: RankPool, tmp_path: Path):
+    ranks2.run(save, tmp_path / "snapshot.pt")
+    for case, (parts, error, message) in BAD.items():
+        path = tmp_path / ("elsewhere" if case == "no such file" else "snapshot.pt")
+        for name, text, changed in ranks2.run(_fail_to_load_parts, path, parts):
+            assert (name, changed) == (error, False), case
+            assert message in text
+
+
+def _fail_to_load_parts(rank: int, world_size: int, path: Path, parts: Any) -> tuple[str, str, bool]:
+    return _fail_to_load(rank, world_size, path, FEEDBACK, **parts)
+
+
+def test_the_name_of_our_own_entry_is_taken(tmp_path: Path):
+    with pytest.raises(SettingError, match="fastreduce"):
+        save_checkpoint(tmp_path / "snapshot.pt", fastreduce=1)

@@ -1,0 +1,223 @@
+"""Communication hooks, optimizers in backward and join(), beside torch's class on the same data."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import Join, Joinable, JoinHook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from fastreduce import DistributedDataParallel
+from fastreduce.ddp.user_hook import HookWork, UserHook
+from tests.support.models import mlp, wrap
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 50), nn.ReLU(), nn.Linear(50, 50), nn.Linear(50, 10))
+
+
+def _register(ddp: TorchDDP, name: str) -> None:
+    if name == "allreduce":
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif name == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == "builtin fp16":
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    elif name == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        ddp._register_fused_optim(torch.optim.SGD, 0.1)
+
+
+def _same_gradients(rank: int, world_size: int, hook: str, views: bool, cap: float) -> bool:
+    pair = [
+        kind(_model(), gradient_as_bucket_view=views, bucket_cap_mb=cap) for kind in (TorchDDP, DistributedDataParallel)
+    ]
+    for ddp in pair:
+        _register(ddp, hook)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        inputs = torch.randn(16, 30, generator=data)
+        for ddp in pair:
+            ddp.zero_grad()
+            ddp(inputs).square().mean().backward()
+    return all(
+        torch.equal(p, q) and torch.equal(p.grad, q.grad)
+        for p, q in zip(pair[0].parameters(), pair[1].parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "builtin fp16", "PowerSGD", "fused optimizer"])
+def test_hooks_give_torchs_bits(ranks2, hook: str, views: bool):
+    cap = 25 if hook == "PowerSGD" else 0.005  # on gloo, torch's PowerSGD aborts with several buckets
+    assert ranks2.run(_same_gradients, hook, views, cap) == [True, True]
+
+
+def _bucket_as_seen_by_a_hook(rank: int, world_size: int) -> list[tuple]:
+    seen = []
+
+    def hook(state, bucket):  # torch checks annotations, and does not take strings
+        gradients = bucket.gradients()
+        whole = torch.cat([g.flatten() for g in gradients])
+        shapes = [g.shape for g in gradients] == [p.shape for p in bucket.parameters()]
+        seen.append((bucket.index(), bucket.is_last(), torch.equal(whole, bucket.buffer()), shapes))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(torch.full_like(bucket.buffer(), 7.0))
+        return future
+
+    model = _model()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.005)
+    ddp.register_comm_hook(None, hook)
+    ddp(torch.ones(2, 30)).sum().backward()
+    assert all((p.grad == 7).all() for p in model.parameters())
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match="exclude each other"):
+        DistributedDataParallel(_model(), compression="fp16").register_comm_hook(None, hook)
+    return seen
+
+
+def test_hook_sees_the_bucket_and_its_result_lands_in_the_gradients(ranks2):
+    for seen in ranks2.run(_bucket_as_seen_by_a_hook):
+        indices = list(range(len(seen)))
+        assert len(indices) > 1
+        assert seen == [(i, i == indices[-1], True, True) for i in indices]
+
+
+def _unused_under_a_hook(rank: int, world_size: int) -> list[float | None]:
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts[0](x) if rank == 0 else self.parts[0](x) + self.parts[1](x)
+
+    ddp = DistributedDataParallel(Some())
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+    return [None if part.weight.grad is None else part.weight.grad[0, 0].item() for part in model]
+
+
+def test_unused_parameters_under_a_hook(ranks2):
+    assert ranks2.run(_unused_under_a_hook) == [[1.0, 0.5, None]] * 2
+
+
+def _joined(rank: int, world_size: int, by_initial_size: bool, compression: str) -> float:
+    pair = [TorchDDP(_model()), DistributedDataParallel(_model(), compression=compression)]
+    for ddp in pair:
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+        data = torch.Generator().manual_seed(rank)
+        with ddp.join(divide_by_initial_world_size=by_initial_size):
+            for _ in range(3 + 2 * rank):
+                optimizer.zero_grad()
+                ddp(torch.randn(16, 30, generator=data)).square().mean().backward()
+                optimizer.step()
+    return max(
+        float((p - q).detach().abs().max()) for p, q in zip(pair[0].parameters(), pair[1].parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("by_initial_size", [True, False])
+@pytest.mark.parametrize(("compression", "bound"), [("none", 0.0), ("fp16", 1e-4), ("int8", 1e-3)])
+def test_join_with_uneven_inputs(ranks2, by_initial_size: bool, compression: str, bound: float):
+    assert max(ranks2.run(_joined, by_initial_size, compression)) <= bound
+
+
+def test_join_on_three_ranks_with_one_left(ranks3):
+    assert max(ranks3.run(_joined, False, "none")) <= 1e-6
+
+
+class _Counter(Joinable):
+    """Counts steps over all ranks, as torch's tutorial on `Join` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(1)
+
+    def step(self) -> None:
+        Join.notify_join_context(self)
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        self.total += one
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        counter = self
+
+        class Hook(JoinHook):
+            def main_hook(self) -> None:
+                nothing = torch.zeros(1)
+                dist.all_reduce(nothing)
+                counter.total += nothing
+
+            def post_hook(self, is_last_joiner: bool) -> None:
+                dist.broadcast(counter.total, src=0)
+
+        return Hook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def _joined_with_others(rank: int, world_size: int, views: bool) -> tuple[float, float]:
+    trained, totals = [], []
+    for kind in ("torch", "ours"):
+        ddp, counter = wrap(kind, _model(), gradient_as_bucket_view=views), _Counter()
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        data = torch.Generator().manual_seed(rank)
+        with Join([counter, ddp, optimizer]):
+            for _ in range(2 + 3 * rank):
+                counter.step()
+                ddp(torch.randn(16, 30, generator=data)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append(torch.cat([p.detach().flatten() for p in ddp.parameters()]))
+        totals.append(counter.total.item())
+    assert totals[0] == totals[1]
+    return float((trained[0] - trained[1]).abs().max()), totals[1]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_joined_with_a_zero_optimizer_and_a_joinable_of_the_users(ranks2, views: bool):
+    assert ranks2.run(_joined_with_others, views) == [(0.0, 7.0)] * 2
+
+
+def test_used_flags_are_summed_when_all_hooks_have_ended(group_of_one: None):
+    """On a GPU they travel in a communicator of ours, beside which the hooks' must not be at work."""
+    ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.001)
+    order: list[str] = []
+    wait, sum_used = HookWork.wait, UserHook.sum_used
+
+    def noted_wait(self: HookWork) -> None:
+        order.append("hook")
+        wait(self)
+
+    def noted_sum(self: UserHook) -> None:
+        order.append("flags")
+        sum_used(self)
+
+    with patch.object(HookWork, "wait", noted_wait), patch.object(UserHook, "sum_used", noted_sum):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        for _ in range(2):
+            ddp(torch.ones(2, 20)).sum().backward()
+    buckets = len(ddp.reducer.pipelines)
+    assert buckets > 2 and order[-buckets - 1 :] == ["hook"] * buckets + ["flags"]

@@ -1,0 +1,152 @@
+"""`mixed_precision=`: low-precision forward and backward, averages in the parameters' own precision.
+
+torch's class cannot do this on the CPU (it needs an accelerator's streams), so the oracle is written out:
+every rank's gradients of a cast copy of the model, averaged in the reduction's dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from fastreduce import DistributedDataParallel
+from tests.support.models import assert_same_bits, batch, grads_of
+
+
+class Model(nn.Module):
+    """Two branches, a frozen parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(6, 5, bias=False)
+        self.conv = nn.Conv2d(2, 3, 1).to(memory_format=torch.channels_last)
+        self.fixed = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer("shift", torch.arange(5.0))
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        assert {p.dtype for p in self.parameters()} == {x.dtype} == {self.shift.dtype}
+        y = self.one(x) * self.fixed + self.shift
+        return y + self.two(x) if second else y
+
+
+def _averaged(model: nn.Module, config: Any, batches: list[tuple[Tensor, bool]], world_size: int) -> dict[str, Any]:
+    """What all ranks should find in `.grad`: gradients of a cast copy, all-reduced in the dtype of the reduction."""
+    low = {name: t.to(config.param_dtype) for name, t in model.named_buffers()}
+    averages: dict[str, Tensor | None] = {}
+    for name, p in model.named_parameters():
+        low[name] = p.detach().to(config.param_dtype).requires_grad_(p.requires_grad)
+    for x, second in batches:
+        functional_call(model, low, (x.to(config.param_dtype), second)).float().square().mean().backward()
+    for name, p in model.named_parameters():
+        grad = low[name].grad
+        used = torch.tensor(float(grad is not None))
+        mine = (torch.zeros_like(p) if grad is None else grad).to(config.reduce_dtype or config.param_dtype)
+        mine = mine / world_size
+        dist.all_reduce(used)
+        dist.all_reduce(mine)
+        averages[name] = mine.float() if used > 0 else None
+    return averages
+
+
+def _compare(rank: int, world_size: int, config: Any, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    ddp = DistributedDataParallel(copy.deepcopy(model), mixed_precision=config, bucket_cap_mb=1e-4, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(4):
+        x, second = batch(rank, step, 4, 6), step > 0 and rank == 1
+        optimizer.zero_grad(set_to_none=True)
+        model.load_state_dict(ddp.module.state_dict())
+        ddp(x, second).float().square().mean().backward()
+        expected = _averaged(model, config, [(x, second)], world_size)
+        assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, step {step}")
+        assert {p.dtype for p in ddp.parameters()} == {torch.float32}
+        optimizer.step()
+
+
+DTYPES = [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(("low", "reduced"), DTYPES)
+def test_averages_are_those_of_a_cast_model(ranks2: Any, low: torch.dtype, reduced: torch.dtype | None, views: bool):
+    config = _MixedPrecision(param_dtype=low, reduce_dtype=reduced, buffer_dtype=low)
+    ranks2.run(_compare, config, {"gradient_as_bucket_view": views})
+
+
+BF16 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+
+
+def _accumulate(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    ddp = DistributedDataParallel(copy.deepcopy(model), mixed_precision=BF16)
+    for _ in range(3):
+        ddp.zero_grad()
+        inputs = [(batch(rank, i, 4, 6), i == 0) for i in range(3)]
+        for x, second in inputs[:2]:
+            with ddp.no_sync():
+                ddp(x, second).float().square().mean().backward()
+        assert ddp.module.one.weight.grad.dtype is torch.bfloat16
+        ddp(*inputs[2]).float().square().mean().backward()
+        assert_same_bits(grads_of(ddp.module), _averaged(model, BF16, inputs, world_size), f"rank {rank}")
+
+
+def test_micro_steps_are_accumulated_and_averaged_once(ranks2: Any):
+    ranks2.run(_accumulate)
+
+
+def _evaluate(rank: int, world_size: int) -> list[str]:
+    ddp = DistributedDataParallel(Model(), mixed_precision=BF16)
+    before = copy.deepcopy(ddp.module.state_dict())
+    with torch.no_grad():
+        out = ddp(torch.ones(2, 6), True)
+    assert_same_bits(ddp.module.state_dict(), before, "after an evaluation")
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp.register_comm_hook(None, lambda state, bucket: None)
+    return [str(out.dtype)]
+
+
+def test_an_evaluation_leaves_parameters_in_their_own_precision(ranks2: Any):
+    assert ranks2.run(_evaluate) == [["torch.bfloat16"]] * 2
+
+
+def _join_compressed(rank: int, world_size: int, compression: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Model(), mixed_precision=BF16, compression=compression)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.05)
+    losses = []
+    with ddp.join():
+        for step in range(20 + 5 * rank):
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step % 5, 4, 6), True).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("compression", ["none", "int8:error_feedback"])
+def test_ranks_that_join_end_with_the_same_bits(ranks2: Any, compression: str):
+    one, two = ranks2.run(_join_compressed, compression)
+    assert_same_bits(dict(enumerate(one)), dict(enumerate(two)), "rank 0 against rank 1")
+
+
+def _alone(rank: int, world_size: int) -> torch.dtype:
+    group = dist.new_group([rank], use_local_synchronization=True)
+    ddp = DistributedDataParallel(Model(), mixed_precision=BF16, process_group=group)
+    for _ in range(2):
+        ddp(torch.ones(2, 6), True).float().sum().backward()
+    return ddp.module.one.weight.grad.dtype
+
+
+def test_one_rank_alone_casts_too(ranks2: Any):
+    assert ranks2.run(_alone) == [torch.float32] * 2

@@ -1,0 +1,221 @@
+"""Which backwards are reduced, and what becomes of parameters without a gradient, beside torch's class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastreduce import errors
+from tests.support.models import (
+    EXACT,
+    SETTINGS,
+    Branches,
+    Grads,
+    Heads,
+    assert_same_bits,
+    bits,
+    equal_on_all,
+    grads_of,
+    play,
+    whole_,
+    whole_batch,
+    wrap,
+)
+from tests.support.ranks import RankPool
+
+# When a backward is reduced
+
+
+def _play_both(rank: int, world_size: int, ops: str, options: dict[str, Any], forward: dict[str, Any]) -> list[Grads]:
+    seen = {}
+    for kind in ("torch", "ours"):
+        mine = {k: v for k, v in options.items() if not k.startswith("torch:")}
+        if kind == "torch":
+            mine.update({k.removeprefix("torch:"): v for k, v in options.items() if k.startswith("torch:")})
+        seen[kind] = play(wrap(kind, whole_(Branches()), **mine), ops.split(), rank, **forward)
+    assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}: {ops}")
+    return seen["ours"]
+
+
+def _synced(results: list[list[Grads]]) -> list[bool]:
+    """For every backward, whether all ranks ended it with the same gradients."""
+    return [
+        all(torch.equal(bits(a), bits(b)) for other in seen[1:] for a, b in _pairs(seen[0], other))
+        for seen in zip(*results, strict=True)
+    ]
+
+
+def _pairs(a: Grads, b: Grads) -> list[tuple[Tensor, Tensor]]:
+    assert [g is None for g in a.values()] == [g is None for g in b.values()]
+    return [(x, y) for x, y in zip(a.values(), b.values(), strict=True) if x is not None and y is not None]
+
+
+NO_SYNC = {
+    "forward and backward outside": ("f1 b1 z f2 b2", "11"),
+    "forward and backward inside": ("( f1 b1 ) z ( f2 b2 )", "00"),
+    "forward inside, backward outside": ("f1 b1 z ( f2 ) b2", "10"),
+    "forward outside, backward inside": ("f1 b1 z f2 ( b2 )", "11"),
+    "forward outside, backward inside, in the first step": ("f2 ( b2 )", "1"),
+    "three micro steps, then a synced one": ("( f1 b1 f2 b2 f3 b3 ) f4 b4 z ( f5 b5 ) f6 b6", "000101"),
+    "a synced step, then a local one on top, then a synced one": ("f1 b1 ( f2 b2 ) f3 b3", "101"),
+    "nested": ("( ( f1 b1 ) f2 b2 ) f3 b3", "001"),
+    "entered before the first forward": ("( f1 b1 ) f2 b2 ( f3 ) b3", "010"),
+    "require_backward_grad_sync set by hand": ("- f1 b1 + f2 b2 z - f3 + b3 z f4 - b4 +", "0101"),
+    "accumulated without no_sync": ("f1 b1 f2 b2 f3 b3", "111"),
+    "zeroed in place": ("f1 b1 Z ( f2 b2 ) f3 b3 Z f4 b4", "1011"),
+    "two forwards, two backwards": ("f1 b1 z f2 f3 b2 b3", "110"),
+    "a local and a synced forward, backwards in the other order": ("f1 b1 z ( f2 ) f3 b3 b2", "110"),
+}
+
+
+@pytest.mark.parametrize("order", NO_SYNC)
+def test_no_sync_is_torchs_in_every_order(ranks_views: tuple[RankPool, bool], order: str):
+    ranks, views = ranks_views
+    ops, synced = NO_SYNC[order]
+    results = ranks.run(_play_both, ops, {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-6}, {})
+    assert _synced(results) == [s == "1" for s in synced]
+
+
+def test_the_second_backward_of_one_forward_stays_local_as_torchs(ranks: RankPool, views: bool):
+    results = ranks.run(_play_both, "f1 r1 b1 z f2 r2 z b2 f3 b3", {"gradient_as_bucket_view": views}, {})
+    assert _synced(results) == [True, False, True, False, True]
+
+
+def test_a_backward_of_the_bare_module_stays_local_and_takes_no_part(ranks: RankPool):
+    results = ranks.run(_play, "m1 b1 z f2 b2 z m3 b3 z f4 b4", {})
+    assert _synced(results) == [False, True, False, True]
+    for rank, seen in enumerate(results):
+        bare = whole_(Branches())
+        (bare(whole_batch(rank, 3, 3, 4)).sum() * EXACT).backward()
+        assert_same_bits(seen[2], grads_of(bare))
+
+
+def _play(rank: int, world_size: int, ops: str, options: dict[str, Any]) -> list[Grads]:
+    return play(wrap("ours", whole_(Branches()), **options), ops.split(), rank)
+
+
+def test_a_bare_backward_between_forward_and_backward_equals_torch(ranks2: RankPool):
+    ranks2.run(_play_both, "f1 b1 z m2 f3 b3 z f4 b4", {}, {})
+
+
+# Parameters without a gradient
+
+
+UNUSED = {
+    "the same on all ranks": ("f1:a b1 z f2:ab b2 z f3:b b3 f4:ab b4", None),
+    "kept from the last step": ("f1:abc b1 f2:a b2 f3:ac b3 Z f4:b b4", None),
+    "other ones on other ranks": ("f1:! b1 z f2:! b2 f3:! b3 Z f4:! b4", ("a", "b", "ac")),
+    "on one rank only": ("f1:! b1 z f2:! b2 f3:! b3", ("abc", "ab", "abc")),
+    "used under no_sync only": ("( f1:ab b1 ) f2:b b2 z ( f3:a b3 ) f4:b b4 z f5:b b5", None),
+    "used under no_sync by one rank only": ("( f1:! b1 ) f2:b b2 z ( f3:! b3 ) f4:b b4 f5:b b5", ("ab", "b", "b")),
+    "from the third step on": ("f1:a b1 z f2:a b2 z f3:abc b3 z f4:abc b4 z f5:a b5", None),
+    "stale and unused, then used by one rank": ("f1:abc b1 f2:a b2 f3:! b3 f4:a b4", ("abc", "a", "a")),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_unused_parameters_end_as_with_torchs_search(ranks_views: tuple[RankPool, bool], case: str):
+    _check_unused(*ranks_views, case, ours_finds=False)
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_find_unused_parameters_is_accepted_and_changes_nothing(ranks_views_crossed: tuple[RankPool, bool], case: str):
+    _check_unused(*ranks_views_crossed, case, ours_finds=True)
+
+
+def _check_unused(ranks: RankPool, views: bool, case: str, ours_finds: bool) -> None:
+    ops, by_rank = UNUSED[case]
+    options = {
+        "gradient_as_bucket_view": views,
+        "bucket_cap_mb": 1e-6,
+        "find_unused_parameters": ours_finds,
+        "torch:find_unused_parameters": True,
+    }
+    results = ranks.run(_play_unused, ops, by_rank, options)
+    assert all(_synced(results)[i] for i in range(len(results[0])) if "(" not in ops)
+
+
+def _play_unused(
+    rank: int, world_size: int, ops: str, by_rank: tuple[str, ...] | None, options: dict[str, Any]
+) -> list[Grads]:
+    if by_rank:
+        ops = ops.replace(":!", f":{by_rank[rank]}")
+    return _play_both(rank, world_size, ops, options, {})
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_used_flags_travel_under_every_setting(ranks_views: tuple[RankPool, bool], setting: str):
+    ranks, views = ranks_views
+    results = ranks.run(_flags, setting, views)
+    equal_on_all([seen for seen, _ in results])
+    seen, stale = results[0]
+    first, second = seen
+    assert [name for name, grad in first.items() if grad is None] == ["c.weight"]
+    assert all(grad is not None for grad in second.values())
+    for _, stale in results:
+        assert stale == 7.0
+
+
+def _flags(rank: int, world_size: int, setting: str, views: bool) -> tuple[list[Grads], float]:
+    model = wrap("ours", Branches(), compression=setting, gradient_as_bucket_view=views, bucket_cap_mb=1e-6)
+    use = "a" if rank == 0 else "b"
+    seen = []
+    for step, name in enumerate((use, use + "c" if rank == 0 else use)):
+        model.zero_grad()
+        model(whole_batch(rank, step, 3, 4), use=name).sum().backward()
+        seen.append(grads_of(model.module))
+    for parameter in model.module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(7.0)
+    model(whole_batch(rank, 3, 3, 4), use=use).sum().backward()
+    return seen, float(model.module.c.weight.grad.mean())
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_losses_over_disjoint_parts_of_one_forward_may_have_a_backward_each(ranks: RankPool, find: bool):
+    for seen in ranks.run(_two_parts, find):
+        for step, grads in enumerate(seen):
+            model = whole_(Heads())
+            for rank in range(ranks.world_size):
+                outputs = model(whole_batch(rank, step, 3, 4))
+                ((outputs["first"] + outputs["rest"][0]).sum() * EXACT).backward()
+            average = {name: g / ranks.world_size for name, g in grads_of(model).items() if g is not None}
+            assert_same_bits(grads, average, f"step {step}")
+
+
+def _two_parts(rank: int, world_size: int, find: bool) -> list[Grads]:
+    seen: dict[str, list[Grads]] = {}
+    for kind in ("ours",) if find else ("torch", "ours"):  # torch's search takes one backward only
+        model, seen[kind] = wrap(kind, whole_(Heads()), find_unused_parameters=find), []
+        for step in range(4):
+            model.zero_grad()
+            outputs = model(whole_batch(rank, step, 3, 4))
+            (outputs["first"].sum() * EXACT).backward(retain_graph=find)
+            (outputs["rest"][0].sum() * EXACT).backward()
+            seen[kind].append(grads_of(model.module))
+    assert_same_bits(seen["ours"], seen.get("torch", seen["ours"]))
+    return seen["ours"]
+
+
+def test_a_second_backward_with_first_and_further_gradients_is_refused(ranks2: RankPool):
+    for message in ranks2.run(_overlapping):
+        assert "a.weight" in message and "trunk" in message and "Sum the losses" in message
+
+
+def _overlapping(rank: int, world_size: int) -> str:
+    """Both losses go through the trunk, only the second one through branch a: torch's class cannot do it either."""
+
+    class Split(Branches):
+        def forward(self, x: Tensor, use: str = "") -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x = self.trunk(x)
+            return self.b(x), self.a(x)
+
+    model = wrap("ours", whole_(Split()))
+    first, second = model(whole_batch(rank, 0, 3, 4))
+    first.sum().backward(retain_graph=True)
+    with pytest.raises(errors.ReducerError) as caught:
+        second.sum().backward()
+    return str(caught.value)

@@ -1,0 +1,99 @@
+"""Another process group under a wrapper, with torch's class and with ours, on the same ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import fastreduce
+from tests.support.models import (
+    EXACT,
+    Branches,
+    Grads,
+    assert_same_bits,
+    average_of_whole,
+    grads_of,
+    whole_,
+    whole_batch,
+    wrap,
+)
+from tests.support.ranks import RankPool
+
+KINDS = ("torch", "ours")
+
+
+def _regroup(rank: int, world_size: int, groups: list[list[int]], options: dict[str, Any]) -> dict[str, list[Grads]]:
+    """Two steps in each group; a rank that is not in a group waits for the next."""
+    made = [dist.new_group(ranks) if len(ranks) < world_size else dist.group.WORLD for ranks in groups]
+    seen: dict[str, list[Grads]] = {}
+    for kind in KINDS if "compression" not in options else ("ours",):
+        model, seen[kind] = wrap(kind, whole_(Branches()), bucket_cap_mb=1e-6, **options), []
+        for group, ranks in zip(made, groups, strict=True):
+            model._update_process_group(group)
+            for step in range(3):
+                model.zero_grad()
+                if rank in ranks:
+                    (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+                    seen[kind].append(grads_of(model.module))
+        if kind == "ours" and rank in ranks:
+            logged = model._get_ddp_logging_data()
+            assert (logged["has_rebuilt_buckets"], logged["world_size"]) == (1, len(ranks))
+        dist.barrier()
+    return seen
+
+
+GROUPS = {2: [[0, 1], [0], [0, 1]], 3: [[0, 1, 2], [0, 2], [1, 2], [1], [0, 1, 2]]}
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["own", "views"])
+@pytest.mark.parametrize("world_size", GROUPS)
+def test_the_process_group_can_shrink_and_grow_as_torchs(request: pytest.FixtureRequest, world_size: int, views: bool):
+    groups = GROUPS[world_size]
+    pool: RankPool = request.getfixturevalue(f"ranks{world_size}")
+    for rank, seen in enumerate(pool.run(_regroup, groups, {"gradient_as_bucket_view": views})):
+        assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
+        expected = [average_of_whole(Branches, step, ranks) for ranks in groups if rank in ranks for step in range(3)]
+        assert_same_bits(seen["ours"], expected, f"rank {rank}")
+
+
+def test_the_process_group_can_change_under_compression(ranks3: RankPool):
+    results = ranks3.run(_regroup, GROUPS[3], {"compression": "int8:error_feedback"})
+    last = [seen["ours"][-1] for seen in results]
+    assert_same_bits(last[1], last[0])
+    assert_same_bits(last[2], last[0])
+
+
+def _regroup_after_a_failure(rank: int, world_size: int) -> Grads:
+    """Rank 2 takes no part in a backward that the others have begun: they give up and go on without it."""
+    small = dist.new_group([0, 1])
+    short = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2))
+    model = wrap("ours", whole_(Branches()), process_group=short, bucket_cap_mb=1e-6)
+    for step in range(3):
+        model.zero_grad()
+        (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+    if rank != 2:
+        loss = model(whole_batch(rank, 3, 3, 4)).sum()
+        with pytest.raises(fastreduce.TransportError):
+            loss.backward()
+        model._update_process_group(small)
+        for step in (4, 5):
+            model.zero_grad()
+            (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+    dist.barrier()
+    return grads_of(model.module)
+
+
+def test_survivors_go_on_in_a_smaller_group_after_a_peer_has_failed(ranks3: RankPool):
+    first, second, _ = ranks3.run(_regroup_after_a_failure, timeout=60)
+    assert_same_bits(first, average_of_whole(Branches, 5, [0, 1]))
+    assert_same_bits(second, first)
+
+
+def test_a_transport_of_the_users_cannot_be_regrouped(alone: None):
+    model = wrap("ours", nn.Linear(2, 2), transport=fastreduce.transports.LocalTransport())
+    with pytest.raises(fastreduce.SettingError, match="wrap the module again"):
+        model._update_process_group(dist.group.WORLD)

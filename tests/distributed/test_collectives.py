@@ -1,0 +1,186 @@
+"""Collectives in place, into the caller's tensors: what they give and what they refuse, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+import fastreduce.distributed as dist
+from fastreduce import DeviceError, DistributedDataParallel, FastreduceError, SettingError, TensorError
+from fastreduce.distributed import ReduceOp, functional
+from tests.support.collective_cases import DTYPES, all_kinds, check_all_kinds, data
+from tests.support.ranks import RankPool
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "async_op"),
+    [(dtype, "contiguous", False) for dtype in DTYPES]
+    + [(torch.float32, "contiguous", True), (torch.float32, "transposed", False)]
+    + [(torch.float32, "apart", False), (torch.float64, "apart", True)],
+)
+def test_collectives_write_into_the_callers_tensors(ranks: RankPool, dtype: torch.dtype, layout: str, async_op: bool):
+    for rank, seen in enumerate(ranks.run(all_kinds, dtype, layout, async_op)):
+        check_all_kinds(rank, ranks.world_size, seen, dtype, layout)
+
+
+def _versions(rank: int, world_size: int, async_op: bool, layout: str) -> dict[str, bool]:
+    """For each collective, whether all tensors that it wrote on this rank have a new version."""
+    make = partial(data, layout=layout)
+    seen: dict[str, bool] = {}
+
+    def check(name: str, written: list[Tensor], call: Callable[..., Any]) -> None:
+        before = [tensor._version for tensor in written]
+        work = call()
+        if isinstance(work, torch_dist.Work):
+            work.wait()
+        seen[name] = all(tensor._version > version for tensor, version in zip(written, before, strict=True))
+
+    asked: dict[str, Any] = {"async_op": async_op}
+    tensor, several, more = make(rank), [make(rank) for _ in range(world_size)], [make(rank) for _ in range(world_size)]
+    check("all_reduce", [tensor], lambda: dist.all_reduce(tensor, **asked))
+    check("all_reduce AVG", [tensor], lambda: dist.all_reduce(tensor, ReduceOp.AVG, **asked))
+    check("reduce", [tensor] if rank == 1 else [], lambda: dist.reduce(tensor, 1, **asked))
+    check("broadcast", [tensor], lambda: dist.broadcast(tensor, 1, **asked))
+    check("all_gather", several, lambda: dist.all_gather(several, tensor, **asked))
+    gathered = several if rank == 1 else None
+    check("gather", gathered or [], lambda: dist.gather(tensor, gathered, 1, **asked))
+    check("scatter", [tensor], lambda: dist.scatter(tensor, gathered, 1, **asked))
+    check("reduce_scatter", [tensor], lambda: dist.reduce_scatter(tensor, several, **asked))
+    check("all_to_all", more, lambda: dist.all_to_all(more, several, **asked))
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        check("recv", [tensor], lambda: dist.recv(tensor, 0))
+    mixed = [make(rank), data(rank, dtype=torch.int64, layout=layout), torch.ones(3)]
+    check("bcast_list_", mixed, lambda: dist.bcast_list_(mixed))
+    callback = dist.make_allreduce_cb()
+    gradients = [torch.ones(3), torch.ones(2, 2)]
+    for gradient in gradients:
+        callback(gradient)
+    check("callback", gradients, callback.flush)
+    with torch.inference_mode():  # which keeps no versions
+        dist.all_reduce(make(rank))
+    return seen
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "apart"])
+def test_what_is_written_in_place_has_a_new_version(ranks2: RankPool, async_op: bool, layout: str):
+    for rank, seen in enumerate(ranks2.run(_versions, async_op, layout)):
+        assert len(seen) == 11 + rank
+        assert [name for name, newer in seen.items() if not newer] == [], f"rank {rank}"
+
+
+def _clipped(rank: int, world_size: int) -> tuple[float, float]:
+    """The norm of averaged gradients, and of these summed by a collective of ours."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    norms = []
+    for summed in (False, True):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4)).sum().backward()
+        for parameter in ddp.parameters():
+            if summed:
+                dist.all_reduce(parameter.grad)
+        norms.append(float(ddp.clip_grad_norm_(1e9)))
+    return norms[0], norms[1]
+
+
+def test_clipping_sees_what_a_collective_wrote_into_gradients(ranks2: RankPool):
+    for averaged, summed in ranks2.run(_clipped):
+        assert summed == pytest.approx(2 * averaged)
+
+
+def _gaps(rank: int, world_size: int) -> Tensor:
+    base = torch.full((3, 4), float(rank + 1))
+    dist.all_reduce(base[:, ::2])
+    return base
+
+
+def test_elements_between_those_of_a_strided_tensor_are_not_touched(ranks2: RankPool):
+    for rank, base in enumerate(ranks2.run(_gaps)):
+        assert (base[:, ::2] == 3).all() and (base[:, 1::2] == rank + 1).all()
+
+
+def _uneven(rank: int, world_size: int) -> list[list[float]]:
+    came = [torch.zeros(10 * source + rank) for source in range(world_size)]
+    dist.all_to_all(came, [torch.full((10 * rank + to,), float(rank)) for to in range(world_size)])
+    return [t.tolist() for t in came]
+
+
+def test_all_to_all_takes_different_sizes(ranks2: RankPool):
+    for rank, came in enumerate(ranks2.run(_uneven)):
+        assert came == [[float(source)] * (10 * source + rank) for source in range(2)]
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
+    "op": (lambda: dist.all_reduce(torch.ones(1), "sum"), SettingError, "unknown op 'sum'; allowed: ReduceOp.SUM"),
+    "no op": (lambda: dist.reduce(torch.ones(1), 0, 7), SettingError, "unknown op 7"),
+    "src": (lambda: dist.broadcast(torch.ones(1), 2), SettingError, "src=2 is not in the group; its ranks: 0 to 0"),
+    "dst": (lambda: dist.reduce(torch.ones(1), -1), SettingError, "dst=-1"),
+    "itself": (lambda: dist.send(torch.ones(1), 0), SettingError, "dst=0 is this rank itself"),
+    "from itself": (lambda: dist.recv(torch.ones(1), 0), SettingError, "src=0 is this rank itself"),
+    "device": (lambda: dist.all_reduce(torch.ones(1, device="meta")), DeviceError, "tensor 0 is on meta"),
+    "devices": (
+        lambda: dist.all_gather([torch.ones(1, device="meta")], torch.ones(1)),
+        DeviceError,
+        "tensor 1 is on meta",
+    ),
+    "sparse": (lambda: dist.all_reduce(torch.ones(1).to_sparse()), TensorError, "sparse"),
+    "no tensor": (lambda: dist.all_reduce([1.0]), TensorError, "a list"),
+    "too many": (
+        lambda: dist.all_gather([torch.ones(1)] * 2, torch.ones(1)),
+        TensorError,
+        "2 tensors for a group of 1",
+    ),
+    "shape": (lambda: dist.all_gather([torch.ones(2)], torch.ones(1)), TensorError, "(2,), torch.float32; needed: "),
+    "dtype": (lambda: dist.reduce_scatter(torch.ones(1), [torch.ones(1).int()]), TensorError, "int32; needed: "),
+    "no list": (lambda: dist.gather(torch.ones(1)), SettingError, "gather_list is None; rank 0 passes one"),
+    "lists": (lambda: dist.all_to_all([], [torch.ones(1)]), TensorError, "output_list has 0 tensors"),
+    "bool average": (lambda: dist.all_reduce(torch.ones(1).bool(), ReduceOp.AVG), TensorError, "bool"),
+    "axis": (lambda: functional.reduce_scatter_sum(torch.ones(3), axis=1), TensorError, "(3,) does not divide"),
+    "root": (lambda: functional.gather(torch.ones(1), dst=4), SettingError, "dst=4"),
+    "nothing": (lambda: functional.scatter(None), SettingError, "None on the rank that it comes from"),
+    "array": (lambda: functional.all_reduce_sum([1.0]), TensorError, "a list, not a torch tensor"),
+    "remote": (lambda: dist.remote_send(torch.ones(1), 0), SettingError, "remote_send on rank 0: dest_rank=0"),
+    "list src": (lambda: dist.bcast_list_([torch.ones(1)], src=3), SettingError, "bcast_list_ on rank 0: src=3"),
+    "method": (lambda: dist.make_allreduce_cb("max"), SettingError, "'max'; allowed: mean, sum"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_an_error_that_names_call_and_rank(group_of_one: None, case: str):
+    call, kind, says = BAD[case]
+    with pytest.raises(kind) as caught:
+        call()
+    assert says in str(caught.value)
+    assert "rank 0" in str(caught.value) or case == "method"
+
+
+def test_one_process_alone_runs_the_same_code(group_of_one: None):
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank()) == (0, 1, 0)
+    tensor = torch.ones(2)
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT):
+        dist.all_reduce(tensor, op)
+    dist.broadcast(tensor, src=0)
+    gathered = [torch.zeros(2)]
+    dist.all_gather(gathered, tensor)
+    dist.reduce_scatter(tensor, gathered)
+    dist.barrier()
+    assert tensor.tolist() == [1.0, 1.0]
+    dist.bcast_list_([tensor])
+    for name in functional.__all__:
+        if name.startswith("remote_"):
+            continue
+        leaf = torch.ones(2, 2, requires_grad=True)
+        getattr(functional, name)(leaf).sum().backward()
+        assert leaf.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]], name
+    model = dist.DistributedDataParallel(nn.Linear(2, 1), device_ids=[None], find_unused_parameters=True)
+    model(tensor[None]).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1.0, 1.0]]

@@ -1,0 +1,301 @@
+"""`launcher` and `spawn`: functions on several ranks of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastreduce import RanksFailedError, SettingError
+from fastreduce import distributed as frdist
+from tests.support.commands import ROOT, Done, finish, free_port, run, started, with_environment
+
+launcher, spawn = frdist.launcher, frdist.spawn
+
+
+def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return [function(*args), function(*args)]
+
+    return wrapper
+
+
+@launcher(n_gpus=2)
+def _sums_and_bytes(x: float, *, size: int) -> tuple[float, bytes, torch.Tensor]:
+    """Large values, tensors, keyword arguments; destroying the group is allowed."""
+    total = torch.tensor(x + dist.get_rank())
+    dist.all_reduce(total)
+    rank = dist.get_rank()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == (str(rank), "2", str(rank))
+    assert dist.get_backend() == "gloo"
+    dist.destroy_process_group()
+    return total.item(), bytes([rank]) * size, torch.full((1000,), rank)
+
+
+def test_values_come_back_in_rank_order_and_large_ones_do_not_block():
+    first, second = _sums_and_bytes(2.0, size=20_000_000)
+    assert first[0] == second[0] == 5.0
+    assert first[1] == bytes(20_000_000) and second[1] == b"\1" * 20_000_000
+    assert torch.equal(second[2], torch.full((1000,), 1))
+
+
+def _children() -> set[psutil.Process]:
+    processes = psutil.Process().children(recursive=True)
+    return {p for p in processes if "resource_tracker" not in " ".join(p.cmdline())}
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process that the test started is there when it ends; pools of other tests may be."""
+    before = _children()
+    yield
+    assert _children() <= before
+
+
+@_twice
+@launcher(n_gpus=1)
+@_twice
+def _decorated(x: int) -> tuple[int, str]:
+    return x, __name__
+
+
+@launcher(n_gpus=2)
+def _one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("boom on one")
+    dist.barrier()
+
+
+@launcher(n_gpus=2)
+def _one_dies() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+@launcher(n_gpus=1)
+def _value_that_cannot_travel() -> Any:
+    return lambda: None
+
+
+def test_decorators_on_both_sides_of_launcher_apply_where_they_stand():
+    value = (3, __name__)
+    assert _decorated(3) == [[[value, value]], [[value, value]]]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_that_raises_ends_the_others_and_is_raised_here():
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError, match=r"rank 1 failed:\n[^~]*in _one_raises[^~]*boom on one") as error:
+        _one_raises()
+    assert str(error.value).count("Traceback") == 1
+    assert isinstance(error.value.__cause__, ValueError) and error.value.__cause__.args == ("boom on one",)
+    assert time.monotonic() - start < 60
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_that_dies_is_named_and_the_others_end():
+    with pytest.raises(RanksFailedError, match=r"^rank 1 was ended by SIGKILL$"):
+        _one_dies()
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_of_that_rank():
+    with pytest.raises(RanksFailedError, match=r"rank 0 failed:\n[^~]*pickle"):
+        _value_that_cannot_travel()
+
+
+def _rank_and_sum(rank: int, x: float) -> tuple[int, float]:
+    total = torch.tensor(x * (rank + 1))
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+def test_spawn_gives_rank_group_and_values():
+    assert spawn(_rank_and_sum, (2.0,), nprocs=2) == [(0, 6.0), (1, 6.0)]
+
+
+def _late_peer(seconds: float) -> list[str]:
+    """Rank 0 is done at once; rank 1 looks at it for a while."""
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        return []
+    peer, seen = psutil.Process(pids[0]), set()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        seen.add(peer.status() if peer.is_running() else "gone")
+    return sorted(seen)
+
+
+def test_no_rank_leaves_before_the_others():
+    first, second = launcher(_late_peer, n_gpus=2)(2.0)
+    assert first == [] and second and not {"gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} & set(second)
+
+
+def test_two_machines_share_a_port(tmp_path: Path):
+    """Two launchers of one rank each, as two machines would."""
+    code = textwrap.dedent(
+        f"""
+        import sys, torch, torch.distributed as dist
+        from fastreduce.distributed import launcher
+        @launcher(n_gpus=1, world_size=2, rank_start=int(sys.argv[1]), port={free_port()})
+        def f():
+            total = torch.tensor(dist.get_rank() + 1.0)
+            dist.all_reduce(total)
+            return dist.get_rank(), total.item()
+        if __name__ == "__main__":
+            print(f())
+        """
+    )
+    script = tmp_path / "machine.py"
+    script.write_text(code)
+    with contextlib.ExitStack() as stack:
+        machines = [stack.enter_context(started(sys.executable, script, r, together=True)) for r in (0, 1)]
+        outputs = [finish(machine, 90).stdout for machine in machines]
+    assert outputs == ["[(0, 3.0)]\n", "[(1, 3.0)]\n"]
+
+
+UNGUARDED = """
+import sys
+import fastreduce.distributed as dist
+
+class Box:
+    def __init__(self, value): self.value = value
+
+scale = 2
+print("before", flush=True)
+
+{function}
+
+for box in {call}: print("value", box.value)
+scale = 3
+print("after", {call_again})
+"""
+DECORATED = """
+@dist.launcher(n_gpus=2, start_method={method!r})
+def work(box):
+    return Box([box.value * scale, dist.get_rank(), sys.argv[1]])
+"""
+PLAIN = """
+def work(rank, box):
+    return Box([box.value * scale, rank, sys.argv[1]])
+"""
+NOT_AGAIN = 'come to this call again: put the script\'s own work under if __name__ == "__main__":'
+
+
+def _run_unguarded(folder: Path, function: str, call: str, call_again: str = "0", module: bool = False) -> Done:
+    path = folder / "tutorial.py"
+    path.write_text(UNGUARDED.format(function=function, call=call, call_again=call_again))
+    command = ["-m", "tutorial"] if module else [path]
+    return run(sys.executable, *command, "argument", cwd=folder, env=with_environment(PYTHONPATH=f"{folder}:{ROOT}"))
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "module"),
+    [
+        (DECORATED.format(method="spawn"), "work(Box(7))", False),
+        (DECORATED.format(method="spawn"), "work(Box(7))", True),
+        (DECORATED.format(method="forkserver"), "work(Box(7))", False),
+        (DECORATED.format(method="fork"), "work(Box(7))", False),
+        (PLAIN, "dist.spawn(work, (Box(7),), nprocs=2)", False),
+    ],
+    ids=["script", "module", "forkserver", "fork", "spawn()"],
+)
+def test_a_script_without_a_guard_runs_up_to_its_call_on_every_rank(
+    tmp_path: Path, function: str, call: str, module: bool
+):
+    done = _run_unguarded(tmp_path, function, call, module=module)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert set(lines[:-3]) == {"before"}
+    assert lines[-3:] == ["value [14, 0, 'argument']", "value [14, 1, 'argument']", "after 0"]
+
+
+def test_a_second_call_without_a_guard_says_what_to_write(tmp_path: Path):
+    call = "work(Box(7))"
+    done = _run_unguarded(tmp_path, DECORATED.format(method="spawn"), call, call)
+    assert done.returncode == 1 and "value [14, 1, 'argument']" in done.stdout and "after" not in done.stdout
+    assert f"work() starts ranks, which import the script and {NOT_AGAIN}" in done.stderr
+
+
+def test_a_process_that_did_not_begin_as_spawned_ones_do_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(SettingError, match=re.escape(NOT_AGAIN)):
+        _one_raises()
+    with pytest.raises(SettingError, match=re.escape(NOT_AGAIN)):
+        spawn(_rank_and_sum, (2.0,), nprocs=2)
+
+
+def test_the_tutorial_in_the_docs(tmp_path: Path):
+    text = (ROOT / "docs" / "from-megengine.md").read_text()
+    path = tmp_path / "tutorial.py"
+    path.write_text(text.partition("```python\n")[2].partition("```")[0])
+    done = run(sys.executable, path)
+    assert done.stdout == "[6.0, 6.0]\n", done.stderr
+
+
+def test_the_example_in_the_docs(tmp_path: Path):
+    text = (ROOT / "docs" / "launching.md").read_text()
+    path = tmp_path / "functions.py"
+    path.write_text(text.partition("```python\n")[2].partition("```")[0])
+    done = run(sys.executable, path, seconds=120)
+    assert done.stdout == "[2.0, 2.0]\n[1, 4]\n", done.stderr
+
+
+def test_a_port_in_use_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SettingError, match="in use"):
+        launcher(_late_peer, n_gpus=2, port=taken.getsockname()[1])(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the number of GPUs is the default")
+def test_without_gpus_the_number_of_ranks_must_be_given():
+    with pytest.raises(SettingError, match="no GPU: say how many ranks to start, as in n_gpus=2"):
+        launcher(_late_peer)(0)
+    with pytest.raises(SettingError, match="nprocs=2"):
+        spawn(_rank_and_sum)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_gpus": 0}, "n_gpus=0: at least 1"),
+        ({"n_gpus": 1, "world_size": 2, "rank_start": 1}, "rank_start=1 needs the port"),
+        ({"n_gpus": 1, "world_size": 2}, r"1 of 2 ranks run here: the others need a port="),
+        ({"n_gpus": 2, "world_size": 2, "rank_start": 1, "port": 1}, "ranks 1 to 2 .* do not fit into world_size=2"),
+        ({"n_gpus": 1, "start_method": "thread"}, "start_method='thread': one of spawn, forkserver, fork"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str):
+    with pytest.raises(SettingError, match=message):
+        launcher(_late_peer, **options)(0)
+
+
+def test_a_function_that_ranks_cannot_import():
+    with pytest.raises(SettingError, match="not at module level"):
+        launcher(lambda: None, n_gpus=1)()
+
+
+def test_a_fork_after_cuda_was_initialised_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(SettingError, match=r"fork.* after CUDA was initialised"):
+        launcher(_late_peer, n_gpus=1, start_method="fork")(0)

@@ -1,0 +1,128 @@
+"""Collectives that return their result, and gradients through them, beside one process that computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastreduce.distributed as dist
+from fastreduce.distributed import functional
+from tests.support.collective_cases import COMPOSED
+from tests.support.models import assert_same_bits, whole_batch
+from tests.support.ranks import RankPool
+
+FROM_ROOT = ("broadcast", "scatter")
+
+
+def function_of(case: str) -> Callable[[Tensor], Tensor]:
+    name, *options = case.split()
+    return partial(getattr(functional, name), **{k: int(v) for k, v in (option.split("=") for option in options)})
+
+
+def leaf_of(rank: int) -> Tensor:
+    return (whole_batch(rank, 0, 6, 12).double() * 6).requires_grad_()  # six: ties share by two and by three
+
+
+def loss_of(out: Tensor, rank: int) -> Tensor:
+    weight = whole_batch(rank, 1, *out.shape).double()
+    return (out * weight * out.detach() + out * 6).sum()
+
+
+def _returning(rank: int, world_size: int, case: str) -> tuple[Tensor, Tensor | None]:
+    leaf = leaf_of(rank)
+    out = function_of(case)(leaf)
+    loss_of(out, rank).backward()
+    return out.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("case", COMPOSED)
+def test_values_and_gradients_are_those_of_one_process(ranks: RankPool, case: str):
+    leaves = [leaf_of(r) for r in range(ranks.world_size)]
+    outs = COMPOSED[case](leaves)
+    sum(loss_of(out, r) for r, out in enumerate(outs)).backward()
+    for rank, (out, grad) in enumerate(ranks.run(_returning, case)):
+        assert_same_bits(out, outs[rank].detach(), case)
+        if case.split()[0] in FROM_ROOT and rank > 0:
+            assert grad is not None and not grad.any()
+        else:
+            assert_same_bits(grad, leaves[rank].grad, case)
+
+
+def _gradcheck(rank: int, world_size: int, case: str) -> bool:
+    """Rank 0 checks the sum of all losses against its inputs; before each pass it tells the others to join in."""
+    torch.manual_seed(3)
+    inputs = torch.randn(world_size, 6, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6 * world_size, 6 * world_size, dtype=torch.float64)
+    end, forward, backward = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
+
+    def total(x: Tensor) -> Tensor:
+        out = function_of(case)(functional.scatter(x)[0].tanh())
+        loss = (out * weight[: out.shape[0], : out.shape[1]]).square().sum()
+        return functional.reduce_sum(loss.reshape(1))
+
+    def watched(x: Tensor) -> Tensor:
+        dist.broadcast(forward)
+        out = total(x)
+        out.register_hook(lambda _: dist.broadcast(backward) and None)
+        return out
+
+    if rank == 0:
+        passed = torch.autograd.gradcheck(watched, [inputs], check_undefined_grad=False, fast_mode=True)
+        dist.broadcast(end)
+        return passed
+    order = torch.zeros(1)
+    while dist.broadcast(order) or order.item():
+        if order.item() == 1:
+            out = total(inputs)
+        else:
+            out.backward(torch.ones_like(out), retain_graph=True)
+    return True
+
+
+@pytest.mark.parametrize("case", COMPOSED)
+def test_gradients_are_the_slopes_of_the_sum_of_all_losses(ranks2: RankPool, case: str):
+    assert ranks2.run(_gradcheck, case) == [True, True]
+
+
+def _twice(rank: int, world_size: int) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gradients: the square of a sum over ranks."""
+    leaf = torch.full((2,), rank + 1.0, dtype=torch.float64, requires_grad=True)
+    out = functional.all_reduce_sum(leaf * leaf)
+    (first,) = torch.autograd.grad((out * out).sum(), leaf, create_graph=True)
+    first.sum().backward()
+    return first.detach(), leaf.grad
+
+
+def test_gradients_have_gradients(ranks2: RankPool):
+    leaves = [torch.full((2,), r + 1.0, dtype=torch.float64, requires_grad=True) for r in range(2)]
+    out = sum(leaf * leaf for leaf in leaves)
+    first = torch.autograd.grad(2 * (out * out).sum(), leaves, create_graph=True)
+    sum(g.sum() for g in first).backward()
+    for rank, (once, twice) in enumerate(ranks2.run(_twice)):
+        assert_same_bits((once, twice), (first[rank].detach(), leaves[rank].grad))
+
+
+def _without_input(rank: int, world_size: int) -> list[Any]:
+    seen: list[Any] = []
+    weight = torch.ones(4, 2, dtype=torch.float16, requires_grad=True)
+    for function in (functional.broadcast, functional.scatter):
+        out = function(weight if rank == 0 else None)
+        seen.append((out.shape, out.dtype, out.requires_grad))
+        out.sum().backward()
+        with torch.no_grad():
+            seen.append(function(weight if rank == 0 else None).requires_grad)
+    numbers = functional.broadcast(torch.arange(3) if rank == 0 else None)
+    seen += [numbers.tolist(), None if weight.grad is None else weight.grad.tolist()]
+    return seen
+
+
+def test_only_the_rank_it_comes_from_needs_an_input(ranks2: RankPool):
+    for rank, seen in enumerate(ranks2.run(_without_input)):
+        assert seen[:4] == [((4, 2), torch.float16, True), False, ((2, 2), torch.float16, True), False]
+        assert seen[4] == [0, 1, 2]
+        assert seen[5] == ([[3.0, 3.0]] * 4 if rank == 0 else None)

@@ -1,0 +1,78 @@
+"""The other systems' programs, carried over: each runs as a script on one and on two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import sys
+
+import pytest
+import torch
+
+from tests.support.commands import FASTREDUCE, ROOT, finish, free_port, run, started, with_environment
+
+SECONDS = 60
+LOSS = r"^epoch \d+: loss ([\d.]+)$"
+
+
+def losses(script: str, world_size: int, *arguments: str) -> tuple[list[str], str]:
+    """What the ranks of a script print as losses, and all that they print."""
+    where = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, ROOT / "examples" / script, *arguments]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in map(str, range(world_size)):
+            env = with_environment(**where, RANK=rank, LOCAL_RANK=rank)
+            processes.append(stack.enter_context(started(*command, env=env, together=True)))
+        done = [finish(process, SECONDS) for process in processes]
+    output = "".join(each.stdout for each in done)
+    assert [each.returncode for each in done] == [0] * world_size, output
+    return re.findall(LOSS, output, flags=re.MULTILINE), output
+
+
+@pytest.mark.parametrize(
+    ("world_size", "reference"),
+    [pytest.param(1, "1.944 1.379 1.050 0.852 0.723", marks=pytest.mark.long), (2, "1.964 1.388 1.055 0.855 0.726")],
+)
+def test_megengines_program_gives_the_reference_run(world_size: int, reference: str):
+    """It starts its ranks itself, with the launcher's decorator."""
+    done = run(sys.executable, ROOT / "examples" / "megengine_train.py", world_size, together=True, seconds=SECONDS)
+    assert done.returncode == 0, done.stdout
+    assert re.findall(LOSS, done.stdout, flags=re.MULTILINE) == reference.split()
+
+
+def test_two_stages_train_to_the_losses_of_one_process():
+    one, _ = losses("pipeline_train.py", 1)
+    two, _ = losses("pipeline_train.py", 2)
+    assert one == two and len(one) == 3 and float(one[-1]) < 0.6 * float(one[0])
+
+
+@pytest.mark.parametrize("compression", ["none", pytest.param("fp16", marks=pytest.mark.long)])
+def test_genesis_program_falls_back_to_gloo_and_learns(compression: str):
+    found, output = losses("genesis_train.py", 2, "--compression", compression)
+    assert len(found) == 3 and float(found[-1]) < 0.7 * float(found[0])
+    assert "NCCL library not available" in output or "gloo" not in output
+
+
+@pytest.mark.parametrize(
+    ("model", "items"), [("gpt2", "tokens"), pytest.param("resnet50", "images", marks=pytest.mark.long)]
+)
+def test_the_gpu_example_trains_a_tiny_model_where_there_is_no_gpu(model: str, items: str):
+    script = ROOT / "examples" / "gpu_train.py"
+    options = ["--model", model, "--size", "tiny", "--compression", "fp16", "--steps", "10"]
+    done = run(*FASTREDUCE, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
+    assert done.returncode == 0, done.stderr
+    start = rf"{model} \(tiny\), 2 ranks on (?:cpu|cuda), compression fp16: loss"
+    found = re.fullmatch(rf"{start} (\S+) to (\S+), (\S+) ms per step, \S+ {items} per second\n", done.stdout)
+    assert found and float(found[2]) < float(found[1]) and float(found[3]) > 0, done.stdout
+
+
+def test_its_models_are_as_large_as_their_names_say():
+    spec = importlib.util.spec_from_file_location("models", ROOT / "examples" / "models.py")
+    models = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(models)
+    with torch.device("meta"):
+        numels = {name: sum(p.numel() for p in models.make(name, "full").parameters()) for name in ("gpt2", "resnet50")}
+    assert numels == {"gpt2": 124_439_808, "resnet50": 25_557_032}

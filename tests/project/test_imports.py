@@ -1,0 +1,117 @@
+"""The import rule: a module imports from the floors below its own, and never sideways; read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT
+
+PACKAGE = ROOT / "fastreduce"
+
+# From the ground up; "fastreduce" is the package itself, the public names.
+HOUSE = [
+    {"errors"},
+    {"environment"},
+    {"compression", "data", "sync_batchnorm"},
+    {"ops", "transports"},
+    {"reduction"},
+    {"ddp", "checkpoint", "hooks"},
+    {"fastreduce", "run", "lightning", "distributed"},
+    {"cli"},
+]
+REDUCTION = [
+    {"agreement", "applied", "arrays", "buckets", "clocks", "shared_buffers", "sparse", "streams"},
+    {"arrivals", "error_feedback", "gradients"},
+    {"pipeline"},
+    {"nonfinite", "saved_residuals", "statistics"},
+    {"bucketed"},
+    {"one_call", "reducer"},
+]
+HIJACKER = "top-level kernels"  # which would be the Hugging Face package of that name
+
+
+def _refused(importer: str, imported: str) -> bool:
+    """Whether a module may not import another; both as names below fastreduce, "" for the package itself."""
+    room, target = ([part or "fastreduce" for part in name.split(".")] for name in (importer, imported))
+    if imported == HIJACKER:
+        return True
+    if "kernels" in (room[0], target[0]):
+        return target[0] != room[0] and not (room[0] == "ops" or imported == "kernels.slots")
+    if room[0] == target[0]:
+        return room[0] == "reduction" and _floor(REDUCTION, room[-1]) <= _floor(REDUCTION, target[-1])
+    return _floor(HOUSE, room[0]) <= _floor(HOUSE, target[0])
+
+
+def _floor(floors: list[set[str]], name: str) -> int:
+    found = [number for number, names in enumerate(floors) if name in names]
+    assert len(found) == 1, f"{name} stands on no floor: say on which"
+    return found[0]
+
+
+def _modules() -> dict[str, Path]:
+    """Name below fastreduce ("" for the package itself) → file, of every module."""
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")]  # rglob leaves symlinks out
+    return {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): file
+        for file in files
+    }
+
+
+def _imports(name: str, source: str, package: bool, modules: set[str]) -> set[str]:
+    """Modules of the project that a module imports, wherever in it, as names below fastreduce."""
+    found = set()
+    here = ["fastreduce", *name.split(".")] if name else ["fastreduce"]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) + package - node.level] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            inside = origin.removeprefix("fastreduce").removeprefix(".")
+            names = {alias.name: f"{inside}.{alias.name}".lstrip(".") for alias in node.names}
+            targets = [f"{origin}.{n}" if path in modules else origin for n, path in names.items()]
+        else:
+            continue
+        for target in targets:
+            if target.split(".")[0] == "fastreduce":
+                found.add(target.removeprefix("fastreduce").removeprefix("."))
+            elif target.split(".")[0] == "kernels":
+                found.add(HIJACKER)
+    return found - {name}
+
+
+MODULES = _modules()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES), ids=lambda name: name or "fastreduce")
+def test_module_imports_only_from_below(name: str):
+    file = MODULES[name]
+    imported = _imports(name, file.read_text(), file.name == "__init__.py", set(MODULES))
+    assert [other for other in sorted(imported) if _refused(name, other)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "refused"),
+    [
+        ("ops.backends", "from ..kernels import reference\nfrom ..errors import TensorError", []),
+        ("reduction.pipeline", "from ..kernels.slots import SlotTable\nfrom .streams import Stream", []),
+        ("reduction.pipeline", "from ..kernels import reference", ["kernels.reference"]),
+        ("reduction.pipeline", "from .reducer import GradientReducer", ["reduction.reducer"]),
+        ("reduction.pipeline", "from ..ddp.wrapper import device_of", ["ddp.wrapper"]),
+        ("reduction.reducer", "def late():\n    from ..ddp import DistributedDataParallel", ["ddp"]),
+        ("reduction.reducer", "from .. import DistributedDataParallel", [""]),
+        ("reduction.reducer", "import fastreduce.ddp", ["ddp"]),
+        ("transports.local", "from .base import Transport\nfrom ..errors import TransportError", []),
+        ("transports.local", "from ..ops import backends", ["ops.backends"]),
+        ("kernels.reference", "import torch\nfrom .slots import SlotTable", []),
+        ("kernels.reference", "from ..errors import TensorError", ["errors"]),
+        ("ops.backends", "from kernels import reference", [HIJACKER]),
+        ("cli.compare", "from fastreduce import DistributedDataParallel\nfrom . import plot", []),
+    ],
+)
+def test_the_rule_catches_what_it_should(name: str, source: str, refused: list[str]):
+    imported = _imports(name, source, False, {*MODULES})
+    assert [other for other in sorted(imported) if _refused(name, other)] == refused

@@ -1,0 +1,463 @@
+"""Error feedback: it helps, survives restarts, and no bad step poisons it."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastreduce import Compression, GradientReducer, SettingError
+from fastreduce.reduction import error_feedback, saved_residuals
+from fastreduce.reduction.applied import multiplied
+from fastreduce.reduction.buckets import ParameterSpec, build_plan
+from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.transports import LocalTransport
+from tests.support import tolerances
+from tests.support.models import Branches, Constant, Grads, assert_same_bits, batch, bits, grads_of, mlp, spread, wrap
+from tests.support.ranks import RankPool
+from tests.support.thread_ranks import in_threads, make_reducer, seeded
+from tests.support.waiting import no_waiting
+
+FEEDBACK = "int8:error_feedback"
+
+
+# It helps
+
+
+def _long_run(rank: int, world_size: int, setting: str, steps: int) -> list[Tensor]:
+    """The mean of what arrives over many steps with the same gradients."""
+    model = wrap("ours", Constant(1000, 64), compression=setting, bucket_cap_mb=0.003)
+    gradients = spread(rank, 1000, 64)
+    total = [torch.zeros(n, dtype=torch.float64) for n in (1000, 64)]
+    for _ in range(steps):
+        model.zero_grad()
+        model(gradients).backward()
+        for at, parameter in zip(total, model.module.values, strict=True):
+            at += parameter.grad.double()
+    return [at / steps for at in total]
+
+
+def test_the_long_run_mean_converges_to_the_exact_average(ranks: RankPool):
+    of_ranks = [spread(rank, 1000, 64) for rank in range(ranks.world_size)]
+    exact = [torch.stack(of).double().mean(0) for of in zip(*of_ranks, strict=True)]
+    errors = {}
+    for setting in ("int8", FEEDBACK):
+        found = ranks.run(_long_run, setting, 200)
+        for other in found[1:]:
+            assert_same_bits(other, found[0])
+        errors[setting] = sum(float((a - b).abs().sum()) for a, b in zip(found[0], exact, strict=True))
+    assert errors[FEEDBACK] < tolerances.LONG_RUN * errors["int8"], errors
+
+
+def test_a_layer_that_is_used_every_other_step_keeps_its_residual(ranks2: RankPool):
+    for before, after, unused, other_before, other_after in ranks2.run(_every_other):
+        assert before.any()
+        assert unused is None
+        assert_same_bits(after, before)
+        assert not torch.equal(bits(other_after), bits(other_before)), "others went on"
+
+
+def _every_other(rank: int, world_size: int) -> tuple[Any, ...]:
+    model = wrap("ours", Branches(16), compression=FEEDBACK)
+    for step in range(3):
+        model.zero_grad()
+        model(batch(rank, step, 4, 16)).square().mean().backward()
+    before = model.reducer.state_dict()["residuals"]
+    model.zero_grad()
+    model(batch(rank, 3, 4, 16), use="a").square().mean().backward()
+    after = model.reducer.state_dict()["residuals"]
+    return before["b.weight"], after["b.weight"], model.module.b.weight.grad, before["a.weight"], after["a.weight"]
+
+
+def test_a_layer_that_one_rank_used_goes_on_with_its_residual_on_all(ranks2: RankPool):
+    def moved(result: tuple[Tensor, Tensor]) -> bool:
+        return not torch.equal(bits(result[0]), bits(result[1]))
+
+    assert [moved(r) for r in ranks2.run(_used_by_one)] == [True, True]
+
+
+def _used_by_one(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    model = wrap("ours", Branches(16), compression=FEEDBACK)
+    for step in range(3):
+        model.zero_grad()
+        model(batch(rank, step, 4, 16)).square().mean().backward()
+    before = model.reducer.state_dict()["residuals"]["b.weight"]
+    model.zero_grad()
+    model(batch(rank, 3, 4, 16), use="ab" if rank else "a").square().mean().backward()
+    return before, model.reducer.state_dict()["residuals"]["b.weight"]
+
+
+class Backwards(nn.Module):
+    """Uses its layers in the order opposite to that of their registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(20, 20) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_residuals_move_with_their_parameters_when_buckets_are_rebuilt():
+    def run(rank: int, transport: Any) -> tuple[Any, Any, bool]:
+        model = seeded(Backwards)
+        reducer = make_reducer(model, transport, FEEDBACK, bucket_caps=[3000])
+        plan = reducer.plan
+        output = model(batch(rank, 0, 4, 20))
+        reducer.arm()
+        reducer.watch([output])
+        output.square().mean().backward()
+        before = reducer.state_dict()
+        assert reducer.rebuild_buckets()
+        return before, reducer.state_dict(), reducer.plan == plan
+
+    results = in_threads(2, run)
+    of_shards = saved_residuals.of_shards([before for before, _, _ in results], 128)
+    for name, of_shard in of_shards.items():
+        before, after = (
+            torch.stack([result[i]["residuals"][name] for result in results]).double().mean(0) for i in (0, 1)
+        )
+        assert of_shard.any() and before.any()
+        torch.testing.assert_close(after, before + of_shard, rtol=0.0, atol=float(after.abs().max()) * 2**-22)
+    for before, after, same_plan in results:
+        assert not same_plan and list(before["residuals"]) != list(after["residuals"])
+        assert not any(shard.any() for shard in after["shard_residuals"]), "they are part of the first stage now"
+
+
+# No bad step poisons it
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "minus inf"])
+def test_residuals_after_a_bad_step_are_those_before_and_training_goes_on(ranks2: RankPool, bad: float):
+    results = ranks2.run(_poisoned, bad)
+    for before, after, non_finite, good in results:
+        assert_same_bits(after, before)
+        assert non_finite
+        assert_same_bits(good, results[0][3])
+        assert all(g is not None and g.isfinite().all() for g in good.values())
+
+
+def _poisoned(rank: int, world_size: int, bad: float) -> tuple[Any, Any, bool, Grads]:
+    model = wrap("ours", Constant(1000, 64), compression=FEEDBACK)
+    for _ in range(3):
+        model.zero_grad()
+        model(spread(rank, 1000, 64)).backward()
+    before = model.reducer.state_dict()
+    gradients = spread(rank, 1000, 64)
+    if rank == 1:
+        gradients[0][500] = bad
+    model.zero_grad()
+    model(gradients).backward()
+    non_finite = not model.module.values[0].grad.isfinite().all()
+    after = model.reducer.state_dict()
+    model.zero_grad()
+    model(spread(rank, 1000, 64)).backward()
+    keys = ("residuals", "shard_residuals")
+    return {k: before[k] for k in keys}, {k: after[k] for k in keys}, non_finite, grads_of(model.module)
+
+
+def test_the_residuals_of_finite_buckets_stay_in_a_bad_step_too(ranks2: RankPool):
+    """A GradScaler skips the whole step: what another bucket lost in it was never applied."""
+    assert ranks2.run(_poisoned_apart) == [(True, True), (True, True)]
+
+
+def _poisoned_apart(rank: int, world_size: int) -> tuple[bool, bool]:
+    model = wrap("ours", Constant(1000, 64), compression=FEEDBACK, bucket_cap_mb=1e-6)
+    for _ in range(3):
+        model(spread(rank, 1000, 64)).backward()
+    before = model.reducer.state_dict()["residuals"]
+    gradients = spread(rank, 1000, 64)
+    gradients[0][500] = torch.nan if rank == 0 else 1.0
+    model.zero_grad()
+    model(gradients).backward()
+    after = model.reducer.state_dict()["residuals"]
+    return torch.equal(after["values.0"], before["values.0"]), torch.equal(after["values.1"], before["values.1"])
+
+
+def test_rescaling_follows_the_loss_scale(ranks2: RankPool):
+    """With residuals rescaled, training under another power-of-two loss scale is the same but for the scale."""
+    for same, other in ranks2.run(_rescaled):
+        assert same
+        assert not other, "and without it is not: the test shows something"
+
+
+def _rescaled(rank: int, world_size: int) -> tuple[bool, bool]:
+    def run(scale: float, rescale: bool) -> list[Tensor]:
+        model = wrap("ours", Constant(1000, 64), compression=FEEDBACK)
+        for step in range(6):
+            model.zero_grad()
+            factor = scale if step >= 3 else 1.0
+            if step == 3 and rescale:
+                model.reducer.rescale_residuals(scale)
+            model([g * factor for g in spread(rank, 1000, 64)]).backward()
+        return [p.grad / scale for p in model.module.values]
+
+    plain = run(1.0, False)
+    same = all(map(torch.equal, run(1024.0, True), plain))
+    return same, all(map(torch.equal, run(1024.0, False), plain))
+
+
+def _pipeline() -> tuple[BucketPipeline, list[nn.Parameter]]:
+    """One rank's pipeline of three parameters, which has run once."""
+    names, sizes = ("a", "b", "c"), (1000, 300, 1)
+    specs = [ParameterSpec(n, size, torch.float32, torch.device("cpu")) for n, size in zip(names, sizes, strict=True)]
+    compression = Compression.parse(FEEDBACK)
+    (bucket,) = build_plan(specs, [[0, 1, 2]], alignment=compression.alignment, shards=1).buckets
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    return BucketPipeline(bucket, compression, LocalTransport()), parameters
+
+
+Outcome = Callable[[int, list[nn.Parameter], torch.optim.Optimizer], None]
+
+
+def _shrink(factor: float | Tensor) -> Outcome:
+    def apply(step: int, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        with multiplied([p.grad for p in parameters], lambda: factor):
+            torch._foreach_mul_([p.grad for p in parameters], factor)
+        optimizer.step()
+
+    return apply
+
+
+OUTCOMES: dict[str, Outcome] = {
+    "applied": lambda step, parameters, optimizer: optimizer.step(),
+    "clipped": _shrink(torch.tensor(0.25, dtype=torch.float64)),
+    "clipped to nothing": _shrink(torch.tensor(float("nan"), dtype=torch.float64)),
+    "skipped": lambda step, parameters, optimizer: optimizer.zero_grad() if step else optimizer.step(),
+    "unknown": lambda step, parameters, optimizer: None,
+}
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(outcome: str, finite: bool):
+    found = []
+    for late in (False, True):
+        pipeline, parameters = _pipeline()
+        kept = pipeline.feedback
+        assert kept is not None
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        with patch.object(error_feedback, "reads_late", lambda tensor, late=late: late):
+            for step in range(4):
+                for i, parameter in enumerate(parameters):
+                    parameter.grad = batch(i, step, len(parameter))
+                grads = [parameter.grad for parameter in parameters]
+                pipeline.run(grads, grads, unused=[1] if step == 2 else [])
+                kept.follow(parameters, [1] if step == 2 else [], pipeline.magnitudes, watched=outcome != "unknown")
+                kept.finite = torch.tensor(finite)
+                OUTCOMES[outcome](step, parameters, optimizer)
+                kept.look()
+                with no_waiting() if late else nullcontext():
+                    kept.commit()
+        found.append((kept.residual.clone(), kept.shard_residual.clone()))
+    for late, host in zip(*found, strict=True):
+        # Weights in FP32 there, in FP64 here: a rounding of each in each of four steps.
+        torch.testing.assert_close(late, host, rtol=0.0, atol=8 * 2**-24 * float(host.abs().max()))
+    assert found[0][0].any() == (outcome in ("applied", "clipped", "skipped") or (outcome == "unknown" and finite))
+
+
+# It survives restarts
+
+
+def _steps(model: Any, rank: int, first: int, last: int) -> list[Grads]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model(batch(rank, step, 4, 20)).square().mean().backward()
+        optimizer.step()
+        seen.append(grads_of(model.module))
+    return seen
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(ranks: RankPool, after: int):
+    for uninterrupted, resumed in ranks.run(_resume, after):
+        assert_same_bits(resumed, uninterrupted)
+
+
+def _resume(rank: int, world_size: int, after: int) -> tuple[list[Grads], list[Grads]]:
+    options = {"compression": FEEDBACK, "bucket_cap_mb": 0.004}
+    torch.manual_seed(0)
+    model = wrap("ours", mlp(), **options)
+    _steps(model, rank, 0, after)
+    file = io.BytesIO()
+    torch.save({"model": model.module.state_dict(), "reducer": model.reducer.state_dict()}, file)
+    uninterrupted = _steps(model, rank, after, after + 4)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    torch.manual_seed(123)
+    again = wrap("ours", mlp(), **options)
+    again.module.load_state_dict(saved["model"])
+    again.reducer.load_state_dict(saved["reducer"])
+    return uninterrupted, _steps(again, rank, after, after + 4)
+
+
+def test_without_loading_the_residuals_it_would_differ(ranks2: RankPool):
+    assert ranks2.run(_resume_without) == [False, False]
+
+
+def _resume_without(rank: int, world_size: int) -> bool:
+    torch.manual_seed(0)
+    model = wrap("ours", mlp(), compression=FEEDBACK)
+    _steps(model, rank, 0, 3)
+    weights = {name: value.clone() for name, value in model.module.state_dict().items()}
+    uninterrupted = _steps(model, rank, 3, 5)
+    again = wrap("ours", mlp(), compression=FEEDBACK)
+    again.module.load_state_dict(weights)
+    resumed = _steps(again, rank, 3, 5)
+    pairs = zip(uninterrupted[-1].values(), resumed[-1].values(), strict=True)
+    return all(torch.equal(bits(a), bits(b)) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def test_a_state_is_a_copy(ranks2: RankPool):
+    assert ranks2.run(_copied) == [True, True]
+
+
+def _copied(rank: int, world_size: int) -> bool:
+    model = wrap("ours", mlp(), compression=FEEDBACK)
+    _steps(model, rank, 0, 3)
+    state = model.reducer.state_dict()
+    kept = {name: value.clone() for name, value in state["residuals"].items()}
+    shards = [value.clone() for value in state["shard_residuals"]]
+    _steps(model, rank, 3, 6)
+    return all(torch.equal(state["residuals"][n], v) for n, v in kept.items()) and all(
+        map(torch.equal, state["shard_residuals"], shards)
+    )
+
+
+def states_of(world_size: int, setting: str = FEEDBACK) -> list[dict[str, Any]]:
+    """What the ranks of an old run have saved, after some steps in threads."""
+
+    def run(rank: int, transport: Any) -> dict[str, Any]:
+        model = seeded(mlp)
+        reducer = make_reducer(model, transport, setting)
+        for step in range(4):
+            reducer.rebuild_buckets()
+            model.zero_grad()
+            output = model(batch(rank, step, 4, 20))
+            reducer.arm()
+            reducer.watch([output])
+            output.square().mean().backward()
+        return reducer.state_dict()
+
+    return in_threads(world_size, run)
+
+
+def reducers_of(world_size: int, use: Any, setting: str = FEEDBACK) -> list[Any]:
+    """`use(rank, reducer)` on the ranks of a new run."""
+
+    def run(rank: int, transport: Any) -> Any:
+        model = seeded(mlp)
+        reducer = make_reducer(model, transport, setting)
+        value = use(rank, reducer)
+        for step in range(2):  # and it trains on
+            reducer.rebuild_buckets()
+            output = model(batch(rank, step, 4, 20))
+            reducer.arm()
+            reducer.watch([output])
+            output.square().mean().backward()
+        return value
+
+    return in_threads(world_size, run)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (4, 1), (1, 2)])
+def test_another_world_size_loads_the_mean_of_all_old_residuals(old: int, new: int, caplog: pytest.LogCaptureFixture):
+    states = states_of(old)
+    mean = {n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in states[0]["residuals"]}
+    of_shards = saved_residuals.of_shards(states, 128)
+    expected = {name: value + of_shards[name] for name, value in mean.items()}
+    assert any(value.any() for value in mean.values()) and any(value.any() for value in of_shards.values())
+
+    def load(rank: int, reducer: GradientReducer) -> dict[str, Any]:
+        reducer.load_state_dict(states)
+        return reducer.state_dict()
+
+    caplog.set_level(logging.INFO, logger="fastreduce")
+    for rank, loaded in enumerate(reducers_of(new, load)):
+        assert_same_bits({n: loaded["residuals"][n] for n in expected}, expected, f"rank {rank}")
+        assert (loaded["rank"], loaded["world_size"]) == (rank, new)
+        assert all(not shard.any() for shard in loaded["shard_residuals"]), "they are part of the first stage"
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("fastreduce")]
+    assert len(lines) == new, "one line a rank"
+    assert f"{old} ranks" in lines[0] and f"on {new}" in lines[0] and "mean" in lines[0]
+
+
+def test_at_the_same_world_size_the_list_of_all_states_serves_too():
+    states = states_of(2)
+
+    def load(rank: int, reducer: GradientReducer) -> dict[str, Any]:
+        reducer.load_state_dict(states[::-1])
+        return reducer.state_dict()
+
+    for rank, loaded in enumerate(reducers_of(2, load)):
+        assert_same_bits(loaded["residuals"], states[rank]["residuals"])
+        assert_same_bits(loaded["shard_residuals"], states[rank]["shard_residuals"])
+
+
+def _without(states: list[dict[str, Any]], *ranks: int) -> list[dict[str, Any]]:
+    return [state for state in states if state["rank"] not in ranks]
+
+
+def _renamed(state: dict[str, Any]) -> dict[str, Any]:
+    def rename(name: str) -> str:
+        return name.replace("6.weight", "other.weight")
+
+    return {
+        **state,
+        "buckets": [[rename(name) for name in names] for names in state["buckets"]],
+        "residuals": {rename(name): value for name, value in state["residuals"].items()},
+    }
+
+
+def _resized(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "residuals": {**state["residuals"], "6.weight": torch.zeros(3)}}
+
+
+BAD_STATES: dict[str, tuple[Any, str]] = {
+    "a rank is missing": (lambda: _without(states_of(3), 1), r"ranks \[0, 2\] of 3"),
+    "of this rank there is none": (lambda: _without(states_of(2), 0), r"rank 0 of 2 needs"),
+    "one state of another world size": (lambda: states_of(3)[0], r"ranks \[0\] of 3"),
+    "nothing": (list, "given: ranks"),
+    "another compression": (lambda: states_of(2, "int8:block=64,error_feedback"), "int8:block=64,error_feedback"),
+    "other names": (lambda: [_renamed(state) for state in states_of(2)], "'6.weight' is only in this reducer"),
+    "other sizes": (lambda: [_resized(state) for state in states_of(2)], "'6.weight' has 3 elements"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_a_state_that_does_not_fit_is_a_setting_error_and_nothing_is_loaded(case: str):
+    make, message = BAD_STATES[case]
+    bad = make()
+
+    def load(rank: int, reducer: GradientReducer) -> tuple[bool, str]:
+        if rank == 1 and case == "of this rank there is none":
+            return True, message
+        before = reducer.state_dict()
+        try:
+            reducer.load_state_dict(bad)
+        except SettingError as error:
+            assert_same_bits(reducer.state_dict(), before)
+            return True, str(error)
+        return False, "loaded"
+
+    for refused, text in reducers_of(2, load):
+        assert refused, text
+        assert text == message or pytest.raises(SettingError, match=message).matches(SettingError(text)), text
+
+
+def test_settings_without_feedback_save_and_load_the_layout_only():
+    states = states_of(2, "fp16")
+    assert states[0]["residuals"] == {} and states[0]["shard_residuals"] == []
+    reducers_of(2, lambda rank, reducer: reducer.load_state_dict(states[rank]), "fp16")

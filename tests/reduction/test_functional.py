@@ -1,0 +1,289 @@
+"""all_reduce_gradients: plain tensors and parameters, any layout, under every setting."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastreduce
+from fastreduce import SettingError, TensorError, all_reduce_gradients
+from fastreduce.reduction import one_call
+from fastreduce.transports import local_ranks
+from tests.support import tolerances
+from tests.support.models import SETTINGS, assert_same_bits, batch, mlp
+from tests.support.ranks import RankPool
+from tests.support.thread_ranks import in_threads
+
+
+def make_tensors(rank: int) -> list[Tensor]:
+    """Many dtypes, sizes and layouts: contiguous, transposed, channels_last, strided, expanded from one, views."""
+    return [
+        batch(rank, 0, 1000),
+        batch(rank, 1, 7, 9).t(),
+        batch(rank, 2, 2, 3, 4, 5).to(memory_format=torch.channels_last),
+        batch(rank, 3, 40)[::2],
+        batch(rank, 4, 6, 6)[:, 1:3],
+        batch(rank, 5),
+        batch(rank, 6, 0),
+        batch(rank, 7, 129, dtype=torch.float64),
+        batch(rank, 8, 129, dtype=torch.float16),
+        batch(rank, 9, 129, dtype=torch.bfloat16),
+        torch.complex(batch(rank, 10, 5), batch(rank, 11, 5)),
+        torch.view_as_complex(batch(rank, 12, 4, 3, 2)).t(),
+    ]
+
+
+def _averaged(rank: int, world_size: int, setting: str) -> list[Tensor]:
+    tensors = make_tensors(rank)
+    addresses = [t.data_ptr() for t in tensors]
+    all_reduce_gradients(tensors, setting)
+    assert [t.data_ptr() for t in tensors] == addresses, "in place"
+    return [t.contiguous() for t in tensors]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tensors_are_averaged_in_place_within_the_bound_and_alike_on_all_ranks(ranks: RankPool, setting: str):
+    found = ranks.run(_averaged, setting)
+    for other in found[1:]:
+        assert_same_bits(other, found[0])
+    of_ranks = [make_tensors(r) for r in range(ranks.world_size)]
+    for i, tensor in enumerate(found[0]):
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        exact = torch.stack([tensors[i].to(wide) for tensors in of_ranks]).mean(0)
+        dense = [tensors[i] if i not in (3, 4) else tensors[i].contiguous() for tensors in of_ranks]
+        far = exact - tensor
+        far = torch.view_as_real(far) if far.is_complex() else far
+        bound = tolerances.error_bound(setting, dense)
+        in_memory_order = torch.empty_like(dense[0], dtype=wide).copy_(exact - tensor)
+        if tensor.is_complex():
+            in_memory_order = torch.view_as_real(in_memory_order)
+        flat = in_memory_order.as_strided((in_memory_order.numel(),), (1,)).abs()
+        assert (flat <= bound).all(), f"tensor {i}: {far.abs().max()}"
+
+
+def _elements_between(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    base = torch.full((40,), float(rank + 1))
+    all_reduce_gradients([base[::2]])
+    return base[::2].clone(), base[1::2].clone()
+
+
+def test_elements_between_those_of_a_strided_tensor_are_not_touched(ranks2: RankPool):
+    for rank, (inside, between) in enumerate(ranks2.run(_elements_between)):
+        assert (inside == 1.5).all() and (between == rank + 1).all()
+
+
+def _parameters(rank: int, world_size: int) -> dict[str, Any]:
+    used, some, none = (nn.Parameter(torch.zeros(5)) for _ in range(3))
+    leaf = torch.zeros(3, requires_grad=True)
+    used.grad = torch.full((5,), rank + 1.0)
+    leaf.grad = torch.full((3,), rank + 1.0)
+    if rank == 0:
+        some.grad = torch.full((5,), 4.0)
+    plain = torch.full((2,), rank + 1.0)
+    all_reduce_gradients([used, some, none, leaf, plain])
+    return {
+        "used": used.grad,
+        "some": some.grad,
+        "none": none.grad,
+        "leaf": leaf.grad,
+        "plain": plain,
+        "value": used.data,
+    }
+
+
+def test_parameters_are_averaged_in_their_grad_and_none_counts_as_zeros(ranks2: RankPool):
+    for found in ranks2.run(_parameters):
+        assert (found["used"] == 1.5).all() and (found["leaf"] == 1.5).all() and (found["plain"] == 1.5).all()
+        assert (found["some"] == 2.0).all(), "one rank's 4 and the other's None"
+        assert found["none"] is None, "None everywhere stays None"
+        assert not found["value"].any()
+
+
+def _loop(rank: int, world_size: int, setting: str) -> tuple[list[Tensor], list[Tensor]]:
+    seen = []
+    for kind in ("functional", "ddp"):
+        torch.manual_seed(0)
+        model: Any = mlp()
+        if kind == "ddp":
+            model = fastreduce.DistributedDataParallel(model, compression=setting)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(batch(rank, step, 4, 20)).square().mean().backward()
+            if kind == "functional":
+                all_reduce_gradients(model.parameters(), setting)
+            optimizer.step()
+        seen.append([p.detach().clone() for p in model.parameters()])
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("setting", ["none", "fp16", "int8"])
+def test_a_loop_without_a_wrapper_trains_to_the_wrappers_bits(ranks2: RankPool, setting: str):
+    for by_hand, wrapped in ranks2.run(_loop, setting):
+        assert_same_bits(by_hand, wrapped)
+
+
+def _feedback(rank: int, world_size: int, setting: str) -> Tensor:
+    """Mean over calls with the same gradients."""
+    total, gradient = torch.zeros(500, dtype=torch.float64), torch.empty(500)
+    for _ in range(100):
+        gradient.copy_(batch(rank, 0, 500) * torch.logspace(-3, 0, 500))  # what is kept is that of a tensor
+        all_reduce_gradients([gradient], setting)
+        total += gradient
+    return total / 100
+
+
+def test_residuals_persist_across_calls(ranks2: RankPool):
+    exact = torch.stack([batch(r, 0, 500) * torch.logspace(-3, 0, 500) for r in range(2)]).double().mean(0)
+    without, with_feedback = (
+        (ranks2.run(_feedback, setting)[0] - exact).abs().sum() for setting in ("int8", "int8:error_feedback")
+    )
+    assert with_feedback < 2 * tolerances.LONG_RUN * without  # half the steps of that entry
+
+
+def _kept(rank: int, world_size: int) -> list[int]:
+    gradients = [torch.ones(3), torch.ones(4)]
+    sizes = []
+    for setting in ("fp16", "fp16", "int8", "fp16"):
+        all_reduce_gradients(gradients, setting)
+        sizes.append(sum(len(kept) for kept in one_call._reductions.values()))
+    return [size - sizes[0] for size in sizes]
+
+
+def test_buffers_are_kept_per_setting_and_shapes(ranks2: RankPool):
+    assert ranks2.run(_kept) == [[0, 0, 1, 1]] * 2
+
+
+def test_nothing_to_average_is_fine(ranks2: RankPool):
+    assert ranks2.run(_nothing) == [None, None]
+
+
+def _nothing(rank: int, world_size: int) -> None:
+    all_reduce_gradients([])
+    all_reduce_gradients(p for p in [torch.ones(0)])
+
+
+def test_it_takes_a_transport_and_a_group(ranks3: RankPool):
+    def run(rank: int, transport: Any) -> Tensor:
+        tensor = torch.full((4,), rank + 1.0)
+        all_reduce_gradients([tensor], transport=transport)
+        return tensor
+
+    assert all((t == 2.5).all() for t in in_threads(4, run))
+    assert ranks3.run(_in_group) == [2.0, 2.0, 2.0]
+
+
+def _in_group(rank: int, world_size: int) -> float:
+    group = dist.new_group([0, 2])
+    tensor = torch.full((4,), rank + 1.0)
+    if rank != 1:
+        all_reduce_gradients([tensor], group=group)
+    return float(tensor[0])
+
+
+def test_one_rank_alone_needs_no_transport():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        tensor = batch(0, 0, 10)
+        kept = tensor.clone()
+        all_reduce_gradients([tensor])
+        assert_same_bits(tensor, kept)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_a_process_group_it_says_what_to_call():
+    with pytest.raises(ValueError, match="init_process_group"):
+        all_reduce_gradients([torch.ones(3)])
+
+
+# Bad input
+
+
+def alone(*tensors: Any, setting: Any = None) -> None:
+    all_reduce_gradients(tensors, setting, transport=local_ranks(1)[0])
+
+
+def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
+    with pytest.raises(TensorError, match="int32"):
+        alone(torch.ones(3, dtype=torch.int32))
+    with pytest.raises(TensorError, match="sparse"):
+        alone(torch.ones(3).to_sparse())
+    with pytest.raises(TensorError, match="conj"):
+        alone(torch.ones(3, dtype=torch.complex64).conj())
+    with pytest.raises(TensorError, match="detach"):
+        alone(torch.ones(3, requires_grad=True) * 2)
+    with pytest.raises(SettingError, match="int9"):
+        alone(torch.ones(3), setting="int9")
+
+
+# Error feedback belongs to a parameter
+
+
+FEEDBACK = "int8:error_feedback"
+
+
+def _equal_layers(rank: int, world_size: int, how: str) -> list[float]:
+    """The error of the mean over many steps with the same gradients, by layer; layers have one shape."""
+    layers = [nn.Linear(32, 32) for _ in range(4)]
+    gradients = [
+        [batch(0, 10 * i + j, *p.shape) * 10.0**-i for j, p in enumerate(each.parameters())]
+        for i, each in enumerate(layers)
+    ]
+    totals = [[torch.zeros_like(g, dtype=torch.float64) for g in each] for each in gradients]
+    steps = 60
+    for step in range(steps):
+        for layer, each in zip(layers, gradients, strict=True):
+            for parameter, gradient in zip(layer.parameters(), each, strict=True):
+                parameter.grad = gradient.clone()
+        if how == "one by one":
+            calls = [list(layer.parameters()) for layer in layers]
+        elif how == "in other lists":
+            whole = [p for layer in layers for p in layer.parameters()]
+            calls = [whole[:3], whole[3:]] if step % 3 else [whole[5:], whole[:5]]
+        else:
+            calls = [[p for layer in layers for p in layer.parameters()]]
+        for call in calls:
+            all_reduce_gradients(call, FEEDBACK if how != "without feedback" else "int8")
+        for layer, total in zip(layers, totals, strict=True):
+            for parameter, at in zip(layer.parameters(), total, strict=True):
+                at += parameter.grad.double()
+    return [
+        max(float((t / steps - g).norm() / g.norm()) for t, g in zip(total, each, strict=True))
+        for total, each in zip(totals, gradients, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("how", ["one by one", "in other lists", "in one call"])
+def test_layers_of_one_shape_have_residuals_of_their_own(ranks2: RankPool, how: str):
+    without = ranks2.run(_equal_layers, "without feedback")[0]
+    found = ranks2.run(_equal_layers, how)
+    assert found[0] == found[1]
+    for error, plain in zip(found[0], without, strict=True):
+        # A residual or two of a step, over 60 steps, where plain INT8 repeats its error in every step.
+        assert error < 0.1 * plain, (found[0], without)
+
+
+def _forgotten(rank: int, world_size: int) -> tuple[int, int]:
+    def entries() -> int:
+        return sum(len(owners._reductions) for of in one_call._owners.values() for owners in of.values())
+
+    gc.collect()
+    before = entries()
+    model: Any = nn.Linear(8, 8)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    all_reduce_gradients(model.parameters(), FEEDBACK)
+    during = entries()
+    del model, parameter
+    gc.collect()
+    return during - before, entries() - before
+
+
+def test_residuals_end_with_their_parameters(ranks2: RankPool):
+    assert ranks2.run(_forgotten) == [(1, 0), (1, 0)]

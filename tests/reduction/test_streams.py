@@ -1,0 +1,175 @@
+"""What a GPU's stream does, without one: its order, by fake streams that know what they have waited for and can do
+nothing else; and steps whose buckets are reduced one by one in shared buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+from fastreduce.reduction.streams import CudaStream, InlineStream, ThreadStream
+from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
+from tests.support.random_models import Program, check
+from tests.support.random_programs import programs
+from tests.support.ranks import RankPool
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeStream:
+    """Numbers its work, and knows by stream how much other work comes before what it is given next."""
+
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+        self.priority, self.done = priority, 0
+        self.seen: dict[FakeStream, int] = {}
+
+    def work(self) -> int:
+        self.done += 1
+        return self.done
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent({**self.seen, self: self.done})
+
+    def wait_event(self, event: FakeEvent) -> None:
+        for stream, count in event.before.items():
+            self.seen[stream] = max(self.seen.get(stream, 0), count)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
+
+
+class FakeEvent:
+    def __init__(self, before: dict[FakeStream, int]) -> None:
+        self.before = before
+
+
+class FakeCuda:
+    """The four names of torch.cuda that a stream may use."""
+
+    Stream = FakeStream
+
+    def __init__(self) -> None:
+        self.compute = FakeStream()
+        self._on_thread = threading.local()
+
+    @property
+    def current(self) -> FakeStream:
+        stream: FakeStream = getattr(self._on_thread, "stream", self.compute)
+        return stream
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        assert device == DEVICE
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._on_thread.stream = self.current, stream
+        try:
+            yield
+        finally:
+            self._on_thread.stream = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    return fake
+
+
+@pytest.fixture(params=[InlineStream, ThreadStream])
+def stream(cuda: FakeCuda, request: pytest.FixtureRequest) -> Iterator[CudaStream]:
+    made = CudaStream(DEVICE, request.param())
+    yield made
+    made.close()
+
+
+def test_work_runs_on_a_stream_of_high_priority_behind_what_made_the_gradients(cuda: FakeCuda, stream: CudaStream):
+    compute = cuda.compute
+    seen, streams = [], []
+
+    def begin():
+        streams.append(cuda.current)
+        seen.append(cuda.current.seen[compute])
+        return lambda: streams.append(cuda.current)
+
+    for _ in range(3):
+        compute.work()
+        stream.submit(begin).result()
+    assert seen == [1, 2, 3]
+    (ours,) = set(streams)
+    assert ours is not compute and ours.priority == -1
+    assert cuda.current is compute
+
+
+def test_the_callers_stream_waits_for_a_result_and_not_before(cuda: FakeCuda, stream: CudaStream):
+    compute = cuda.compute
+    numbers = []
+
+    def begin():
+        numbers.append(cuda.current.work())
+        return lambda: numbers.append(cuda.current.work())
+
+    pending = [stream.submit(begin) for _ in range(3)]
+    pending[-1].begun()
+    ours: Any = stream._stream
+    assert ours not in compute.seen, "the caller's stream goes on while the work is under way"
+    for each in pending:
+        each.result()
+    assert compute.seen[ours] == ours.done == 6
+    finish = stream.begin(begin)
+    assert compute.seen[ours] == 6
+    finish()
+    assert compute.seen[ours] == 8
+
+
+def test_one_wait_covers_all_results_that_are_there(cuda: FakeCuda):
+    stream = CudaStream(DEVICE, InlineStream())
+    pending = [stream.submit(lambda: lambda: None) for _ in range(3)]
+    waits = []
+    cuda.compute.wait_stream = waits.append  # type: ignore[method-assign, assignment]
+    for each in pending:
+        each.result()
+    assert waits == [stream._stream]
+
+
+def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStream):
+    def begin():
+        raise ValueError("no")
+
+    pending = stream.submit(begin)
+    with pytest.raises(ValueError, match="no"):
+        pending.result()
+    stream.submit(lambda: lambda: None).result()
+
+
+def _steps_one_by_one(rank: int, world_size: int) -> None:
+    for setting in SETTINGS:
+        for views in (False, True):
+            options = {"compression": setting, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.002}
+            expected = train("ours", MixedDtypes, rank, **options)
+            with one_by_one():
+                found = train("ours", MixedDtypes, rank, **options)
+            assert_same_bits(found, expected, f"{setting}, views={views}")
+
+
+def test_buckets_one_by_one_in_shared_buffers_give_the_same_bits(ranks2: RankPool):
+    ranks2.run(_steps_one_by_one)
+
+
+def _check_one_by_one(rank: int, world_size: int, program: Program) -> list[str]:
+    with one_by_one():
+        return check(rank, world_size, program, "none")
+
+
+@given(program=programs())
+@settings(max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate])
+def test_random_programs_one_by_one_train_as_with_torch(ranks2: RankPool, program: Program):
+    problems = [problem for of_rank in ranks2.run(_check_one_by_one, program, timeout=30) for problem in of_rank]
+    assert not problems, "\n".join(problems[:12])

@@ -1,0 +1,156 @@
+"""`fastreduce run` and `python -m fastreduce.run`: unedited scripts get our class, and see what plain Python shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fastreduce.cli import main
+from fastreduce.run import replacement
+from tests.support.commands import TORCHRUN, finish, run, started
+from tests.support.run_scripts import MODULE, RUN, said
+
+
+@pytest.mark.parametrize("launcher", ["fastreduce run", "torchrun -m fastreduce.run"])
+def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, launcher: str):
+    """Two of them are named as ours are."""
+    torchrun = ["--standalone", "--nproc_per_node=2"]
+    own = ["--compression", "int8", "--", "--help"]
+    if launcher == "fastreduce run":
+        done = run(*RUN, "--compression", "bf16", *torchrun, script, *own)
+    else:
+        done = run(*TORCHRUN, *torchrun, "-m", "fastreduce.run", "--compression", "bf16", script, *own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"CLASS fastreduce.ddp bf16 0.5 {own} 7" in done.stdout
+    processes = "2 modules in 2 processes" if launcher == "fastreduce run" else "1 module in 1 process"
+    assert said(done) == [
+        "fastreduce: Linear is wrapped by fastreduce, compression bf16",
+        f"fastreduce run: {processes} wrapped by fastreduce, compression bf16",
+    ]
+
+
+@pytest.mark.parametrize("command", [RUN, MODULE], ids=["run", "-m"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compression", "fp17", "SCRIPT"], "unknown compression 'fp17'"),
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["-m", "missing.module"], "there is no module 'missing.module'"),
+        ([], "usage:"),
+        (["--compresion", "fp16", "SCRIPT"], "usage:"),
+    ],
+)
+def test_bad_input_is_an_error_before_anything_starts(
+    script: Path, command: list[str], arguments: list[str], message: str
+):
+    arguments = [str(script) if a == "SCRIPT" else a for a in arguments]
+    if command is RUN:
+        ended = CliRunner().invoke(main, ["run", *arguments])
+        code, out, err = ended.exit_code, ended.stdout, ended.stderr
+    else:
+        done = run(*command, *arguments)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    assert (code, out) == (2, "")
+    assert message in err and "Traceback" not in err
+
+
+def test_a_setting_in_the_environment_is_checked_too(script: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FASTREDUCE_COMPRESSION", "fp17")
+    done = CliRunner().invoke(main, ["run", str(script)])
+    assert done.exit_code == 2 and done.stderr.startswith(
+        "fastreduce run: FASTREDUCE_COMPRESSION: unknown compression 'fp17'"
+    )
+
+
+def test_help_says_it_all_in_words_that_hold_here():
+    done = CliRunner().invoke(main, ["run", "--help"])
+    text = " ".join(done.stdout.split())
+    assert "fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the" in text
+    assert "--shutdown-timeout" in text and "without it 2." in text
+    assert "Ranks on this machine; without it one." in text
+    other = " ".join(CliRunner().invoke(main, ["launch", "--help"]).stdout.split())
+    assert "fastreduce launch [options of torchrun] [--gpus N] script.py" in other and "without it 2." in other
+    for wrong in ("30 seconds", "sub-directory", "job-level"):
+        assert wrong not in text and wrong not in other
+
+
+SHOW = """
+import json, os, sys
+os.chdir("/")
+spec = __spec__ and [__spec__.name, __spec__.origin]
+print(json.dumps([__file__, sys.argv, sys.path, __name__, __package__, spec, sorted(vars()), str(type(__loader__))]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", ["show.py", "./show.py", "sub/../show.py", "sub/link.py", "folder", "-m pkg.show", "-m pkg"]
+)
+def test_a_script_sees_what_plain_python_shows_it(tmp_path: Path, words: str):
+    """File, arguments, whole path, module: the worker by itself, under which both ways of a run start a script."""
+    for name in ("show.py", "folder/__main__.py", "pkg/show.py", "pkg/__main__.py", "pkg/__init__.py", "sub/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if "init" in name else SHOW)
+    (tmp_path / "sub" / "link.py").symlink_to("../show.py")
+    record = tmp_path / "record"
+    record.touch()
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("_FASTREDUCE")}
+    ours = {**plain, **replacement.environment(str(record))}
+    expected = run(sys.executable, *words.split(), "--lr", "1", cwd=tmp_path, env=plain)
+    kind = ["module" if words.startswith("-m") else "script", words.split()[-1]]
+    worker = Path(replacement.__file__).parent / "worker.py"
+    done = run(sys.executable, worker, *kind, "--lr", "1", cwd=tmp_path, env=ours)
+    assert json.loads(done.stdout) == json.loads(expected.stdout), done.stderr
+    assert done.stderr == expected.stderr == ""
+
+
+@pytest.mark.parametrize("command", [RUN, MODULE], ids=["run", "-m"])
+def test_both_ways_run_modules_and_relative_scripts(tmp_path: Path, command: list[str]):
+    (tmp_path / "show.py").write_text("import os, sys; os.chdir('/'); print(__file__, *sys.argv, sys.path[0])")
+    done = run(*command, "show.py", "--help", cwd=tmp_path)
+    assert done.stdout == f"{tmp_path}/show.py show.py --help {tmp_path}\n", done.stderr
+    assert said(done) == [
+        "fastreduce run: no module was wrapped: "
+        "no Python process of this run that we reached made a DistributedDataParallel"
+    ]
+    done = run(*command, "-m", "show", "--", "1", cwd=tmp_path)
+    assert done.stdout == f"{tmp_path}/show.py {tmp_path}/show.py -- 1 {tmp_path}\n", done.stderr
+
+
+@pytest.mark.parametrize("command", [RUN, MODULE], ids=["run", "-m"])
+def test_an_error_shows_the_scripts_frames_only_and_an_exit_code_is_one_line(tmp_path: Path, command: list[str]):
+    path = tmp_path / "fails.py"
+    path.write_text("import sys\nif sys.argv[1:]:\n    sys.exit(int(sys.argv[1]))\nraise ValueError('boom')\n")
+    done = run(*command, path)
+    assert done.returncode == 1
+    trace = f'Traceback (most recent call last):\n  File "{path}", line 4, in <module>\n    raise ValueError('
+    assert trace in done.stderr and done.stderr.count("File ") == 1
+    done = run(*command, path, "3")
+    assert done.returncode == 3
+    if command is RUN:
+        assert done.stderr == "fastreduce run: rank 0 failed with exit code 3\n"
+
+
+def test_ctrl_c_is_one_line_and_130(tmp_path: Path):
+    path = tmp_path / "waits.py"
+    path.write_text("import os, threading; os.write(1, b'up\\n'); threading.Event().wait()")
+    with started(*RUN, "--nproc-per-node", "2", path) as launcher:
+        assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        os.killpg(launcher.pid, signal.SIGINT)
+        done = finish(launcher, 30)
+    assert (done.returncode, done.stderr) == (130, "fastreduce run: SIGINT: all ranks were ended\n")
+
+
+@pytest.mark.parametrize("name", ["FASTREDUCE_LAUNCHER", "FASTREDUCE_ONE_GPU", "FASTREDUCE_NODE_SECONDS"])
+def test_rubbish_in_the_launchers_variables_is_one_line(script: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "rubbish")
+    for command in ("run", "launch"):
+        done = CliRunner().invoke(main, [command, "--nproc-per-node", "1", str(script)])
+        assert done.exit_code == 2 and done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"fastreduce {command}: {name}=rubbish: ")

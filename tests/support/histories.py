@@ -1,0 +1,256 @@
+"""Histories of a training: what its optimizer got, and what it would have got without compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fastreduce
+from fastreduce import hooks
+from fastreduce.reduction import one_call, saved_residuals
+from fastreduce.reduction.buckets import BucketPlan
+from tests.support import tolerances
+
+SIZES = (300, 7, 130)
+NAMES = ("a", "b", "c")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a history."""
+
+    seed: int = 0
+    magnitude: float = 1.0
+    used: tuple[str, ...] = ("abc", "abc", "abc")  # by rank, the parameters that its loss contains
+    micro_batches: int = 1  # the last one is synchronised
+    clip: str = ""  # "", "ours" or "torch"
+    max_norm: float = 1.0
+    ends: str = "step"  # "step"; "skip": gradients are thrown away; "keep": they stay for the next step
+    overflows: str = ""  # a parameter with an infinity on rank 1
+    zero_late: bool = False  # gradients are thrown away between forward and backward
+    to_none: bool = True
+    saved: bool = False  # a checkpoint ends the step, and training goes on from it
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a history is trained."""
+
+    way: str = "ddp"  # "ddp"; "hook": torch's class with our hook; "call": all_reduce_gradients
+    optimizer: str = "sgd"  # "sgd", "adam", or "fused": Adam that takes the loss scale out itself
+    scaled: bool = False
+    block: int = 64
+    bucket_cap_mb: float = 1e-6
+    views: bool = False
+
+
+class Given(nn.Module):
+    """A model whose gradients are what one says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.zeros(size)) for size in SIZES)
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return sum((getattr(self, name) * gradient).sum() for name, gradient in gradients.items()) + torch.zeros(())
+
+
+def gradient(step: Step, index: int, micro: int, rank: int, name: str) -> Tensor:
+    """Of one parameter in one micro-batch: magnitudes differ widely within a block."""
+    size = SIZES[NAMES.index(name)]
+    key = (((step.seed * 64 + index) * 8 + micro) * 8 + rank) * 4 + NAMES.index(name)
+    noise = torch.randn(size, generator=torch.Generator().manual_seed(key))
+    found = noise * torch.logspace(-2, 0, size) * step.magnitude
+    if step.overflows == name and rank == 1 and micro == 0:
+        found[0] = torch.inf
+    return found
+
+
+class Training:
+    """One rank's training of a history, with its books."""
+
+    def __init__(self, setup: Setup, rank: int, world_size: int) -> None:
+        self.setup, self.rank, self.world_size = setup, rank, world_size
+        self.applied = {name: torch.zeros(size, dtype=torch.float64) for name, size in zip(NAMES, SIZES, strict=True)}
+        self.wanted = {name: torch.zeros_like(value) for name, value in self.applied.items()}
+        self.exact: dict[str, Tensor | None] = dict.fromkeys(NAMES)  # what `.grad` would be, without compression
+        self.largest = 0.0
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=setup.scaled)
+        self.build()
+
+    def build(self) -> None:
+        setup = self.setup
+        spec = f"int8:block={setup.block},error_feedback"
+        self.module = Given()
+        self.state: Any = None
+        self.ddp: Any = self.module
+        options: dict[str, Any] = {"bucket_cap_mb": setup.bucket_cap_mb, "gradient_as_bucket_view": setup.views}
+        if setup.way == "ddp":
+            self.ddp = fastreduce.DistributedDataParallel(self.module, compression=spec, **options)
+            self.state = self.ddp.reducer
+        elif setup.way == "hook":
+            self.ddp = TorchDDP(self.module, find_unused_parameters=True, **options)
+            self.state = hooks.CompressState(spec, named_parameters=self.module.named_parameters())
+            self.ddp.register_comm_hook(self.state, hooks.compress)
+        else:
+            self.spec = spec
+        kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "fused": torch.optim.Adam}
+        more = {"fused": True} if setup.optimizer == "fused" else {}
+        self.optimizer = kinds[setup.optimizer](self.module.parameters(), lr=1e-3, **more)
+        self.optimizer.register_step_pre_hook(self.record)
+
+    def record(self, *_: Any) -> None:
+        """What the optimizer gets, and would have got."""
+        found = getattr(self.optimizer, "found_inf", None)
+        if found is not None and found:
+            return
+        scale = getattr(self.optimizer, "grad_scale", None)
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                divisor = 1.0 if scale is None else float(scale)
+                exact = self.exact[name]
+                assert exact is not None
+                self.applied[name] += parameter.grad.double() / divisor
+                self.wanted[name] += exact / divisor
+                self.largest = max(self.largest, float(exact.abs().max()) / divisor)
+
+    def multiply(self, factor: float) -> None:
+        self.exact = {name: None if exact is None else exact * factor for name, exact in self.exact.items()}
+
+    def zero(self, step: Step) -> None:
+        self.optimizer.zero_grad(set_to_none=step.to_none)
+        for name, parameter in self.module.named_parameters():
+            self.exact[name] = None if parameter.grad is None else torch.zeros_like(parameter, dtype=torch.float64)
+
+    def used(self, step: Step, rank: int) -> str:
+        return step.used[rank]
+
+    def step(self, index: int, step: Step, zero_first: bool) -> None:
+        if zero_first and not step.zero_late:
+            self.zero(step)
+        for micro in range(step.micro_batches):
+            self.ddp.require_backward_grad_sync = micro == step.micro_batches - 1
+            mine = {n: gradient(step, index, micro, self.rank, n) for n in self.used(step, self.rank)}
+            loss = self.ddp(mine)
+            if zero_first and step.zero_late and micro == 0:
+                self.zero(step)
+            if loss.requires_grad:
+                self.scaler.scale(loss).backward()
+        self.add_exact(index, step)
+        if self.setup.way == "call":
+            fastreduce.all_reduce_gradients(self.module.parameters(), self.spec)
+        bad = any(p.grad is not None and not p.grad.isfinite().all() for p in self.module.parameters())
+        for name, parameter in self.module.named_parameters():
+            assert (self.exact[name] is None) == (parameter.grad is None), name
+        if step.ends == "keep" and not bad:
+            return
+        if step.ends == "step" and (self.setup.scaled or not bad):
+            self.apply(step)
+        if bad or step.ends != "step":
+            self.zero(step)
+
+    def add_exact(self, index: int, step: Step) -> None:
+        scale = self.scaler.get_scale() if self.setup.scaled else 1.0
+        for name in NAMES:
+            if any(name in self.used(step, rank) for rank in range(self.world_size)):
+                total = torch.zeros(SIZES[NAMES.index(name)], dtype=torch.float64)
+                for rank in range(self.world_size):
+                    if name in self.used(step, rank):
+                        for micro in range(step.micro_batches):
+                            total += gradient(step, index, micro, rank, name).double() * scale
+                exact = self.exact[name]
+                self.exact[name] = total / self.world_size + (0 if exact is None else exact)
+
+    def apply(self, step: Step) -> None:
+        if self.setup.scaled:
+            scale = self.scaler.get_scale()
+            if step.clip:
+                self.scaler.unscale_(self.optimizer)
+                self.multiply(1 / scale)
+            elif self.setup.optimizer != "fused":
+                self.multiply(1 / scale)
+        if step.clip and any(p.grad is not None for p in self.module.parameters()):
+            if step.clip == "ours" and self.setup.way == "ddp":
+                norm = self.ddp.clip_grad_norm_(step.max_norm)
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), step.max_norm)
+            self.multiply(float((step.max_norm / (norm + 1e-6)).clamp(max=1.0)))
+        if self.setup.scaled:
+            self.scaler.scale(torch.zeros(()))
+            if any(p.grad is not None for p in self.module.parameters()):
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def books(self) -> dict[str, Any]:
+        """What was applied, what should have been, and what error feedback keeps at the end."""
+        return {"applied": self.applied, "wanted": self.wanted, "largest": self.largest, "kept": kept_by(self)}
+
+    def save_and_load(self) -> None:
+        """Go on from a checkpoint."""
+        states = self.module.state_dict(), self.state.state_dict(), self.optimizer.state_dict()
+        self.build()
+        for part, state in zip((self.module, self.state, self.optimizer), states, strict=True):
+            part.load_state_dict(state)
+        self.exact = dict.fromkeys(NAMES)
+
+
+def train(rank: int, world_size: int, setup: Setup, history: list[Step]) -> dict[str, Any]:
+    """One rank's books, and what its error feedback keeps at the end."""
+    training = Training(setup, rank, world_size)
+    # Before an optimizer's first step nobody can tell that there is one, and that it leaves a step out.
+    training.step(len(history), Step(), True)
+    zero_first = True
+    for index, step in enumerate(history):
+        training.step(index, step, zero_first)
+        zero_first = step.ends != "keep"
+        if step.saved and zero_first and training.state is not None:
+            training.save_and_load()
+            training.step(len(history) + 1 + index, Step(), True)
+    training.optimizer.zero_grad()
+    return training.books()
+
+
+def kept_by(training: Training) -> dict[str, Any]:
+    """What error feedback keeps, times its units: in units of what was applied."""
+    if training.state is not None:
+        return training.state.state_dict()
+    parameters = list(training.module.parameters())
+    found = [each.find(parameters) for of in one_call._owners.values() for each in of.values()]
+    (pipelines,) = (reduction.pipelines for reduction in found if reduction is not None)
+    plan = BucketPlan(tuple(p.bucket for p in pipelines), training.setup.block, training.world_size)
+    state = saved_residuals.save(plan, pipelines, training.rank, training.spec)
+    rename = {f"tensor {i}": name for i, name in enumerate(NAMES)}
+    return {
+        **state,
+        "buckets": [[rename[n] for n in names] for names in state["buckets"]],
+        "residuals": {rename[n]: v for n, v in state["residuals"].items()},
+        "units": {rename[n]: v for n, v in state["units"].items()},
+    }
+
+
+def debt(states: list[dict[str, Any]], block: int) -> dict[str, Tensor]:
+    """By parameter: the mean of first-stage residuals over the ranks, and the second-stage ones, in units applied."""
+    of_shards = saved_residuals.of_shards(states, block)
+    found = {}
+    for name in states[0]["residuals"]:
+        mean = torch.stack([state["residuals"][name].double() for state in states]).mean(0)
+        if name in of_shards:
+            mean += of_shards[name].double()
+        found[name] = mean * states[0]["units"].get(name, 1.0)
+    return found
+
+
+def check_law(setup: Setup, results: list[dict[str, Any]]) -> None:
+    kept = debt([result["kept"] for result in results], setup.block)
+    for name in NAMES:
+        short = results[0]["wanted"][name] - results[0]["applied"][name]
+        # What a rank's rounding may do, in all steps together: of the largest gradient that was applied.
+        bound = tolerances.APPLIED * max(results[0]["largest"], float(short.abs().max()))
+        worst = float((short - kept.get(name, torch.zeros(()))).abs().max())
+        assert worst <= bound, f"{name}: applied and exact gradients differ by {worst:.3g} more than what is kept"

@@ -1,0 +1,149 @@
+"""MPI: real mpirun. One start runs all checks of mpi_jobs.py; jobs that fail on purpose have their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, run
+from tests.support.mpirun import HAS_MPI4PY, MPIRUN, SECONDS, environment, mpirun, needs_mpirun
+
+CHECKS = re.findall(
+    r"^    (\w+),$", ROOT.joinpath("tests/support/mpi_jobs.py").read_text().split("\nCHECKS:")[1], re.MULTILINE
+)
+
+pytestmark = pytest.mark.timeout(SECONDS + 30)
+
+
+def run_job(folder: Path, world_size: int, job: str) -> tuple[int, str]:
+    return mpirun(
+        folder, "--oversubscribe", "-n", str(world_size), sys.executable, "-m", "tests.support.mpi_jobs", job, "."
+    )
+
+
+# What works
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)], ids=["2 ranks", "3 ranks"])
+def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """For each rank, what each check raised."""
+    folder = tmp_path_factory.mktemp("checks")
+    code, output = run_job(folder, request.param, "checks")
+    assert code == 0, output
+    return [json.loads(folder.joinpath(f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+@needs_mpirun
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_ranks(checked: list[dict[str, str]], check: str):
+    assert list(checked[0]) == CHECKS
+    failures = [found[check] for found in checked if found[check]]
+    assert not failures, "\n".join(failures)
+
+
+# How a job ends
+
+
+@needs_mpirun
+@pytest.mark.parametrize("job", ["raises", pytest.param("raises_in_a_thread", marks=pytest.mark.long)])
+def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
+    code, output = run_job(tmp_path, 2, job)
+    assert code != 0
+    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 10
+    assert "rank 1 of 2 ends the job by an exception" in output
+    assert "Traceback (most recent call last)" in output and "ValueError: boom" in output
+    assert not _alive(tmp_path)
+
+
+@needs_mpirun
+def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
+    code, output = run_job(tmp_path, 2, "exits")
+    assert code != 0
+    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 10
+    assert "rank 1 has ended, or takes no part any more. Bucket 0 holds" in output
+    assert not _alive(tmp_path)
+
+
+@needs_mpirun
+def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
+    code, output = run_job(tmp_path, 2, "stays_away")
+    assert code != 0
+    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 2 + 10
+    assert "rank 0 of 2: init_process_group over MPI failed: rank 1 did not come within 2 s" in output
+    assert not _alive(tmp_path)
+
+
+def _alive(folder: Path) -> list[int]:
+    """Ranks that still run, a moment after mpirun has ended."""
+    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+    assert pids
+    deadline = time.monotonic() + 5
+    while (alive := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# What people type
+
+
+@needs_mpirun
+def test_the_example_runs_with_a_host_file_and_a_file_for_each_ranks_output(tmp_path: Path):
+    """Four ranks as in the tutorial's command, beside the loop of Allreduces in the same program."""
+    tmp_path.joinpath("hosts.txt").write_text("localhost slots=4\n")
+    options = ("-n", "4", "--hostfile", "hosts.txt", "--output-filename", "log_output", "--bind-to", "none")
+    code, output = mpirun(tmp_path, *options, sys.executable, str(ROOT / "examples/mpi_train.py"))
+    logs = [path for path in sorted(tmp_path.glob("log_output*/**/*")) if path.is_file()]
+    written = [path.read_text() for path in logs]
+    assert code == 0, "\n".join([output, *written])
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d+\.\d+)", "".join(written))]
+    assert len(losses) == 5 and losses[-1] < 0.5 * losses[0], losses
+    assert len([text for text in written if re.search(r"rank [0-3] of 4", text)]) == 4
+
+
+# Where MPI is missing
+
+
+MISSING = """
+import sys
+import torch.distributed as dist
+import fastreduce
+from fastreduce.distributed.mpi import init_mpi
+
+try:
+    init_mpi()
+except fastreduce.BackendUnavailableError as error:
+    print(error)
+assert not dist.is_initialized()
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
+assert dist.is_initialized()
+"""
+PROBLEMS = {  # what goes before the script, and a part of what the error says
+    "no mpi4py": ("import sys; sys.modules['mpi4py'] = None\n", "pip install mpi4py"),
+    "no libmpi": ("import os; os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'\n", "apt-get install openmpi-bin"),
+    "no threads": ("import mpi4py; mpi4py.rc.thread_level = 'single'\n", "THREAD_SERIALIZED or THREAD_MULTIPLE"),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_where_mpi_cannot_be_used_the_error_says_what_helps_and_gloo_works_afterwards(tmp_path: Path, problem: str):
+    if problem != "no mpi4py" and (not HAS_MPI4PY or MPIRUN is None):
+        pytest.skip("no mpirun, or no mpi4py")
+    before, help_ = PROBLEMS[problem]
+    launcher = [str(MPIRUN), "-n", "1"] if problem == "no threads" else []
+    command = [*launcher, sys.executable, "-c", before + MISSING, f"file://{tmp_path}/store"]
+    done = run(*command, env=environment(), seconds=60)
+    assert done.returncode == 0, done.stderr
+    assert help_ in done.stdout
+    assert ("MPI library not available" in done.stdout) == (problem != "no threads")

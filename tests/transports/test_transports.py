@@ -1,0 +1,247 @@
+"""Transports: the same collectives over gloo and between threads, and peers that do not come."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastreduce import TransportError, all_reduce_gradients
+from fastreduce.transports import LocalTransport, TorchProcessGroup, local_ranks
+from tests.support.models import assert_same_bits, batch, wrap
+from tests.support.ranks import RankPool, message, run_ranks
+from tests.support.thread_ranks import in_threads
+from tests.support.transport_cases import collect, expected
+
+
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request: pytest.FixtureRequest) -> RankPool:
+    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
+    return pool
+
+
+def _over_gloo(rank: int, world_size: int) -> list[Any]:
+    return collect(TorchProcessGroup(dist.group.WORLD))  # type: ignore[arg-type]
+
+
+def _closed(rank: int, world_size: int) -> list[str]:
+    """What every call says after close and abort, and after a close without a use."""
+    seen = []
+    for end, used in (("close", True), ("abort", True), ("close", False)):
+        transport = TorchProcessGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        if used:
+            transport.exchange(0)
+        getattr(transport, end)()
+        transport.close()
+        wire = torch.ones(4)
+        calls: list[Any] = [
+            lambda t=transport, w=wire: t.all_reduce(w),
+            lambda t=transport, w=wire: t.all_to_all(torch.empty_like(w), w),
+            lambda t=transport, w=wire: t.all_gather(w),
+            lambda t=transport: t.exchange(0),
+        ]
+        seen += [message(call) for call in calls]
+    return seen
+
+
+def test_a_closed_transport_says_so(ranks2: RankPool):
+    for rank, seen in enumerate(ranks2.run(_closed)):
+        assert seen == [f"TransportError: rank {rank} of 2: this gloo transport is closed"] * 12
+
+
+def test_gloo_moves_what_it_should(ranks: RankPool):
+    for rank, (name, at, size, *seen) in enumerate(ranks.run(_over_gloo)):
+        assert (name, at, size) == ("gloo", rank, ranks.world_size)
+        assert_same_bits(seen, expected(rank, size), f"rank {rank}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_threads_move_what_gloo_moves(world_size: int):
+    for rank, (name, at, size, *seen) in enumerate(in_threads(world_size, lambda _, t: collect(t))):
+        assert (name, at, size) == ("local", rank, world_size)
+        assert_same_bits(seen, expected(rank, world_size), f"rank {rank}")
+
+
+def test_one_rank_alone_needs_nobody():
+    _, rank, size, *seen = collect(LocalTransport())
+    assert_same_bits(seen, expected(rank, size))
+
+
+def test_a_thread_that_closes_after_its_last_collective_disturbs_nobody():
+    def run(rank: int, transport: LocalTransport) -> int:
+        for _ in range(3):
+            transport.all_reduce(torch.ones(4)).wait()
+        transport.close()
+        return rank
+
+    for _ in range(30):
+        assert in_threads(3, run) == [0, 1, 2]
+
+
+def test_a_thread_that_does_not_come_is_a_transport_error():
+    here, _ = local_ranks(2, timeout=0.2)
+    with pytest.raises(TransportError, match="rank 0"):
+        here.all_reduce(torch.ones(4)).wait()
+
+
+# gloo: our own group
+
+
+def test_our_collectives_do_not_mix_with_the_users(ranks2: RankPool):
+    for good in ranks2.run(_mixed):
+        assert good
+
+
+def _mixed(rank: int, world_size: int) -> bool:
+    """Ours and the user's on two threads, in another order on each rank."""
+    transport = TorchProcessGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    ours, users = torch.full((1000,), rank + 1.0), torch.full((1000,), rank + 10.0)
+
+    def run_ours() -> None:
+        for _ in range(20):
+            transport.all_reduce(ours).wait()
+            ours.mul_(0.5)
+
+    thread = threading.Thread(target=run_ours)
+    if rank == 0:
+        thread.start()
+        time.sleep(0.05)
+    for _ in range(20):
+        dist.all_reduce(users)
+        users.mul_(0.5)
+    if rank == 1:
+        thread.start()
+    thread.join()
+    return bool((ours == 1.5).all() and (users == 10.5).all())
+
+
+def test_many_groups_of_ours_stand_beside_each_other(ranks3: RankPool):
+    assert ranks3.run(_many) == [[6.0 * (i + 1) for i in range(4)]] * 3
+
+
+def _many(rank: int, world_size: int) -> list[float]:
+    transports = [TorchProcessGroup(dist.group.WORLD) for _ in range(4)]  # type: ignore[arg-type]
+    values = [torch.full((3,), (rank + 1.0) * (i + 1)) for i in range(4)]
+    for value, transport in zip(values, transports, strict=True):
+        transport.all_reduce(value).wait()
+    for transport in transports:
+        transport.close()
+    return [float(value[0]) for value in values]
+
+
+# Peers that do not come: fresh processes, since their groups are broken afterwards
+
+SHORT = 3.0
+
+
+def _short_group(rank: int) -> Any:
+    return dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
+
+
+def _absent(rank: int, world_size: int) -> list[tuple[str, float]]:
+    """One case after the other, each in a group of its own whose rank 1 stays away in the end."""
+    found = []
+    for case in (_absent_from_construction, _absent_from_function, _absent_from_backward, _absent_from_two_shot):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
+        start, text = time.monotonic(), ""
+        try:
+            case(rank, group)
+        except TransportError as error:
+            text = str(error)
+        found.append((text, time.monotonic() - start))
+        dist.barrier()  # rank 1 is alive, but elsewhere
+    return found
+
+
+def _absent_from_construction(rank: int, group: Any) -> None:
+    if rank == 0:
+        wrap("ours", nn.Linear(4, 4), process_group=group)
+
+
+def _absent_from_function(rank: int, group: Any) -> None:
+    gradients = [torch.ones(5), torch.ones(6)]
+    all_reduce_gradients(gradients, "fp16", group=group)
+    if rank == 0:
+        all_reduce_gradients(gradients, "fp16", group=group)
+
+
+def _absent_from_backward(rank: int, group: Any, **options: Any) -> None:
+    body = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
+    model = wrap("ours", body, process_group=group, **options)
+    for step in range(3 + (rank == 0)):
+        model(batch(rank, step, 4, 20)).sum().backward()
+
+
+def _absent_from_two_shot(rank: int, group: Any) -> None:
+    _absent_from_backward(rank, group, compression="int8", bucket_cap_mb=1e-6)
+
+
+def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters_and_processes_end():
+    here, elsewhere = run_ranks(_absent, 2, timeout=90)
+    assert [text for text, _ in elsewhere] == [""] * 4
+    construction, function, backward, two_shot = (text for text, _ in here)
+    for text, took in here:
+        assert "rank 0 of 2" in text, text
+        assert "No word from rank 1: it has exited, takes no part" in text, text
+        assert took < SHORT + 15
+    assert "connecting" in construction
+    assert "all_to_all" in function and "Bucket 0 holds tensor 0, tensor 1" in function
+    assert "all_reduce" in backward and "Bucket 0 holds" in backward
+    assert all(name in backward for name in ("0.weight", "0.bias", "1.weight", "1.bias"))
+    assert "all_to_all" in two_shot and "Bucket 0 holds 1." in two_shot
+
+
+def _one_of_three_is_absent(rank: int, world_size: int) -> str:
+    model = wrap("ours", nn.Linear(20, 30), process_group=_short_group(rank), compression="int8")
+    text = ""
+    try:
+        for step in range(3 + (rank != 1)):
+            model(batch(rank, step, 4, 20)).sum().backward()
+    except TransportError as error:
+        text = str(error)
+    dist.barrier()
+    return text
+
+
+@pytest.mark.long
+def test_of_three_ranks_only_the_absent_one_is_named():
+    first, absent, third = run_ranks(_one_of_three_is_absent, 3, timeout=60)
+    assert absent == ""
+    for text in (first, third):
+        assert "No word from rank 1: it has exited" in text, text
+
+
+def _dies(rank: int, world_size: int) -> str:
+    model = wrap("ours", nn.Linear(20, 30), compression="int8")
+    for step in range(3):
+        model(batch(rank, step, 4, 20)).sum().backward()
+    if rank == 1:
+        os._exit(0)
+    try:
+        model(batch(rank, 3, 4, 20)).sum().backward()
+    except TransportError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_peer_that_dies_is_a_transport_error_at_once():
+    pool = RankPool(2)
+    try:
+        with pytest.raises(AssertionError) as caught:
+            pool.run(_dies_and_tells, timeout=40)
+    finally:
+        pool.kill()
+    assert "TransportError told" in str(caught.value), str(caught.value)
+
+
+def _dies_and_tells(rank: int, world_size: int) -> None:
+    text = _dies(rank, world_size)
+    assert "Bucket 0 holds weight, bias" in text or "Bucket 0 holds bias, weight" in text, text
+    raise AssertionError(f"TransportError told: {text}")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import fastreduce
 from fastreduce import hooks
+from tests import tolerances
+from tests.ranks import RankPool
 
-from . import tolerances
-from .kernel_cases import assert_same_bits
-from .ranks import RankPool
+from .cases import assert_same_bits
 
 SETTINGS = ["fp16", "fp16:accumulate=wire"]
 

@@ -1,6 +1,6 @@
 """`python -m bench.aot`: what the GPU kernels cost each element, read from machine code for one GPU, without one.
 
-Numba's and Triton's kernels are compiled as tests/test_aot.py does, assembled by Triton's ptxas and disassembled.
+Numba's and Triton's kernels are compiled as in tests/kernels/test_aot.py, assembled by Triton's ptxas and disassembled.
 A thread's main path is the way from the first instruction to an end with the most 16-byte accesses, and among
 those the shortest; loops are gone through once, which is what two ranks take.
 """
@@ -41,7 +41,7 @@ def compiled(backend: str, folder: Path) -> list[dict[str, Any]]:
     environment = {key: value for key, value in os.environ.items() if key not in simulated}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
     file = folder / f"{backend}.json"
-    command = [sys.executable, "-m", f"tests.aot_{backend}", str(file)]
+    command = [sys.executable, "-m", f"tests.kernels.aot_{backend}", str(file)]
     subprocess.run(command, env=environment, cwd=ROOT, check=True)
     kernels: list[dict[str, Any]] = json.loads(file.read_text())
     return kernels

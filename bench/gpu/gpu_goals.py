@@ -21,7 +21,7 @@ _COPIES = {
 }
 # What a test shows, where all of its cases have to pass.
 SHOWN = {
-    "the kernels' bits on the GPU": "kernels: test_kernels.py::*",
+    "the kernels' bits on the GPU": "kernels: kernels/*",
     "one rank: averages with the bits of the CPU's": "one rank: *test_averages_have_the_bits_of_the_cpus*",
     "2 ranks over NCCL: none with torch's bits": "2 ranks: *test_ranks*ddp_trains_alike*",
     "4 ranks over NCCL: averages within the format": "4 ranks: *test_averages_have_the_bits_of_the_cpus*",

@@ -43,7 +43,7 @@ def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
 
 def tests_of(phase: str, rehearsal: bool) -> list[Suite]:
     """A phase's runs of pytest, after its cases."""
-    kernels, nccl, steps = ("tests/test_kernels.py", "tests/transports/test_nccl_gpu.py", "tests/ddp/test_gpu.py")
+    kernels, nccl, steps = ("tests/kernels", "tests/transports/test_nccl_gpu.py", "tests/ddp/test_gpu.py")
     if rehearsal:
         return {
             "tests": [Suite("kernels", [kernels, *NO_GPU, "-k", "triton and (no_slots or reduce_shards)"])],

@@ -16,7 +16,7 @@ from fastreduce import hooks
 from tests.support import tolerances
 from tests.support.ranks import RankPool
 
-from .kernel_cases import assert_same_bits
+from .cases import assert_same_bits
 
 SETTINGS = ["fp16", "fp16:accumulate=wire"]
 

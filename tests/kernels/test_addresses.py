@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fastreduce import TensorError, ops
 from fastreduce.kernels import device_tables
+from fastreduce.kernels.device_tables import device_table
 from fastreduce.kernels.slots import SlotTable
 from fastreduce.ops import backends
 
-from .kernel_cases import GPU_BACKENDS, assert_same_bits, slot_table, values, wire_size
+from .cases import GPU_BACKENDS, assert_same_bits, slot_table, values, wire_size
 
 SMALL, LARGE = 1000, (1 << 18) + 5  # elements: outputs of the larger ones bypass the cache
 BLOCK = 128
@@ -131,8 +132,8 @@ def check(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["reference", "numba_cpu"])
 def test_kernels_on_a_cpu_take_any_address(name: str):
-    command = [sys.executable, "-c", f"from tests.test_addresses import check; check({name!r})"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    command = [sys.executable, "-c", f"from tests.kernels.test_addresses import check; check({name!r})"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-2000:]}"
 
 
@@ -147,7 +148,7 @@ def test_kernels_on_a_gpu_refuse_what_a_gpu_cannot_access(name: str):
 
 def test_addresses_on_a_device_are_checked_when_they_are_new(monkeypatch: pytest.MonkeyPatch):
     tensors = [torch.ones(4), torch.ones(5)]
-    table = device_tables.device_table(slot_table([4, 5]), 2048, torch.device("cpu"))
+    table = device_table(slot_table([4, 5]), 2048, torch.device("cpu"))
     table.addresses("flatten", tensors)
     monkeypatch.setattr(device_tables, "_check_alignment", lambda *_: pytest.fail("checked again"))
     table.addresses("flatten", tensors)
@@ -161,3 +162,19 @@ def test_other_tensors_are_checked_where_they_are_handed_over(monkeypatch: pytes
     for tensor in (at(1, torch.ones(3)), at(2, torch.ones(3, dtype=torch.uint8))):
         with pytest.raises(TensorError, match=r"wire lies at 0x\w+, which is \d more than a multiple of 4.*clone"):
             ops._check_flat("flatten", "wire", tensor, 3, [tensor.dtype])
+
+
+def test_device_tables():
+    numels = [3] * 1000 + [100_000]
+    slots = slot_table(numels)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table = device_table(slots, 2048, device)
+    assert table is device_table(slots, 2048, device)
+    assert len(table.tiles) == 1000 + -(-100_000 // 2048), "a tensor must cost the tiles that it fills"
+
+    tensors = [torch.zeros(numel, device=device) for numel in numels]
+    uploaded = table.addresses("flatten", tensors)
+    assert uploaded.tolist() == [0, *(tensor.data_ptr() for tensor in tensors)]
+    assert table.addresses("flatten", tensors) is uploaded
+    tensors[7] = torch.zeros(3, device=device)
+    assert table.addresses("flatten", tensors).tolist()[8] == tensors[7].data_ptr()

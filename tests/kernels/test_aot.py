@@ -23,8 +23,8 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     simulated = ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
     environment = {key: value for key, value in os.environ.items() if key not in simulated}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-m", f"tests.aot_{request.param}", str(folder / "kernels.json")]
-    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", f"tests.kernels.aot_{request.param}", str(folder / "kernels.json")]
+    root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     results: list[dict[str, Any]] = json.loads((folder / "kernels.json").read_text())

@@ -18,7 +18,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its own functions look at it then
 
-from fastreduce.kernels.slots import SlotTable, shard_bytes
+from fastreduce.kernels import reference
+from fastreduce.kernels.slots import FP16_BLOCK, SlotTable, fp16_shard_bytes, shard_bytes
 from fastreduce.ops import backends
 
 GPU_BACKENDS = ("triton", "numba_cuda")
@@ -33,6 +34,10 @@ STATISTICS_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
 STATISTICS_BLOCKS: tuple[int, ...] = (48, 128)
 EXAMPLES = 20
 STRIDE = 1  # of what goes through all numbers of a format
+GAPS = (3, 0, 1, 40)
+
+# Triton's interpreter computes with numpy, which warns of every overflow.
+QUIET = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def make_shared_array_once() -> None:
@@ -187,3 +192,78 @@ def assert_same_wire(actual: Tensor, expected: Tensor, shards: int, block: int) 
 def wire_size(slots: SlotTable, shards: int, block: int) -> int:
     """Bytes of a quantized wire."""
     return shards * shard_bytes(slots.total // shards // block, block)
+
+
+def tensors_of(numels, dtype: torch.dtype, special: bool = True) -> list[Tensor]:
+    return [values(numel, dtype, seed, special) for seed, numel in enumerate(numels)]
+
+
+def expected_wire(tensors: list[Tensor], slots: SlotTable, dtype: torch.dtype, scale: float) -> Tensor:
+    wire = torch.empty(slots.total, dtype=dtype)
+    reference.flatten(tensors, slots, wire, scale)
+    return wire
+
+
+def fp16_size(slots: SlotTable, shards: int) -> int:
+    return shards * fp16_shard_bytes(slots.total // shards // FP16_BLOCK)
+
+
+def assert_same_fp16_wire(actual: Tensor, expected: Tensor, shards: int) -> None:
+    """Two FP16 wires with block exponents that are equal by bits, part for part."""
+    assert actual.numel() == expected.numel()
+    if not actual.numel():
+        return
+    for mine, theirs in zip(actual.clone().cpu().view(shards, -1), expected.view(shards, -1), strict=True):
+        parts = zip(reference._split_fp16(mine), reference._split_fp16(theirs), strict=True)
+        for what, (a, b) in zip(("payload", "exponents", "padding"), parts, strict=True):
+            assert_same_bits(a, b, what)
+
+
+def fp16_tensors(numels, dtype: torch.dtype) -> list[Tensor]:
+    """Ordinary numbers, and in the larger tensors blocks of every size that numbers have."""
+    tensors = tensors_of(numels, dtype, special=False)
+    for number, tensor in enumerate(tensors):
+        for block, part in enumerate(tensor.split(FP16_BLOCK)):
+            part.mul_(2.0 ** ((0, -30, 20, 100, -100, -140, 60, 0)[(number + block) % 8]))
+    large = tensors[-1]
+    edges = [2.0**-14, 65504.0, 65519.996, 65520.0, 2.0**-126, 2.0**-149, 3.4e38, torch.finfo(torch.float32).max]
+    for block, edge in enumerate(edges[: large.numel() // FP16_BLOCK]):
+        part = large[block * FP16_BLOCK :][:FP16_BLOCK]
+        part.copy_(torch.linspace(-1, 1, FP16_BLOCK, dtype=torch.float64) * edge)
+        part[77] = float(-np.nextafter(np.float32(edge), np.float32(0))) if block % 2 else edge
+    for place, odd in ((-700, torch.nan), (-500, torch.inf), (-200, -torch.inf), (-1, torch.nan)):
+        if large.numel() > 1000:
+            large[place] = odd
+    return tensors
+
+
+def int8_tensors(numels, dtype: torch.dtype) -> list[Tensor]:
+    """Ordinary numbers and, in the larger tensors, blocks of every special kind."""
+    tensors = tensors_of(numels, dtype, special=False)
+    for tensor, odd in zip(tensors[-3:], (torch.inf, torch.nan, -torch.inf), strict=True):
+        tensor[tensor.numel() // 2] = odd
+    large = tensors[-1]
+    large[:128] = 0.0
+    large[128:256] *= -0.0
+    large[256:384] = 2.0**-101  # in FP16 zero
+    large[384:512] = 2.0**-100
+    large[512:640] = torch.finfo(dtype).max
+    large[640:768] = torch.linspace(-127, 127, 128).to(dtype)
+    large[768:1024] = (torch.arange(256.0) - 128) / 2  # half of them are ties
+    return tensors
+
+
+def residual_of(slots: SlotTable) -> Tensor:
+    """A residual with numbers in the padding too: what is there must not get into the wire."""
+    return values(slots.total, torch.float32, 99, special=False)
+
+
+NO_RESIDUALS: tuple[list[Any], list[Any]] = ([None, None], [None, None])
+
+
+def residuals_of(memory: Memory, old: Tensor, turn: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Residuals whose row `turn` is `old`, and the turn: those of a backend, and the reference's."""
+    residuals = torch.full((2, old.numel()), torch.nan)
+    residuals[turn] = old
+    turns = torch.tensor([turn], dtype=torch.int32)
+    return [memory.copy(residuals), memory.copy(turns)], [residuals, turns]

@@ -1,0 +1,231 @@
+"""INT8: every backend over the same cases, by bits against the reference; then checks that do without it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastreduce.kernels import reference
+from fastreduce.kernels.slots import SlotTable
+
+from .cases import (
+    BLOCKS,
+    DTYPES,
+    NO_RESIDUALS,
+    QUIET,
+    SIZES,
+    STRIDE,
+    assert_same_bits,
+    assert_same_wire,
+    int8_tensors,
+    memory_order,
+    residual_of,
+    residuals_of,
+    slot_table,
+    split_wire,
+    tensors_of,
+    values,
+    wire_size,
+)
+
+pytestmark = QUIET
+
+
+# In units of absmax / 127: rint is off by 1/2; inverse and product are rounded before it, the constant 1/127, the
+# scale and the decoding product after it, each by at most 2^-24 of at most 127.
+INT8_BOUND = (0.5 + 127 * 5 * 2.0**-24) / 127
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_quantize_and_dequantize(backend, memory, block, shards, with_residual):
+    _check_quantize(backend, memory, torch.float32, block, shards, with_residual)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32], ids=str)
+def test_quantize_and_dequantize_other_dtypes(backend, memory, dtype):
+    _check_quantize(backend, memory, dtype, 128, 2, True)
+
+
+def _check_quantize(backend, memory, dtype, block, shards, with_residual):
+    slots = slot_table(SIZES, block, [1, 0, 2], shards)
+    tensors = int8_tensors(SIZES, dtype)
+    mine, theirs = residuals_of(memory, residual_of(slots), shards % 2) if with_residual else NO_RESIDUALS
+    size = wire_size(slots, shards, block)
+    wire, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
+    backend.quantize([memory.copy(t, shards - 1) for t in tensors], slots, wire, shards, block, *mine)
+    reference.quantize(tensors, slots, expected, shards, block, *theirs)
+    assert_same_wire(wire, expected, shards, block)
+    if with_residual:
+        assert_same_bits(mine[0], theirs[0], "residuals")
+        assert int(mine[1]) == shards % 2
+
+    targets = [memory.like(tensor, shards - 1) for tensor in tensors]
+    decoded = [torch.empty_like(tensor) for tensor in tensors]
+    backend.dequantize(wire, shards, block, slots, targets)
+    reference.dequantize(expected, shards, block, slots, decoded)
+    for i, (target, want) in enumerate(zip(targets, decoded, strict=True)):
+        assert_same_bits(target, want, f"tensor {i}")
+
+
+def received_of(world_size: int, numel: int, block: int) -> Tensor:
+    """What `world_size` ranks send to one: shards of `numel` elements, some of their blocks not finite."""
+    slots, shards = slot_table([numel], block), []
+    for rank in range(world_size):
+        tensor = values(numel, torch.float32, rank, special=False)
+        tensor[rank * block // 2 :: 7 * block + 1] = (torch.inf, torch.nan, -torch.inf)[rank % 3]
+        shards.append(torch.empty(wire_size(slots, 1, block), dtype=torch.uint8))
+        reference.quantize([tensor], slots, shards[-1], 1, block, None, None)
+    return torch.stack(shards)
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_reduce_quantized(backend, memory, block, world_size, with_residual):
+    blocks = 2051 // block + 1
+    received = received_of(world_size, blocks * block, block)
+    old = values(blocks * block, torch.float32, 77, special=False)
+    for turn, (flag_block, scale) in enumerate([(0, 1.0), (blocks // 2, 1 / world_size), (blocks + 5, 1 / 3)]):
+        mine, theirs = residuals_of(memory, old, turn % 2) if with_residual else NO_RESIDUALS
+        shard = memory.empty(received.shape[1], torch.uint8)
+        expected = torch.empty(received.shape[1], dtype=torch.uint8)
+        backend.reduce_quantized(memory.copy(received), shard, scale, block, flag_block, *mine)
+        reference.reduce_quantized(received, expected, scale, block, flag_block, *theirs)
+        assert_same_wire(shard, expected, 1, block)
+        if with_residual:
+            assert_same_bits(mine[0], theirs[0], "residuals")
+
+
+def test_empty_quantized_wires(backend, memory):
+    slots = SlotTable(np.array([], np.int64), np.array([], np.int64), 0)
+    wire = memory.empty(0, torch.uint8)
+    backend.quantize([], slots, wire, 2, 128, None, None)
+    backend.dequantize(wire, 2, 128, slots, [])
+    backend.reduce_quantized(wire.view(2, 0), memory.empty(0, torch.uint8), 0.5, 128, 0, None, None)
+
+
+def test_an_int8_sum_that_overflows_is_no_reason_for_an_infinite_average(backend, memory):
+    block, numel = 128, 640
+    slots, rows = slot_table([numel], block), []
+    for rank in range(3):
+        tensor = values(numel, torch.float32, rank, special=False)
+        tensor[:300], tensor[130] = 3e38 if rank != 1 else -1e38, torch.nan if rank == 1 else 1.0
+        rows.append(torch.empty(wire_size(slots, 1, block), dtype=torch.uint8))
+        reference.quantize([tensor], slots, rows[-1], 1, block, None, None)
+    received = torch.stack(rows)
+    old = values(numel, torch.float32, 77, special=False)
+    for with_residual in (False, True):
+        mine, theirs = residuals_of(memory, old, 1) if with_residual else NO_RESIDUALS
+        shard, expected = memory.empty(len(rows[0]), torch.uint8), torch.empty(len(rows[0]), dtype=torch.uint8)
+        backend.reduce_quantized(memory.copy(received), shard, 1 / 3, block, 4, *mine)
+        reference.reduce_quantized(received, expected, 1 / 3, block, 4, *theirs)
+        assert_same_wire(shard, expected, 1, block)
+        _, scales, _ = split_wire(shard, 1, block)
+        assert (~scales.isfinite()).flatten().tolist() == [False, True, False, False, False]
+        assert bool((scales[0, [0, 2]] * 127 > 1.6e38).all())
+        if with_residual:
+            assert_same_bits(mine[0], theirs[0], "residuals")
+
+
+def test_int8_error_stays_in_its_bound(backend, memory):
+    block, slots = 128, slot_table([4099, 640], 128)
+    tensors = [values(4099, torch.float32, 5, special=False), torch.linspace(-1e30, 1e30, 640)]
+    decoded, _, _ = _round_trip(backend, memory, tensors, slots, block)
+    for tensor, back in zip(tensors, decoded, strict=True):
+        padded = torch.zeros(-(-tensor.numel() // block) * block, dtype=torch.float64)
+        padded[: tensor.numel()] = tensor
+        absmax = padded.view(-1, block).abs().amax(dim=1).repeat_interleave(block)[: tensor.numel()]
+        assert bool(((back.double() - tensor.double()).abs() <= absmax * INT8_BOUND).all())
+
+
+def test_int8_arithmetic_step_by_step(backend, memory):
+    """The payload where it is hardest to hit, at ties of v * inverse and one ulp beside them, as numpy rounds."""
+    block, blocks = 16, 1500 // STRIDE
+    random = np.random.default_rng(0)
+    absmax = random.uniform(1, 2, (blocks, 1)).astype(np.float32)
+    numbers = ((random.integers(-126, 126, (blocks, block)) + 0.5) * (absmax / 127.0)).astype(np.float32)
+    numbers = (numbers.view(np.int32) + random.integers(-1, 2, numbers.shape, np.int32)).view(np.float32)
+    numbers[:, 5] = -absmax[:, 0]
+    slots = slot_table([blocks * block], block)
+    inputs = [torch.from_numpy(numbers.flatten())]
+    _, new, wire = _round_trip(backend, memory, inputs, slots, block, torch.zeros(slots.total))
+    payload, scales, _ = split_wire(wire, 1, block)
+    scale, inverse = absmax * np.float32(1 / 127), np.float32(127) / absmax
+    quantized = np.rint(numbers * inverse)
+    assert_same_bits(scales, torch.from_numpy(scale.reshape(1, blocks)), "scales")
+    assert_same_bits(payload, torch.from_numpy(quantized.astype(np.int8)), "payload")
+    assert_same_bits(new, torch.from_numpy((numbers - quantized * scale).flatten()), "residual")
+
+
+def test_blocks_that_are_not_finite_arrive_so_and_no_others(backend, memory):
+    block, slots = 128, slot_table([1000, 300], 128)
+    tensors = tensors_of([1000, 300], torch.float32, special=False)
+    tensors[0][130], tensors[0][999], tensors[1][0] = torch.nan, torch.inf, -torch.inf
+    old = residual_of(slots)
+    decoded, new, _ = _round_trip(backend, memory, tensors, slots, block, old)
+    bad = [torch.zeros(1000, dtype=torch.bool), torch.zeros(300, dtype=torch.bool)]
+    bad[0][128:256] = bad[0][896:] = bad[1][:128] = True
+    for back, mask in zip(decoded, bad, strict=True):
+        assert torch.equal(~back.isfinite(), mask)
+    assert bool(new.isfinite().all())
+    assert_same_bits(new[128:256], old[128:256], "residual of a block that is not finite")
+
+
+def test_residual_is_what_was_lost(backend, memory):
+    block, slots = 128, slot_table([4099], 128)
+    tensor, old = values(4099, torch.float32, 3, special=False), residual_of(slots)
+    (back,), new, _ = _round_trip(backend, memory, [tensor], slots, block, old)
+    kept = new[:4099].double()
+    sent = (tensor + old[:4099]).double()
+    # Of what happens after the addition only the last subtraction rounds: by half an ulp of the residual.
+    assert bool(((kept + back.double() - sent).abs() <= kept.abs() * 2.0**-24).all())
+    assert bool((kept != 0).any())
+    assert_same_bits(new[4099:], torch.zeros(slots.total - 4099), "padding of the residual")
+
+
+def test_padding_of_a_residual_is_not_read(backend, memory):
+    slots, old = slot_table([100], 128), torch.full((128,), torch.nan)
+    tensor, old[:100] = values(100, torch.float32, 1, special=False), 0.0
+    (back,), new, _ = _round_trip(backend, memory, [tensor], slots, 128, old)
+    assert bool(back.isfinite().all())
+    assert_same_bits(new[100:], torch.zeros(28))
+
+
+def test_tiny_blocks_wait_in_the_residual(backend, memory):
+    slots = slot_table([100], 16)
+    tensor = torch.full((100,), 2.0**-101)
+    (back,), new, wire = _round_trip(backend, memory, [tensor], slots, 16, torch.zeros(slots.total))
+    assert_same_bits(back, torch.zeros(100))
+    assert_same_bits(new[:100], tensor)
+    assert not bool(wire.any())
+
+
+def _round_trip(backend, memory, tensors, slots, block, old=None):
+    """What arrives, the new residual and the wire, all on the CPU."""
+    wire = memory.empty(wire_size(slots, 1, block), torch.uint8)
+    (residuals, turn), _ = NO_RESIDUALS if old is None else residuals_of(memory, old, 1)
+    backend.quantize([memory.copy(tensor) for tensor in tensors], slots, wire, 1, block, residuals, turn)
+    targets = [memory.like(tensor) for tensor in tensors]
+    backend.dequantize(wire, 1, block, slots, targets)
+    return [memory_order(target) for target in targets], None if old is None else residuals[0].cpu(), wire.cpu()
+
+
+def test_one_rank_of_many_keeps_its_flag(backend, memory):
+    """1/200 of a flag would vanish beside a whole one: flags are not averaged."""
+    block, slots, world_size = 16, slot_table([32], 16), 200
+    rows = []
+    for rank in range(world_size):
+        flags = torch.zeros(32)
+        flags[16] = 1.0  # used on every rank
+        flags[17] = float(rank == 150)
+        rows.append(torch.empty(wire_size(slots, 1, block), dtype=torch.uint8))
+        reference.quantize([flags], slots, rows[-1], 1, block, None, None)
+    shard = memory.empty(len(rows[0]), torch.uint8)
+    backend.reduce_quantized(memory.copy(torch.stack(rows)), shard, 1 / world_size, block, 1, None, None)
+    payload, scales, _ = split_wire(shard, 1, block)
+    decoded = payload[0, 1].float() * scales[0, 1]
+    assert torch.equal(decoded > 0.5, torch.tensor([True, True] + [False] * 14))

@@ -21,7 +21,7 @@ from ..reduction.gradients import Gradients
 T = TypeVar("T", bound=Tensor)
 
 
-def group_of(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
+def group_asked_for(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessGroup:
     """The ranks that `process_group=` or `device_mesh=` names, or all.
 
     Raises:
@@ -52,7 +52,7 @@ def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:
     return {name: tensor for name, tensor in named if name not in ignored}
 
 
-def device_of(module: nn.Module) -> torch.device:
+def module_device(module: nn.Module) -> torch.device:
     """The device of the parameters; of several GPUs, the first one's."""
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 

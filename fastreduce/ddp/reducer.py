@@ -43,9 +43,9 @@ class TorchReducer(GradientReducer):
         super().__init__(*args, **kwargs)
         self._hook: UserHook | None = None
         self._low_precision = low_precision
-        self._device = self._buckets.specs[0].device
+        self._device = self.buckets.specs[0].device
         self._buffers_under_way: list[Any] = []  # futures
-        self.known = frozenset(map(id, self._buckets.gradients.parameters))
+        self.known = frozenset(map(id, self.buckets.gradients.parameters))
         self.events.ended.append(weakly(self._check_at_end))
         self.events.dropped.append(self._buffers_under_way.clear)
 
@@ -181,7 +181,7 @@ class TorchReducer(GradientReducer):
             )
         self._hook = UserHook(state, hook, self.used)
         self.average_with(self._hook)
-        if self._buckets.as_views:
+        if self.buckets.as_views:
             self.events.launching.append(lambda job: job.found.point_used())
         self.events.arrived.append(self._hook.sum_used)
 

@@ -22,7 +22,7 @@ from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
-from .checks import check_module, describe_wrapping, device_of, group_of
+from .checks import check_module, describe_wrapping, group_asked_for, module_device
 from .clipping import clip_
 from .logger import TorchLogger, environment
 from .mixed_precision import LowPrecision
@@ -84,8 +84,8 @@ class DistributedDataParallel(TorchDDP):
         bound.apply_defaults()
         arguments = bound.arguments
         self._transport_argument = transport
-        group = group_of(arguments["process_group"], arguments["device_mesh"])
-        self._transport = transport or make_transport(group, device_of(module))
+        group = group_asked_for(arguments["process_group"], arguments["device_mesh"])
+        self._transport = transport or make_transport(group, module_device(module))
         error = None
         try:
             self.compression = Compression.resolve(compression)
@@ -291,6 +291,6 @@ class DistributedDataParallel(TorchDDP):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        device = device_of(state["_modules"]["module"])
-        self._transport = state["_transport_argument"] or make_transport(group_of(None, None), device)
+        device = module_device(state["_modules"]["module"])
+        self._transport = state["_transport_argument"] or make_transport(group_asked_for(None, None), device)
         super().__setstate__(state)

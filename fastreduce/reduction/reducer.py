@@ -74,6 +74,7 @@ class GradientReducer:
         overlaps: whether full buckets are launched during backward, or all when it has ended.
 
     Attributes:
+        buckets: the gradients, laid out.
         events: what is called at the moments of a backward.
         active_ranks: tells how many ranks bring gradients, which sums are divided by; None means that all do.
 
@@ -96,7 +97,7 @@ class GradientReducer:
         overlaps: bool = True,
     ) -> None:
         self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
-        self._buckets = BucketedGradients(
+        self.buckets = BucketedGradients(
             parameters,
             names,
             transport,
@@ -115,8 +116,8 @@ class GradientReducer:
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
-        self._lay_out(self._buckets.first_groups())
-        self._close = weakref.finalize(self, shut_down, self._buckets.streams, transport)
+        self._lay_out(self.buckets.first_groups())
+        self._close = weakref.finalize(self, shut_down, self.buckets.streams, transport)
 
     def close(self) -> None:
         """Remove the hooks, end communication threads and close the transport."""
@@ -137,22 +138,22 @@ class GradientReducer:
     @property
     def transport(self) -> Transport:
         """What moves wires."""
-        return self._buckets.transport
+        return self.buckets.transport
 
     @property
     def compression(self) -> Compression:
         """The setting."""
-        return self._buckets.compression
+        return self.buckets.compression
 
     @property
     def plan(self) -> BucketPlan:
         """The layout of the buckets."""
-        return self._buckets.plan
+        return self.buckets.plan
 
     @property
     def pipelines(self) -> list[BucketPipeline]:
         """What averages each bucket."""
-        return self._buckets.pipelines
+        return self.buckets.pipelines
 
     @property
     def used(self) -> Sequence[bool]:
@@ -177,12 +178,12 @@ class GradientReducer:
     @property
     def seconds(self) -> Seconds:
         """Time that the last reduction spent in each stage, summed over the buckets."""
-        return self._buckets.seconds
+        return self.buckets.seconds
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in one step."""
-        return self._buckets.sent_bytes
+        return self.buckets.sent_bytes
 
     @property
     def nonfinite_steps(self) -> int:
@@ -191,7 +192,7 @@ class GradientReducer:
 
     def keep_statistics(self) -> None:
         """Let decompression count non-finite elements and sum squares from now on; its kernels are compiled here."""
-        self._buckets.keep_statistics()
+        self.buckets.keep_statistics()
 
     def rescale_residuals(self, factor: float) -> None:
         """Multiply what error feedback keeps by `factor`: new loss scale / old loss scale.
@@ -199,13 +200,13 @@ class GradientReducer:
         Residuals are in units of scaled gradients. A GradScaler's scale is followed without it, from the step on that
         takes it out; call it, between a step and the next forward, where a loss is scaled by hand.
         """
-        for feedback in self._buckets.feedbacks:
+        for feedback in self.buckets.feedbacks:
             feedback.rescale(factor)
 
     # Buckets
 
     def _lay_out(self, groups: Iterable[Sequence[int]]) -> None:
-        self._buckets.lay_out(groups)
+        self.buckets.lay_out(groups)
         self._laid_out()
 
     def _laid_out(self) -> None:
@@ -214,7 +215,7 @@ class GradientReducer:
 
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets from now on."""
-        self._buckets.average_with(averaging)
+        self.buckets.average_with(averaging)
         self._laid_out()
 
     def reset(self) -> None:
@@ -235,10 +236,10 @@ class GradientReducer:
         """
         self._close()
         transport = make()
-        self._buckets.move_to(transport)
+        self.buckets.move_to(transport)
         self._sparse.transport = transport
         self._laid_out()
-        self._close = weakref.finalize(self, shut_down, self._buckets.streams, transport)
+        self._close = weakref.finalize(self, shut_down, self.buckets.streams, transport)
 
     def rebuild_buckets(self) -> bool:
         """After the first reduced backward, once: lay buckets out in the order that rank 0 observed.
@@ -251,10 +252,10 @@ class GradientReducer:
         """
         if self._rebuilt or not self._reduced_once:
             return False
-        count = len(self._buckets.specs)
+        count = len(self.buckets.specs)
         told = self.transport.exchange(self.arrival_order)
         observed = checked(told, lambda value: numbers(value, 0, count), "order of its parameters")
-        self._buckets.regroup(dict.fromkeys(itertools.chain(*observed)))
+        self.buckets.regroup(dict.fromkeys(itertools.chain(*observed)))
         self._laid_out()
         self._rebuilt = True
         return True
@@ -263,7 +264,7 @@ class GradientReducer:
 
     def look(self) -> None:
         """Before gradients accumulate: let error feedback see what has become of the last averages."""
-        for feedback in self._buckets.feedbacks:
+        for feedback in self.buckets.feedbacks:
             feedback.look()
 
     def arm(self) -> None:
@@ -325,7 +326,7 @@ class GradientReducer:
             self._arrivals.order.append(i)
         elif (bucket := self._arrivals.bucket_of[i]) < len(self._launches):
             raise ReducerError(
-                f"rank {self.transport.rank}: parameter {self._buckets.specs[i].name!r} received a gradient after "
+                f"rank {self.transport.rank}: parameter {self.buckets.specs[i].name!r} received a gradient after "
                 f"its bucket {bucket} had been sent. In the first backward it received {self._arrivals.fires[i]} "
                 "gradient(s), now more: run the forward that uses it most often first, or checkpoint with "
                 "use_reentrant=False"
@@ -340,7 +341,7 @@ class GradientReducer:
                 self._launches.append((job, job.launch()))
 
     def _collect(self, index: int) -> BucketJob:
-        job = self._buckets.collect(index, self._arrivals.used)
+        job = self.buckets.collect(index, self._arrivals.used)
         for launching in self.events.launching:
             launching(job)
         return job
@@ -356,7 +357,7 @@ class GradientReducer:
             self._armed = False
             self._reduce_all()
         else:  # autograd.grad: nothing was accumulated, so the forward stays armed
-            self._buckets.gradients.check_unmoved(range(len(self._buckets.specs)))
+            self.buckets.gradients.check_unmoved(range(len(self.buckets.specs)))
             self._arrivals.report()
         for ended in self.events.ended:
             ended()
@@ -370,7 +371,7 @@ class GradientReducer:
             under_way: list[tuple[BucketJob, Finish]] = [(job, pending.result) for job, pending in self._launches]
             self._left_over |= self._average(range(len(self._launches), len(self.pipelines)), under_way)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._divisor())
-            agree_that_finite(self._buckets.feedbacks)
+            agree_that_finite(self.buckets.feedbacks)
             self._nonfinite.count(self.pipelines, self.transport.rank)
         except TransportError:
             for _, pending in self._launches:
@@ -392,8 +393,8 @@ class GradientReducer:
         """Reduce buckets and what is under way, and store it; returns the parameters that no rank used."""
         left = set()
         for index in indices:
-            if self._buckets.alone(index):
-                left |= self._buckets.unused(index, self._arrivals.used)
+            if self.buckets.alone(index):
+                left |= self.buckets.unused(index, self._arrivals.used)
             else:
                 job = self._collect(index)
                 under_way.append((job, job.begin()))
@@ -402,7 +403,7 @@ class GradientReducer:
         for arrived in self.events.arrived:
             arrived()
         for job, _ in under_way:
-            left |= self._buckets.settle(job, self._divisor())
+            left |= self.buckets.settle(job, self._divisor())
         return left
 
     def _reduce_left_over(self) -> None:
@@ -414,7 +415,7 @@ class GradientReducer:
         fired = {i for i in self._left_over if used[i]}
         if not fired:
             return
-        names = [spec.name for spec in self._buckets.specs]
+        names = [spec.name for spec in self.buckets.specs]
         twice = [name for i, name in enumerate(names) if used[i] and i not in fired]
         if twice:
             raise ReducerError(
@@ -422,7 +423,7 @@ class GradientReducer:
                 f"{names[min(fired)]!r} and further ones for {twice[0]!r}, which was averaged already. "
                 "Sum the losses and call backward once"
             )
-        in_buckets = self._left_over.intersection(self._buckets.indices)
+        in_buckets = self._left_over.intersection(self.buckets.indices)
         self._average(sorted({self._arrivals.bucket_of[i] for i in in_buckets}), [])
         self._sparse.settle(used, self._divisor(), self._left_over)
         self._left_over -= fired
@@ -431,10 +432,10 @@ class GradientReducer:
     def take_part(self) -> None:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
         self._arrivals.forget_used()
-        self._buckets.take_part()
+        self.buckets.take_part()
         for arrived in self.events.arrived:
             arrived()
-        agree_that_finite(self._buckets.feedbacks)
+        agree_that_finite(self.buckets.feedbacks)
         self._sparse.take_part(self._divisor())
         self._reduced_once = True
         self._forget_backward()
@@ -450,7 +451,7 @@ class GradientReducer:
         progress = {
             "reduced_once": self._reduced_once,
             "rebuilt": self._rebuilt,
-            "statistics": self._buckets.keeps_statistics,
+            "statistics": self.buckets.keeps_statistics,
         }
         return {**state, **progress, "order": self._arrivals.order.copy(), "fires": self._arrivals.fires.copy()}
 
@@ -465,10 +466,10 @@ class GradientReducer:
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         chosen = saved_residuals.pick(states, self.transport.rank, self.transport.world_size, str(self.compression))
-        saved_residuals.check_parameters(chosen, [self._buckets.specs[i] for i in self._buckets.indices])
+        saved_residuals.check_parameters(chosen, [self.buckets.specs[i] for i in self.buckets.indices])
         self._reduced_once, self._rebuilt = chosen["reduced_once"], chosen["rebuilt"]
         self._arrivals.order[:], self._arrivals.fires[:] = chosen["order"], chosen["fires"]
-        index_of = {spec.name: i for i, spec in enumerate(self._buckets.specs)}
+        index_of = {spec.name: i for i, spec in enumerate(self.buckets.specs)}
         self._lay_out([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
         saved_residuals.restore(saved_residuals.kept_in(chosen), self.pipelines)
         for pipeline, saved in zip(self.pipelines, chosen["shard_residuals"], strict=False):

@@ -60,7 +60,7 @@ def make_stream(device: torch.device, transport: Transport) -> Stream:
     return CudaStream(device, InlineStream() if one_by_one(device, transport) else ThreadStream())
 
 
-class Job:
+class StreamJob:
     """Work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
 
     def __init__(self, begin: Begin) -> None:
@@ -122,19 +122,19 @@ class ThreadStream:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Job | None = None
+        self._last: StreamJob | None = None
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, begin: Begin) -> Job:
+    def submit(self, begin: Begin) -> StreamJob:
         """Enqueue a job for the thread."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._jobs,), name="fastreduce-communication", daemon=True
             )
             self._thread.start()
-        self._last = job = Job(begin)
+        self._last = job = StreamJob(begin)
         self._jobs.put(job)
         return job
 
@@ -154,8 +154,8 @@ class ThreadStream:
             self._thread.join(timeout=5)
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
-    under_way: deque[Job] = deque()
+def _work(jobs: queue.SimpleQueue[StreamJob | None]) -> None:
+    under_way: deque[StreamJob] = deque()
     while True:
         try:
             job = jobs.get(block=not under_way)
@@ -176,9 +176,9 @@ class InlineStream:
 
     idle = True
 
-    def submit(self, begin: Begin) -> Job:
+    def submit(self, begin: Begin) -> StreamJob:
         """Do both parts; what they raise comes with `result`."""
-        job = Job(begin)
+        job = StreamJob(begin)
         if job.begin():
             job.finish()
         return job
@@ -253,7 +253,7 @@ class CudaStream:
 class _OnStream:
     """A job whose result the caller's stream waits for."""
 
-    def __init__(self, stream: CudaStream, job: Job) -> None:
+    def __init__(self, stream: CudaStream, job: StreamJob) -> None:
         self._stream, self._job = stream, job
         self.begun, self.cancel = job.begun, job.cancel
 

@@ -372,7 +372,7 @@ def counting_on_the_communication_thread(model: Any, counts: NewStorages) -> Ite
         yield
         return
     there = NewStorages()
-    (stream,) = model.reducer._buckets.streams.values()
+    (stream,) = model.reducer.buckets.streams.values()
     stream.submit(lambda: there.__enter__).result()
     yield
     stream.submit(lambda: lambda: there.__exit__(None, None, None)).result()

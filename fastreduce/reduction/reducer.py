@@ -287,7 +287,7 @@ class GradientReducer:
             for _, pending in self._launches:
                 pending.result()
             if self._armed:
-                for pipeline in self.pipelines[len(self._launches) :]:
+                for pipeline in self.pipelines[self._next :]:
                     pipeline.run_broken()
                 self._sparse.take_part(self._divisor(), broken=True)
         self._armed = self._in_backward = False
@@ -297,6 +297,7 @@ class GradientReducer:
 
     def _forget_backward(self) -> None:
         self._launches: list[tuple[BucketJob, Pending]] = []
+        self._next = 0  # the first bucket that has not been launched
         self._arrivals.stop()
         if not self._reduced_once:
             self._arrivals.order.clear()
@@ -324,7 +325,7 @@ class GradientReducer:
             self._arrivals.again(i)
         elif not self._reduced_once:
             self._arrivals.order.append(i)
-        elif (bucket := self._arrivals.bucket_of[i]) < len(self._launches):
+        elif (bucket := self._arrivals.bucket_of[i]) < self._next:
             raise ReducerError(
                 f"rank {self.transport.rank}: parameter {self.buckets.specs[i].name!r} received a gradient after "
                 f"its bucket {bucket} had been sent. In the first backward it received {self._arrivals.fires[i]} "
@@ -336,9 +337,11 @@ class GradientReducer:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
         last = len(self.pipelines) - 1 if self._overlaps else 0
         with self._launching:
-            while (index := len(self._launches)) < last and not self._arrivals.waiting[index]:
-                job = self._collect(index)
-                self._launches.append((job, job.launch()))
+            while (index := self._next) < last and not self._arrivals.waiting[index]:
+                if not self.buckets.alone(index):
+                    job = self._collect(index)
+                    self._launches.append((job, job.launch()))
+                self._next += 1
 
     def _collect(self, index: int) -> BucketJob:
         job = self.buckets.collect(index, self._arrivals.used)
@@ -369,7 +372,8 @@ class GradientReducer:
             for _, pending in self._launches[-1:]:
                 pending.begun()  # streams leave starting collectives to this thread
             under_way: list[tuple[BucketJob, Finish]] = [(job, pending.result) for job, pending in self._launches]
-            self._left_over |= self._average(range(len(self._launches), len(self.pipelines)), under_way)
+            alone = [index for index in range(self._next) if self.buckets.alone(index)]
+            self._left_over |= self._average([*alone, *range(self._next, len(self.pipelines))], under_way)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._divisor())
             agree_that_finite(self.buckets.feedbacks)
             self._nonfinite.count(self.pipelines, self.transport.rank)

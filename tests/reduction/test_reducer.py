@@ -7,6 +7,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastreduce import ReducerError, TransportError
 from fastreduce.reduction.gradients import Collected
+from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, Work
 from tests.support import tolerances
 from tests.support.models import (
@@ -321,6 +323,26 @@ def test_figures_say_what_was_sent_and_how_long_stages_took():
         # Slots, and a bucket's flags and two shards, end at multiples of 128 elements, and each 128 have an exponent.
         assert 2 * numel <= fp16 < 2 * 1.01 * (numel + 128 * (tensors + 3 * max(buckets))) + 128 * max(buckets)
         assert shortest > 0
+
+
+@pytest.mark.parametrize(("setting", "views", "launched"), [("none", False, 0), ("none", True, 3), ("fp16", False, 3)])
+def test_one_rank_launches_nothing_where_nothing_is_to_be_averaged(setting: str, views: bool, launched: int):
+    model = seeded(mlp)
+    reducer = make_reducer(model, LocalTransport(), setting, gradient_as_bucket_view=views)
+    assert len(reducer.pipelines) > 1
+    with patch.object(BucketPipeline, "compress", autospec=True, side_effect=BucketPipeline.compress) as compress:
+        for step in range(3):  # full buckets are launched during backward from the second on
+            model.zero_grad()
+            output = model(batch(0, step, 4, 20))
+            reducer.arm()
+            reducer.watch([output])
+            output.sum().backward()
+            reducer.rebuild_buckets()
+    assert compress.call_count == launched * len(reducer.pipelines)
+    alone = seeded(mlp)
+    alone(batch(0, 2, 4, 20)).sum().backward()
+    if setting == "none":
+        assert_same_bits(grads_of(model), grads_of(alone))
 
 
 # Memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..reduction.bucketed import Job
 from ..reduction.buckets import BucketPlan, build_plan
 from ..reduction.error_feedback import agree_that_finite
 from ..reduction.pipeline import BucketPipeline
-from ..reduction.reducer import GradientReducer, shut_down
+from ..reduction.reducer import GradientReducer
 from ..transports import make_transport
 from .logger import TorchLogger
 from .mixed_precision import LowPrecision
@@ -176,7 +175,7 @@ class TorchReducer(GradientReducer):
         self._close()
         self.transport = make_transport(group, self._specs[0].device)
         self._make_streams()
-        self._close = weakref.finalize(self, shut_down, self._streams, self.transport)
+        self._own()
         self._sparse.transport = self.transport
         self._install(self._first_groups())
         saved_residuals.restore(kept, self.pipelines)

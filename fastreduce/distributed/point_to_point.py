@@ -11,7 +11,6 @@ was sent first must be received first.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import weakref
 from collections import Counter, defaultdict, deque
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from ..environment.exits import Exit, at_exit
 from ..errors import TensorError, TransportError
 from .checks import check_peer, device_of
 from .headers import NUMEL, Header
@@ -146,12 +146,14 @@ def drain(group: dist.ProcessGroup | None = None) -> None:
         wire.deliver("destroy_process_group")
 
 
-@atexit.register
 def _deliver_at_exit() -> None:
     """A process that ends takes what it has not sent with it; but nobody waits long for a peer that is gone."""
     for wire in list(_wires.values()):
         with contextlib.suppress(RuntimeError, ValueError):
             wire.deliver("exit", timedelta(seconds=_EXIT_SECONDS))
+
+
+at_exit(Exit.DELIVER, _deliver_at_exit)
 
 
 class _Send(Function):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..environment.exits import Exit, at_exit
 from ..errors import ReducerError, TransportError
 from ..transports import Transport
 from ..transports.messages import checked, numbers
@@ -46,7 +47,13 @@ class GradientReducer(BucketedGradients):
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._used = self._arrivals.used
         self._install(self._first_groups())
+        self._own()
+
+    def _own(self) -> None:
+        """Let streams and transport end with the reducer: by `close`, when nobody holds it any more, or at exit."""
         self._close = weakref.finalize(self, shut_down, self._streams, self.transport)
+        self._close.atexit = False
+        _alive.add(self)
 
     def close(self) -> None:
         """Remove the hooks, end communication threads and close the transport."""
@@ -262,3 +269,14 @@ def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> N
     for stream in streams.values():
         stream.close()
     transport.close()
+
+
+_alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for reducer in list(_alive):
+        reducer._close()
+
+
+at_exit(Exit.REDUCERS, _close_all)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from ..environment.exits import Exit, at_exit
 from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
@@ -26,12 +27,12 @@ _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.Wea
 
 
 def _let_go() -> None:
-    """At exit, behind all that closes transports: gloo's threads end before Python does.
-
-    One that dropped its last tensor later, on a busy machine, would abort the process.
-    """
+    """At exit: one of gloo's threads that dropped its last tensor later, on a busy machine, would abort the process."""
     for connections in list(_beside.values()):
         connections.end()
+
+
+at_exit(Exit.GLOO, _let_go)
 
 
 class _Works:
@@ -206,6 +207,3 @@ class TorchProcessGroup(Transport):
         self.__dict__.pop("_taken", None)
         if not ended and self._number is not None and self._group in _beside:
             _beside[self._group].leave(self._number, self._failed)
-
-
-weakref.finalize(TorchProcessGroup, _let_go)  # made before those of any reducer, and so called after them

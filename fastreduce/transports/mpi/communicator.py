@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import re
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...environment.exits import Exit, at_exit
 from ...errors import BackendUnavailableError, TransportError
 from .. import messages
 from ..base import Work
@@ -74,7 +74,7 @@ def load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(_finalize, MPI)
+        at_exit(Exit.MPI, lambda: _finalize(MPI))
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         name = {MPI.THREAD_SINGLE: "THREAD_SINGLE", MPI.THREAD_FUNNELED: "THREAD_FUNNELED"}[level]
@@ -82,7 +82,6 @@ def load_mpi() -> Any:
             f"MPI runs with {name}, and reduction during backward calls it from a thread: "
             "initialise it with THREAD_SERIALIZED or THREAD_MULTIPLE (mpi4py's default)"
         )
-    atexit.register(_leave_all)
     return MPI
 
 
@@ -324,6 +323,9 @@ def _leave_all() -> None:
     """At exit: nobody waits for a rank that is gone."""
     for communicator in list(_alive):
         communicator.leave()
+
+
+at_exit(Exit.TELL, _leave_all)
 
 
 def _finalize(mpi: Any) -> None:

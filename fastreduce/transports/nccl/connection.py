@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import re
 import threading
 import time
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...environment.exits import Exit, at_exit
 from ...errors import TransportError
 from ..connections import timeout_of
 from ..deadlines import in_background
@@ -330,4 +330,4 @@ def _end_all() -> None:
         connection.join(max(0.0, deadline - time.monotonic()))
 
 
-atexit.register(_end_all)
+at_exit(Exit.NCCL, _end_all)

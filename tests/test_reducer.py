@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastreduce import Compression, GradientReducer, ReducerError, TransportError
 from fastreduce.reduction.gradients import Collected
-from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, Work, local_ranks
+from fastreduce.transports import GlooTransport, LocalTransport, Transport, Work, local_ranks
 from tests import tolerances
 from tests.models import (
     SETTINGS,
@@ -95,7 +95,7 @@ def train_by_hand(transport: Transport, make: Callable[[], nn.Module], setting: 
 
 
 def _by_hand_over_gloo(rank: int, world_size: int, setting: str) -> list[Grads]:
-    return train_by_hand(TorchProcessGroup(torch.distributed.group.WORLD), mlp, setting)  # type: ignore[arg-type]
+    return train_by_hand(GlooTransport(torch.distributed.group.WORLD), mlp, setting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("setting", TWO_SHOT)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastreduce import all_reduce_gradients
 from fastreduce.distributed.mpi import init_mpi
-from fastreduce.transports import TorchProcessGroup
+from fastreduce.transports import GlooTransport
 
 from . import shapes
 
@@ -32,7 +32,7 @@ def contestants(gradients: list[Tensor], flat: Tensor) -> dict[str, Callable[[],
     """Averages of the same gradients, in place: ours, of the separate tensors, and mpi4py's."""
     world, group = MPI.COMM_WORLD, dist.group.WORLD
     assert group is not None
-    gloo, whole, parts = TorchProcessGroup(group), flat.numpy(), [gradient.numpy() for gradient in gradients]
+    gloo, whole, parts = GlooTransport(group), flat.numpy(), [gradient.numpy() for gradient in gradients]
 
     def allreduce(*arrays: Any) -> None:
         for array in arrays:

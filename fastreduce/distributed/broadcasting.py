@@ -20,9 +20,9 @@ from ..reduction.bucketed import BUCKET_BYTES
 from ..reduction.buckets import ParameterSpec, group_by_size
 from ..reduction.one_call import transport_of
 from . import collectives
-from .checks import check_rank, device_of, devices_of
-from .meetings import group_of, ranks_of
-from .works import note_written
+from .checks import check_rank, group_device, group_device_types
+from .meetings import group_or_default, ranks_of
+from .works import count_as_written
 
 
 def bcast_list_(tensors: Iterable[Any], group: dist.ProcessGroup | None = None, src: int | None = None) -> None:
@@ -43,7 +43,7 @@ def bcast_list_(tensors: Iterable[Any], group: dist.ProcessGroup | None = None, 
         MismatchError: on every rank, if the lists differ in length, shape or dtype, or on other ranks' errors.
         TransportError: if a peer is gone, or does not come within the timeout.
     """
-    group = group_of("bcast_list_", group)
+    group = group_or_default("bcast_list_", group)
     src = ranks_of(group)[0] if src is None else src
     check_rank("bcast_list_", "src", src, group)
     found: list[Tensor] = []
@@ -84,13 +84,13 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) ->
         ops.flatten(tensors, table, wire)
     else:
         wire = torch.cat([_memory(t) for t in tensors])
-    moved = wire if like.device.type in devices_of(group) else wire.to(device_of(group))
+    moved = wire if like.device.type in group_device_types(group) else wire.to(group_device(group))
     collectives.broadcast(moved, src, group)
     if moved is not wire:
         wire.copy_(moved)
     if packed:
         ops.unflatten(wire, table, tensors)
-        note_written(*tensors)
+        count_as_written(*tensors)
         return
     for tensor, part in zip(tensors, wire.split([t.nbytes for t in tensors]), strict=True):
         _memory(tensor).copy_(part)

@@ -12,7 +12,7 @@ from ..errors import SettingError
 from ..reduction.arrays import as_tensor
 from ..reduction.bucketed import BUCKET_BYTES
 from ..reduction.one_call import OPERATIONS, reduce_owned
-from .meetings import group_of
+from .meetings import group_or_default
 
 
 class AllReduceCallback:
@@ -91,7 +91,7 @@ def make_allreduce_cb(
         NotInitializedError: if there is no process group.
         SettingError: for another `reduce_method`, or if `compression` is no setting.
     """
-    found = group_of("make_allreduce_cb", group)
+    found = group_or_default("make_allreduce_cb", group)
     if reduce_method not in OPERATIONS:
         raise SettingError(f"make_allreduce_cb: unknown method {reduce_method!r}; allowed: {', '.join(OPERATIONS)}")
     return AllReduceCallback(reduce_method, found, Compression.resolve(compression), bucket_bytes)

@@ -42,14 +42,16 @@ def check_peer(call: str, name: str, rank: int, group: dist.ProcessGroup) -> Non
         raise SettingError(f"{call} on rank {rank}: {name}={rank} is this rank itself; it must be another one")
 
 
-def devices_of(group: dist.ProcessGroup) -> list[str]:
+def group_device_types(group: dist.ProcessGroup) -> list[str]:
     """Types of the devices whose tensors `group` moves."""
     return sorted({device.type for device in group._device_types})
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
+def group_device(group: dist.ProcessGroup) -> torch.device:
     """Where tensors that `group` moves can be made: the CPU if it moves those, else the current GPU."""
-    return torch.device("cpu") if "cpu" in devices_of(group) else torch.device("cuda", torch.cuda.current_device())
+    if "cpu" in group_device_types(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def check_tensors(call: str, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
@@ -59,7 +61,7 @@ def check_tensors(call: str, tensors: Iterable[Tensor], group: dist.ProcessGroup
         TensorError: if one is no dense tensor.
         DeviceError: if one is on a device whose tensors the group's backend does not move, or they are on several.
     """
-    rank, allowed, first = dist.get_rank(), devices_of(group), None
+    rank, allowed, first = dist.get_rank(), group_device_types(group), None
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             what = f"a {tensor.layout} tensor" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"

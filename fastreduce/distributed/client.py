@@ -14,7 +14,7 @@ from ..transports.connections import timeout_of
 from ..transports.meeting import wait_until
 from ..transports.store_client import StoreClient
 from . import values
-from .meetings import group_of, store_of
+from .meetings import group_or_default, store_of
 from .process_groups import barrier
 from .queries import is_initialized
 
@@ -86,7 +86,7 @@ def get_client() -> Client:
     Raises:
         NotInitializedError: if there is none.
     """
-    group = group_of("get_client", None)
+    group = group_or_default("get_client", None)
     if group not in _clients:
         _clients[group] = Client(store_of(group).at("client"), timeout_of(group).total_seconds())
     return _clients[group]

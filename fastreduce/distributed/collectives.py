@@ -33,8 +33,8 @@ from .checks import (
     check_tensors,
     text_of,
 )
-from .meetings import group_of
-from .works import Work, as_transport_error, note_written
+from .meetings import group_or_default
+from .works import Work, as_transport_error, count_as_written
 
 ReduceOp = dist.ReduceOp
 Group = dist.ProcessGroup | None
@@ -44,7 +44,7 @@ class _Call:
     """One collective: its checks, and contiguous tensors in the place of those that are not."""
 
     def __init__(self, name: str, group: Group, tensors: Sequence[Tensor], op: Any = None, **ranks: int) -> None:
-        self.name, self.group, self.op, self._ranks = name, group_of(name, group), op, ranks
+        self.name, self.group, self.op, self._ranks = name, group_or_default(name, group), op, ranks
         self._last_steps: list[Callable[[], Any]] = []
         for argument, rank in ranks.items():
             check_rank(name, argument, rank, self.group)
@@ -78,7 +78,7 @@ class _Call:
         if not _is_same(flat, tensor):
             self._last_steps.append(lambda: tensor.detach().copy_(flat))
         else:
-            self._last_steps.append(lambda: note_written(tensor))
+            self._last_steps.append(lambda: count_as_written(tensor))
         return _real(flat)
 
     def fill(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -232,7 +232,7 @@ def recv(tensor: Tensor, src: int | None = None, group: Group = None, tag: int =
     if not _is_same(flat, tensor):
         tensor.detach().copy_(flat)
     else:
-        note_written(tensor)
+        count_as_written(tensor)
     return sender
 
 

@@ -17,10 +17,10 @@ from torch.autograd import Function
 
 from ..errors import SettingError, TensorError
 from . import collectives
-from .checks import agree, check_rank, device_of
+from .checks import agree, check_rank, group_device
 from .collectives import Group, ReduceOp
 from .headers import NUMEL, Header
-from .meetings import group_of, ranks_of
+from .meetings import group_or_default, ranks_of
 from .point_to_point import remote_recv, remote_send
 
 __all__ = [
@@ -90,7 +90,7 @@ def scatter(inp: Tensor | None, group: Group = None, axis: int = 0, *, src: int 
 
 
 def _apply(function: type[Function], name: str, inp: Tensor, group: Group, *args: Any) -> Tensor:
-    group = group_of(name, group)
+    group = group_or_default(name, group)
     if not isinstance(inp, Tensor):
         raise TensorError(f"{name} on rank {dist.get_rank()}: the input is a {type(inp).__name__}, not a torch tensor")
     if torch.is_grad_enabled():
@@ -100,7 +100,7 @@ def _apply(function: type[Function], name: str, inp: Tensor, group: Group, *args
 
 
 def _root(call: str, name: str, rank: int | None, group: Group) -> int:
-    group = group_of(call, group)
+    group = group_or_default(call, group)
     rank = ranks_of(group)[0] if rank is None else rank
     check_rank(call, name, rank, group)
     return rank
@@ -110,9 +110,9 @@ def _from_root(
     name: str, function: type[Function], inp: Tensor | None, group: Group, src: int | None, axis: int
 ) -> Tensor:
     """A header goes ahead, so that the other ranks know shape and dtype, and whether gradients will come back."""
-    group = group_of(name, group)
+    group = group_or_default(name, group)
     src = _root(name, "src", src, group)
-    device = device_of(group)
+    device = group_device(group)
     header = torch.zeros(NUMEL, dtype=torch.int64, device=device)
     if dist.get_rank() == src:
         if inp is None:

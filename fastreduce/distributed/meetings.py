@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from ..errors import NotInitializedError, SettingError, TransportError
 from ..transports.connections import timeout_of
-from ..transports.meeting import AbsentError, clear, meet, notes, wait_until
-from ..transports.store_client import SOON_SECONDS, StoreClient, client_of
+from ..transports.meeting import AbsentError, clear, meet, notes, wait_until, who_waits
+from ..transports.store_client import StoreClient, client_of
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _exchanged: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, int, int]]] = weakref.WeakKeyDictionary()
 
 
-def group_of(call: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def group_or_default(call: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """`group`, or the default group for None; this rank is in it.
 
     Raises:
@@ -81,22 +81,21 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
     Raises:
         TransportError: if the other one does not come within the group's timeout.
     """
-    here = _between(group, source, destination, tag)
-    receives = dist.get_rank() == destination
-    mine, theirs = ("receiver", "sender") if receives else ("sender", "receiver")
-    store, seconds = store_of(group), timeout_of(group).total_seconds()
+    rank, ranks, seconds = dist.get_rank(), [source, destination], timeout_of(group).total_seconds()
+    other, does = (source, "send") if rank == destination else (destination, "receive")
+    here = store_of(group).at(_between(group, source, destination, tag))
     try:
-        store.set(f"{here}/{mine}", note)
-        if not wait_until(store, lambda store: store.has(f"{here}/{theirs}"), seconds):
-            store.at("", SOON_SECONDS).delete(f"{here}/{mine}")
-            other, does = (source, "send") if receives else (destination, "receive")
-            raise AbsentError([other], seconds, f" to {does} with tag {tag}")
-        (told,) = store.read_all([f"{here}/{theirs}"])
-        store.delete(f"{here}/{theirs}")
+        meet(here, rank, ranks, seconds, note)
+        told = dict(zip(ranks, notes(here, ranks), strict=True))
+        clear(here, ranks)
+    except AbsentError as error:
+        raise TransportError(
+            f"{call} on rank {rank}: rank {other} did not come to {does} with tag {tag} within {seconds:g} s"
+        ) from error
     except TransportError as error:
-        raise TransportError(f"{call} on rank {dist.get_rank()}: {error}") from error
+        raise TransportError(f"{call} on rank {rank}: {error}") from error
     _exchanged.setdefault(group, Counter())[source, destination, tag] += 1
-    return told
+    return told[other]
 
 
 def find_sender(group: dist.ProcessGroup, call: str, tag: int) -> int:
@@ -105,17 +104,17 @@ def find_sender(group: dist.ProcessGroup, call: str, tag: int) -> int:
     Raises:
         TransportError: if none comes within the group's timeout.
     """
-    rank, store, seconds = dist.get_rank(), store_of(group), timeout_of(group).total_seconds()
-    others = [r for r in ranks_of(group) if r != rank]
-    keys, found = [f"{_between(group, r, rank, tag)}/sender" for r in others], list[int]()
+    rank, seconds = dist.get_rank(), timeout_of(group).total_seconds()
+    others = [(r, _between(group, r, rank, tag)) for r in ranks_of(group) if r != rank]
+    found: list[int] = []
 
     def anybody(store: StoreClient) -> bool:
-        found[:] = sorted(set(range(len(keys))) - set(store.absent(keys)))
+        found[:] = who_waits(store, others)
         return bool(found)
 
     try:
-        if wait_until(store, anybody, seconds):
-            return others[found[0]]
+        if wait_until(store_of(group), anybody, seconds):
+            return found[0]
     except TransportError as error:
         raise TransportError(f"{call} on rank {rank}: {error}") from error
     raise TransportError(f"{call} on rank {rank}: no rank came to send with tag {tag} within {seconds:g} s")

@@ -11,7 +11,6 @@ was sent first must be received first.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import weakref
 from collections import Counter, defaultdict, deque
@@ -24,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from ..environment.exits import Exit, at_exit
 from ..errors import TensorError, TransportError
-from .checks import check_peer, device_of
+from .checks import check_peer, group_device
 from .headers import NUMEL, Header
-from .meetings import group_of
+from .meetings import group_or_default
 from .works import as_transport_error
 
 _HEADER, _DATA, _GRADIENT = range(3)
@@ -49,7 +49,7 @@ class _Wire:
         """Begin to send."""
         if not tensor.numel():
             return
-        data = _bytes_of(tensor.detach().to(device_of(group)).resolve_conj().resolve_neg().contiguous())
+        data = _bytes_of(tensor.detach().to(group_device(group)).resolve_conj().resolve_neg().contiguous())
         under_way = self._under_way[to]
         while under_way and sum(other.nbytes for _, other in under_way) + data.nbytes > _MOST_BYTES:
             self._deliver_oldest(call, to)
@@ -96,7 +96,7 @@ def remote_send(inp: Tensor, dest_rank: int, group: dist.ProcessGroup | None = N
         TensorError: for more than 13 dimensions, or a dtype that cannot be told.
         TransportError: if the other rank is gone, or does not receive within the timeout.
     """
-    group = group_of("remote_send", group)
+    group = group_or_default("remote_send", group)
     check_peer("remote_send", "dest_rank", dest_rank, group)
     if not isinstance(inp, Tensor) or inp.layout is not torch.strided:
         raise TensorError(
@@ -123,11 +123,11 @@ def remote_recv(
         NotInitializedError, SettingError: as collectives; from itself is a SettingError too.
         TransportError: if the other rank is gone, or does not send within the timeout.
     """
-    group = group_of("remote_recv", group)
+    group = group_or_default("remote_recv", group)
     check_peer("remote_recv", "src_rank", src_rank, group)
     wire = _wires.setdefault(group, _Wire())
     number = wire.received[src_rank]
-    encoded = torch.zeros(NUMEL, dtype=torch.int64, device=device_of(group))
+    encoded = torch.zeros(NUMEL, dtype=torch.int64, device=group_device(group))
     _receive("remote_recv", encoded, src_rank, _tag(number, _HEADER), group)
     wire.received[src_rank] += 1
     header = Header.decode(f"remote_recv on rank {dist.get_rank()}", src_rank, encoded)
@@ -146,12 +146,14 @@ def drain(group: dist.ProcessGroup | None = None) -> None:
         wire.deliver("destroy_process_group")
 
 
-@atexit.register
 def _deliver_at_exit() -> None:
     """A process that ends takes what it has not sent with it; but nobody waits long for a peer that is gone."""
     for wire in list(_wires.values()):
         with contextlib.suppress(RuntimeError, ValueError):
             wire.deliver("exit", timedelta(seconds=_EXIT_SECONDS))
+
+
+at_exit(Exit.DELIVER, _deliver_at_exit)
 
 
 class _Send(Function):
@@ -160,14 +162,14 @@ class _Send(Function):
         wire = _wires.setdefault(group, _Wire())
         number = wire.sent[to]
         ctx.group, ctx.to, ctx.number, ctx.header, ctx.device = group, to, number, header, inp.device
-        wire.post("remote_send", header.encode(device_of(group)), to, _tag(number, _HEADER), group)
+        wire.post("remote_send", header.encode(group_device(group)), to, _tag(number, _HEADER), group)
         wire.post("remote_send", inp, to, _tag(number, _DATA), group)
         wire.sent[to] += 1
         return inp.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = ctx.header.empty(device_of(ctx.group))
+        grad = ctx.header.empty(group_device(ctx.group))
         _receive("the backward of remote_send", grad, ctx.to, _tag(ctx.number, _GRADIENT), ctx.group)
         return grad.to(ctx.device), None, None, None
 
@@ -176,7 +178,7 @@ class _Receive(Function):
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, header: Header, src: int, number: int, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.src, ctx.number = group, src, number
-        result = header.empty(device_of(group))
+        result = header.empty(group_device(group))
         _receive("remote_recv", result, src, _tag(number, _DATA), group)
         return result
 

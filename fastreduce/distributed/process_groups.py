@@ -17,10 +17,10 @@ from ..errors import MismatchError, SettingError, TransportError
 from ..transports.connections import timeout_of
 from ..transports.meeting import meet
 from ..transports.store_client import SOON_SECONDS, StoreClient
-from . import backends, point_to_point, queries
+from . import backends, point_to_point
 from .checks import agree
-from .meetings import failed_meeting, group_of, meet_in
-from .queries import get_backend, get_local_device
+from .meetings import failed_meeting, group_or_default, meet_in
+from .queries import Made, get_backend, get_local_device, made_here, remember
 from .rendezvous import count_initialisation, find_address, find_numbers, open_store
 
 _new_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -73,7 +73,7 @@ def init_process_group(
     if "mpi" in names.values():
         from .mpi import init_mpi  # most people need none of it
 
-        queries.made = queries.Made(init_mpi(timeout), "mpi", "mpi://")
+        remember(Made(init_mpi(timeout), "mpi", "mpi://"))
         try:
             _check_same(None, None, None, world_size, rank)
         except SettingError:
@@ -92,7 +92,7 @@ def init_process_group(
         chosen, store=found, rank=rank, world_size=size, timeout=timeout, pg_options=pg_options, device_id=device_id
     )
     count_initialisation(address)
-    queries.made = queries.Made(group_of("init_process_group", None), chosen, address)
+    remember(Made(group_or_default("init_process_group", None), chosen, address))
 
 
 def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -140,7 +140,7 @@ def _choose_device() -> None:
 def _check_same(
     backend: str | None, init_method: str | None, timeout: timedelta | None, size: int | None, rank: int | None
 ) -> None:
-    group = group_of("init_process_group", None)
+    group = group_or_default("init_process_group", None)
     asked: dict[str, tuple[Any, Any]] = {
         "world size": (size, dist.get_world_size()),
         "rank": (rank, dist.get_rank()),
@@ -150,8 +150,9 @@ def _check_same(
         names = backends.parse(backend)
         if not set(names.values()) <= set(backends.parse(get_backend()).values()):
             asked["backend"] = (backend, get_backend())
-    if init_method is not None and queries.made is not None and queries.made.group is group:
-        asked["address"] = (find_address(init_method, dist.get_world_size()), queries.made.address)
+    made = made_here()
+    if init_method is not None and made is not None and made.group is group:
+        asked["address"] = (find_address(init_method, dist.get_world_size()), made.address)
     for name, (wanted, there) in asked.items():
         if wanted is not None and wanted != there:
             raise SettingError(
@@ -178,7 +179,7 @@ def barrier(
         NotInitializedError: if there is no default group.
         TransportError: naming the ranks that have not come within the timeout.
     """
-    group = group_of("barrier", group)
+    group = group_or_default("barrier", group)
     if async_op:
         work: dist.Work = dist.barrier(group, async_op=True, device_ids=device_ids)
         return work
@@ -207,7 +208,7 @@ def new_group(
         SettingError: if a rank does not exist or is there twice, or for an unknown backend.
         BackendUnavailableError: if the backend cannot run here.
     """
-    default = group_of("new_group", None)
+    default = group_or_default("new_group", None)
     size = dist.get_world_size()
     chosen = list(range(size)) if ranks is None else [int(rank) for rank in ranks]
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
@@ -235,7 +236,8 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
     if group is not None and group is not dist.group.WORLD:
         _destroy([group] if dist.get_rank(group) >= 0 else [])
         return
-    made, queries.made = queries.made, None
+    made = made_here()
+    remember(None)
     if made is not None and dist.group.WORLD is made.group:
         try:
             point_to_point.drain()

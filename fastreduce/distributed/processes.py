@@ -213,6 +213,7 @@ class _Rank:
         """Meet the others, so that nobody waits for a rank that is gone; whether or not there is a group still."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        # No `meet`, whose ranks look now and then: the process with the store ends as soon as its own ranks have left.
         if store.add("left", 1) == self.group.world_size:
             store.set("all have left", "")
         # On one machine a rank that dies ends all: then waiting for one that still works needs no limit.

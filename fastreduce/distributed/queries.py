@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SettingError
-from .meetings import group_of
+from .meetings import group_or_default
 from .rendezvous import is_on_one_host
 
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -17,14 +17,25 @@ _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALR
 
 @dataclass
 class Made:
-    """The default group, if `init_process_group` made it."""
+    """A default group that `init_process_group` made."""
 
     group: dist.ProcessGroup
     backend: str
     address: str
 
 
-made: Made | None = None
+_made: Made | None = None
+
+
+def made_here() -> Made | None:
+    """The default group, if `init_process_group` made it and it has not been destroyed since."""
+    return _made
+
+
+def remember(made: Made | None) -> None:
+    """Keep what `init_process_group` has made; None once it is destroyed."""
+    global _made
+    _made = made
 
 
 def is_initialized() -> bool:
@@ -38,7 +49,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     Raises:
         NotInitializedError: if there is no default group.
     """
-    group_of("get_rank", None)
+    group_or_default("get_rank", None)
     return dist.get_rank(group)
 
 
@@ -48,7 +59,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     Raises:
         NotInitializedError: if there is no default group.
     """
-    group_of("get_world_size", None)
+    group_or_default("get_world_size", None)
     return dist.get_world_size(group)
 
 
@@ -59,9 +70,9 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
         NotInitializedError: if there is no default group.
         SettingError: if this rank is not in `group`.
     """
-    group = group_of("get_backend", group)
-    if made is not None and made.group is group:
-        return made.backend
+    group = group_or_default("get_backend", group)
+    if _made is not None and _made.group is group:
+        return _made.backend
     by_device = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     names = set(by_device.values())
     return names.pop() if len(names) == 1 else ",".join(f"{device}:{name}" for device, name in by_device.items())
@@ -78,7 +89,7 @@ def get_local_rank() -> int:
     for variable in _LOCAL_RANK_VARIABLES:
         if variable in os.environ:
             return int(os.environ[variable])
-    if dist.is_initialized() and (dist.get_world_size() == 1 or (made and is_on_one_host(made.address))):
+    if dist.is_initialized() and (dist.get_world_size() == 1 or (_made and is_on_one_host(_made.address))):
         return dist.get_rank()
     raise SettingError("get_local_rank: LOCAL_RANK is not set: start with torchrun or fastreduce launch, or set it")
 

@@ -72,7 +72,7 @@ class Work(dist.Work):
         return self._inner.get_future().then(finish)
 
 
-def note_written(*tensors: torch.Tensor) -> None:
+def count_as_written(*tensors: torch.Tensor) -> None:
     """Tell autograd's version counters of a backend's write; without, `ddp.clip_grad_norm_` trusts the norm it has."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 

@@ -1,1 +1,1 @@
-"""What surrounds the library: our environment variables, packages that may be missing, folders for caches."""
+"""What surrounds the library: environment variables, packages that may be missing, caches, the process's end."""

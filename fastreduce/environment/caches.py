@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import shutil
@@ -11,11 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import BackendUnavailableError
+from .exits import Exit, at_exit
 from .variables import this_rank
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def private_folder() -> Path:
         path = Path(tempfile.gettempdir(), f"fastreduce-{os.geteuid()}")
         if not _is_private(path):
             path = Path(tempfile.mkdtemp(prefix="fastreduce-"))
-            atexit.register(shutil.rmtree, path, ignore_errors=True)
+            at_exit(Exit.FILES, partial(shutil.rmtree, path, ignore_errors=True))
     except OSError as error:
         raise BackendUnavailableError(
             f"compiled kernels cannot be kept: {error}. Set TMPDIR or NUMBA_CACHE_DIR to a folder that can be written"

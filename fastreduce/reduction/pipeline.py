@@ -192,7 +192,7 @@ class BucketPipeline:
         if unused:
             self.used.fill_(1)
         mark(_COMPRESSED)
-        self.transport.note(self.about)
+        self.transport.tell_watchdog(self.about)
         with self._named_in_errors():
             work = self.reduce()
         mark(_STARTED)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compression import Compression
+from ..environment.exits import Exit, at_exit
 from ..errors import ReducerError, TransportError
 from ..transports import Transport
 from ..transports.messages import checked, numbers
@@ -117,7 +118,13 @@ class GradientReducer:
         self._left_over: set[int] = set()
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self._lay_out(self.buckets.first_groups())
-        self._close = weakref.finalize(self, shut_down, self.buckets.streams, transport)
+        self._own()
+
+    def _own(self) -> None:
+        """Let streams and transport end with the reducer: by `close`, when nobody holds it any more, or at exit."""
+        self._close = weakref.finalize(self, shut_down, self.buckets.streams, self.transport)
+        self._close.atexit = False
+        _alive.add(self)
 
     def close(self) -> None:
         """Remove the hooks, end communication threads and close the transport."""
@@ -239,7 +246,7 @@ class GradientReducer:
         self.buckets.move_to(transport)
         self._sparse.transport = transport
         self._laid_out()
-        self._close = weakref.finalize(self, shut_down, self.buckets.streams, transport)
+        self._own()
 
     def rebuild_buckets(self) -> bool:
         """After the first reduced backward, once: lay buckets out in the order that rank 0 observed.
@@ -490,3 +497,14 @@ def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> N
     for stream in streams.values():
         stream.close()
     transport.close()
+
+
+_alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for reducer in list(_alive):
+        reducer._close()
+
+
+at_exit(Exit.REDUCERS, _close_all)

@@ -125,7 +125,7 @@ class ThreadStream:
         self._jobs: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: StreamJob | None = None
-        weakref.finalize(self, self._jobs.put, None)
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, begin: Begin) -> StreamJob:
         """Enqueue a job for the thread."""

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from .base import Transport, Work
-from .gloo import TorchProcessGroup
+from .gloo import GlooTransport, TorchProcessGroup
 from .local import LocalTransport, local_ranks
 from .nccl import NcclTransport
 
 __all__ = [
+    "GlooTransport",
     "LocalTransport",
     "NcclTransport",
     "TorchProcessGroup",
@@ -46,4 +47,4 @@ def make_transport(group: dist.ProcessGroup, device: torch.device | str = "cpu")
         return LocalTransport()
     world = dist.group.WORLD
     factory = _factories.get(group) or (world and _factories.get(world))
-    return (factory or (NcclTransport if torch.device(device).type == "cuda" else TorchProcessGroup))(group)
+    return (factory or (NcclTransport if torch.device(device).type == "cuda" else GlooTransport))(group)

@@ -58,7 +58,7 @@ class Transport(ABC):
             TypeError: for another value.
         """
 
-    def note(self, about: str) -> None:  # noqa: B027 (most transports raise where they are called)
+    def tell_watchdog(self, about: str) -> None:  # noqa: B027 (most transports raise where they are called)
         """Say what the collectives that follow work for, as a sentence: errors that come by themselves tell it."""
 
     @abstractmethod

@@ -1,62 +1,143 @@
-"""Connections of our own beside a group of the user: made once, and taken again by later transports."""
+"""Connections of our own beside a group of the user: leased by one transport at a time, and left to the next."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from ..errors import TransportError
 from .messages import checked, numbers, of_types
 
 MOST = 1 << 20  # connections
 
 
-class Connections:
-    """What stands beside one group of the user: a control connection, and one for each transport in use.
+class Connection(Protocol):
+    """What a transport leases."""
 
-    They live as long as the group: connecting costs time and threads, taking a connection down while a
+    @property
+    def failed(self) -> bool:
+        """Whether it cannot be used any more."""
+
+    def begin(self) -> None:
+        """A transport uses it from now on; on every rank at once."""
+
+    def leave(self) -> None:
+        """The transport begins nothing more."""
+
+    def abort(self) -> None:
+        """End what is under way, here and on the peers; it has failed then."""
+
+    def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
+        """Every rank's value in rank order; on every rank at once. Errors name the operation."""
+
+
+C = TypeVar("C", bound=Connection)
+
+
+class Lease(Generic[C]):
+    """One transport's use of a connection beside `group`, from its first collective until it closes.
+
+    Connections live as long as the group: connecting costs time and threads, taking a connection down while a
     peer still connects fails there, and a new wrapper over the same ranks can take one that is free.
+
+    Args:
+        kind: "gloo", "NCCL" or "MPI"; leases of one kind share connections.
+        group: the user's group.
+        connect: makes a connection beside the group, by a name that no other has; all ranks call it at once.
     """
+
+    def __init__(self, kind: str, group: dist.ProcessGroup, connect: Callable[[dist.ProcessGroup, str], C]) -> None:
+        self._who = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
+        self._kind, self._group, self._connect = kind, group, connect
+        self._taken: C | None = None
+        self._ended = False
+        self.number = -1
+
+    @property
+    def connection(self) -> C:
+        """What is leased. Taken by the first call, so that a copied or loaded wrapper needs nobody until it trains.
+
+        Raises:
+            TransportError: if ranks do not come for it, or the lease has ended.
+        """
+        if self._ended:
+            raise TransportError(f"{self._who}: this {self._kind} transport is closed")
+        if self._taken is None:
+            beside = _beside(self._group, self._kind)
+            self.number = beside.take(lambda name: self._connect(self._group, name))
+            connection = beside.made[self.number]
+            connection.begin()
+            self._taken = connection
+        return self._taken
+
+    def close(self) -> None:
+        """Leave the connection to the next lease, unless it has failed."""
+        self._end(lambda connection: connection.leave())
+
+    def abort(self) -> None:
+        """Abort the connection; the next lease makes another."""
+        self._end(lambda connection: connection.abort())
+
+    def _end(self, how: Callable[[C], None]) -> None:
+        connection, self._taken, self._ended = self._taken, None, True
+        if connection is not None:
+            how(connection)
+            _beside(self._group, self._kind).give_back(self.number, connection.failed)
+
+
+class _Beside:
+    """The connections of one kind beside one group: a control connection, and one for each lease at a time."""
 
     def __init__(self) -> None:
         self.made: list[Any] = []
         self.free: set[int] = set()
-        self._control: Any = None
+        self.control: Any = None
 
-    def take(self, connect: Callable[[str], Any], exchange: Callable[[Any, Any], list[Any]]) -> int:
-        """The number of a connection that is free on every rank, or of a new one; every rank calls it at once.
-
-        Args:
-            connect: makes a connection of this name.
-            exchange: every rank's value over a connection, in rank order.
-        """
-        if self._control is None:
-            self._control = connect("control")
-        told = checked(exchange(self._control, [sorted(self.free), len(self.made)]), _free_and_made, "free connections")
-        free = set[int].intersection(*(theirs for theirs, _ in told))
-        number = min(free, default=max(count for _, count in told))
+    def take(self, connect: Callable[[str], Any]) -> int:
+        """The number of a connection that is free on every rank, or of a new one; every rank calls it at once."""
+        if self.control is None:
+            self.control = connect("control")
+        self.free -= {number for number in self.free if self.made[number].failed}  # since it was given back
+        told = self.control.exchange([sorted(self.free), len(self.made)], "connecting")
+        theirs = checked(told, _free_and_made, "free connections")
+        free = set[int].intersection(*(free for free, _ in theirs))
+        number = min(free, default=max(made for _, made in theirs))
         if not free:
             self.made += [None] * (number - len(self.made))  # connections that this rank did not come to
             self.made.append(connect(str(number)))
         self.free.discard(number)
         return number
 
-    def leave(self, number: int, failed: bool) -> None:
-        """Leave a connection to the next that takes one, unless it has failed."""
+    def give_back(self, number: int, failed: bool) -> None:
         if failed:
             self.made[number] = None
         else:
             self.free.add(number)
 
-    def end(self) -> None:
-        """Give back those that nobody uses."""
+    def drop_free(self) -> None:
         for number in self.free:
             self.made[number] = None
         self.free.clear()
-        self._control = None
+        self.control = None
+
+
+_all: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Beside]] = weakref.WeakKeyDictionary()
+
+
+def _beside(group: dist.ProcessGroup, kind: str) -> _Beside:
+    return _all.setdefault(group, {}).setdefault(kind, _Beside())
+
+
+def drop_free(kind: str) -> None:
+    """Let go of the connections of one kind that nobody leases, beside all groups."""
+    for kinds in list(_all.values()):
+        if kind in kinds:
+            kinds[kind].drop_free()
 
 
 def _free_and_made(value: Any) -> tuple[set[int], int]:

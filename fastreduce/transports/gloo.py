@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,41 +12,137 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from ..environment.exits import Exit, at_exit
 from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
-from .connections import Connections, timeout_of
+from .connections import Lease, drop_free, timeout_of
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, AbsentError, clear, meet, wait_until
 from .store_client import SOON_SECONDS, StoreClient, client_of, connect
 
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
+at_exit(Exit.GLOO, lambda: drop_free("gloo"))
 
 
-def _let_go() -> None:
-    """At exit, behind all that closes transports: gloo's threads end before Python does.
+class _Connection:
+    """gloo over the ranks of `group`, in a group of its own.
 
-    One that dropped its last tensor later, on a busy machine, would abort the process.
+    Raises:
+        TransportError: if ranks do not come within the timeout.
     """
-    for connections in list(_beside.values()):
-        connections.end()
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.seconds = timeout_of(group).total_seconds()
+        self.failed = False
+        self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
+        self._tags = 0
+        self._gloo: Any = self._connect(group, f"fastreduce/{name}")
+
+    def _connect(self, group: dist.ProcessGroup, prefix: str) -> Any:
+        """Meet, so that who is missing can be named; then gloo connects.
+
+        That asks the store without a limit: in the background, on a connection that nobody else needs.
+        """
+        ranks, here = range(self.size), client_of(group).at(f"{prefix}/here")
+        self.call("connecting", meet, here, self.rank, ranks, self.seconds)
+        self.call("connecting", clear, here, ranks)
+
+        def make() -> Any:
+            store = dist.PrefixStore(prefix, connect(_get_process_group_store(group)))
+            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout_of(group))
+
+        return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS)
+
+    @property
+    def gloo(self) -> Any:
+        """Torch's group."""
+        if self._gloo is None:
+            raise TransportError(f"rank {self.rank} of {self.size}: this gloo transport is closed")
+        return self._gloo
+
+    def new_tag(self) -> int:
+        """A number that messages of one operation bear, since several are under way at once."""
+        self._tags += 1
+        return self._tags
+
+    def begin(self) -> None:
+        """Count tags anew, as all ranks do: not all may have come as far before."""
+        self._tags = 0
+
+    def leave(self) -> None:
+        """Leave it to the next; drop it, if it has failed."""
+        if self.failed:
+            self._gloo = None
+
+    def abort(self) -> None:
+        """Drop it: gloo ends what waits on it."""
+        self.failed, self._gloo = True, None
+
+    def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
+        """Two all-gathers: lengths, then bytes."""
+        gloo = self.gloo
+
+        def gather(tensor: Tensor) -> list[Tensor]:
+            gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+            self.call(operation, lambda: gloo.allgather([gathered], [tensor]).wait())
+            return gathered
+
+        return messages.exchange(value, gather)
+
+    def call(self, operation: str, function: Callable[..., Any], *args: Any, doing: str = "") -> Any:
+        """Call into gloo or the store; their errors come out as TransportError."""
+        try:
+            return function(*args)
+        except (RuntimeError, TimeoutError) as error:
+            known, self.failed = self.failed, True
+            if isinstance(error, AbsentError):
+                what, who = "", f"No word from rank {error.names}: it"
+            elif isinstance(error, TransportError):  # the store's
+                what, who = "", f"{error}. A peer"
+            else:
+                what, who = f": {error}", "A peer" if known else self._who("timed out" in str(error).lower())
+            raise TransportError(
+                f"rank {self.rank} of {self.size}: {operation} over gloo failed{doing}{what}. "
+                f"{who} has exited, takes no part, or did not come within the timeout."
+            ) from error
+
+    def _who(self, timed_out: bool) -> str:
+        """Ranks that do not say in the store, soon after this one, that the connection failed for them too.
+
+        Those that wait in a collective do say so, so the others are the ones that they wait for. Steps cost nothing.
+        """
+        silent = [rank for rank in range(self.size) if rank != self.rank]
+
+        def all_told(store: StoreClient) -> bool:
+            silent[:] = [silent[i] for i in store.absent([str(rank) for rank in silent])]
+            return not silent
+
+        # Ranks that came one after the other time out like that too; a connection that breaks breaks for all at once.
+        patience = min(3.0, max(1.0, self.seconds / 10)) if timed_out else 1.0
+        try:
+            self._failures.set(str(self.rank), "")
+            wait_until(self._failures, all_told, patience)
+        except TransportError as error:
+            return f"Nobody can be asked who is missing: {error}. A peer"
+        return f"No word from rank {', '.join(map(str, silent))}: it" if silent else "A peer"
 
 
 class _Works:
     """Several torch works as one, each with what it does, for errors."""
 
-    def __init__(self, transport: TorchProcessGroup, operation: str, works: list[tuple[str, Any]]) -> None:
-        self._transport, self._operation, self._works = transport, operation, works
+    def __init__(self, connection: _Connection, operation: str, works: list[tuple[str, Any]]) -> None:
+        self._connection, self._operation, self._works = connection, operation, works
 
     def wait(self) -> None:
         """Wait for all of them, for the group's timeout in all; their errors come out as TransportError."""
-        deadline = time.monotonic() + self._transport.seconds
+        deadline = time.monotonic() + self._connection.seconds
         for doing, work in self._works:
             left = timedelta(seconds=max(SHORTEST, deadline - time.monotonic()))
-            self._transport.call(self._operation, work.wait, left, doing=doing)
+            self._connection.call(self._operation, work.wait, left, doing=doing)
 
 
-class TorchProcessGroup(Transport):
+class GlooTransport(Transport):
     """gloo over the same ranks as `group`, in a group of its own so that our collectives never mix with the user's.
 
     Ranks, store and timeout come from `group`. The first collective connects.
@@ -62,89 +156,14 @@ class TorchProcessGroup(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.seconds = timeout_of(group).total_seconds()
-        self._group, self._failed, self._ended = group, False, False
-        self._number: int | None = None
-        self._swaps = 0
-
-    @property
-    def _gloo(self) -> Any:
-        if self._ended:
-            raise TransportError(f"rank {self.rank} of {self.world_size}: this gloo transport is closed")
-        return self._taken
-
-    @cached_property
-    def _taken(self) -> Any:
-        """Taken at the first collective, so that a copied or loaded wrapper needs nobody until it trains.
-
-        All ranks take the first connection that is free on every one of them, or make a new one.
-        """
-        ours = _beside.setdefault(self._group, Connections())
-        self._number = ours.take(self._connect, self._exchange)
-        return ours.made[self._number]
-
-    def _connect(self, name: str) -> Any:
-        """Meet, so that who is missing can be named; then gloo connects.
-
-        That asks the store without a limit: in the background, on a connection that nobody else needs.
-        """
-        timeout, prefix = timeout_of(self._group), f"fastreduce/{name}"
-        ranks, here = range(self.world_size), client_of(self._group).at(f"{prefix}/here")
-        try:
-            meet(here, self.rank, ranks, self.seconds)
-            clear(here, ranks)
-        except TransportError as error:
-            self._failed = True
-            who = f"No word from rank {error.names}: it" if isinstance(error, AbsentError) else f"{error}. A peer"
-            raise TransportError(
-                f"rank {self.rank} of {self.world_size}: connecting over gloo failed. "
-                f"{who} has exited, takes no part, or did not come within the timeout."
-            ) from error
-
-        def make() -> Any:
-            store = dist.PrefixStore(prefix, connect(_get_process_group_store(self._group)))
-            return dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout=timeout)
-
-        return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS)
-
-    def call(self, operation: str, function: Callable[..., Any], *args: Any, doing: str = "") -> Any:
-        """Call into torch; its errors come out as TransportError."""
-        try:
-            return function(*args)
-        except (RuntimeError, TimeoutError) as error:
-            known, self._failed = self._failed, True
-            who = "A peer has exited" if known else self._who("timed out" in str(error).lower())
-            raise TransportError(
-                f"rank {self.rank} of {self.world_size}: {operation} over gloo failed{doing}: {error}. "
-                f"{who}, takes no part, or did not come within the timeout."
-            ) from error
-
-    def _who(self, timed_out: bool) -> str:
-        """Ranks that do not say in the store, soon after this one, that the connection failed for them too.
-
-        Those that wait in a collective do say so, so the others are the ones that they wait for. Steps cost nothing.
-        """
-        store = client_of(self._group).at(f"fastreduce/failed/{self._number}", SOON_SECONDS)
-        silent = [rank for rank in range(self.world_size) if rank != self.rank]
-
-        def all_told(store: StoreClient) -> bool:
-            silent[:] = [silent[i] for i in store.absent([str(rank) for rank in silent])]
-            return not silent
-
-        # Ranks that came one after the other time out like that too; a connection that breaks breaks for all at once.
-        patience = min(3.0, max(1.0, self.seconds / 10)) if timed_out else 1.0
-        try:
-            store.set(str(self.rank), "")
-            wait_until(store, all_told, patience)
-        except TransportError as error:
-            return f"Nobody can be asked who is missing: {error}. A peer has exited"
-        return f"No word from rank {', '.join(map(str, silent))}: it has exited" if silent else "A peer has exited"
+        self._lease = Lease("gloo", group, _Connection)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Gloo's all-reduce: the algorithm that torch's own wrapper uses."""
         self._check("all_reduce", tensor)
-        gloo = self._gloo
-        return _Works(self, "all_reduce", [("", self.call("all_reduce", gloo.allreduce, [tensor]))])
+        connection = self._lease.connection
+        work = connection.call("all_reduce", connection.gloo.allreduce, [tensor])
+        return _Works(connection, "all_reduce", [("", work)])
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Sends and receives: gloo's own all-to-all fills a slow link in one direction at a time, in half of its runs.
@@ -166,46 +185,34 @@ class TorchProcessGroup(Transport):
 
     def _swap(self, operation: str, into: list[Tensor], out: list[Tensor]) -> Work:
         """`into[r]` comes from rank r, `out[r]` goes to it."""
-        gloo, works = self._gloo, list[tuple[str, Any]]()
+        connection, works = self._lease.connection, list[tuple[str, Any]]()
+        gloo, tag = connection.gloo, connection.new_tag()
         others = [r for r in range(self.world_size) if r != self.rank]
-        self._swaps += 1  # a tag of its own for each, since several are under way at once
         for verb, start, tensors in (("receiving from", gloo.recv, into), ("sending to", gloo.send, out)):
             for r in others:
                 doing = f", {verb} rank {r}"
-                works.append((doing, self.call(operation, start, [tensors[r]], r, self._swaps, doing=doing)))
-        return _Works(self, operation, works)
+                works.append((doing, connection.call(operation, start, [tensors[r]], r, tag, doing=doing)))
+        return _Works(connection, operation, works)
 
     def _check(self, operation: str, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
             raise DeviceError(
-                f"rank {self.rank} of {self.world_size}: {operation} over gloo: TorchProcessGroup moves tensors on the "
+                f"rank {self.rank} of {self.world_size}: {operation} over gloo: GlooTransport moves tensors on the "
                 f"CPU, and this one is on {tensor.device}: use NcclTransport, which make_transport(group, "
                 f"{str(tensor.device)!r}) makes, or move the tensor with .cpu()"
             )
 
     def exchange(self, value: Any) -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
-        return self._exchange(self._gloo, value)
-
-    def _exchange(self, gloo: Any, value: Any) -> list[Any]:
-        return messages.exchange(value, lambda tensor: self._gather(gloo, tensor))
-
-    def _gather(self, gloo: Any, tensor: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self.call("exchange", lambda: gloo.allgather([gathered], [tensor]).wait())
-        return gathered
+        return self._lease.connection.exchange(value)
 
     def abort(self) -> None:
         """Drop the connection: gloo ends what waits on it."""
-        self._failed = True
-        self.close()
+        self._lease.abort()
 
     def close(self) -> None:
         """Leave the connection to the next transport over these ranks, unless it has failed."""
-        ended, self._ended = self._ended, True
-        self.__dict__.pop("_taken", None)
-        if not ended and self._number is not None and self._group in _beside:
-            _beside[self._group].leave(self._number, self._failed)
+        self._lease.close()
 
 
-weakref.finalize(TorchProcessGroup, _let_go)  # made before those of any reducer, and so called after them
+TorchProcessGroup = GlooTransport  # an older name

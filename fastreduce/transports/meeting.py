@@ -17,9 +17,9 @@ PART = 20  # of the time waited so far, as a pause: what a meeting loses by it
 class AbsentError(TransportError):
     """Ranks that did not come."""
 
-    def __init__(self, ranks: Sequence[int], seconds: float, what: str = "") -> None:
+    def __init__(self, ranks: Sequence[int], seconds: float) -> None:
         self.names = ", ".join(map(str, ranks))
-        super().__init__(f"rank {self.names} did not come{what} within {seconds:g} s")
+        super().__init__(f"rank {self.names} did not come within {seconds:g} s")
 
 
 def wait_until(
@@ -82,6 +82,13 @@ def meet(
 def notes(store: StoreClient, ranks: Sequence[int]) -> list[str]:
     """What every rank brought to a meeting that is complete, in the order of `ranks`."""
     return store.read_all([f"note of {rank}" for rank in ranks])
+
+
+def who_waits(store: StoreClient, places: Sequence[tuple[int, str]]) -> list[int]:
+    """Of ranks, each with the prefix of a meeting, those that have come to it, and have not left it."""
+    away = set(store.absent([f"{prefix}/note of {rank}" for rank, prefix in places]))
+    stay = set(store.absent([f"{prefix}/gone {rank}" for rank, prefix in places]))
+    return [rank for i, (rank, _) in enumerate(places) if i not in away and i in stay]
 
 
 def clear(store: StoreClient, ranks: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ calls on its connection waiting.
 
 from __future__ import annotations
 
-import atexit
 import os
 import queue
 import threading
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from ..environment.exits import Exit, at_exit
 from ..errors import TransportError
 from .connections import timeout_of
 
@@ -191,8 +191,9 @@ def client_of(group: dist.ProcessGroup) -> StoreClient:
     return _clients[group]
 
 
-@atexit.register
 def _end_all() -> None:
-    """Behind everything that asks a store at exit, since this module is loaded before."""
     for caller in list(_alive):
         caller.end()
+
+
+at_exit(Exit.STORE, _end_all)

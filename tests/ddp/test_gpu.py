@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastreduce
 from fastreduce import hooks
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
-from fastreduce.transports import NcclTransport, TorchProcessGroup
+from fastreduce.transports import GlooTransport, NcclTransport
 from fastreduce.transports.nccl import library
 from tests.support.models import SETTINGS, TWO_SHOT, Grads, assert_same_bits, batch, grads_of, one_by_one
 from tests.support.nccl_cases import OnGpu, OnHost, Place, run_case, world
@@ -103,7 +103,7 @@ def _bits(rank: int, size: int, place: Place, setting: str, kernels: str) -> Non
     if size > 2 and setting not in TWO_SHOT:
         return  # the transports sum themselves, each in an order of its own
     with patch.dict(os.environ, {ENVIRONMENT_VARIABLE: "numba_cpu"}):
-        ddp = fastreduce.DistributedDataParallel(Known(), compression=setting, transport=TorchProcessGroup(world()))
+        ddp = fastreduce.DistributedDataParallel(Known(), compression=setting, transport=GlooTransport(world()))
         expected = _steps(ddp, rank, torch.device("cpu"))
         ddp.reducer.close()
     for views in (False, True):
@@ -196,7 +196,7 @@ def _hook_for_torch(rank: int, size: int, place: Place, setting: str) -> None:
     found = []
     for kernels, device in (("numba_cpu", torch.device("cpu")), ("triton", place.device)):
         group = groups[device.type]
-        transport = TorchProcessGroup if kernels == "numba_cpu" else NcclTransport
+        transport = GlooTransport if kernels == "numba_cpu" else NcclTransport
         with (
             patch.dict(os.environ, {ENVIRONMENT_VARIABLE: kernels}),
             patch.object(hooks, "make_transport", lambda group, _, transport=transport: transport(group)),

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastreduce import ReducerError, TransportError
 from fastreduce.reduction.gradients import Collected
 from fastreduce.reduction.pipeline import BucketPipeline
-from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, Work
+from fastreduce.transports import GlooTransport, LocalTransport, Transport, Work
 from tests.support import tolerances
 from tests.support.models import (
     SETTINGS,
@@ -53,7 +53,7 @@ def train_by_hand(transport: Transport, make: Callable[[], nn.Module], setting: 
 
 
 def _by_hand_over_gloo(rank: int, world_size: int, setting: str) -> list[Grads]:
-    return train_by_hand(TorchProcessGroup(torch.distributed.group.WORLD), mlp, setting)  # type: ignore[arg-type]
+    return train_by_hand(GlooTransport(torch.distributed.group.WORLD), mlp, setting)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("setting", TWO_SHOT)

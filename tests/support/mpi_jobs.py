@@ -28,7 +28,7 @@ from torch import nn
 from fastreduce import TransportError, all_reduce_gradients
 from fastreduce.distributed.mpi import init_mpi
 from fastreduce.reduction.streams import ThreadStream
-from fastreduce.transports import LocalTransport, TorchProcessGroup, Transport, make_transport
+from fastreduce.transports import GlooTransport, LocalTransport, Transport, make_transport
 from fastreduce.transports.mpi import MpiTransport, communicator
 from tests.support.collective_cases import all_kinds, check_all_kinds
 from tests.support.models import (
@@ -65,7 +65,7 @@ def _rank() -> int:
 
 
 def _over_gloo() -> Transport:
-    return TorchProcessGroup(_group())
+    return GlooTransport(_group())
 
 
 def _same_everywhere(value: Any) -> None:
@@ -235,7 +235,7 @@ def communicators_are_used_again() -> None:
         transports = [MpiTransport(_group()) for _ in range(2)]
         for number, transport in enumerate(transports):
             assert transport.exchange([_rank(), number]) == [[r, number] for r in range(dist.get_world_size())]
-        made.append([transport._number for transport in transports])
+        made.append([transport._lease.number for transport in transports])
         for transport in transports[:: 1 if _rank() else -1]:
             transport.close()
     assert made[0] == made[1] == made[2], made

@@ -31,7 +31,7 @@ from fastreduce.transports.nccl import connection, library, watchdog
 
 NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64 = 0, 1, 2, 4
 NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 6, 7, 8, 9
-NCCL_SUM, NCCL_MAX, NCCL_MIN, NCCL_AVG = 0, 2, 3, 4
+NCCL_SUM = 0
 
 DTYPES = {
     NCCL_INT8: torch.int8,
@@ -147,24 +147,11 @@ class NcclCommunicator:
             raise self.async_error
 
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
-        def combine(sent: list[Tensor]) -> Tensor:
-            return _combined(sent, op)
-
-        self._collective(("allReduce", count, datatype, op), sendbuf, count, recvbuf, datatype, combine, stream)
-
-    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
-        def combine(sent: list[Tensor]) -> Tensor:
-            return _combined([t.view(self.ndev, -1)[self.rank] for t in sent], op)
-
-        what = ("reduceScatter", recvcount, datatype, op)
-        self._collective(what, sendbuf, recvcount * self.ndev, recvbuf, datatype, combine, stream)
+        assert op == NCCL_SUM
+        self._collective(("allReduce", count, datatype), sendbuf, count, recvbuf, datatype, _sum, stream)
 
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
         self._collective(("allGather", count, datatype), sendbuf, count, recvbuf, datatype, torch.cat, stream)
-
-    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
-        what = ("broadcast", count, datatype, root)
-        self._collective(what, sendbuff, count, recvbuff, datatype, lambda sent: sent[root], stream)
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._sent[peer] += 1
@@ -259,15 +246,10 @@ def _memory(address: int, count: int, datatype: int) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def _combined(sent: list[Tensor], op: int) -> Tensor:
+def _sum(sent: list[Tensor]) -> Tensor:
     total = sent[0].clone()
     for other in sent[1:]:
-        if op in (NCCL_SUM, NCCL_AVG):
-            total += other
-        else:
-            total = {NCCL_MIN: torch.minimum, NCCL_MAX: torch.maximum}[op](total, other)
-    if op == NCCL_AVG:
-        total = torch.div(total, len(sent), rounding_mode=None if total.is_floating_point() else "trunc")
+        total += other
     return total
 
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastreduce import TransportError, all_reduce_gradients
-from fastreduce.transports import LocalTransport, TorchProcessGroup, local_ranks
+from fastreduce import TransportError, all_reduce_gradients, transports
+from fastreduce.transports import GlooTransport, LocalTransport, local_ranks
+from fastreduce.transports.connections import Lease, drop_free
 from tests.support.models import assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool, message, run_ranks
 from tests.support.thread_ranks import in_threads
@@ -28,14 +29,14 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
 
 
 def _over_gloo(rank: int, world_size: int) -> list[Any]:
-    return collect(TorchProcessGroup(dist.group.WORLD))  # type: ignore[arg-type]
+    return collect(GlooTransport(dist.group.WORLD))  # type: ignore[arg-type]
 
 
 def _closed(rank: int, world_size: int) -> list[str]:
     """What every call says after close and abort, and after a close without a use."""
     seen = []
     for end, used in (("close", True), ("abort", True), ("close", False)):
-        transport = TorchProcessGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        transport = GlooTransport(dist.group.WORLD)  # type: ignore[arg-type]
         if used:
             transport.exchange(0)
         getattr(transport, end)()
@@ -101,7 +102,7 @@ def test_our_collectives_do_not_mix_with_the_users(ranks2: RankPool):
 
 def _mixed(rank: int, world_size: int) -> bool:
     """Ours and the user's on two threads, in another order on each rank."""
-    transport = TorchProcessGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    transport = GlooTransport(dist.group.WORLD)  # type: ignore[arg-type]
     ours, users = torch.full((1000,), rank + 1.0), torch.full((1000,), rank + 10.0)
 
     def run_ours() -> None:
@@ -127,13 +128,67 @@ def test_many_groups_of_ours_stand_beside_each_other(ranks3: RankPool):
 
 
 def _many(rank: int, world_size: int) -> list[float]:
-    transports = [TorchProcessGroup(dist.group.WORLD) for _ in range(4)]  # type: ignore[arg-type]
+    transports = [GlooTransport(dist.group.WORLD) for _ in range(4)]  # type: ignore[arg-type]
     values = [torch.full((3,), (rank + 1.0) * (i + 1)) for i in range(4)]
     for value, transport in zip(values, transports, strict=True):
         transport.all_reduce(value).wait()
     for transport in transports:
         transport.close()
     return [float(value[0]) for value in values]
+
+
+# Leases
+
+
+class _Made:
+    """A connection of one rank."""
+
+    def __init__(self, group: Any, name: str) -> None:
+        self.name, self.failed, self.done = name, False, list[str]()
+
+    def begin(self) -> None:
+        self.done.append("begin")
+
+    def leave(self) -> None:
+        self.done.append("leave")
+
+    def abort(self) -> None:
+        self.failed = True
+
+    def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
+        return [value]
+
+
+def test_a_connection_is_leased_by_one_transport_at_a_time_until_it_has_failed(group_of_one: None):
+    def lease() -> Lease[_Made]:
+        return Lease("a test", dist.group.WORLD, _Made)
+
+    first, second, third = lease(), lease(), lease()
+    made = first.connection
+    assert made is first.connection and (made.name, second.connection.name) == ("0", "1")
+    first.close()
+    first.close()
+    with pytest.raises(TransportError, match="rank 0 of 1: this a test transport is closed"):
+        _ = first.connection
+    assert third.connection is made and made.done == ["begin", "leave", "begin"]
+    third.close()
+    made.failed = True  # while nobody leases it
+    aborted = lease()
+    assert aborted.connection.name == "2"
+    aborted.abort()
+    fresh = lease()
+    assert fresh.connection.name == "3"
+    fresh.close()
+    drop_free("another kind")
+    again = lease()
+    assert again.connection is not made and again.connection.done == ["begin", "leave", "begin"]
+    again.close()
+    drop_free("a test")
+    assert lease().connection.name == "4" and second.connection.name == "1"
+
+
+def test_the_older_name_is_the_same_class():
+    assert transports.TorchProcessGroup is GlooTransport
 
 
 # Peers that do not come: fresh processes, since their groups are broken afterwards

@@ -24,7 +24,7 @@ import fastreduce.distributed as dist
 from fastreduce import CheckpointError, DistributedDataParallel, TransportError, load_checkpoint, save_checkpoint
 from fastreduce.distributed import values
 from fastreduce.distributed.headers import NUMEL, Header
-from fastreduce.transports import TorchProcessGroup, messages, store_client
+from fastreduce.transports import GlooTransport, messages, store_client
 from fastreduce.transports.messages import LIMIT, checked, decode, encode, gather_bytes, numbers, of_types
 from tests.support.commands import ROOT
 from tests.support.ranks import RankPool, message, run_ranks
@@ -250,7 +250,7 @@ def _everything(rank: int, world_size: int, folder: str, where: str) -> dict[str
         for planting in patches:
             stack.enter_context(planting)
         attempt("wrap", lambda: DistributedDataParallel(model, process_group=group))
-        attempt("exchange", lambda: TorchProcessGroup(group).exchange([1]))
+        attempt("exchange", lambda: GlooTransport(group).exchange([1]))
         attempt("all_reduce", lambda: dist.all_reduce(torch.ones(2), group=group))
         attempt("all_to_all", lambda: dist.all_to_all([torch.ones(1)] * 2, [torch.ones(1)] * 2, group=group))
         attempt("barrier", lambda: dist.barrier(group, timeout=SECONDS))

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import weakref
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import TransportError
 from ..base import Transport, Work
-from ..connections import Connections
+from ..connections import Lease
 from .communicator import Communicator, load_mpi, ready
-
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
-_broken: list[Communicator] = []  # MPI may still write where their collectives were to
 
 
 class _Nothing:
@@ -42,23 +37,7 @@ class MpiTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         load_mpi()
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
-        self._number, self._ended = -1, False
-
-    @cached_property
-    def _taken(self) -> Communicator:
-        """Taken at the first collective, so that a copied or loaded wrapper needs nobody until it trains."""
-        ours = _beside.setdefault(self._group, Connections())
-        self._number = ours.take(lambda name: Communicator(self._group, name), Communicator.exchange)
-        communicator: Communicator = ours.made[self._number]
-        communicator.take()
-        return communicator
-
-    @property
-    def _communicator(self) -> Communicator:
-        if self._ended:
-            raise TransportError(f"rank {self.rank} of {self.world_size}: this MPI transport is closed")
-        return self._taken
+        self._lease = Lease("MPI", group, Communicator)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """All-to-all, a sum in rank order, all-gather."""
@@ -66,8 +45,8 @@ class MpiTransport(Transport):
             return _Nothing()
         if tensor.is_cuda and not _takes_cuda():
             host = _to_host(tensor)
-            return self._communicator.all_reduce(host, lambda: tensor.copy_(host, non_blocking=True))
-        return self._communicator.all_reduce(ready(tensor))
+            return self._lease.connection.all_reduce(host, lambda: tensor.copy_(host, non_blocking=True))
+        return self._lease.connection.all_reduce(ready(tensor))
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """MPI's Ialltoall on the bytes."""
@@ -76,8 +55,8 @@ class MpiTransport(Transport):
         if wire.is_cuda and not _takes_cuda():
             into = torch.empty_like(received, device="cpu", pin_memory=True)
             after = lambda: received.copy_(into, non_blocking=True)  # noqa: E731
-            return self._communicator.all_to_all(into, _to_host(wire), after)
-        return self._communicator.all_to_all(received, ready(wire))
+            return self._lease.connection.all_to_all(into, _to_host(wire), after)
+        return self._lease.connection.all_to_all(received, ready(wire))
 
     def all_gather(self, wire: Tensor) -> Work:
         """MPI's Iallgather on the bytes, in place."""
@@ -85,31 +64,20 @@ class MpiTransport(Transport):
             return _Nothing()
         if wire.is_cuda and not _takes_cuda():
             host = _to_host(wire)
-            return self._communicator.all_gather(host, after=lambda: wire.copy_(host, non_blocking=True))
-        return self._communicator.all_gather(ready(wire))
+            return self._lease.connection.all_gather(host, after=lambda: wire.copy_(host, non_blocking=True))
+        return self._lease.connection.all_gather(ready(wire))
 
     def exchange(self, value: Any) -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
-        return self._communicator.exchange(value)
+        return self._lease.connection.exchange(value)
 
     def abort(self) -> None:
         """Collectives under way end with an error, on the peers when they next ask, within half a second."""
-        self._end(aborted=True)
+        self._lease.abort()
 
     def close(self) -> None:
         """Leave the communicator to the next transport over these ranks, unless it has failed."""
-        self._end()
-
-    def _end(self, aborted: bool = False) -> None:
-        ended, self._ended = self._ended, True
-        communicator = self.__dict__.get("_taken")
-        if ended or communicator is None or self._group not in _beside:
-            return
-        communicator.failed |= aborted
-        communicator.leave(at_once=communicator.failed)
-        if communicator.failed:
-            _broken.append(communicator)
-        _beside[self._group].leave(self._number, communicator.failed)
+        self._lease.close()
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import re
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...environment.exits import Exit, at_exit
 from ...errors import BackendUnavailableError, TransportError
 from .. import messages
 from ..base import Work
@@ -32,7 +32,7 @@ BLOCK = 1 << 30  # bytes; MPI counts with an int
 Begin = Callable[[], Any]
 
 
-class _Turn:
+class _Gate:
     """One thread at a time calls MPI: THREAD_SERIALIZED asks for it. Nobody waits for a thread that is stuck there."""
 
     stuck = False
@@ -50,8 +50,9 @@ class _Turn:
         self._lock.release()
 
 
-_TURN = _Turn()
+_GATE = _Gate()
 _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_broken: set[Communicator] = set()  # MPI may still write where their collectives were to
 
 
 @cache
@@ -74,7 +75,7 @@ def load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(_finalize, MPI)
+        at_exit(Exit.MPI, lambda: _finalize(MPI))
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         name = {MPI.THREAD_SINGLE: "THREAD_SINGLE", MPI.THREAD_FUNNELED: "THREAD_FUNNELED"}[level]
@@ -82,7 +83,6 @@ def load_mpi() -> Any:
             f"MPI runs with {name}, and reduction during backward calls it from a thread: "
             "initialise it with THREAD_SERIALIZED or THREAD_MULTIPLE (mpi4py's default)"
         )
-    atexit.register(_leave_all)
     return MPI
 
 
@@ -119,40 +119,29 @@ class Communicator:
         self._seconds = timeout_of(group).total_seconds()
         # Without an answer from the store soon, collectives go on.
         self._store = client_of(group).at(f"fastreduce/mpi/{name}", SOON_SECONDS)
-        self._started = self._taken = 0
+        self._started = self._leases = 0
         self._under_way: dict[int, PolledWork] = {}
         self._spare: dict[Any, list[Tensor]] = {}  # what all_reduce receives in, by size
-        with self.errors("connecting"):
-            self._meet()
+        with self._errors("connecting"):
+            # Wait for all ranks here, since making a communicator has no timeout.
+            meet(self._store.at("here", self._seconds), self.rank, range(self.size), self._seconds)
             ranks = dist.get_process_group_ranks(group)
             try:
                 self._first, self._second = in_background(lambda: _make(ranks), self._seconds)
             except TimeoutError as error:
-                _TURN.stuck = True
-                raise self._error("connecting", f"a rank {_late(self._seconds)}: MPI makes no communicator") from error
+                _GATE.stuck = True
+                raise TransportError(f"a rank {_late(self._seconds)}: MPI makes no communicator") from error
         _alive.add(self)
 
-    def _meet(self) -> None:
-        """Wait for all ranks, since making a communicator has no timeout."""
-        try:
-            meet(self._store.at("here", self._seconds), self.rank, range(self.size), self._seconds)
-        except TransportError as error:
-            raise self._error("connecting", error) from error
-
-    def _error(self, operation: str, why: object) -> TransportError:
-        self.failed = _TURN.failed = True
-        self._why = self._why or str(why)
-        return TransportError(f"rank {self.rank} of {self.size}: {operation} over MPI failed: {why}.")
-
     @contextlib.contextmanager
-    def errors(self, operation: str) -> Iterator[None]:
-        """What MPI and the store raise comes out as TransportError."""
+    def _errors(self, operation: str) -> Iterator[None]:
+        """What MPI and the store raise, and reasons raised here, come out as TransportError with rank and operation."""
         try:
             yield
-        except TransportError:
-            raise
         except RuntimeError as error:
-            raise self._error(operation, error) from error
+            self.failed = _GATE.failed = True
+            self._why = self._why or str(error)
+            raise TransportError(f"rank {self.rank} of {self.size}: {operation} over MPI failed: {error}.") from error
 
     def start(
         self,
@@ -164,7 +153,7 @@ class Communicator:
     ) -> Work:
         """Start a collective on the tensors `keep`, and a second one, `then`, when it has ended; then call `after`."""
         work = PolledWork(self, operation, keep, after)
-        with self.errors(operation), _TURN:
+        with self._errors(operation), _GATE:
             self._started += 1
             work.number = self._started
             work.request, work.then = begin(), then
@@ -175,14 +164,14 @@ class Communicator:
         """Wait for one."""
 
         def done() -> bool:
-            with _TURN:
+            with _GATE:
                 self._advance()
                 return work.then is None and bool(work.request.Test())
 
-        with self.errors(work.operation):
+        with self._errors(work.operation):
             if not poll(done, self._seconds, lambda: self._look(work)):
-                raise self._error(work.operation, self._who(work.number))
-        with _TURN:
+                raise TransportError(self._who(work.number))
+        with _GATE:
             self._under_way.pop(work.number, None)
 
     def _advance(self) -> None:
@@ -196,17 +185,17 @@ class Communicator:
     def _look(self, work: PolledWork) -> None:
         """Tell that this rank waits; raises if another has left before it came to what is waited for."""
         if self.failed:
-            raise self._error(work.operation, self._why or "it was aborted")
+            raise TransportError(self._why or "it was aborted")
         left = ""
         with contextlib.suppress(TransportError):  # the store's rank may be on its way out
             self._store.set(f"waiting/{self.rank}", str(work.number))
-            left = self._store.read(f"left/{self._taken}") or ""
+            left = self._store.read(f"left/{self._leases}") or ""
         for note in left.split():
             if not re.fullmatch(r"\d+:(-1|\d+)", note):
-                raise self._error(work.operation, f"who has left is told by {note[:40]!r}, no note of a rank")
+                raise TransportError(f"who has left is told by {note[:40]!r}, no note of a rank")
             rank, started = map(int, note.split(":"))
             if started < work.number and rank != self.rank:
-                raise self._error(work.operation, f"rank {rank} has ended, or takes no part any more")
+                raise TransportError(f"rank {rank} has ended, or takes no part any more")
 
     def _who(self, number: int) -> str:
         late = _late(self._seconds)
@@ -218,14 +207,25 @@ class Communicator:
         missing = [str(rank) for rank, text in told.items() if not text.isdecimal() or int(text[:20]) < number]
         return f"rank {', '.join(missing) or 'unknown'} {late}"
 
-    def leave(self, at_once: bool = False) -> None:
+    def begin(self) -> None:
+        """A transport uses it from now on; on every rank at once."""
+        self._leases += 1
+
+    def tell_end(self, at_once: bool = False) -> None:
         """Tell the others that this rank starts nothing more, or `at_once` that it ends what is under way."""
         with contextlib.suppress(TransportError):
-            self._store.append(f"left/{self._taken}", f"{self.rank}:{-1 if at_once else self._started} ")
+            self._store.append(f"left/{self._leases}", f"{self.rank}:{-1 if at_once else self._started} ")
 
-    def take(self) -> None:
-        """Begin anew after `leave`; on every rank."""
-        self._taken += 1
+    def leave(self) -> None:
+        """The transport begins nothing more."""
+        if self.failed:
+            _broken.add(self)
+        self.tell_end(at_once=self.failed)
+
+    def abort(self) -> None:
+        """End what is under way, on the peers when they next ask."""
+        self.failed = True
+        self.leave()
 
     def all_to_all(self, received: Tensor, wire: Tensor, after: Callable[[], object] | None = None) -> Work:
         """Row r of `received` from rank r's own shard of bytes."""
@@ -268,13 +268,13 @@ class Communicator:
     def _shards(self, wire: Tensor) -> list[Any]:
         return [load_mpi().memory.fromaddress(wire.data_ptr(), wire.nbytes), *_unit(wire.nbytes // self.size)]
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
 
         def gather(mine: Tensor) -> list[Tensor]:
             rows = mine.new_zeros(self.size, len(mine))
             rows[self.rank] = mine
-            self.all_gather(rows, "exchange").wait()
+            self.all_gather(rows, operation).wait()
             return list(rows)
 
         return messages.exchange(value, gather)
@@ -311,7 +311,7 @@ def ready(tensor: Tensor) -> Tensor:
 def _make(ranks: list[int]) -> tuple[Any, Any]:
     """A communicator over ranks of COMM_WORLD, and a second one, begun whenever a first collective has ended."""
     world = load_mpi().COMM_WORLD
-    with _TURN:
+    with _GATE:
         first = world.Create_group(world.group.Incl(ranks))
         return first, first.Dup()
 
@@ -323,12 +323,15 @@ def _late(seconds: float) -> str:
 def _leave_all() -> None:
     """At exit: nobody waits for a rank that is gone."""
     for communicator in list(_alive):
-        communicator.leave()
+        communicator.tell_end()
+
+
+at_exit(Exit.TELL, _leave_all)
 
 
 def _finalize(mpi: Any) -> None:
     """At exit, last: MPI waits for all ranks to end, and without a limit; where one may be gone, the job is ended."""
-    if not _TURN.failed:
+    if not _GATE.failed:
         mpi.Finalize()
         return
     try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import re
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...environment.exits import Exit, at_exit
 from ...errors import TransportError
 from ..connections import timeout_of
 from ..deadlines import in_background
@@ -54,7 +54,7 @@ class Connection:
         self._communicators: dict[tuple[str, ...], Communicator] = {}
         self._failure: str | None = None
         self._state = threading.Lock()  # never held while anything blocks
-        self._inside, self._taken = 0, 0
+        self._calls_inside, self._leases = 0, 0
         self._open = self._raised = False
         self._told: dict[str, int] = {}
         self._session = ""  # no rank has left the same notes in this store before
@@ -69,11 +69,11 @@ class Connection:
         """Whether it cannot be used any more."""
         return self._failure is not None
 
-    def take(self) -> None:
+    def begin(self) -> None:
         """A transport uses it from now on; on every rank at once."""
-        if not self._taken:
+        if not self._leases:
             self._session = checked(self.exchange(uuid.uuid4().hex, "connecting"), _hex, "number of a session")[0].hex()
-        self._taken += 1
+        self._leases += 1
         self._open = True
 
     def leave(self) -> None:
@@ -111,17 +111,13 @@ class Connection:
         Raises:
             TransportError: naming the ranks that do not come.
         """
-        with self.inside():
+        with self._inside():
             try:
                 return self._meet(value)
-            except AbsentError as error:
-                raise TransportError(
-                    f"rank {self.rank} of {self.size}: {operation} over NCCL's store failed. No word from rank "
-                    f"{error.names}: it has exited, takes no part, or did not come within the timeout."
-                ) from error
             except TransportError as error:
+                why = _no_word_from(error.names) if isinstance(error, AbsentError) else str(error)
                 raise TransportError(
-                    f"rank {self.rank} of {self.size}: {operation} over NCCL's store failed. {error}"
+                    f"rank {self.rank} of {self.size}: {operation} over NCCL's store failed. {why}"
                 ) from error
 
     def _meet(self, value: Any) -> list[Any]:
@@ -156,20 +152,16 @@ class Connection:
         return self._communicators[gpus]
 
     def _connect(self, device: torch.device, key: str) -> Communicator:
-        with self.inside():
-            try:
-                mine = self._nccl.get_unique_id() if self.rank == 0 else b""
-                told = self._meet(mine.hex() if isinstance(mine, bytes) else list(mine))
-                identifier = checked(told, _identifier, "identifier of a communicator")[0]
+        with self._inside(lambda error: ("connecting", str(error))):
+            mine = self._nccl.get_unique_id() if self.rank == 0 else b""
+            told = self._meet(mine.hex() if isinstance(mine, bytes) else list(mine))
+            identifier = checked(told, _identifier, "identifier of a communicator")[0]
 
-                def make() -> Any:
-                    with self._cuda.using(device):
-                        return self._nccl.NcclCommunicator(self.size, identifier, self.rank)
+            def make() -> Any:
+                with self._cuda.using(device):
+                    return self._nccl.NcclCommunicator(self.size, identifier, self.rank)
 
-                made = in_background(make, self._seconds)  # NCCL itself has no timeout here
-            except (RuntimeError, TimeoutError) as error:
-                self._fail("connecting", str(error))
-                raise
+            made = in_background(make, self._seconds)  # NCCL itself has no timeout here
         return Communicator(made, device, self._cuda, key)
 
     def run(self, communicator: Communicator, operation: str, tensor: Tensor, about: str, enqueue: Enqueue) -> None:
@@ -178,14 +170,13 @@ class Connection:
         Raises:
             TransportError: if NCCL refuses it, or anything failed before.
         """
-        with self.inside():
-            try:
-                communicator.run(operation, tensor, about, enqueue)
-            except Exception as error:  # CuPy meets codes that it does not know with KeyError
-                if not self.failed:
-                    entry = Entry(communicator.begun, operation, tensor.nbytes, tensor.dtype, about)
-                    self._fail(str(entry), f"{error}. {self._who(communicator, entry)} {about}".rstrip())
-                raise
+
+        def told(error: Exception) -> tuple[str, str]:
+            entry = Entry(communicator.begun, operation, tensor.nbytes, tensor.dtype, about)
+            return str(entry), f"{error}. {self._who(communicator, entry)} {about}".rstrip()
+
+        with self._inside(told):
+            communicator.run(operation, tensor, about, enqueue)
 
     # Failing
 
@@ -195,16 +186,24 @@ class Connection:
             self._raise_failure()
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """A call of the transport: errors are raised by it, not on the main thread from outside."""
+    def _inside(self, told: Callable[[Exception], tuple[str, str]] | None = None) -> Iterator[None]:
+        """A call of the transport: what fails meanwhile is raised by it, not on the main thread from outside.
+
+        With `told`, whatever CuPy, NCCL or CUDA raises in the call makes the connection fail: it comes out as
+        TransportError, with the operation and reason that `told` gives.
+        """
         with self._state:
             self._raise_failure()
-            self._inside += 1
+            self._calls_inside += 1
         try:
             yield
+        except Exception as error:  # CuPy meets codes that it does not know with KeyError
+            if told is not None and not self.failed:
+                self._fail(*told(error))
+            raise
         finally:
             with self._state:
-                self._inside -= 1
+                self._calls_inside -= 1
                 self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -223,7 +222,7 @@ class Connection:
             if self._failure is not None:
                 return
             self._failure = f"rank {self.rank} of {self.size}: {operation} over NCCL failed: {reason}"
-            if self._open and not self._inside:
+            if self._open and not self._calls_inside:
                 self._raised = True
                 raise_in_main_thread(self._failure)
         self._abort()
@@ -275,7 +274,7 @@ class Connection:
 
     @property
     def _left(self) -> str:
-        return f"{self._session}/left/{self._taken}"
+        return f"{self._session}/left/{self._leases}"
 
     def _note(self, text: str) -> None:
         with suppress(TransportError):
@@ -298,14 +297,15 @@ class Connection:
         try:
             while missing := [r for r in missing if self._progress(communicator, r) < entry.number]:
                 if time.monotonic() > deadline:
-                    names = ", ".join(map(str, missing))
-                    return (
-                        f"No word from rank {names}: it has exited, takes no part, or did not come within the timeout."
-                    )
+                    return _no_word_from(", ".join(map(str, missing)))
                 time.sleep(0.05)
         except TransportError as error:
             return f"Nobody can be asked who is missing: {error}."
         return "All ranks had come to it."
+
+
+def _no_word_from(ranks: str) -> str:
+    return f"No word from rank {ranks}: it has exited, takes no part, or did not come within the timeout."
 
 
 def _identifier(value: Any) -> bytes | tuple[int, ...]:
@@ -330,4 +330,4 @@ def _end_all() -> None:
         connection.join(max(0.0, deadline - time.monotonic()))
 
 
-atexit.register(_end_all)
+at_exit(Exit.NCCL, _end_all)

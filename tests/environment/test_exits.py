@@ -1,0 +1,96 @@
+"""What is left to do when a process ends: in one order, all of it, in every way to end."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastreduce.distributed  # noqa: F401 (whose ends are looked at)
+from fastreduce.environment import exits
+from fastreduce.environment.exits import Exit
+from fastreduce.transports.mpi import communicator  # noqa: F401
+from tests.support.commands import run
+
+PACKAGE = Path(__file__).parents[1] / "fastreduce"
+
+REGISTER = """
+import os, sys
+from fastreduce.environment.exits import Exit, at_exit
+
+def say(name):
+    print(name, flush=True)
+    if name == "REDUCERS":
+        raise SystemExit("an end that fails")
+
+for step in reversed(Exit):
+    at_exit(step, lambda name=step.name: say(name))
+"""
+# The interpreter's own way, a child made by fork, and what launched ranks do.
+WAYS = {
+    "return": "",
+    "exit": "sys.exit(0)",
+    "raise": "raise ValueError",
+    "fork": "if os.fork():\n    os.wait()\n    os._exit(0)",
+    "launched": "import atexit\natexit._run_exitfuncs()\nos._exit(0)",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ends_run_once_in_order_though_one_fails(way: str):
+    done = run(sys.executable, "-c", REGISTER + WAYS[way])
+    assert done.stdout.split() == [step.name for step in Exit]
+    assert "an end that fails" in done.stderr
+
+
+def test_each_end_is_in_its_step():
+    where = {step.name: [end.__module__.removeprefix("fastreduce.") for end in exits._ends[step]] for step in Exit}
+    where["FILES"] = []  # where a folder was made
+    assert where == {
+        "TELL": ["transports.mpi.communicator"],
+        "DELIVER": ["distributed.point_to_point"],
+        "REDUCERS": ["reduction.reducer"],
+        "NCCL": ["transports.nccl.connection"],
+        "GLOO": ["transports.gloo"],
+        "STORE": ["transports.store_client"],
+        "FILES": [],
+        "MPI": [],  # where we have initialised it
+    }
+
+
+def test_nothing_else_waits_for_the_exit():
+    for file in PACKAGE.rglob("*.py"):
+        text, name = file.read_text(), str(file.relative_to(PACKAGE))
+        if name not in ("environment/exits.py", "run/replacement.py"):
+            assert not re.search(r"\batexit\.register|from atexit", text), name
+        assert text.count("weakref.finalize(") == len(re.findall(r"\.atexit = False", text)), name
+
+
+KEPT = """
+import torch
+import fastreduce
+from fastreduce.environment.exits import Exit, at_exit
+from fastreduce.reduction.reducer import GradientReducer
+from fastreduce.transports import LocalTransport
+
+class Transport(LocalTransport):
+    def close(self):
+        print("closed", flush=True)
+        super().close()
+
+def reducer():
+    return GradientReducer([torch.ones(3, requires_grad=True)], ["p"], Transport(), fastreduce.NoCompression())
+
+kept = [reducer(), reducer()]
+kept[0].close()
+del kept[0]
+at_exit(Exit.NCCL, lambda: print("NCCL", flush=True))
+at_exit(Exit.TELL, lambda: print("TELL", flush=True))
+"""
+
+
+def test_reducers_end_once_and_before_what_they_work_on():
+    done = run(sys.executable, "-c", KEPT)
+    assert done.stdout.split() == ["closed", "TELL", "closed", "NCCL"], done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,8 +68,30 @@ def store_statistics(statistics, values, inside):
     tl.store(row + 1, tl.sum(values * values))
 
 
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Run `programs` programs of a kernel on a device, multiplications and additions rounded one by one."""
-    if programs:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel[(programs,)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
+    """Run `programs` programs of a kernel on a device, multiplications and additions rounded one by one.
+
+    In every launch Triton looks anew for what it has compiled, which takes the host several times as long as the launch
+    itself. So it is kept here, by all that it was compiled for: dtypes, which addresses are multiples of 16, numbers.
+    """
+    if not programs:
+        return
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, programs, device, *arguments, **constants)
+    key = (id(kernel), device, *map(_compiled_for, arguments), *constants.values())
+    kept = _compiled.get(key)
+    if kept is None:
+        compiled = kernel[(programs,)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
+        if compiled is not None:  # as it is by the interpreter
+            _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    else:
+        compiled, of_signature = kept
+        compiled[(programs, 1, 1)](*arguments, *of_signature)
+
+
+def _compiled_for(argument: Any) -> Any:
+    return (argument.dtype, argument.data_ptr() & 15) if isinstance(argument, torch.Tensor) else argument

@@ -332,7 +332,7 @@ def _with_statistics(model: Model, wires: list[Tensor], block: int, decompress: 
 
     def without() -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
-            decompress(ops.unchecked(device), each, wire, grads)
+            decompress(ops.choose(device), each, wire, grads)
 
     def then_norm() -> None:
         without()

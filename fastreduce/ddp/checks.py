@@ -77,7 +77,7 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     for kind, (name, device) in first.items():
         if kind not in ("cpu", "cuda"):
             raise BackendUnavailableError(f"parameter {name!r} is on {device}; allowed: cpu, cuda")
-        ops.unchecked(device)
+        ops.choose(device)
     caps = arguments.get("bucket_cap_mb_list") or ()
     if any(cap < 0 for cap in caps):
         raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")

@@ -81,7 +81,7 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) ->
         numels = [t.numel() for t in tensors]
         table = SlotTable(np.array([0, *accumulate(numels)][:-1]), np.array(numels), sum(numels))
         wire = torch.empty(table.total, dtype=like.dtype, device=like.device)
-        ops.flatten(tensors, table, wire)
+        ops.choose(like.device).flatten(tensors, table, wire, 1.0)
     else:
         wire = torch.cat([_memory(t) for t in tensors])
     moved = wire if like.device.type in group_device_types(group) else wire.to(group_device(group))
@@ -89,7 +89,7 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) ->
     if moved is not wire:
         wire.copy_(moved)
     if packed:
-        ops.unflatten(wire, table, tensors)
+        ops.choose(like.device).unflatten(wire, table, tensors, 1.0)
         count_as_written(*tensors)
         return
     for tensor, part in zip(tensors, wire.split([t.nbytes for t in tensors]), strict=True):

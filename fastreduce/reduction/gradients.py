@@ -159,7 +159,11 @@ class Gradients:
                 self._point(i, view)
 
     def collect(self, members: Members, used: Sequence[bool]) -> Collected:
-        """The gradients of one bucket; `used` tells by parameter whether a backward reached it on this rank."""
+        """The gradients of one bucket; `used` tells by parameter whether a backward reached it on this rank.
+
+        Raises:
+            TensorError: if a gradient is not dense, or has another size or dtype than its slot.
+        """
         grads: list[Any] = [parameter.grad for parameter in members.parameters]
         if all(map(used.__getitem__, members.indices)) and members.fit(grads):
             if members.views is None:
@@ -167,6 +171,7 @@ class Gradients:
             return Collected(grads, members.views, repoint=members.parameters)
         found = Collected()
         for position, (i, grad) in enumerate(zip(members.indices, grads, strict=True)):
+            self._check_unchanged(i, members.numels[position], members.dtype)
             if grad is not None and used[i] and self.views[i] is None and self._fits(grad, i):
                 source = target = _real(grad)
             else:
@@ -175,6 +180,16 @@ class Gradients:
             found.targets.append(target)
         self.check_unmoved([members.indices[position] for position in found.unused])
         return found
+
+    def _check_unchanged(self, i: int, numel: int, dtype: torch.dtype) -> None:
+        """Raise if a gradient has another size or dtype than its slot: kernels take the slot's for granted."""
+        parameter, now = self.parameters[i], self.specs[i].dtype
+        count = parameter.numel() * (2 if parameter.is_complex() else 1)
+        if count != numel or now is not dtype:
+            raise TensorError(
+                f"{self.names[i]!r} has {count} numbers of {now}, and had {numel} of {dtype} when its place among the "
+                "gradients was made: wrap the module again, or pass another tensor"
+            )
 
     def _stand_in(
         self, found: Collected, position: int, i: int, grad: Tensor | None, used: bool

@@ -80,7 +80,7 @@ class BucketPipeline:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
         self._block, shards = compression.block, transport.world_size
-        self._kernels = ops.unchecked(bucket.device)
+        self._kernels = ops.choose(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
         # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
         self._fp16 = wire_dtype is torch.uint8 and not self._block

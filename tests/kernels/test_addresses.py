@@ -156,14 +156,6 @@ def test_addresses_on_a_device_are_checked_when_they_are_new(monkeypatch: pytest
         table.addresses("flatten", [tensors[0], torch.ones(5)])
 
 
-def test_other_tensors_are_checked_where_they_are_handed_over(monkeypatch: pytest.MonkeyPatch):
-    """As if on a device: the check alone."""
-    monkeypatch.setattr(Tensor, "is_cpu", False)
-    for tensor in (at(1, torch.ones(3)), at(2, torch.ones(3, dtype=torch.uint8))):
-        with pytest.raises(TensorError, match=r"wire lies at 0x\w+, which is \d more than a multiple of 4.*clone"):
-            ops._check_flat("flatten", "wire", tensor, 3, [tensor.dtype])
-
-
 def test_device_tables():
     numels = [3] * 1000 + [100_000]
     slots = slot_table(numels)

@@ -1,8 +1,8 @@
 """`python -m bench.aot`: what the GPU kernels cost each element, read from machine code for one GPU, without one.
 
 Numba's and Triton's kernels are compiled as in tests/kernels/test_aot.py, assembled by Triton's ptxas and disassembled.
-A thread's main path is the way from the first instruction to an end with the most 16-byte accesses, and among
-those the shortest; loops are gone through once, which is what two ranks take.
+A thread's main path is the shortest way from the first instruction to an end with all 16-byte accesses of a full,
+aligned tile of finite numbers; loops are gone through once, which is what two ranks take.
 """
 
 from __future__ import annotations
@@ -15,24 +15,12 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
 ROOT = Path(__file__).parents[1]
-# Of a thread.
-ELEMENTS = {
-    "triton": {"": 16},
-    "numba_cuda": {"flatten_fp16": 16, "flatten": 8, "unflatten": 8, "reduce ": 8, "": 16},
-}
-WARPS_A_CYCLE = 4  # of one multiprocessor
-
-
-class Cost(NamedTuple):
-    """What one thread runs."""
-
-    wide: int  # accesses of 16 bytes
-    instructions: int
+BACKENDS = ("triton", "numba_cuda")
 
 
 def compiled(backend: str, folder: Path) -> list[dict[str, Any]]:
@@ -66,8 +54,8 @@ def disassembled(ptx: str, folder: Path) -> tuple[str, int]:
     return text, int(registers[1])
 
 
-def main_path(code: str) -> Cost:
-    """The main path through machine code."""
+def main_path(code: str, wide: int) -> int:
+    """How many instructions the shortest way through machine code has, of those with so many 16-byte accesses."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     for line in code.splitlines():
@@ -79,34 +67,35 @@ def main_path(code: str) -> Cost:
     sys.setrecursionlimit(100_000)
 
     @cache
-    def best(at: int) -> Cost | None:
-        """From instruction `at` to an end; None if it only leads back."""
+    def shortest(at: int) -> dict[int, int]:
+        """From instruction `at` to an end, by the number of 16-byte accesses; empty if it only leads back."""
         if at >= len(lines):
-            return None
+            return {}
         line = lines[at]
         words = line.split()
         predicated = words[0].startswith("@")
         name = words[1] if predicated else words[0]
-        here = Cost(int(bool(re.match(r"(LDG|STG)\..*128", name))), int(name != "NOP"))
-        ends: list[Cost | None] = []
+        ends: list[dict[int, int]] = []
         if name.startswith(("EXIT", "RET")):
-            ends.append(Cost(0, 0))
+            ends.append({0: 0})
         if name.startswith("BRA"):
             target = re.search(r"\((\.L\w+)\)", line)
             assert target is not None, line
             if labels[target[1]] > at:
-                ends.append(best(labels[target[1]]))
+                ends.append(shortest(labels[target[1]]))
         if predicated or not name.startswith(("EXIT", "RET", "BRA")):
-            ends.append(best(at + 1))
-        found = [end for end in ends if end is not None]
-        if not found:
-            return None
-        most = max(found, key=lambda end: (end.wide, -end.instructions))
-        return Cost(here.wide + most.wide, here.instructions + most.instructions)
+            ends.append(shortest(at + 1))
+        access, instruction = int(bool(re.match(r"(LDG|STG)\..*128", name))), int(name != "NOP")
+        found: dict[int, int] = {}
+        for end in ends:
+            for accesses, instructions in end.items():
+                better = min(instructions + instruction, found.get(accesses + access, sys.maxsize))
+                found[accesses + access] = better
+        return found
 
-    path = best(0)
-    assert path is not None
-    return path
+    paths = shortest(0)
+    assert wide in paths, f"no way has {wide} accesses of 16 bytes, but {sorted(paths)}"
+    return paths[wide]
 
 
 def main(target: Annotated[int, typer.Option(help="Compute capability, as in sm_90.")] = 90) -> None:
@@ -117,16 +106,16 @@ def main(target: Annotated[int, typer.Option(help="Compute capability, as in sm_
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for backend, counts in ELEMENTS.items():
+        for backend in BACKENDS:
             for kernel in compiled(backend, folder):
                 what, _, compiled_for = kernel["name"].rpartition(", sm_")
                 if compiled_for != str(target) or kernel["wide"] is None:
                     continue
-                elements = next(count for prefix, count in counts.items() if what.startswith(prefix))
                 code, registers = disassembled(kernel["ptx"], folder)
-                path = main_path(code)
-                cells = [what, backend, registers, path.wide, path.instructions, elements]
-                print("|", *(f"{cell} |" for cell in cells), f"{path.instructions / elements:.1f} |")
+                wide, elements = (sum(kernel["wide"]) - kernel["again"]) // 16, kernel["elements"]
+                instructions = main_path(code, wide)
+                cells = [what, backend, registers, wide, instructions, elements]
+                print("|", *(f"{cell} |" for cell in cells), f"{instructions / elements:.1f} |")
 
 
 if __name__ == "__main__":

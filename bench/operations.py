@@ -80,8 +80,8 @@ Model = list[Gradients]
 class Case:
     """One operation over all buckets of a model.
 
-    `run` calls a backend's kernels as a step does, without checks; `plain` are torch's ways. All of
-    them fill `outputs`, but an allocating way returns what it makes instead.
+    `run` calls a backend's kernels as a step does; `plain` are torch's ways. All of them fill `outputs`, but an
+    allocating way returns what it makes instead.
     """
 
     run: Callable[[Backend], None]

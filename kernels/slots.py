@@ -1,4 +1,4 @@
-"""Where the slots of one flat lie: the only description of a bucket that a kernel sees."""
+"""Where the slots of one flat lie, which is all that a kernel is told of a bucket, and the sizes of a wire's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: one file per command."""
+"""The command line: a file for each command, or a folder where it is a large one."""
 
 from __future__ import annotations
 

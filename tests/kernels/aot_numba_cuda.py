@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuda.bindings import nvjitlink
 from numba import cuda
@@ -16,8 +16,19 @@ from fastreduce.kernels import numba_cuda_cast, numba_cuda_fp16, numba_cuda_int8
 TARGETS = (80, 90, 100)
 INT64, FP64, FP32, FP16, BF16 = types.int64, types.float64, types.float32, types.int16, types.uint16
 
-# Name, kernel, types of its arguments, and the bytes that a thread loads and stores 16 at a time: every access once.
-Variant = tuple[str, Any, tuple[Any, ...], tuple[int, int] | None]
+
+class Variant(NamedTuple):
+    """One specialisation of a kernel, and the bytes that a thread loads and stores 16 at a time: every access once.
+
+    Of what it loads, `again` is loaded only where a block or a sum is not finite. A thread has `elements`.
+    """
+
+    name: str
+    kernel: Any
+    types: tuple[Any, ...]
+    wide: tuple[int, int]
+    elements: int
+    again: int = 0
 
 
 def variants() -> list[Variant]:
@@ -27,40 +38,44 @@ def variants() -> list[Variant]:
     arguments: tuple[Any, ...]
     for name, tag in [("fp16", FP16), ("bf16", BF16)]:
         arguments = (INT64, tag, INT64, INT64, FP32, FP32)
-        found.append((f"flatten {name}", flatten, arguments, (32, 16)))
-        found.append((f"unflatten {name}", unflatten, arguments, (16, 32)))
+        found.append(Variant(f"flatten {name}", flatten, arguments, (32, 16), 8))
+        found.append(Variant(f"unflatten {name}", unflatten, arguments, (16, 32), 8))
         # The first rank's shard and, in the loop, another's.
-        found.append((f"reduce {name}", reduce, (INT64, INT64, INT64, tag, INT64, *[FP32] * 3), (32, 16)))
-    found.append(("flatten fp64", flatten, (INT64, BF16, INT64, INT64, FP64, FP64), (64, 16)))
+        arguments = (INT64, INT64, INT64, tag, INT64, *[FP32] * 3)
+        found.append(Variant(f"reduce {name}", reduce, arguments, (32, 16), 8))
+    found.append(Variant("flatten fp64", flatten, (INT64, BF16, INT64, INT64, FP64, FP64), (64, 16), 8))
 
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
         # The old residual is read in two places: once more where a block is not finite.
         arguments = (*[INT64] * 6, tag, *[INT64] * 3)
-        found.append((f"quantize {name}", numba_cuda_int8._quantize, arguments, (16 * (size + 8), 16 * 5)))
+        moved = (16 * (size + 8), 16 * 5)
+        found.append(Variant(f"quantize {name}", numba_cuda_int8._quantize, arguments, moved, 16, 16 * 4))
         arguments = (*[INT64] * 3, tag, *[INT64] * 3)
-        found.append((f"dequantize {name}", numba_cuda_int8._dequantize, arguments, (16, 16 * size)))
+        found.append(Variant(f"dequantize {name}", numba_cuda_int8._dequantize, arguments, (16, 16 * size), 16))
     rule = [types.int32] * 4
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
         arguments = (*[INT64] * 3, tag, *[INT64] * 2, *rule)
-        found.append((f"flatten_fp16 {name}", numba_cuda_fp16._flatten, arguments, (16 * size, 32)))
+        found.append(Variant(f"flatten_fp16 {name}", numba_cuda_fp16._flatten, arguments, (16 * size, 32), 16))
         arguments = (*[INT64] * 3, tag, *[INT64] * 2, FP32)
-        found.append((f"unflatten_fp16 {name}", numba_cuda_fp16._unflatten, arguments, (16, 8 * size)))
+        found.append(Variant(f"unflatten_fp16 {name}", numba_cuda_fp16._unflatten, arguments, (16, 8 * size), 8))
         kernel = numba_cuda_statistics.unflatten_fp16_and_sum
         arguments = (*arguments, INT64, FP32)
-        found.append((f"unflatten_fp16 {name} with statistics", kernel, arguments, (16, 8 * size)))
+        found.append(Variant(f"unflatten_fp16 {name} with statistics", kernel, arguments, (16, 8 * size), 8))
     arguments = (*[INT64] * 5, *[FP32] * 3, *rule)
     # The first rank's shard and, in the loop, another's; and both once more where the sum is not finite.
-    found.append(("reduce_fp16", numba_cuda_fp16._reduce, arguments, (4 * 32, 32)))
-    found.append(("share_exponents", numba_cuda_fp16._share, (INT64,) * 5, (32, 32)))
+    found.append(Variant("reduce_fp16", numba_cuda_fp16._reduce, arguments, (4 * 32, 32), 16, 2 * 32))
+    found.append(Variant("share_exponents", numba_cuda_fp16._share, (INT64,) * 5, (32, 32), 16))
     unflatten, dequantize = numba_cuda_statistics.unflatten_and_sum, numba_cuda_statistics.dequantize_and_sum
-    for name, kernel, types_, wide in [
-        ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32)),
-        ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32)),
-        ("dequantize fp32", dequantize, (*[INT64] * 3, FP32, *[INT64] * 4, FP32), (16, 64)),
+    for name, kernel, types_, moved, elements in [
+        ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32), 8),
+        ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32), 4),
+        ("dequantize fp32", dequantize, (*[INT64] * 3, FP32, *[INT64] * 4, FP32), (16, 64), 16),
     ]:
-        found.append((f"{name} with statistics", kernel, types_, wide))
+        found.append(Variant(f"{name} with statistics", kernel, types_, moved, elements))
+    # As in reduce_fp16, and the old residual as in quantize.
     arguments = (*[INT64] * 10, *[FP32] * 3)
-    found.append(("reduce_quantized", numba_cuda_int8._reduce, arguments, (16 * (4 + 8), 16 * 5)))
+    moved = (16 * (4 + 8), 16 * 5)
+    found.append(Variant("reduce_quantized", numba_cuda_int8._reduce, arguments, moved, 16, 16 * (2 + 4)))
     return found
 
 
@@ -81,11 +96,12 @@ def resource_use(ptx: str, target: int) -> str:
 def compile_all() -> list[dict[str, Any]]:
     """Every variant for every target."""
     results = []
-    for name, kernel, arguments, wide in variants():
+    for variant in variants():
         for target in TARGETS:
-            signature, capability = types.void(*arguments), divmod(target, 10)
-            ptx, _ = cuda.compile_ptx(kernel.py_func, signature, cc=capability, device=False, abi="numba")
-            entry = {"name": f"{name}, sm_{target}", "wide": wide, "log": resource_use(ptx, target)}
+            signature, capability = types.void(*variant.types), divmod(target, 10)
+            ptx, _ = cuda.compile_ptx(variant.kernel.py_func, signature, cc=capability, device=False, abi="numba")
+            of_thread = {"wide": variant.wide, "again": variant.again, "elements": variant.elements}
+            entry = {"name": f"{variant.name}, sm_{target}", **of_thread, "log": resource_use(ptx, target)}
             results.append({**entry, "ptx": ptx})
     return results
 

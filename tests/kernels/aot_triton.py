@@ -21,7 +21,10 @@ POINTERS = {
 
 
 class Variant(NamedTuple):
-    """One specialisation of a kernel, and the bytes that a full tile loads and stores 16 and more at a time."""
+    """One specialisation of a kernel, and the bytes that a full tile loads and stores 16 and more at a time.
+
+    Of what it loads, `again` is loaded only where a sum is not finite. A tile has `elements`.
+    """
 
     name: str
     kernel: Any
@@ -29,6 +32,8 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     wide: tuple[int, int] | None
     targets: tuple[int, ...] = TARGETS
+    again: int = 0
+    elements: int = 2048
 
 
 def variants() -> list[Variant]:
@@ -71,7 +76,9 @@ def variants() -> list[Variant]:
             found.append(Variant(f"unflatten_fp16 {dtype}{what}", triton_fp16._unflatten, halves, constants, moved))
     constants = {**triton_fp16.SHAPE, **block_bytes, "RANKS": 2, "SPARE": 2.0}
     # A sum that is not finite reads every rank's shard once more.
-    found.append(Variant("reduce_fp16", triton_fp16._reduce, halves, constants, (2 * 2 * tile * 2, tile * 2)))
+    again = 2 * tile * 2
+    moved = (2 * again, tile * 2)
+    found.append(Variant("reduce_fp16", triton_fp16._reduce, halves, constants, moved, again=again))
     constants = {**triton_fp16.SHAPE, "RANKS": 2}
     found.append(Variant("share_exponents", triton_fp16._share, halves, constants, (tile * 2, tile * 2)))
 
@@ -90,7 +97,8 @@ def variants() -> list[Variant]:
         for dtype, size in [("fp32", 4), ("bf16", 2)]:
             constants = {**shape, **residual, "dtype": dtypes[dtype]}
             moved = (lanes * size + more, lanes + more)
-            found.append(Variant(f"quantize {dtype}, {name}", triton_int8._quantize, types, constants, moved, targets))
+            title = f"quantize {dtype}, {name}"
+            found.append(Variant(title, triton_int8._quantize, types, constants, moved, targets, elements=lanes))
             if not feedback:
                 moved = (lanes, lanes * size)
                 for what, off in [("", {"statistics": None}), (" with statistics", {})]:
@@ -99,8 +107,10 @@ def variants() -> list[Variant]:
                         title = f"dequantize {dtype}{what}"
                         found.append(Variant(title, triton_int8._dequantize, types, constants, moved))
         constants = {**shape, **residual, "RANKS": 2, "SPARE": 2.0}
-        moved = (2 * 2 * lanes + more, lanes + more)  # read once more where a sum is not finite
-        found.append(Variant(f"reduce_quantized, {name}", triton_int8._reduce, types, constants, moved, targets))
+        again = 2 * lanes  # where a sum is not finite
+        moved = (2 * again + more, lanes + more)
+        title = f"reduce_quantized, {name}"
+        found.append(Variant(title, triton_int8._reduce, types, constants, moved, targets, again, lanes))
     return found
 
 
@@ -127,7 +137,8 @@ def compile_all() -> list[dict[str, Any]]:
                     options={"num_warps": THREADS // 32, "enable_fp_fusion": False},
                 )
             wide = variant.wide and [moved // THREADS for moved in variant.wide]
-            entry = {"name": f"{variant.name}, sm_{target}", "wide": wide, "log": log.getvalue()}
+            of_thread = {"wide": wide, "again": variant.again // THREADS, "elements": variant.elements // THREADS}
+            entry = {"name": f"{variant.name}, sm_{target}", **of_thread, "log": log.getvalue()}
             results.append({**entry, "ptx": compiled.asm["ptx"]})
     return results
 

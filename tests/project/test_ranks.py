@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
 import time
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.fork_server import ForkServer
 from tests.support.ranks import RankError, RankPool, run_ranks
 
 
@@ -54,6 +58,36 @@ def _disturb(rank: int, world_size: int) -> float:
 def _look(rank: int, world_size: int) -> tuple[bool, float, bool, int]:
     poisoned = bool(torch.empty(1000).isnan().all())
     return "LEFT_BEHIND" in os.environ, torch.rand(()).item(), poisoned, torch.get_num_threads()
+
+
+def _hash(rank: int, world_size: int) -> int:
+    return hash("a text")
+
+
+def _begun_with(pipe: Connection, folder: str) -> int:
+    pipe.send((os.environ.get("LEFT_BEHIND"), os.getcwd(), random.random()))
+    atexit.register(Path(folder, "ended").touch)
+    return 3
+
+
+def test_a_fork_has_its_owners_environment_and_ends_as_a_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LEFT_BEHIND", "1")
+    monkeypatch.chdir(tmp_path)
+    server = ForkServer()
+    try:
+        processes = [server.fork(_begun_with, str(tmp_path)) for _ in range(2)]
+        (variable, folder, first), (_, _, second) = (process.pipe.recv() for process in processes)
+        assert [process.poll(20) for process in processes] == [3, 3]
+    finally:
+        server.close()
+    assert (variable, folder) == ("1", str(tmp_path)) and first != second
+    assert tmp_path.joinpath("ended").exists()
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="hash has the seed of PYTHONHASHSEED")
+def test_ranks_do_not_agree_on_the_order_of_a_set_by_chance(ranks2: RankPool):
+    first, second = ranks2.run(_hash)
+    assert first != second
 
 
 def test_values_come_in_rank_order_and_the_ranks_are_joined():

@@ -1,20 +1,19 @@
 """Real ranks for tests: functions run in several processes that are joined over gloo.
 
-`run_ranks(fn, world_size, *args)` starts fresh processes, which costs seconds (each imports torch), and
-also fails if one of them does not exit cleanly. A `RankPool` (fixtures `ranks2` and `ranks3`) keeps its
-processes and runs many functions. In both, `fn` is defined at module level, is called as
-`fn(rank, world_size, *args)` on every rank with the default process group up, and its return values come
-back in rank order. Whatever goes wrong on a rank ends in one `RankError` that shows it.
+`run_ranks(fn, world_size, *args)` starts fresh processes, and also fails if one of them does not exit cleanly.
+A `RankPool` (fixtures `ranks2` and `ranks3`) keeps its processes and runs many functions. In both, `fn` is defined
+at module level, is called as `fn(rank, world_size, *args)` on every rank with the default process group up, and its
+return values come back in rank order. Whatever goes wrong on a rank ends in one `RankError` that shows it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import faulthandler
 import gc
 import io
-import multiprocessing
 import multiprocessing.connection
 import os
 import random
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fastreduce import FastreduceError
+from tests.support.fork_server import Forked, ForkServer
 
 T = TypeVar("T")
 
@@ -57,8 +57,7 @@ class RankPool:
     def __init__(self, world_size: int, check_exit: bool = False) -> None:
         self.world_size = world_size
         self.check_exit = check_exit
-        self._processes: list[Any] = []
-        self._pipes: list[Any] = []
+        self._processes: list[Forked] = []
         self._stack_files: list[Path] = []
 
     def run(self, fn: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
@@ -77,11 +76,8 @@ class RankPool:
         """End the processes as a script ends; under `check_exit` each must do so with exit code 0."""
         self._send(None)
         deadline = time.monotonic() + EXIT_SECONDS
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        reports = [
-            f"rank {rank}: {self._fate(rank)}" for rank, process in enumerate(self._processes) if process.exitcode != 0
-        ]
+        codes = [process.poll(max(0.0, deadline - time.monotonic())) for process in self._processes]
+        reports = [f"rank {rank}: {self._fate(rank)}" for rank, code in enumerate(codes) if code != 0]
         self.kill()
         if reports and self.check_exit:
             raise RankError("ranks that did not exit cleanly:\n" + "\n".join(reports))
@@ -90,12 +86,9 @@ class RankPool:
         """End the processes now; the next run starts new ones."""
         for process in self._processes:
             process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
         for path in self._stack_files:
             path.unlink()
-        self._processes, self._pipes, self._stack_files = [], [], []
+        self._processes, self._stack_files = [], []
 
     def __enter__(self) -> RankPool:
         return self
@@ -109,24 +102,17 @@ class RankPool:
     def _start(self) -> None:
         # The store lives here, so that it outlasts every rank; port 0 lets the system choose a free one.
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
             handle, stack_file = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".stacks")
             os.close(handle)
-            arguments = (rank, self.world_size, self._store.port, theirs, stack_file)
-            process = context.Process(target=_work, args=arguments, daemon=True)
-            process.start()
-            theirs.close()  # so that a dead rank reads as end of file
-            self._processes.append(process)
-            self._pipes.append(ours)
             self._stack_files.append(Path(stack_file))
+            self._processes.append(_server(rank).fork(_work, rank, self.world_size, self._store.port, stack_file))
 
     def _send(self, job: Any) -> None:
         data = _dump(job)
-        for pipe in self._pipes:
+        for process in self._processes:
             with contextlib.suppress(OSError):  # a dead rank is found where its answer or its end is read
-                pipe.send_bytes(data)
+                process.pipe.send_bytes(data)
 
     def _answers(self, doing: str, timeout: float) -> list[Any]:
         """One answer of each rank, or a `RankError` with what every rank that failed has to say."""
@@ -134,7 +120,7 @@ class RankPool:
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
         while len(values) + len(failures) < self.world_size:
-            waiting = {p: r for r, p in enumerate(self._pipes) if r not in values and r not in failures}
+            waiting = {p.pipe: r for r, p in enumerate(self._processes) if r not in values and r not in failures}
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -143,7 +129,7 @@ class RankPool:
                 try:
                     good, answer = _load(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    self._processes[rank].join(EXIT_SECONDS)
+                    self._processes[rank].poll(EXIT_SECONDS)
                     good, answer = False, self._fate(rank)
                 if good:
                     values[rank] = answer
@@ -161,7 +147,7 @@ class RankPool:
 
     def _fate(self, rank: int) -> str:
         """How a process ended, or where its threads are if it still runs."""
-        code = self._processes[rank].exitcode
+        code = self._processes[rank].poll()
         if code is None:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.3)
@@ -169,7 +155,23 @@ class RankPool:
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _work(rank: int, world_size: int, port: int, pipe: Any, stack_file: str) -> None:
+_servers: list[ForkServer] = []
+
+
+def _server(rank: int) -> ForkServer:
+    """The one that forks all that are this rank: ranks of one group have seeds of `hash` of their own."""
+    while len(_servers) <= rank:
+        _servers.append(ForkServer())
+    return _servers[rank]
+
+
+@atexit.register
+def _end_servers() -> None:
+    while _servers:
+        _servers.pop().close()
+
+
+def _work(pipe: Any, rank: int, world_size: int, port: int, stack_file: str) -> None:
     """The life of one rank: join, then run and answer until told to end (`None`)."""
     stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler needs it for good)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -1,0 +1,172 @@
+"""Processes that begin with torch imported: a server imports it once, and forks itself.
+
+Importing torch takes seconds, a fork milliseconds. What comes of a fork is a process as any other: it has the
+environment that its owner has now, random seeds of its own and a pipe to its owner, and ends as an interpreter ends,
+with exit handlers. Only the seed of `hash` is its server's: processes that must not agree by chance take several servers.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+LENGTH = struct.Struct("Q")
+
+
+class Forked:
+    """A process of a server's, and this end of its pipe. Only its own end closes the other one."""
+
+    def __init__(self, pid: int, pipe: Connection[Any, Any], status: int) -> None:
+        self.pid, self.pipe, self._status = pid, pipe, Connection(status, writable=False)
+        self._code: int | None = None
+
+    def poll(self, timeout: float | None = 0.0) -> int | None:
+        """The exit code, minus the signal's number for a signal, or None if it still runs after `timeout` seconds."""
+        if self._code is None and wait([self._status], timeout):
+            (self._code,) = struct.unpack("i", os.read(self._status.fileno(), 4))
+            self._status.close()
+        return self._code
+
+    def kill(self) -> None:
+        """End the process now, and wait for it."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)  # not yet taken from the system: the server tells its end first
+            self.poll(None)
+        self.pipe.close()
+
+
+class ForkServer:
+    """A process with torch and fastreduce imported, which lives as long as this one."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._lock = threading.Lock()
+        root = str(Path(__file__).parents[2])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+
+    def fork(self, function: Callable[..., Any], *args: Any) -> Forked:
+        """A process that calls `function(pipe, *args)`, defined at module level; what it returns is its exit code."""
+        ours, theirs = Pipe()
+        status, to_status = os.pipe()
+        job = pickle.dumps((dict(os.environ), os.getcwd(), sys.path, pickle.dumps((function, args))))
+        with self._lock:
+            socket.send_fds(self._channel, [LENGTH.pack(len(job))], [theirs.fileno(), to_status])
+            self._channel.sendall(job)
+            (pid,) = LENGTH.unpack(_read(self._channel.fileno(), LENGTH.size))
+        theirs.close()
+        os.close(to_status)
+        return Forked(pid, ours, status)
+
+    def close(self) -> None:
+        """End the server; what it has forked goes on."""
+        self._channel.close()
+        self._process.wait()
+
+
+class _Job(NamedTuple):
+    data: bytes
+    pipe: int
+
+
+def _read(file: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = os.read(file, size - len(data))
+        if not more:
+            raise EOFError("the fork server, or its owner, is gone")
+        data += more
+    return data
+
+
+def _serve(channel: socket.socket) -> _Job | None:
+    """Fork whenever the owner says so: returns a job in each process that comes of it, None in the end."""
+    running: dict[int, tuple[int, int]] = {}  # a pidfd → the process, and where its exit code goes
+    while True:
+        ready, _, _ = select.select([channel, *running], [], [])
+        for file in ready:
+            if file is not channel:
+                pid, to_status = running.pop(file)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                os.write(to_status, struct.pack("i", code))
+                os.close(file)
+                os.close(to_status)
+        if channel in ready:
+            header, files, _, _ = socket.recv_fds(channel, LENGTH.size, 2)
+            if not header:
+                return None
+            pipe, to_status = files
+            data = _read(channel.fileno(), *LENGTH.unpack(header))
+            pid = os.fork()
+            if not pid:
+                for file in (to_status, *running, *(each for _, each in running.values())):
+                    os.close(file)
+                return _Job(data, pipe)
+            os.close(pipe)
+            running[os.pidfd_open(pid)] = pid, to_status
+            channel.sendall(LENGTH.pack(pid))
+
+
+def _get_ready() -> None:
+    """What a rank would import and read until its first wrapper stands."""
+    for name in (
+        "torch.distributed",
+        "torch._dynamo",
+        "fastreduce.distributed",
+        "fastreduce.kernels.numba_cpu_convert",
+    ):
+        importlib.import_module(name)
+    target = importlib.import_module("numba.core.registry").cpu_target
+    target.typing_context.refresh()
+    target.target_context.refresh()
+    gc.collect()
+    gc.freeze()
+
+
+def _begin(job: _Job) -> object:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    environment, folder, path, call = pickle.loads(job.data)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:] = path
+    random.seed()
+    np.random.seed()
+    numba.config.reload_config()
+    function, args = pickle.loads(call)
+    return function(Connection(job.pipe), *args)
+
+
+def main() -> object:
+    """The exit status: of the server, and of each process that it forks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        _get_ready()
+        job = _serve(channel)
+    return _begin(job) if job else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())  # type: ignore[arg-type]

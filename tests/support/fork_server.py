@@ -2,7 +2,8 @@
 
 Importing torch takes seconds, a fork milliseconds. What comes of a fork is a process as any other: it has the
 environment that its owner has now, random seeds of its own and a pipe to its owner, and ends as an interpreter ends,
-with exit handlers. Only the seed of `hash` is its server's: processes that must not agree by chance take several servers.
+with exit handlers. Only the seed of `hash` is its server's: processes that must not agree by chance take several
+servers.
 """
 
 from __future__ import annotations
@@ -105,15 +106,15 @@ def _serve(channel: socket.socket) -> _Job | None:
     """Fork whenever the owner says so: returns a job in each process that comes of it, None in the end."""
     running: dict[int, tuple[int, int]] = {}  # a pidfd → the process, and where its exit code goes
     while True:
-        ready, _, _ = select.select([channel, *running], [], [])
+        ready, _, _ = select.select([channel.fileno(), *running], [], [])
         for file in ready:
-            if file is not channel:
+            if file != channel.fileno():
                 pid, to_status = running.pop(file)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 os.write(to_status, struct.pack("i", code))
                 os.close(file)
                 os.close(to_status)
-        if channel in ready:
+        if channel.fileno() in ready:
             header, files, _, _ = socket.recv_fds(channel, LENGTH.size, 2)
             if not header:
                 return None
@@ -135,7 +136,7 @@ def _get_ready() -> None:
         "torch.distributed",
         "torch._dynamo",
         "fastreduce.distributed",
-        "fastreduce.kernels.numba_cpu_convert",
+        "fastreduce.kernels.numba_cpu_elements",
     ):
         importlib.import_module(name)
     target = importlib.import_module("numba.core.registry").cpu_target

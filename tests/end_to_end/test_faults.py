@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from fastreduce.cli.launch.nodes import Nodes
 from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import TORCHRUN, end, free_port, started, with_environment
 from tests.support.fault_jobs import STAGES
+from tests.support.fork_server import Forked, run_as_script, server
 from tests.support.mpirun import HAS_MPI4PY, MPIRUN, environment
 from tests.support.two_nodes import ADDRESSES, INTERFACE, CannotMake, two_nodes
 
@@ -37,6 +38,9 @@ TEARDOWN = 40.0  # the interpreter's own end: half a second of computing, here b
 START = 90.0
 HOLDER = r"which holds the store, does not answer|the store is gone, and with it"
 AT_ONCE = 3  # groups of ranks
+
+Process = subprocess.Popen[str] | Forked
+JOBS = "tests.support.fault_jobs"
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -77,7 +81,7 @@ class Seen(NamedTuple):
     output: dict[int, str]
 
 
-def _ends(processes: dict[int, subprocess.Popen[str]], deadline: float) -> bool:
+def _ends(processes: Mapping[int, Process], deadline: float) -> bool:
     while time.time() < deadline:
         if all(process.poll() is not None for process in processes.values()):
             return True
@@ -85,7 +89,7 @@ def _ends(processes: dict[int, subprocess.Popen[str]], deadline: float) -> bool:
     return False
 
 
-def _wait_for(path: Path, processes: dict[int, subprocess.Popen[str]]) -> None:
+def _wait_for(path: Path, processes: Mapping[int, Process]) -> None:
     deadline = time.monotonic() + START
     while not path.exists():
         assert time.monotonic() < deadline, "the ranks did not come so far"
@@ -104,18 +108,12 @@ def _resumed(folder: Path) -> Iterator[None]:
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
 
+def _arguments(folder: Path, backend: str, case: Case) -> list[str]:
+    return [str(folder), "ours", backend, case.setting, str(case.victim), case.what, case.stage, str(TIMEOUT)]
+
+
 def _job(folder: Path, backend: str, case: Case) -> list[str]:
-    words = [
-        sys.executable,
-        "-m",
-        "tests.support.fault_jobs",
-        str(folder),
-        "ours",
-        backend,
-        case.setting,
-        str(case.victim),
-    ]
-    return [*words, case.what, case.stage, str(TIMEOUT)]
+    return [sys.executable, "-m", JOBS, *_arguments(folder, backend, case)]
 
 
 def _output(folder: Path, ranks: list[int], failed_at: float) -> Seen:
@@ -133,17 +131,15 @@ def _over_gloo(folder: Path, case: Case) -> Seen:
         for rank in range(3):
             where = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             env = with_environment(**where, LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-            out = stack.enter_context(folder.joinpath(f"{rank}.out").open("w"))
-            processes[rank] = subprocess.Popen(
-                _job(folder, "gloo", case), env=env, stdout=out, stderr=out, text=True, start_new_session=True
-            )
-            stack.callback(end, processes[rank])
+            job = (JOBS, _arguments(folder, "gloo", case), str(folder / f"{rank}.out"))
+            processes[rank] = server(rank).fork(run_as_script, *job, env=env)
+            stack.callback(processes[rank].kill)
         _wait_for(folder / "event", processes)
         failed_at = float(folder.joinpath("event").read_text())
         left = {rank: process for rank, process in processes.items() if rank != case.victim}
         assert _ends(left, failed_at + TIMEOUT + LATE + TEARDOWN), f"{case}: still running"
         if case.stage != "exit":
-            assert all(process.returncode == 1 for process in left.values())
+            assert all(process.poll() == 1 for process in left.values())
         return _output(folder, list(left), failed_at)
 
 

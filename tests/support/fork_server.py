@@ -2,17 +2,19 @@
 
 Importing torch takes seconds, a fork milliseconds. What comes of a fork is a process as any other: it has the
 environment that its owner has now, random seeds of its own and a pipe to its owner, and ends as an interpreter ends,
-with exit handlers. Only the seed of `hash` is its server's: processes that must not agree by chance take several
-servers.
+with exit handlers. Only the seed of `hash` is its server's: processes that must not agree by chance have several.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import gc
 import importlib
 import os
 import pickle
 import random
+import runpy
 import select
 import signal
 import socket
@@ -20,7 +22,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -68,11 +70,16 @@ class ForkServer:
         )
         theirs.close()
 
-    def fork(self, function: Callable[..., Any], *args: Any) -> Forked:
-        """A process that calls `function(pipe, *args)`, defined at module level; what it returns is its exit code."""
+    def fork(self, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> Forked:
+        """A process that calls `function(pipe, *args)`, defined at module level, and ends with what it returns.
+
+        It gets `env`, or this process's environment.
+        """
         ours, theirs = Pipe()
         status, to_status = os.pipe()
-        job = pickle.dumps((dict(os.environ), os.getcwd(), sys.path, pickle.dumps((function, args))))
+        job = pickle.dumps(
+            (dict(os.environ if env is None else env), os.getcwd(), sys.path, pickle.dumps((function, args)))
+        )
         with self._lock:
             socket.send_fds(self._channel, [LENGTH.pack(len(job))], [theirs.fileno(), to_status])
             self._channel.sendall(job)
@@ -85,6 +92,24 @@ class ForkServer:
         """End the server; what it has forked goes on."""
         self._channel.close()
         self._process.wait()
+
+
+_servers: dict[int, ForkServer] = {}
+_starting = threading.Lock()
+
+
+def server(rank: int = 0) -> ForkServer:
+    """This process's server for such ranks: even and odd ones have seeds of `hash` of their own."""
+    with _starting:
+        if rank % 2 not in _servers:
+            _servers[rank % 2] = ForkServer()
+        return _servers[rank % 2]
+
+
+@atexit.register
+def _end_servers() -> None:
+    while _servers:
+        _servers.popitem()[1].close()
 
 
 class _Job(NamedTuple):
@@ -107,13 +132,13 @@ def _serve(channel: socket.socket) -> _Job | None:
     running: dict[int, tuple[int, int]] = {}  # a pidfd → the process, and where its exit code goes
     while True:
         ready, _, _ = select.select([channel.fileno(), *running], [], [])
-        for file in ready:
-            if file != channel.fileno():
-                pid, to_status = running.pop(file)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for file in running.keys() & ready:
+            pid, to_status = running.pop(file)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(BrokenPipeError):  # nobody asks
                 os.write(to_status, struct.pack("i", code))
-                os.close(file)
-                os.close(to_status)
+            os.close(file)
+            os.close(to_status)
         if channel.fileno() in ready:
             header, files, _, _ = socket.recv_fds(channel, LENGTH.size, 2)
             if not header:
@@ -132,18 +157,26 @@ def _serve(channel: socket.socket) -> _Job | None:
 
 def _get_ready() -> None:
     """What a rank would import and read until its first wrapper stands."""
-    for name in (
-        "torch.distributed",
-        "torch._dynamo",
-        "fastreduce.distributed",
-        "fastreduce.kernels.numba_cpu_elements",
-    ):
+    for name in ("torch._dynamo", "fastreduce.distributed", "fastreduce.kernels.numba_cpu_elements"):
         importlib.import_module(name)
     target = importlib.import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()
     target.target_context.refresh()
     gc.collect()
     gc.freeze()
+
+
+def run_as_script(pipe: object, script: str, arguments: list[str], output: str) -> None:
+    """For `ForkServer.fork`: run a module's or a file's code as Python does, with all that it prints in a file."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = [script, *arguments]
+    if script.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(script))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
 def _begin(job: _Job) -> object:
@@ -157,7 +190,10 @@ def _begin(job: _Job) -> object:
     np.random.seed()
     numba.config.reload_config()
     function, args = pickle.loads(call)
-    return function(Connection(job.pipe), *args)
+    try:
+        return function(Connection(job.pipe), *args)
+    finally:
+        gc.unfreeze()  # else libraries tell of leaks
 
 
 def main() -> object:

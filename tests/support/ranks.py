@@ -8,7 +8,6 @@ return values come back in rank order. Whatever goes wrong on a rank ends in one
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
 import faulthandler
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from fastreduce import FastreduceError
-from tests.support.fork_server import Forked, ForkServer
+from tests.support.fork_server import Forked, server
 
 T = TypeVar("T")
 
@@ -106,7 +105,7 @@ class RankPool:
             handle, stack_file = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".stacks")
             os.close(handle)
             self._stack_files.append(Path(stack_file))
-            self._processes.append(_server(rank).fork(_work, rank, self.world_size, self._store.port, stack_file))
+            self._processes.append(server(rank).fork(_work, rank, self.world_size, self._store.port, stack_file))
 
     def _send(self, job: Any) -> None:
         data = _dump(job)
@@ -153,22 +152,6 @@ class RankPool:
             time.sleep(0.3)
             return "still running\n" + self._stack_files[rank].read_text()
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-_servers: list[ForkServer] = []
-
-
-def _server(rank: int) -> ForkServer:
-    """The one that forks all that are this rank: ranks of one group have seeds of `hash` of their own."""
-    while len(_servers) <= rank:
-        _servers.append(ForkServer())
-    return _servers[rank]
-
-
-@atexit.register
-def _end_servers() -> None:
-    while _servers:
-        _servers.pop().close()
 
 
 def _work(pipe: Any, rank: int, world_size: int, port: int, stack_file: str) -> None:

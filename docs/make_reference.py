@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
+import typer.core
 import typer.main
 from torch.distributed import ReduceOp
 from torch.distributed import run as torchrun
@@ -244,7 +244,7 @@ def _first_paragraph(thing: Any) -> str:
 def commands() -> str:
     """Each command's help, and a table of its options."""
     group = typer.main.get_command(main)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    assert isinstance(group, typer.core.TyperGroup)
     text = []
     for name, command in group.commands.items():
         lines = []
@@ -252,7 +252,7 @@ def commands() -> str:
             usage = paragraph.startswith("fastreduce ")
             lines.append(f"```text\n{paragraph}\n```" if usage else paragraph)
         text.append(f"### fastreduce {name}\n\n" + "\n\n".join(lines) + "\n")
-        rows = [_option(p) for p in command.params if isinstance(p, click.Option) or hasattr(p, "opts")]
+        rows = [_option(p) for p in command.params]
         if name in ("launch", "run"):
             rows = _torchrun_options(command.callback)
         if rows:

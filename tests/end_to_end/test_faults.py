@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import TORCHRUN, end, free_port, started, with_environment
 from tests.support.fault_jobs import STAGES
 from tests.support.fork_server import Forked, run_as_script, server
-from tests.support.mpirun import HAS_MPI4PY, MPIRUN, environment
+from tests.support.mpirun import MPIRUN, environment, needs_mpirun
 from tests.support.two_nodes import ADDRESSES, INTERFACE, CannotMake, two_nodes
 
 TIMEOUT = 4.0
@@ -79,6 +79,9 @@ class Seen(NamedTuple):
 
     left: dict[int, float]
     output: dict[int, str]
+
+
+Check = Callable[[Case, Seen], None]
 
 
 def _ends(processes: Mapping[int, Process], deadline: float) -> bool:
@@ -158,60 +161,70 @@ def _check(case: Case, seen: Seen) -> None:
             assert re.search(r"Bucket \d holds layers\.", last), last
 
 
-def _run_all(folder: Path, cases: list[Case]) -> None:
+def _under_mpirun(folder: Path, case: Case) -> Seen:
+    """Three ranks that mpirun starts; it gives one output for all, here rank -1's, and ends those that are left."""
+    folder.mkdir()
+    command = [str(MPIRUN), "--oversubscribe", "-n", "3", *_job(folder, "mpi", case)]
+    out = folder.joinpath("-1.out").open("w")
+    with out, _resumed(folder):
+        process = subprocess.Popen(
+            command, env=environment(), cwd=folder, stdout=out, stderr=out, text=True, start_new_session=True
+        )
+        try:
+            _wait_for(folder / "event", {0: process})
+            failed_at = float(folder.joinpath("event").read_text())
+            assert _ends({0: process}, failed_at + TIMEOUT + LATE + TEARDOWN), folder.joinpath("-1.out").read_text()
+        finally:
+            end(process)
+    assert process.returncode != 0
+    text = folder.joinpath("-1.out").read_text()
+    raised = [float(moment) - failed_at for moment in re.findall(r"raised at ([\d.]+)", text)]
+    return Seen(dict(enumerate(raised)), {-1: text})
+
+
+def _check_mpi(case: Case, seen: Seen) -> None:
+    text = seen.output[-1]
+    assert seen.left and max(seen.left.values()) < TIMEOUT + LATE, f"{case}: {text}"
+    # mpirun lets a stopped rank go on for a moment before it ends it.
+    told = re.findall(rf"TransportError: rank (?!{case.victim})\d of 3: \w+ over MPI failed: .*", text)
+    assert told, f"{case}: {text}"
+    assert all(re.search(rf"{HOLDER}|rank {case.victim} did not come", line) for line in told), f"{case}: {text}"
+
+
+def _run_all(folder: Path, cases: list[Case], run: Callable[[Path, Case], Seen], check: Check) -> None:
+    """Side by side, since they mostly wait."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda i: _over_gloo(folder / str(i), cases[i]), range(len(cases))))
+        found = list(pool.map(lambda i: run(folder / str(i), cases[i]), range(len(cases))))
     for i, (case, seen) in enumerate(zip(cases, found, strict=True)):
         try:
-            _check(case, seen)
+            check(case, seen)
         except AssertionError:  # many at once share few cores: alone it must keep its time
-            _check(case, _over_gloo(folder / f"{i} alone", case))
+            check(case, run(folder / f"{i} alone", case))
 
 
 def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path):
-    _run_all(tmp_path, PICKED)
+    _run_all(tmp_path, PICKED, _over_gloo, _check)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_each_stage_each_rank_with_each_setting(tmp_path: Path, stage: str):
-    _run_all(tmp_path, [case for case in ALL if case.stage == stage])
+    _run_all(tmp_path, [case for case in ALL if case.stage == stage], _over_gloo, _check)
 
 
-@pytest.mark.skipif(MPIRUN is None or not HAS_MPI4PY, reason="no mpirun, or no mpi4py")
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("SIGSTOP", "backward", 0, "int8"),
-        *(
-            pytest.param(case, marks=pytest.mark.long)
-            for case in ALL
-            if case.what == "SIGSTOP" and case.stage != "exit"
-        ),
-    ],
-    ids=str,
-)
-def test_a_stopped_rank_under_mpirun_ends_the_job(tmp_path: Path, case: Case):
-    command = [str(MPIRUN), "--oversubscribe", "-n", "3", *_job(tmp_path, "mpi", case)]
-    out = tmp_path.joinpath("out").open("w")
-    with out, _resumed(tmp_path):
-        process = subprocess.Popen(
-            command, env=environment(), cwd=tmp_path, stdout=out, stderr=out, text=True, start_new_session=True
-        )
-        try:
-            _wait_for(tmp_path / "event", {0: process})
-            failed_at = float(tmp_path.joinpath("event").read_text())
-            assert _ends({0: process}, failed_at + TIMEOUT + LATE + TEARDOWN), tmp_path.joinpath("out").read_text()
-        finally:
-            end(process)
-    text = tmp_path.joinpath("out").read_text()
-    assert process.returncode != 0
-    raised = [float(moment) - failed_at for moment in re.findall(r"raised at ([\d.]+)", text)]
-    assert raised and max(raised) < TIMEOUT + LATE, text
-    # mpirun lets a stopped rank go on for a moment before it ends it.
-    told = re.findall(rf"TransportError: rank (?!{case.victim})\d of 3: \w+ over MPI failed: .*", text)
-    assert told and all(re.search(rf"{HOLDER}|rank {case.victim} did not come", line) for line in told), text
+@needs_mpirun
+def test_a_stopped_rank_under_mpirun_ends_the_job(tmp_path: Path):
+    _run_all(tmp_path, [Case("SIGSTOP", "backward", 0, "int8")], _under_mpirun, _check_mpi)
+
+
+@needs_mpirun
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "exit"])
+def test_under_mpirun_in_each_stage_each_rank_with_each_setting(tmp_path: Path, stage: str):
+    cases = [case for case in ALL if case.what == "SIGSTOP" and case.stage == stage]
+    _run_all(tmp_path, cases, _under_mpirun, _check_mpi)
 
 
 @pytest.mark.parametrize("launcher", ["env", pytest.param("torchrun", marks=pytest.mark.long)])

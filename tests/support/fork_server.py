@@ -163,7 +163,13 @@ def _get_ready() -> None:
     target.typing_context.refresh()
     target.target_context.refresh()
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # nobody walks through all that when a fork ends
+
+
+def _hush() -> None:
+    """Triton's library tells of hundreds of leaks where objects are frozen."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def run_as_script(pipe: object, script: str, arguments: list[str], output: str) -> None:
@@ -181,6 +187,7 @@ def run_as_script(pipe: object, script: str, arguments: list[str], output: str) 
 
 def _begin(job: _Job) -> object:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit.register(_hush)  # called last
     environment, folder, path, call = pickle.loads(job.data)
     os.environ.clear()
     os.environ.update(environment)
@@ -190,19 +197,18 @@ def _begin(job: _Job) -> object:
     np.random.seed()
     numba.config.reload_config()
     function, args = pickle.loads(call)
-    try:
-        return function(Connection(job.pipe), *args)
-    finally:
-        gc.unfreeze()  # else libraries tell of leaks
+    return function(Connection(job.pipe), *args)
 
 
 def main() -> object:
-    """The exit status: of the server, and of each process that it forks."""
+    """The exit status of each process that it forks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         _get_ready()
         job = _serve(channel)
-    return _begin(job) if job else None
+    if job is None:
+        os._exit(0)
+    return _begin(job)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,6 @@ def _work(pipe: Any, rank: int, world_size: int, port: int, stack_file: str) -> 
         fn = args = None
         gc.collect()
         pipe.send_bytes(answer)
-    gc.unfreeze()
     if dist.is_initialized():
         dist.destroy_process_group()
 

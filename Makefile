@@ -24,10 +24,10 @@ demo: .venv/.stamp-demo
 
 # Two files at a time: ranks wait for each other, for timeouts and for their own start.
 test: .venv/.stamp-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 test-all: .venv/.stamp-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 -m ""
 
 bench: .venv/.stamp-dev
 	$(BIN)/python -m bench

@@ -25,13 +25,17 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # What takes longest is begun first, so that nobody waits for it in the end.
 FIRST = (
-    "test_ddp.py",
+    "test_faults.py",
+    "test_launcher.py",
     "test_examples.py",
     "test_two_nodes.py",
     "test_launch.py",
     "test_mpi.py",
     "test_nccl.py",
     "test_frameworks.py",
+    "test_compare.py",
+    "test_wrapper.py",
+    "test_training.py",
     "test_random_models.py",
     "test_bench_quick.py",
     "test_aot.py",

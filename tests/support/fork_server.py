@@ -30,11 +30,8 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-import torch
 
 LENGTH = struct.Struct("Q")
-# torch._dynamo imports Triton, whose own functions are the interpreter's or the compiler's from then on.
-INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
 
 
 class Forked:
@@ -68,7 +65,7 @@ class ForkServer:
         root = str(Path(__file__).parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
-            env={**os.environ, **INTERPRETED, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
             pass_fds=[theirs.fileno()],
         )
         theirs.close()

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +56,25 @@ def _closed(rank: int, world_size: int) -> list[str]:
 def test_a_closed_transport_says_so(ranks2: RankPool):
     for rank, seen in enumerate(ranks2.run(_closed)):
         assert seen == [f"TransportError: rank {rank} of 2: this gloo transport is closed"] * 12
+
+
+def _connections_to_the_store(rank: int, world_size: int) -> list[int]:
+    """With one transport, and with three more over groups of their own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    port = store._underlying_non_prefix_store.port
+    counts = []
+    for group in (dist.group.WORLD, *(dist.new_group() for _ in range(3))):
+        transport = GlooTransport(group)  # type: ignore[arg-type]
+        assert transport.exchange(rank) == list(range(world_size))
+        here = psutil.Process().net_connections("tcp")
+        counts.append(sum(bool(each.raddr) and each.raddr.port == port for each in here))
+        transport.close()
+    return counts
+
+
+def test_all_groups_share_one_connection_to_the_store(ranks2: RankPool):
+    for first, *more in ranks2.run(_connections_to_the_store):
+        assert more == [first] * 3
 
 
 def test_gloo_moves_what_it_should(ranks: RankPool):

@@ -70,6 +70,16 @@ def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
 
 
 @needs_mpirun
+def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path):
+    """Finalize waits for all ranks, without a limit."""
+    code, output = run_job(tmp_path, 2, "stops_and_the_other_goes_on")
+    assert code != 0
+    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 5 + 10
+    assert "rank 0 ends the job: a collective over MPI failed, and MPI's Finalize waits for a rank" in output
+    assert not _alive(tmp_path)
+
+
+@needs_mpirun
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
     code, output = run_job(tmp_path, 2, "stays_away")
     assert code != 0

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from fastreduce.kernels import slots
 
-from .cases import NotHere
+from .worker_cases import NotHere
 
 KERNELS = ("triton_cast", "triton_int8")
 

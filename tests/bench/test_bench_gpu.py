@@ -21,11 +21,11 @@ pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
 from bench.gpu import collect, runner
-from bench.gpu.cases import Case, NotHere, work
 from bench.gpu.collect import RehearsalError, csv_rows, latest, tables
 from bench.gpu.lines import FILE, Lines, Row, predictions, read, rows, sources
 from bench.gpu.phases import SHARES, Suite, cases_of
 from bench.gpu.trace import overlap
+from bench.gpu.worker_cases import Case, NotHere, work
 from tests.support.commands import ROOT, run, started
 
 COMMON = {"run": "2026-01-01T00:00:00.000+00:00", "commit": "c0ffee", "rehearsal": True}

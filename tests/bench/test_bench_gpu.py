@@ -251,7 +251,7 @@ def a_run(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield runner.Run(tmp_path, lines, True, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500)  # seven processes that import torch, on a busy machine
 def test_what_dies_or_hangs_is_named_and_the_rest_goes_on(a_run: runner.Run):
     runner.run_phase(a_run, "kernels", 450)
@@ -264,7 +264,7 @@ def test_what_dies_or_hangs_is_named_and_the_rest_goes_on(a_run: runner.Run):
     assert results["alone"]["pid"] != results["last"]["pid"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hanging_case_does_not_outlive_the_budget(a_run: runner.Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "MORE", (3.0, 1000.0))
     monkeypatch.setattr(runner, "cases_of", lambda *_: [each for each in some_cases() if each.name == "sleeps"])

@@ -290,7 +290,12 @@ def _two_nodes(*script: object) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("node", "how"), [(1, "killed"), (0, "killed"), pytest.param(1, "its rank fails", marks=pytest.mark.long)]
+    ("node", "how"),
+    [
+        (1, "killed"),
+        pytest.param(0, "killed", marks=pytest.mark.long),
+        pytest.param(1, "its rank fails", marks=pytest.mark.long),
+    ],
 )
 def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, how: str):
     """The ranks do not talk: none of them would miss the other's."""

@@ -37,9 +37,10 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("command", "setting"),
     [
-        (
+        pytest.param(
             [*FASTREDUCE, "run", "--standalone", "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"],
             "fp16",
+            marks=pytest.mark.long,
         ),
         ([sys.executable, "lightning_train.py", "--strategy", "fastreduce_fp16"], "fp16"),
         pytest.param(
@@ -100,9 +101,11 @@ print(type(StrategyRegistry.get("fastreduce_int8")) is other, StrategyRegistry.g
 @pytest.mark.parametrize(
     ("first", "installed", "chosen"),
     [
-        ("", ["lightning"], "lightning.pytorch.strategies"),
+        pytest.param("", ["lightning"], "lightning.pytorch.strategies", marks=pytest.mark.long),
         ("import lightning.pytorch", ["lightning"], "lightning.pytorch.strategies"),
-        ("import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp"),
+        pytest.param(
+            "import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp", marks=pytest.mark.long
+        ),
         ("", [], "pytorch_lightning.strategies.ddp"),
     ],
     ids=["both, none imported", "both, lightning imported", "both, pytorch_lightning imported", "one"],

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="module", params=["triton", "numba_cuda"])
+@pytest.fixture(scope="module", params=["triton", pytest.param("numba_cuda", marks=pytest.mark.long)])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Each kernel's name, PTX, ptxas log, and the bytes that a thread must load and store 16 and more at a time."""
     if importlib.util.find_spec(request.param) is None:

@@ -17,7 +17,9 @@ from tests.support.commands import TORCHRUN, finish, run, started
 from tests.support.run_scripts import MODULE, RUN, said
 
 
-@pytest.mark.parametrize("launcher", ["fastreduce run", "torchrun -m fastreduce.run"])
+@pytest.mark.parametrize(
+    "launcher", ["fastreduce run", pytest.param("torchrun -m fastreduce.run", marks=pytest.mark.long)]
+)
 def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, launcher: str):
     """Two of them are named as ours are."""
     torchrun = ["--standalone", "--nproc_per_node=2"]

@@ -109,6 +109,7 @@ def _runs(pid: int) -> bool:
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_the_example_runs_with_a_host_file_and_a_file_for_each_ranks_output(tmp_path: Path):
     """Four ranks as in the tutorial's command, beside the loop of Allreduces in the same program."""
     tmp_path.joinpath("hosts.txt").write_text("localhost slots=4\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -60,6 +61,7 @@ class _Connection:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.seconds = timeout_of(group).total_seconds()
         self.failed = False
+        self._asking, self._told = threading.Lock(), "A peer"
         self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
         self._tags = 0
         self._gloo: Any = self._connect(group, f"fastreduce/{name}")
@@ -116,17 +118,25 @@ class _Connection:
         try:
             return function(*args)
         except (RuntimeError, TimeoutError) as error:
-            known, self.failed = self.failed, True
             if isinstance(error, AbsentError):
                 what, who = "", f"No word from rank {error.names}: it"
             elif isinstance(error, TransportError):  # the store's
                 what, who = "", f"{error}. A peer"
             else:
-                what, who = f": {error}", "A peer" if known else self._who("timed out" in str(error).lower())
+                what, who = f": {error}", self._culprit("timed out" in str(error).lower())
+            self.failed = True
             raise TransportError(
                 f"rank {self.rank} of {self.size}: {operation} over gloo failed{doing}{what}. "
                 f"{who} has exited, takes no part, or did not come within the timeout."
             ) from error
+
+    def _culprit(self, timed_out: bool) -> str:
+        """Who is named in errors: the first that fails asks, and those that fail with it wait for the answer."""
+        with self._asking:
+            if not self.failed:
+                self.failed = True
+                self._told = self._who(timed_out)
+            return self._told
 
     def _who(self, timed_out: bool) -> str:
         """Ranks that do not say in the store, soon after this one, that the connection failed for them too.

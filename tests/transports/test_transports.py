@@ -77,6 +77,21 @@ def test_all_groups_share_one_connection_to_the_store(ranks2: RankPool):
         assert more == [first] * 3
 
 
+def _two_under_way(rank: int, world_size: int) -> list[str]:
+    """What two collectives under way say on rank 0 when rank 1 does not come to them."""
+    transport = GlooTransport(dist.new_group(timeout=datetime.timedelta(seconds=2)))  # type: ignore[arg-type]
+    transport.exchange(rank)
+    works = [] if rank else [transport.all_gather(torch.ones(2)) for _ in range(2)]
+    told = [message(work.wait) for work in works]
+    transport.abort()
+    return told
+
+
+def test_all_that_fails_with_the_first_names_who_is_missing_too():
+    first, _ = run_ranks(_two_under_way, 2, check_exit=False)
+    assert len(first) == 2 and all("No word from rank 1: it has exited" in text for text in first), first
+
+
 def test_gloo_moves_what_it_should(ranks: RankPool):
     for rank, (name, at, size, *seen) in enumerate(ranks.run(_over_gloo)):
         assert (name, at, size) == ("gloo", rank, ranks.world_size)

@@ -72,7 +72,7 @@ def ranks3() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.long)], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     """Two ranks, then three."""
     pool: RankPool = request.getfixturevalue(f"ranks{request.param}")

@@ -127,11 +127,9 @@ def end_with_all_children(process: Any) -> list[psutil.Process]:
     return children
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "phase", [pytest.param(phase, marks=[pytest.mark.long] * (phase != "kernels")) for phase in SHARES]
-)
+@pytest.mark.parametrize("phase", SHARES)
 def test_a_phase_that_is_killed_leaves_all_lines_before(phase: str, tmp_path: Path):
     file = tmp_path / FILE
     # Of the tests of ranks the first takes longest: there the line of its beginning is waited for.

@@ -342,6 +342,7 @@ def _run_ranks_that_hold_it() -> None:
     run_ranks(_hold_the_interpreter, Group(2, 2), on_report=lambda pid: print(pid, flush=True))
 
 
+@pytest.mark.long
 def test_a_rank_that_lets_no_thread_run_ends_with_its_parent():
     code = "from tests.cli.test_compare import _run_ranks_that_hold_it as run\nif __name__ == '__main__': run()"
     with started(sys.executable, "-c", code) as process:

@@ -110,10 +110,11 @@ def test_a_script_runs_on_every_rank(script: Path, before: list[str], after: lis
 @pytest.mark.parametrize(
     ("option", "names"),
     [
-        pytest.param("--nproc-per-node", '"--local-rank"', marks=pytest.mark.long),
+        ("--nproc-per-node", '"--local-rank"'),
         ("--nproc_per_node", '"--local-rank", "--local_rank"'),
     ],
 )
+@pytest.mark.long
 def test_torchs_older_launcher(tmp_path: Path, option: str, names: str):
     """It passes --local-rank=N, which scripts declare in that spelling or in both."""
     path = tmp_path / "train.py"

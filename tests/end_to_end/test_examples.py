@@ -43,6 +43,7 @@ def test_megengines_program_gives_the_reference_run(world_size: int, reference: 
     assert re.findall(LOSS, done.stdout, flags=re.MULTILINE) == reference.split()
 
 
+@pytest.mark.long
 def test_two_stages_train_to_the_losses_of_one_process():
     one, _ = losses("pipeline_train.py", 1)
     two, _ = losses("pipeline_train.py", 2)

@@ -227,7 +227,8 @@ def test_under_mpirun_in_each_stage_each_rank_with_each_setting(tmp_path: Path, 
     _run_all(tmp_path, cases, _under_mpirun, _check_mpi)
 
 
-@pytest.mark.parametrize("launcher", ["env", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["env", "torchrun"])
 def test_a_cut_link_between_two_nodes_ends_both(tmp_path: Path, launcher: str):
     case = Case("SIGSTOP", "none", -1, "int8")
     try:

@@ -106,7 +106,7 @@ print(type(StrategyRegistry.get("fastreduce_int8")) is other, StrategyRegistry.g
         pytest.param(
             "import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp", marks=pytest.mark.long
         ),
-        ("", [], "pytorch_lightning.strategies.ddp"),
+        pytest.param("", [], "pytorch_lightning.strategies.ddp", marks=pytest.mark.long),
     ],
     ids=["both, none imported", "both, lightning imported", "both, pytorch_lightning imported", "one"],
 )

@@ -13,17 +13,24 @@ from typing import Any
 
 import pytest
 
+OTHERS = (["triton"], ["numba_cuda"])
 
-@pytest.fixture(scope="module", params=["triton", pytest.param("numba_cuda", marks=pytest.mark.long)])
+
+@pytest.fixture(
+    scope="module",
+    params=[["triton", "1"], *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)],
+    ids=["triton, one target", "triton", "numba_cuda"],
+)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Each kernel's name, PTX, ptxas log, and the bytes that a thread must load and store 16 and more at a time."""
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    folder = tmp_path_factory.mktemp(request.param)
+    name, *most = request.param
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    folder = tmp_path_factory.mktemp(name)
     simulated = ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
     environment = {key: value for key, value in os.environ.items() if key not in simulated}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-m", f"tests.kernels.aot_{request.param}", str(folder / "kernels.json")]
+    command = [sys.executable, "-m", f"tests.kernels.aot_{name}", str(folder / "kernels.json"), *most]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -70,6 +70,7 @@ def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path):
     """Finalize waits for all ranks, without a limit."""
     code, output = run_job(tmp_path, 2, "stops_and_the_other_goes_on")

@@ -98,7 +98,7 @@ def test_gloo_moves_what_it_should(ranks: RankPool):
         assert_same_bits(seen, expected(rank, size), f"rank {rank}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_threads_move_what_gloo_moves(world_size: int):
     for rank, (name, at, size, *seen) in enumerate(in_threads(world_size, lambda _, t: collect(t))):
         assert (name, at, size) == ("local", rank, world_size)

@@ -307,14 +307,8 @@ def _ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
     return [child for child in launcher.children() if "spawn_main" in " ".join(child.cmdline())]
 
 
-@pytest.mark.parametrize(
-    "received",
-    [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
-        signal.SIGKILL,
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ranks_end_with_the_command(tmp_path: Path, received: signal.Signals):
     sizes = ["--ranks", 2, "--width", 4, "--settings", "none", "--rounds", 100000, "--out", tmp_path]
     with started(*FASTREDUCE, "compare", *sizes) as process:

@@ -204,7 +204,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, fate: s
         pytest.param("SIGINT", marks=pytest.mark.long),
         pytest.param("SIGTERM", marks=pytest.mark.long),
         "SIGKILL",
-        "rank",
+        pytest.param("rank", marks=pytest.mark.long),
     ],
 )
 def test_nothing_is_left_behind(tmp_path: Path, how: str):

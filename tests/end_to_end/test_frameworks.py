@@ -42,7 +42,9 @@ pytestmark = pytest.mark.timeout(150)
             "fp16",
             marks=pytest.mark.long,
         ),
-        ([sys.executable, "lightning_train.py", "--strategy", "fastreduce_fp16"], "fp16"),
+        pytest.param(
+            [sys.executable, "lightning_train.py", "--strategy", "fastreduce_fp16"], "fp16", marks=pytest.mark.long
+        ),
         pytest.param(
             [sys.executable, "lightning_train.py", "--compression=int8:block=64"],
             "int8:block=64",

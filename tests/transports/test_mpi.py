@@ -81,6 +81,7 @@ def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
     code, output = run_job(tmp_path, 2, "stays_away")
     assert code != 0

@@ -17,7 +17,7 @@ from ..kernels.slots import FP16_BLOCK, tile_elements
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
-from .error_feedback import ErrorFeedback
+from .error_feedback import ErrorFeedback, reads_late
 from .shared_buffers import SharedBuffers
 from .streams import Finish
 
@@ -303,7 +303,7 @@ class BucketPipeline:
         """Whether the averages are, by their scales or 16-bit numbers: the same on every rank, as the wire is."""
         if self._block:
             return ~self._scales().isnan().any()
-        if isinstance(self.compression, NoCompression) or self.wire.is_cuda:
+        if isinstance(self.compression, NoCompression) or reads_late(self.wire):
             return None  # it would take a pass over the wire of its own
         payload = self.wire
         if self._fp16:

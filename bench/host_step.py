@@ -181,7 +181,7 @@ def cuda_stand_in() -> Iterator[None]:
 
     from fastreduce.ops import backends
     from fastreduce.reduction import bucketed, error_feedback, nonfinite, pipeline
-    from fastreduce.reduction.streams import CudaStream, InlineStream
+    from fastreduce.reduction.streams import CudaStream
 
     class HostStream:
         device, device_index, device_type = torch.device("cuda", 0), 0, 1
@@ -207,7 +207,7 @@ def cuda_stand_in() -> Iterator[None]:
     with (
         patch.object(backends, "why_not", lambda name, device: None),
         patch.object(bucketed, "one_by_one", lambda device, transport: True),
-        patch.object(bucketed, "make_stream", lambda device, transport: CudaStream(device, InlineStream())),
+        patch.object(bucketed, "make_stream", lambda device, transport: CudaStream(device, None)),
         patch.object(error_feedback, "reads_late", lambda tensor: True),
         patch.object(nonfinite, "reads_late", lambda tensor: True),
         patch.object(pipeline, "reads_late", lambda tensor: True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -10,7 +11,19 @@ from torch import Tensor
 
 from .device_tables import device_table
 from .slots import SlotTable, spare, tile_elements
-from .triton_tiles import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
+from .triton_tiles import (
+    DTYPES,
+    Launch,
+    address,
+    any_not_finite,
+    convert,
+    double_bits,
+    launch,
+    load_tile,
+    repeat,
+    store_statistics,
+    widen,
+)
 
 TINY = tl.constexpr(2.0**-100)
 RECIPROCAL_127 = tl.constexpr(1 / 127)
@@ -107,23 +120,27 @@ def quantize(
     turn: Tensor | None,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
-    shape = _tile_shape(block)
-    table = device_table(slots, shape["ROWS"] * block, wire.device)
-    launch(
-        _quantize,
-        len(table.tiles),
-        wire.device,
-        wire,
-        residuals,
-        turn,
-        slots.total,
-        table.tiles,
-        table.addresses("quantize", tensors),
-        slots.total // block // shards,
-        wire.numel() // shards,
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **shape,
-    )
+
+    def make() -> Launch | None:
+        shape = _tile_shape(block)
+        table = device_table(slots, shape["ROWS"] * block, wire.device)
+        return launch(
+            _quantize,
+            len(table.tiles),
+            wire.device,
+            wire,
+            residuals,
+            turn,
+            slots.total,
+            table.tiles,
+            table.addresses("quantize", tensors),
+            slots.total // block // shards,
+            wire.numel() // shards,
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **shape,
+        )
+
+    repeat("quantize", slots, wire, tensors, (shards, block, address(residuals), address(turn)), make)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -160,21 +177,25 @@ def dequantize(
     statistics: Tensor | None = None,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics)."""
-    shape = _tile_shape(block)
-    table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
-    launch(
-        _dequantize,
-        len(table.tiles),
-        wire.device,
-        wire,
-        table.tiles,
-        table.addresses("dequantize", tensors),
-        slots.total // block // shards,
-        wire.numel() // shards,
-        statistics,
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **shape,
-    )
+
+    def make() -> Launch | None:
+        shape = _tile_shape(block)
+        table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
+        return launch(
+            _dequantize,
+            len(table.tiles),
+            wire.device,
+            wire,
+            table.tiles,
+            table.addresses("dequantize", tensors),
+            slots.total // block // shards,
+            wire.numel() // shards,
+            statistics,
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **shape,
+        )
+
+    repeat("dequantize", slots, wire, tensors, (shards, block, address(statistics)), make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
@@ -228,7 +249,7 @@ def reduce_quantized(
     blocks = shard.numel() // (block + 4)
     launch(
         _reduce,
-        triton.cdiv(blocks, shape["ROWS"]),
+        -(-blocks // shape["ROWS"]),
         shard.device,
         received,
         shard,
@@ -244,6 +265,7 @@ def reduce_quantized(
     )
 
 
+@cache
 def _tile_shape(block: int) -> dict[str, int]:
     """Rows of a tile, elements of a block, and columns of a tile: a power of two, as Triton asks."""
     return {"ROWS": tile_elements(block) // block, "BLOCK": block, "WIDTH": triton.next_power_of_2(block)}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,6 +78,7 @@ class BucketPipeline:
         names = [slot.name for slot in bucket.slots]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
+        self._naming = _Naming(self.about)
         self._block, shards = compression.block, transport.world_size
         self._kernels = ops.choose(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
@@ -193,7 +193,7 @@ class BucketPipeline:
             self.used.fill_(1)
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
-        with self._named_in_errors():
+        with self._naming:
             work = self.reduce()
         mark(_STARTED)
         return lambda: self._finish(work, averaged)
@@ -201,7 +201,7 @@ class BucketPipeline:
     def _finish(self, work: Work, averaged: Sequence[Tensor]) -> None:
         mark = self._clock.mark
         mark(_RESUMED)
-        with self._named_in_errors():
+        with self._naming:
             work.wait()
         mark(_REDUCED)
         self.decompress(averaged)
@@ -214,15 +214,6 @@ class BucketPipeline:
         """Positions as an index, for which the host does not wait."""
         host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
         return host.to(self.used.device, non_blocking=True)
-
-    @contextmanager
-    def _named_in_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except TransportError as error:
-            if " Bucket " in str(error):  # of one that failed by itself, earlier
-                raise
-            raise TransportError(f"{error} {self.about}") from error
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""
@@ -328,6 +319,20 @@ class BucketPipeline:
         shards = self.transport.world_size
         blocks = self.bucket.total // shards // self._block
         return self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)].view(torch.float32)
+
+
+class _Naming:
+    """Around collectives: errors say what the bucket holds, but for one of another, which failed by itself, earlier."""
+
+    def __init__(self, about: str) -> None:
+        self._about = about
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, TransportError) and " Bucket " not in str(error):
+            raise TransportError(f"{error} {self._about}") from error
 
 
 def warm_up(

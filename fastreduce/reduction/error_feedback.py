@@ -189,6 +189,29 @@ class ErrorFeedback:
         if applied is None:
             return
         self._last = applied  # a device may read its numbers until the next one comes
+        if not final:
+            applied.end()
+        common = applied.common()
+        if common is not None and not self._carried and isinstance(self.units, list) and len(set(self.units)) == 1:
+            flip: int | Tensor = 1
+            mixes = [self._mix(0, *common, stays=False)] * len(self.units)
+            self.units = self.units[:1] * len(self.units)
+        else:
+            found = self._mix_each(applied, final)
+            if found is None:
+                return
+            mixes, flip = found
+        if all(mix == _KEEP for mix in mixes):
+            return
+        for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
+            slots = list(same)
+            if mix != _GO_ON:
+                for rows in (self._first, self._second):
+                    rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
+        self.turn.bitwise_xor_(flip)
+
+    def _mix_each(self, applied: Applied, final: bool) -> tuple[list[tuple[float, float]], int | Tensor] | None:
+        """What `_mix` says of each slot, and whether row `turn` changes; None where only a device knows and does it."""
         carried = set() if final else applied.carried()
         self._part_with(carried)
         stays = carried | applied.relative()  # where the unit stays as it is
@@ -199,19 +222,12 @@ class ErrorFeedback:
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
         if isinstance(self.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
             self._commit_late(factors, expected, stays)
-            return
+            return None
         mixes = [
             self._mix(i, factor, expect, i in stays)  # type: ignore[arg-type]
             for i, (factor, expect) in enumerate(zip(factors, expected, strict=True))
         ]
-        if all(mix == _KEEP for mix in mixes):
-            return
-        for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
-            slots = list(same)
-            if mix != _GO_ON:
-                for rows in (self._first, self._second):
-                    rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
-        self.turn.bitwise_xor_(flip)
+        return mixes, flip
 
     def _part_with(self, carried: set[int]) -> None:
         """Bring back the Q of slots whose averages are in `.grad` no more, and keep that of those that are."""

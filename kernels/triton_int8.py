@@ -77,10 +77,12 @@ def _rows(residuals, turn, size):
 
 @triton.jit(do_not_specialize=["blocks", "size"])
 def _quantize(
-    wire, residuals, turn, size, tiles, addresses, blocks, shard_size,
+    wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
+    if finite is not None:
+        tl.store(finite, 1, mask=tl.program_id(0) == 0)
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
     first = place // BLOCK  # and first * BLOCK, unlike place, is seen to be a multiple of 16
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -118,8 +120,9 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
 
     def make() -> Launch | None:
         shape = _tile_shape(block)
@@ -132,6 +135,7 @@ def quantize(
             residuals,
             turn,
             slots.total,
+            finite,
             table.tiles,
             table.addresses("quantize", tensors),
             slots.total // block // shards,
@@ -140,12 +144,12 @@ def quantize(
             **shape,
         )
 
-    repeat("quantize", slots, wire, tensors, (shards, block, address(residuals), address(turn)), make)
+    repeat("quantize", slots, wire, tensors, (shards, block, *map(address, (residuals, turn, finite))), make)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _dequantize(
-    wire, tiles, addresses, blocks, shard_size, statistics,
+    wire, tiles, addresses, blocks, shard_size, statistics, finite, turn,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
@@ -155,8 +159,14 @@ def _dequantize(
     block = (place // BLOCK).to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < count, BLOCK, WIDTH)
-    values = convert(decoded, dtype)
+    inside = row * BLOCK < count
+    values = convert(_decode(shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH), dtype)
+    if finite is not None:
+        _, scale_at = _pointers(shard, block - rank * blocks, blocks, BLOCK, WIDTH)
+        scale = tl.load(scale_at, mask=inside, other=0.0)
+        tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=scale != scale)
+    if turn is not None:
+        tl.store(turn, 1 - tl.load(turn), mask=tl.program_id(0) == 0)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
     if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
@@ -175,8 +185,13 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
 
     def make() -> Launch | None:
         shape = _tile_shape(block)
@@ -191,11 +206,13 @@ def dequantize(
             slots.total // block // shards,
             wire.numel() // shards,
             statistics,
+            finite,
+            turn,
             dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
             **shape,
         )
 
-    repeat("dequantize", slots, wire, tensors, (shards, block, address(statistics)), make)
+    repeat("dequantize", slots, wire, tensors, (shards, block, *map(address, (statistics, finite, turn))), make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])

@@ -60,6 +60,7 @@ class ErrorFeedback:
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self._applied: Applied | None = None
         self._last: Applied | None = None
+        self._turned = False  # whether dequantizing has changed `turn`, as is right where all averages are applied
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
 
@@ -174,6 +175,11 @@ class ErrorFeedback:
         self._idle = self._carried.intersection(left)
         self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched)
 
+    def take_turn(self) -> Tensor:
+        """`turn`, for the kernel that lets the other row count; `commit` takes that back where it is not right."""
+        self._turned = True
+        return self.turn
+
     def look(self) -> None:
         """See whether gradients that nobody has applied are still there; before others accumulate."""
         if self._applied is not None:
@@ -182,21 +188,29 @@ class ErrorFeedback:
     def commit(self, final: bool = False) -> None:
         """Make row `turn` what the next reduction starts from.
 
-        Nothing is done after a reduction whose averages were not stored: its backward raised. `final`: gradients that
+        Nothing changes with a reduction whose averages were not stored: its backward raised. `final`: gradients that
         have not been applied never will be.
         """
         applied, self._applied = self._applied, None
+        turned, self._turned = self._turned, False
         if applied is None:
+            if turned:
+                self.turn.bitwise_xor_(1)
             return
         self._last = applied  # a device may read its numbers until the next one comes
         if not final:
             applied.end()
         common = applied.common()
+        mixes: list[tuple[float, float]] = []
+        flip: int | Tensor = 1
         if common is not None and not self._carried and isinstance(self.units, list) and len(set(self.units)) == 1:
-            flip: int | Tensor = 1
             mixes = [self._mix(0, *common, stays=False)] * len(self.units)
             self.units = self.units[:1] * len(self.units)
-        else:
+            if turned and mixes[0] == _GO_ON:  # as is usual
+                return
+        if turned:
+            self.turn.bitwise_xor_(1)
+        if not mixes:
             found = self._mix_each(applied, final)
             if found is None:
                 return

@@ -58,7 +58,7 @@ class BucketPipeline:
     Attributes:
         about: what the bucket holds, as a sentence.
         feedback: what was lost; None without error feedback.
-        finite: whether the last averages were, where that is known; None else.
+        finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
         statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
         has_statistics: whether the last `decompress` made them.
         reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
@@ -121,6 +121,9 @@ class BucketPipeline:
         self.feedback = (
             ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
         )
+        # A byte that kernels of quantized wires write, and what it says.
+        self._finite = torch.ones(1, dtype=torch.uint8, device=bucket.device) if self._block else None
+        self._verdict = None if self._finite is None else self._finite.view(torch.bool)[0]
         self.finite: Tensor | None = None
         self.statistics: Tensor | None = None
         self.has_statistics = False
@@ -223,7 +226,7 @@ class BucketPipeline:
             if kept is not None:
                 kept.commit()
             rows = (kept.residuals, kept.turn) if kept else (None, None)
-            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows)
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows, self._finite)
         elif self._fp16:
             summed = 1 if self.compression.two_shot else self.transport.world_size
             self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed)
@@ -262,7 +265,10 @@ class BucketPipeline:
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
         elif self._block:
             shards = self.transport.world_size
-            self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, self.statistics)
+            turn = None if self.feedback is None else self.feedback.take_turn()
+            self._kernels.dequantize(
+                self.wire, shards, self._block, slots, tensors, self.statistics, self._finite, turn
+            )
         elif self._fp16:
             self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, self.statistics)
         else:
@@ -292,8 +298,8 @@ class BucketPipeline:
 
     def _wire_is_finite(self) -> Tensor | None:
         """Whether the averages are, by their scales or 16-bit numbers: the same on every rank, as the wire is."""
-        if self._block:
-            return ~self._scales().isnan().any()
+        if self._verdict is not None:
+            return self._verdict
         if isinstance(self.compression, NoCompression) or reads_late(self.wire):
             return None  # it would take a pass over the wire of its own
         payload = self.wire

@@ -326,6 +326,24 @@ def test_what_is_over_is_told_no_more():
         assert told.call_count == 1, f"step {step}"
 
 
+def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were():
+    pipeline, parameters = _pipeline()
+    kept = pipeline.feedback
+    assert kept is not None
+    seen = []
+    for step in range(3):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = batch(i, step, len(parameter))
+        grads = [parameter.grad for parameter in parameters]
+        pipeline.run(grads, grads)
+        if step == 0:
+            kept.follow(parameters, [], pipeline.magnitudes)
+            torch.optim.SGD(parameters, lr=1.0).step()
+        seen.append([kept.residual.clone(), kept.shard_residual.clone()])
+    assert seen[0][0].any()
+    assert_same_bits(seen[1:], [seen[0], seen[0]])
+
+
 # It survives restarts
 
 

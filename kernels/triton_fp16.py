@@ -25,6 +25,7 @@ from .triton_tiles import (
 )
 
 SHAPE = {"ROWS": tile_elements(FP16_BLOCK) // FP16_BLOCK, "BLOCK": FP16_BLOCK}
+NOT_SUMMED = exponent_rule(1)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -213,7 +214,7 @@ def reduce_fp16(received: Tensor, shard: Tensor, scale: float) -> None:
         blocks,
         shard.numel(),
         double_bits(scale),
-        *exponent_rule(1),
+        *NOT_SUMMED,
         RANKS=received.shape[0],
         SPARE=spare(received.shape[0]),
         **SHAPE,

@@ -76,34 +76,38 @@ def store_statistics(statistics, values, inside):
 
 
 class Launch(NamedTuple):
-    """A compiled kernel, its programs, and what they are given: numbers, and addresses in `tensors`, kept alive."""
+    """A compiled kernel, its programs, and what they are given: numbers, and addresses in `tensors`, kept alive.
+
+    `gpu` is the number of the device.
+    """
 
     compiled: Any
+    run_compiled: Any
+    function: Any
+    metadata: Any
     programs: int
-    device: torch.device
+    gpu: int | None
     passed: list[Any]
     tensors: tuple[Any, ...]
 
     def run(self) -> None:
         """Launch it on the current stream."""
-        compiled, programs, device, passed, _ = self
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        compiled, run_compiled, function, metadata, programs, gpu, passed, _ = self
+        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        if gpu is not None and gpu != torch.cuda.current_device():
+            with torch.cuda.device(gpu):
                 self.run()
-        elif _hooked(_runtime.launch_enter_hook) or _hooked(_runtime.launch_exit_hook):  # by a profiler
+        elif getattr(enter, "calls", enter) or getattr(
+            leave, "calls", leave
+        ):  # a profiler's: lists, or None in old ones
             compiled[(programs, 1, 1)](*passed)
         else:
-            stream = driver.active.get_current_stream(device.index or 0)
-            function, metadata = compiled.function, compiled.packed_metadata
-            compiled.run(programs, 1, 1, stream, function, metadata, None, None, None, *passed)
+            stream = driver.active.get_current_stream(gpu or 0)
+            run_compiled(programs, 1, 1, stream, function, metadata, None, None, None, *passed)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 _runtime = knobs.runtime
-
-
-def _hooked(chain: Any) -> bool:
-    return bool(getattr(chain, "calls", chain))  # a list in newer versions, else a function or None
 
 
 def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> Launch | None:
@@ -117,23 +121,30 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **
     """
     if not programs:
         return None
-    key = (id(kernel), device, *map(_compiled_for, arguments), *constants.values())
-    kept = known = _compiled.get(key)
+    compiled_for, passed = [id(kernel), device, *constants.values()], []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            at = argument.data_ptr()
+            compiled_for += (argument.dtype, at & 15)
+            passed.append(at)
+        else:
+            compiled_for.append(argument)
+            passed.append(argument)
+    key = tuple(compiled_for)
+    kept = _compiled.get(key)
+    new = kept is None
     if kept is None:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             compiled = kernel[(programs,)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
         if compiled is None:  # as it is by the interpreter
             return None
         kept = _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    passed = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    found = Launch(kept[0], programs, device, passed + kept[1], arguments)
-    if known is not None:
+    compiled, of_signature = kept
+    handles = compiled.run, compiled.function, compiled.packed_metadata
+    found = Launch(compiled, *handles, programs, device.index, passed + of_signature, arguments)
+    if not new:  # else it has just been launched
         found.run()
     return found
-
-
-def _compiled_for(argument: Any) -> Any:
-    return (argument.dtype, argument.data_ptr() & 15) if isinstance(argument, Tensor) else argument
 
 
 def repeat(

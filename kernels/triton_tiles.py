@@ -24,6 +24,9 @@ DTYPES = {
 }
 
 
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
 @triton.jit
 def widen(values, compute: tl.constexpr):
     """Any wire or tensor dtype → the compute type; BF16 by its bits, for the interpreter's sake."""
@@ -34,10 +37,13 @@ def widen(values, compute: tl.constexpr):
 
 @triton.jit
 def convert(values, dtype: tl.constexpr):
-    """The compute type → any wire or tensor dtype, to nearest even; FP64 reaches 16 bits through FP32."""
+    """The compute type → any wire or tensor dtype, to nearest even; FP64 reaches 16 bits through FP32.
+
+    A GPU's own conversion to BF16 has these bits, but for the payload of a NaN; the interpreter's cuts off.
+    """
     if dtype != tl.float64:
         values = values.to(tl.float32)
-    if dtype == tl.bfloat16:
+    if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         half = tl.where(values == values, rounded, (bits >> 16) | 0x40)

@@ -121,12 +121,19 @@ def _quantize(
 
 
 @kernel
-def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream):
+def _note(finite, scale):
+    if finite and scale != scale:
+        store(finite, 0, INT8, np.int32(0))
+
+
+@kernel
+def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite):
     for slot in range(len(tensors)):
         for start in range(0, numels[slot], block):
             shard, number = divmod((offsets[slot] + start) // block, blocks)
             payload = wire + shard * shard_size
             scale = load(payload + blocks * block, number, FP32)
+            _note(finite, scale)
             to = tensors[slot] + start * size_of(tag)
             count = min(block, numels[slot] - start)
             convert(to, tag, payload + number * block, INT8, count, scale, stream)
@@ -135,7 +142,7 @@ def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, 
 
 @kernel
 def _dequantize_and_sum(
-    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, tile, statistics, sum_tag, sums
+    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, tile, statistics, sum_tag, sums
 ):  # fmt: skip
     for slot in range(len(tensors)):
         for first in range(0, numels[slot], tile):
@@ -144,6 +151,7 @@ def _dequantize_and_sum(
                 shard, number = divmod((offsets[slot] + start) // block, blocks)
                 payload = wire + shard * shard_size
                 scale = load(payload + blocks * block, number, FP32)
+                _note(finite, scale)
                 to = tensors[slot] + start * size_of(tag)
                 count = min(block, end - start)
                 convert_and_sum(to, tag, payload + number * block, INT8, count, scale, stream, sums, sum_tag)
@@ -228,8 +236,11 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
+    if finite is not None:
+        finite.fill_(1)
     blocks = slots.total // shards // block
     values = stage(block)
     _quantize(
@@ -255,10 +266,17 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
     if not tensors:
         return
+    if turn is not None:
+        turn.bitwise_xor_(1)
     dtype = tensors[0].dtype
     blocks = slots.total // shards // block
     arguments = (
@@ -271,6 +289,7 @@ def dequantize(
         addresses(tensors),
         TAGS[dtype],
         slots.total * dtype.itemsize >= STREAM_BYTES,
+        0 if finite is None else finite.data_ptr(),
     )
     if statistics is None:
         _dequantize(*arguments)

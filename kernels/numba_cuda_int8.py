@@ -36,9 +36,12 @@ from .numba_cuda_tiles import (
     locate,
     more_than_half,
     multiply,
+    note_scale,
     quotient,
     size_of,
     store,
+    store_byte,
+    take_turn,
     where_finite,
 )
 from .slots import SlotTable, spare, tile_elements
@@ -84,8 +87,10 @@ def _rows(residuals, turn, row_bytes):
 
 
 @kernel
-def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size):
+def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, finite):
     """One tile of one slot, from its tensor to the wire."""
+    if finite and cuda.blockIdx.x + cuda.threadIdx.x == 0:
+        store_byte(finite, 1)
     residual, new_residual = _rows(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0
@@ -109,8 +114,9 @@ def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, b
 
 
 @kernel
-def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size):
+def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn):
     """One tile of one slot, from the wire to its tensor."""
+    take_turn(turn, cuda.blockIdx.x + cuda.threadIdx.x)
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     element = np.int64(cuda.threadIdx.x) * LANES
     row = quotient(element, block)
@@ -120,6 +126,7 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size):
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = decode(shard, blocks, block, index, element - row * block, LANES)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
+        note_scale(finite, shard + blocks * block + index * 4)
 
 
 @kernel
@@ -172,8 +179,9 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
     table = device_table(slots, TILE // block * block, wire.device)
     launch(
         _quantize,
@@ -189,6 +197,7 @@ def quantize(
         slots.total // block // shards,
         block,
         wire.numel() // shards,
+        address(finite),
     )
 
 
@@ -199,8 +208,13 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
     tile = TILE // block * block if statistics is None else tile_elements(block)
     table = device_table(slots, tile, wire.device, padding=False)
     arguments = (
@@ -211,6 +225,8 @@ def dequantize(
         slots.total // block // shards,
         block,
         wire.numel() // shards,
+        address(finite),
+        address(turn),
     )
     if statistics is None:
         launch(_dequantize, len(table.tiles), wire.device, *arguments)

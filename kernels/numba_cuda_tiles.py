@@ -63,6 +63,22 @@ def decode(shard, blocks, block, index, column, count):
 
 
 @function
+def note_scale(finite, scale_at):
+    """Make the byte at `finite` 0 if a scale is NaN; without an address nothing."""
+    if finite:
+        scale = load(scale_at, FP32, FP32, 1)[0]
+        if scale != scale:
+            store_byte(finite, 0)
+
+
+@function
+def take_turn(turn, number):
+    """Let the other row of residuals count, by the thread with number 0 alone; without an address nothing."""
+    if turn and number == 0:
+        store_byte(turn, 1 - fetch_int32(turn))
+
+
+@function
 def decode_fp16(wire, blocks, shard_size, place, tag, scale, count):
     """8 elements of FP16 blocks from `place` in the flat on, scaled, on their way to memory of type `tag`."""
     number = place // FP16_BLOCK

@@ -149,8 +149,11 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
+    if finite is not None:
+        finite.fill_(1)
     if not slots.total:
         return
     residual = _row(residuals, turn)
@@ -175,10 +178,20 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
     if not slots.total:
         return
+    if finite is not None:
+        scales = [_split_shard(shard, block)[1] for shard in wire.view(shards, -1)]
+        finite.mul_(~torch.cat(scales).isnan().any())
+    if turn is not None:
+        turn.bitwise_xor_(1)
     values = torch.cat([_decode(shard, block) for shard in wire.view(shards, -1)])
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         _memory_order(tensor).copy_(values[offset : offset + numel])

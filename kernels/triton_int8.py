@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -10,7 +11,19 @@ from torch import Tensor
 
 from .device_tables import device_table
 from .slots import SlotTable, spare, tile_elements
-from .triton_tiles import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
+from .triton_tiles import (
+    DTYPES,
+    Launch,
+    address,
+    any_not_finite,
+    convert,
+    double_bits,
+    launch,
+    load_tile,
+    repeat,
+    store_statistics,
+    widen,
+)
 
 TINY = tl.constexpr(2.0**-100)
 RECIPROCAL_127 = tl.constexpr(1 / 127)
@@ -64,10 +77,12 @@ def _rows(residuals, turn, size):
 
 @triton.jit(do_not_specialize=["blocks", "size"])
 def _quantize(
-    wire, residuals, turn, size, tiles, addresses, blocks, shard_size,
+    wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
+    if finite is not None:
+        tl.store(finite, 1, mask=tl.program_id(0) == 0)
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
     first = place // BLOCK  # and first * BLOCK, unlike place, is seen to be a multiple of 16
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -105,30 +120,36 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
-    shape = _tile_shape(block)
-    table = device_table(slots, shape["ROWS"] * block, wire.device)
-    launch(
-        _quantize,
-        len(table.tiles),
-        wire.device,
-        wire,
-        residuals,
-        turn,
-        slots.total,
-        table.tiles,
-        table.addresses("quantize", tensors),
-        slots.total // block // shards,
-        wire.numel() // shards,
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **shape,
-    )
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
+
+    def make() -> Launch | None:
+        shape = _tile_shape(block)
+        table = device_table(slots, shape["ROWS"] * block, wire.device)
+        return launch(
+            _quantize,
+            len(table.tiles),
+            wire.device,
+            wire,
+            residuals,
+            turn,
+            slots.total,
+            finite,
+            table.tiles,
+            table.addresses("quantize", tensors),
+            slots.total // block // shards,
+            wire.numel() // shards,
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **shape,
+        )
+
+    repeat("quantize", slots, wire, tensors, (shards, block, *map(address, (residuals, turn, finite))), make)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _dequantize(
-    wire, tiles, addresses, blocks, shard_size, statistics,
+    wire, tiles, addresses, blocks, shard_size, statistics, finite, turn,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
@@ -138,8 +159,14 @@ def _dequantize(
     block = (place // BLOCK).to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < count, BLOCK, WIDTH)
-    values = convert(decoded, dtype)
+    inside = row * BLOCK < count
+    values = convert(_decode(shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH), dtype)
+    if finite is not None:
+        _, scale_at = _pointers(shard, block - rank * blocks, blocks, BLOCK, WIDTH)
+        scale = tl.load(scale_at, mask=inside, other=0.0)
+        tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=scale != scale)
+    if turn is not None:
+        tl.store(turn, 1 - tl.load(turn), mask=tl.program_id(0) == 0)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
     if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
@@ -158,23 +185,34 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
-    shape = _tile_shape(block)
-    table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
-    launch(
-        _dequantize,
-        len(table.tiles),
-        wire.device,
-        wire,
-        table.tiles,
-        table.addresses("dequantize", tensors),
-        slots.total // block // shards,
-        wire.numel() // shards,
-        statistics,
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **shape,
-    )
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
+
+    def make() -> Launch | None:
+        shape = _tile_shape(block)
+        table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
+        return launch(
+            _dequantize,
+            len(table.tiles),
+            wire.device,
+            wire,
+            table.tiles,
+            table.addresses("dequantize", tensors),
+            slots.total // block // shards,
+            wire.numel() // shards,
+            statistics,
+            finite,
+            turn,
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **shape,
+        )
+
+    repeat("dequantize", slots, wire, tensors, (shards, block, *map(address, (statistics, finite, turn))), make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
@@ -228,7 +266,7 @@ def reduce_quantized(
     blocks = shard.numel() // (block + 4)
     launch(
         _reduce,
-        triton.cdiv(blocks, shape["ROWS"]),
+        -(-blocks // shape["ROWS"]),
         shard.device,
         received,
         shard,
@@ -244,6 +282,7 @@ def reduce_quantized(
     )
 
 
+@cache
 def _tile_shape(block: int) -> dict[str, int]:
     """Rows of a tile, elements of a block, and columns of a tile: a power of two, as Triton asks."""
     return {"ROWS": tile_elements(block) // block, "BLOCK": block, "WIDTH": triton.next_power_of_2(block)}

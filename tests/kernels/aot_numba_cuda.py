@@ -47,10 +47,10 @@ def variants() -> list[Variant]:
 
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
         # The old residual is read in two places: once more where a block is not finite.
-        arguments = (*[INT64] * 6, tag, *[INT64] * 3)
+        arguments = (*[INT64] * 6, tag, *[INT64] * 4)
         moved = (16 * (size + 8), 16 * 5)
         found.append(Variant(f"quantize {name}", numba_cuda_int8._quantize, arguments, moved, 16, 16 * 4))
-        arguments = (*[INT64] * 3, tag, *[INT64] * 3)
+        arguments = (*[INT64] * 3, tag, *[INT64] * 5)
         found.append(Variant(f"dequantize {name}", numba_cuda_int8._dequantize, arguments, (16, 16 * size), 16))
     rule = [types.int32] * 4
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
@@ -69,7 +69,7 @@ def variants() -> list[Variant]:
     for name, kernel, types_, moved, elements in [
         ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32), 8),
         ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32), 4),
-        ("dequantize fp32", dequantize, (*[INT64] * 3, FP32, *[INT64] * 4, FP32), (16, 64), 16),
+        ("dequantize fp32", dequantize, (*[INT64] * 3, FP32, *[INT64] * 6, FP32), (16, 64), 16),
     ]:
         found.append(Variant(f"{name} with statistics", kernel, types_, moved, elements))
     # As in reduce_fp16, and the old residual as in quantize.

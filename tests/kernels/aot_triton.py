@@ -16,6 +16,7 @@ POINTERS = {
     "tiles": "*i64",
     "residuals": "*fp32",
     "turn": "*i32",
+    "finite": "*u8",
     "statistics": "*fp32",
 }
 

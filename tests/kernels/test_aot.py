@@ -69,6 +69,16 @@ def test_rounding_by_a_magic_sum_survives_the_compiler(kernels):
                 assert number in kernel["ptx"], kernel["name"]
 
 
+def test_triton_rounds_to_bf16_by_the_gpus_own_conversion(kernels, request):
+    if request.node.callspec.params["kernels"] == "triton":
+        rounded = [
+            kernel for kernel in kernels if re.match(r"(flatten|reduce|unflatten_fp16|dequantize) bf16", kernel["name"])
+        ]
+        assert len(rounded) >= 6
+        for kernel in rounded:
+            assert "cvt.rn.bf16" in kernel["ptx"], kernel["name"]
+
+
 def test_registers_do_not_spill(kernels):
     for kernel in kernels:
         spills = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", kernel["log"])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastreduce import Compression, GradientReducer, SettingError
 from fastreduce.reduction import error_feedback, saved_residuals
-from fastreduce.reduction.applied import multiplied
+from fastreduce.reduction.applied import Applied, multiplied, note_applied
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import LocalTransport
@@ -263,6 +263,85 @@ def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(out
         # Weights in FP32 there, in FP64 here: a rounding of each in each of four steps.
         torch.testing.assert_close(late, host, rtol=0.0, atol=8 * 2**-24 * float(host.abs().max()))
     assert found[0][0].any() == (outcome in ("applied", "clipped", "skipped") or (outcome == "unknown" and finite))
+
+
+def _one_of_three(step: int, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    torch.optim.SGD(parameters[:1], lr=1.0).step()
+
+
+def _two_clipped(step: int, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    _shrink(0.5)(step, parameters[1:], optimizer)
+
+
+def _told(step: int, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    note_applied(parameters, 0.5)
+
+
+ALIKE: dict[str, Outcome] = {"applied": OUTCOMES["applied"], "clipped": _shrink(0.25), "thrown away": _shrink(0.0)}
+NOT_ALIKE: dict[str, Outcome] = {"one": _one_of_three, "two clipped": _two_clipped, "told": _told}
+
+
+@pytest.mark.parametrize("outcome", [*ALIKE, *NOT_ALIKE])
+def test_what_holds_for_all_slots_is_what_holds_for_each(outcome: str):
+    found, ask = [], Applied.common
+    for together in (True, False):
+        pipeline, parameters = _pipeline()
+        kept = pipeline.feedback
+        assert kept is not None
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        seen = []
+
+        def common(applied: Applied, together: bool = together, seen: list[bool] = seen) -> Any:
+            seen.append(ask(applied) is not None)
+            return ask(applied) if together else None
+
+        with patch.object(Applied, "common", common):
+            for step in range(4):
+                for i, parameter in enumerate(parameters):
+                    parameter.grad = batch(i, step, len(parameter))
+                grads = [parameter.grad for parameter in parameters]
+                pipeline.run(grads, grads, unused=[1] if step == 2 else [])
+                kept.follow(parameters, [1] if step == 2 else [], pipeline.magnitudes)
+                (ALIKE | NOT_ALIKE)[outcome](step, parameters, optimizer)
+                kept.look()
+                kept.commit()
+        assert seen == [outcome in ALIKE and step != 2 for step in range(4)]
+        found.append([kept.residual.clone(), kept.shard_residual.clone(), torch.tensor(kept.units_now())])
+    assert_same_bits(*found)
+
+
+def test_what_is_over_is_told_no_more():
+    pipeline, parameters = _pipeline()
+    kept = pipeline.feedback
+    assert kept is not None
+    for step in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        grads = [parameter.grad for parameter in parameters]
+        pipeline.run(grads, grads)
+        with patch.object(Applied, "step") as told:
+            kept.follow(parameters, [], pipeline.magnitudes)
+            torch.optim.SGD(parameters, lr=1.0).step()
+        assert told.call_count == 1, f"step {step}"
+
+
+def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were():
+    pipeline, parameters = _pipeline()
+    kept = pipeline.feedback
+    assert kept is not None
+    seen = []
+    for step in range(3):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = batch(i, step, len(parameter))
+        grads = [parameter.grad for parameter in parameters]
+        pipeline.run(grads, grads)
+        if step == 0:
+            kept.follow(parameters, [], pipeline.magnitudes)
+            torch.optim.SGD(parameters, lr=1.0).step()
+        seen.append([kept.residual.clone(), kept.shard_residual.clone()])
+    assert seen[0][0].any()
+    assert_same_bits(seen[1:], [seen[0], seen[0]])
 
 
 # It survives restarts

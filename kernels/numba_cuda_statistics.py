@@ -28,7 +28,7 @@ from .numba_cuda_tiles import (
     sum_of_squares,
 )
 
-SUMMING = min(THREADS, 128)  # threads for a tile of an INT8 wire, which is smaller than without statistics
+SUMMING = min(THREADS, 128)  # threads for a tile of a quantized wire, which is smaller than without statistics
 ZERO = np.float64(0)
 
 
@@ -80,7 +80,7 @@ def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scal
 
 
 @kernel
-def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, statistics, sum_tag):
+def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, code, statistics, sum_tag):
     """One tile of one slot, from the wire to its tensor, and its statistics."""
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     squares, odd = sum_tag, 0
@@ -89,7 +89,7 @@ def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, s
         number = place // block + row
         rank = quotient(number, blocks)
         shard, index = wire + rank * shard_size, number - rank * blocks
-        values = decode(shard, blocks, block, index, element - row * block, LANES)
+        values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - element))
         odd += not_finite(values, tag, count - element)

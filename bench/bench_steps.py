@@ -33,6 +33,8 @@ STEPS = {
     "bf16": ours("bf16"),
     "int8": ours("int8"),
     "int8, error feedback": ours("int8:error_feedback"),
+    "int4": ours("int4"),
+    "int4, error feedback": ours("int4:error_feedback"),
     "unwrapped": Setting(""),
     "torch": torchs(),
     "torch, views": torchs(**VIEWS),
@@ -53,6 +55,8 @@ TOLERANCES = {
     "bf16": 2.0**-7,
     "int8": 2.0**-5,
     "int8, error feedback": 2.0**-4,
+    "int4": 2.0**-2,
+    "int4, error feedback": 2.0**-1,
 }
 OVERHEAD = {
     "fastreduce": ours("none"),

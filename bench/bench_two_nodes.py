@@ -28,7 +28,7 @@ def steps(size: Size, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("compression", ["fp16", "int8"])
+@pytest.mark.parametrize("compression", ["fp16", "int8", "int4"])
 def test_two_nodes(benchmark: Any, steps: list[dict[str, Any]], compression: str) -> None:
     """25 million parameters at 1 Gbit/s."""
     times = slowest(steps)

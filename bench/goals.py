@@ -34,7 +34,10 @@ def _kernel(operation: str, dtype: str) -> str:
 
 
 CASTS = {f"{o} {d}": _kernel(o, d) for o in ("flatten", "unflatten") for d in ("fp16", "bf16")}
-INT8 = {operation: f"test_kernel[{operation}-resnet50-numba_cpu]" for operation in ("quantize", "dequantize")}
+QUANTIZED = {
+    name: {f"{o} {name}": f"test_kernel[{o}-resnet50{options}-numba_cpu]" for o in ("quantize", "dequantize")}
+    for name, options in (("int8", ""), ("int4", "-compression=int4"))
+}
 STATISTICS = {
     "unflatten fp16": "unflatten_with_statistics-resnet50-dtype=fp16-scale=0.5",
     "unflatten bf16": "unflatten_with_statistics-resnet50-dtype=bf16-scale=0.5",
@@ -60,9 +63,9 @@ def goals(results: Results) -> Iterator[Goal]:
         yield worst(each + "times as fast as allocating", 3, allocating)
         plain = {case: figure for (case, _), figure in faster.items()}
         yield worst(each + "times as fast as the best of torch", 1.15, plain)
-    int8 = {label: results[name]["contestants"] for label, name in INT8.items() if name in results}
-    if int8:
-        yield worst("INT8, 25 M elements: share of a copy's bandwidth", 0.6, _of_copy(int8))
+    for kind, cases in QUANTIZED.items():
+        if found := {label: results[name]["contestants"] for label, name in cases.items() if name in results}:
+            yield worst(f"{kind.upper()}, 25 M elements: share of a copy's bandwidth", 0.6, _of_copy(found))
     named = {label: f"test_kernel[{name}-numba_cpu]" for label, name in STATISTICS.items()}
     if found := {label: results[name]["contestants"] for label, name in named.items() if name in results}:
         yield with_statistics("numba_cpu", found)
@@ -81,7 +84,7 @@ def goals(results: Results) -> Iterator[Goal]:
         figure = results["test_mpi"]["contestants"]["mpi4py Allreduce"]["ratio"]
         what = "fp16 over MPI / mpi4py's FP32 Allreduce and division, 25 M gradients, 2 ranks"
         yield Goal(what, False, 0.65, figure[0], interval(figure))
-    for compression, limit in (("fp16", 0.58), ("int8", 0.36)):
+    for compression, limit in (("fp16", 0.58), ("int8", 0.36), ("int4", 0.20)):
         if (name := f"test_two_nodes[{compression}]") in results:
             figure = results[name]["contestants"]["none"]["ratio"]
             what = f"step {compression} / none, 25 M parameters, 2 nodes, 1 Gbit/s"

@@ -14,11 +14,12 @@ STEPS = {
     "none": Setting("fastreduce", {"compression": "none"}),
     "fp16": Setting("fastreduce", {"compression": "fp16"}),
     "int8": Setting("fastreduce", {"compression": "int8"}),
+    "int4": Setting("fastreduce", {"compression": "int4"}),
     "torch": Setting("torch"),
     "torch fp16 hook": Setting("torch", hook=True),
     "unwrapped": Setting(""),
 }
-TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5}  # as in bench_steps.py
+TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5, "int4": 2.0**-2}  # as in bench_steps.py
 
 
 def main() -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastreduce import ops
+from fastreduce import Compression, ops
 from fastreduce.ops import backends
 from fastreduce.ops.backends import Backend
 from fastreduce.reduction.buckets import Bucket
 
 from .shapes import CAPS, buckets_of
 
-BLOCK, RANKS = 128, 2
+RANKS = 2
 WITHOUT = "without statistics"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 REFERENCE = backends.load("reference")
@@ -50,10 +50,11 @@ class Gradients:
         REFERENCE.flatten([*self.grads, self.used], self.bucket.table, wire, 1.0)
         return wire
 
-    def quantized_wire(self) -> Tensor:
-        """The gradients as an INT8 wire."""
-        wire = self.int8_wire()
-        REFERENCE.quantize([*self.grads, self.used], self.bucket.table, wire, RANKS, BLOCK, None, None)
+    def quantized_wire(self, setting: Compression) -> Tensor:
+        """The gradients as a quantized wire."""
+        wire, tensors = self.empty_quantized_wire(setting), [*self.grads, self.used]
+        table, block = self.bucket.table, setting.block
+        REFERENCE.quantize(tensors, table, wire, RANKS, block, None, None, form=setting.format)
         return wire
 
     def fp16_wire(self) -> Tensor:
@@ -67,9 +68,9 @@ class Gradients:
         REFERENCE.flatten_fp16([*self.grads, self.used], self.bucket.table, wire, RANKS, 1)
         return wire
 
-    def int8_wire(self) -> Tensor:
-        """An INT8 wire of zeros."""
-        numel = ops.wire_numel(self.bucket.total, RANKS, BLOCK)
+    def empty_quantized_wire(self, setting: Compression) -> Tensor:
+        """A quantized wire of zeros."""
+        numel = ops.wire_numel(self.bucket.total, RANKS, setting.block, setting.format)
         return torch.zeros(numel, dtype=torch.uint8, device=self.used.device)
 
 
@@ -270,16 +271,18 @@ def reduce_fp16(model: Model) -> Case:
     return Case(run, shards, _nbytes(received) + _nbytes(shards))
 
 
-def quantize(model: Model, error_feedback: bool = False) -> Case:
-    """Gradients (+ residuals) → INT8 wires (and new residuals)."""
-    wires = [each.int8_wire() for each in model]
+def quantize(model: Model, compression: str = "int8", error_feedback: bool = False) -> Case:
+    """Gradients (+ residuals) → quantized wires (and new residuals)."""
+    setting = Compression.parse(compression)
+    wires = [each.empty_quantized_wire(setting) for each in model]
     kept = [torch.stack([each.flat(torch.float32).normal_(std=0.01), each.flat(torch.float32)]) for each in model]
     turn = torch.zeros(1, dtype=torch.int32, device=model[0].used.device)
     residuals = [(rows, turn) if error_feedback else (None, None) for rows in kept]
 
     def run(kernels: Backend) -> None:
         for each, wire, rows_and_turn in zip(model, wires, residuals, strict=True):
-            kernels.quantize([*each.grads, each.used], each.bucket.table, wire, RANKS, BLOCK, *rows_and_turn)
+            tensors, table = [*each.grads, each.used], each.bucket.table
+            kernels.quantize(tensors, table, wire, RANKS, setting.block, *rows_and_turn, form=setting.format)
 
     outputs = [*wires, *(rows[1] for rows in kept if error_feedback)]
     nbytes = _nbytes([rows[0] for rows in kept if error_feedback]) + elements(model) * model[0].used.itemsize
@@ -287,27 +290,31 @@ def quantize(model: Model, error_feedback: bool = False) -> Case:
     return Case(run, outputs, nbytes)
 
 
-def dequantize(model: Model) -> Case:
-    """INT8 wires → gradients."""
-    wires = [each.quantized_wire() for each in model]
+def dequantize(model: Model, compression: str = "int8") -> Case:
+    """Quantized wires → gradients."""
+    setting = Compression.parse(compression)
+    wires = [each.quantized_wire(setting) for each in model]
     targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
 
     def run(kernels: Backend) -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
-            kernels.dequantize(wire, RANKS, BLOCK, each.bucket.table, [*grads, each.used])
+            tensors, table = [*grads, each.used], each.bucket.table
+            kernels.dequantize(wire, RANKS, setting.block, table, tensors, form=setting.format)
 
     outputs = [grad for grads in targets for grad in grads]
     return Case(run, outputs, _nbytes(wires) + _nbytes(outputs))
 
 
-def dequantize_with_statistics(model: Model) -> Case:
-    """INT8 wires → gradients, and what their norm is made of."""
-    wires = [each.quantized_wire() for each in model]
+def dequantize_with_statistics(model: Model, compression: str = "int8") -> Case:
+    """Quantized wires → gradients, and what their norm is made of."""
+    setting = Compression.parse(compression)
+    wires = [each.quantized_wire(setting) for each in model]
 
     def decompress(kernels: Backend, each: Gradients, wire: Tensor, grads: list[Tensor], *kept: Tensor) -> None:
-        kernels.dequantize(wire, RANKS, BLOCK, each.bucket.table, [*grads, each.used], *kept)
+        tensors, table = [*grads, each.used], each.bucket.table
+        kernels.dequantize(wire, RANKS, setting.block, table, tensors, *kept, form=setting.format)
 
-    return _with_statistics(model, wires, BLOCK, decompress)
+    return _with_statistics(model, wires, setting.block, decompress)
 
 
 def unflatten_with_statistics(model: Model, dtype: torch.dtype, scale: float) -> Case:
@@ -344,15 +351,17 @@ def _with_statistics(model: Model, wires: list[Tensor], block: int, decompress: 
     return Case(run, outputs, _nbytes(wires) + _nbytes(outputs), plain)
 
 
-def reduce_quantized(model: Model) -> Case:
-    """Two ranks' INT8 shards of every wire → one."""
-    received = [each.quantized_wire().view(RANKS, -1) for each in model]
+def reduce_quantized(model: Model, compression: str = "int8") -> Case:
+    """Two ranks' shards of every quantized wire → one."""
+    setting = Compression.parse(compression)
+    received = [each.quantized_wire(setting).view(RANKS, -1) for each in model]
     shards = [torch.zeros_like(rows[0]) for rows in received]
 
     def run(kernels: Backend) -> None:
         for rows, shard in zip(received, shards, strict=True):
-            after_the_last = shard.numel() // (BLOCK + 4)  # no block holds used-flags
-            kernels.reduce_quantized(rows, shard, 1 / RANKS, BLOCK, after_the_last, None, None)
+            after_the_last = setting.format.blocks(shard.numel(), setting.block)  # no block holds used-flags
+            numbers = 1 / RANKS, setting.block, after_the_last
+            kernels.reduce_quantized(rows, shard, *numbers, None, None, form=setting.format)
 
     return Case(run, shards, _nbytes(received) + _nbytes(shards))
 

@@ -83,9 +83,10 @@ def tables(results: Results) -> Iterator[Table]:
         stages = ", ".join(f"{1e3 * s:.1f}" for s in (row["stages_s"] or {}).values())
         figures = [_figure(rows.get(name, {}).get("ratio")) for rows in both]
         steps.add_row(name, f"{1e3 * row['median_s']:.1f}", *figures, stages, str(row["allocations"]))
-    links = Table("25 M parameters, 2 nodes", "ms", "fp16 / it", "int8 / it", title="Steps at 1 Gbit/s")
+    links = Table("25 M parameters, 2 nodes", "ms", "fp16 / it", "int8 / it", "int4 / it", title="Steps at 1 Gbit/s")
     slow = [
-        results.get(f"test_two_nodes[{compression}]", {}).get("contestants", {}) for compression in ("fp16", "int8")
+        results.get(f"test_two_nodes[{compression}]", {}).get("contestants", {})
+        for compression in ("fp16", "int8", "int4")
     ]
     for name, row in slow[0].items():
         figures = [_figure(rows.get(name, {}).get("ratio")) for rows in slow]

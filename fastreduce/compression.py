@@ -10,7 +10,7 @@ import torch
 
 from .environment.variables import check_environment
 from .errors import SettingError
-from .kernels.slots import FP16_BLOCK
+from .kernels.slots import FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, BlockFormat
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
 
@@ -28,8 +28,13 @@ class Compression:
 
     @property
     def block(self) -> int:
-        """Elements that share an INT8 scale; 0 where the wire is not INT8."""
+        """Elements that share a scale; 0 where the wire is not quantized."""
         return 0
+
+    @property
+    def format(self) -> BlockFormat:
+        """How a quantized wire holds elements and scales; INT8's where there is none."""
+        return INT8_FORMAT
 
     @property
     def error_feedback(self) -> bool:
@@ -195,7 +200,28 @@ class BF16(_Plain):
 
 
 @dataclass(frozen=True)
-class INT8(Compression):
+class _Quantized(Compression):
+    """Gradients travel with a scale per `block` elements, summed in FP32 by two-shot."""
+
+    format: ClassVar[BlockFormat]
+    least_block: ClassVar[int]
+    block: int = 128
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        least = self.least_block
+        if not (isinstance(self.block, int) and least <= self.block <= 4096 and self.block % least == 0):
+            raise SettingError(
+                f"block={brief(self.block)} in {self.name!r}; allowed: multiples of {least} from {least} to 4096"
+            )
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Bytes: payload and scales (kernels/README.md)."""
+        return torch.uint8
+
+
+@dataclass(frozen=True)
+class INT8(_Quantized):
     """Gradients travel as INT8, a scale per `block` elements, summed in FP32 by two-shot.
 
     `block` is a multiple of 16 from 16 to 4096. With `error_feedback` each rank adds what
@@ -204,16 +230,22 @@ class INT8(Compression):
     """
 
     name: ClassVar[str] = "int8"
-    block: int = 128
-    error_feedback: bool = False
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.block, int) and 16 <= self.block <= 4096 and self.block % 16 == 0):
-            raise SettingError(f"block={brief(self.block)} in 'int8'; allowed: multiples of 16 from 16 to 4096")
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Bytes: payload and scales (kernels/README.md)."""
-        return torch.uint8
+    format: ClassVar[BlockFormat] = INT8_FORMAT
+    least_block: ClassVar[int] = 16
 
 
-KINDS: dict[str, type[Compression]] = {kind.name: kind for kind in (NoCompression, FP16, BF16, INT8)}
+@dataclass(frozen=True)
+class INT4(_Quantized):
+    """Gradients travel as INT4, a BF16 scale per `block` elements: 4.5 bits an element; summed in FP32 by two-shot.
+
+    `block` is a multiple of 32 from 32 to 4096. `error_feedback` is as for INT8. The scale has a sign, so that
+    a block's largest magnitude always has the one code without a counterpart, -8.
+    """
+
+    name: ClassVar[str] = "int4"
+    format: ClassVar[BlockFormat] = INT4_FORMAT
+    least_block: ClassVar[int] = 32
+    block: int = 32
+
+
+KINDS: dict[str, type[Compression]] = {kind.name: kind for kind in (NoCompression, FP16, BF16, INT8, INT4)}

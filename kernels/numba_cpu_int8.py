@@ -1,4 +1,4 @@
-"""Quantize, dequantize and the quantized two-shot sum for CPU tensors, on the calling thread.
+"""Quantize, dequantize and the quantized two-shot sum for CPU tensors, on the calling thread, in INT8 and INT4.
 
 A kernel goes through the wire block by block. A block's values stay in L1 until they are encoded, so that
 main memory is read once and written once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .numba_cpu_elements import (
@@ -23,8 +24,9 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
+from .numba_cpu_int4 import INT4, add_int4, bits_of, decode_int4, encode_int4, load_int4
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .slots import SlotTable, shard_bytes, spare, tile_elements
+from .slots import INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, shard_bytes, spare, tile_elements
 
 INT8, FP32 = np.int8(0), np.float32(0)
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
@@ -98,11 +100,14 @@ def _quantize(
     new_residual,
     values,
     stream,
+    code,
+    scale_tag,
 ):
     slot = start = 0
+    width = block * bits_of(code) // 8
     for shard in range(shards):
         payload = wire + shard * shard_size
-        scale_at = payload + blocks * block
+        scale_at = payload + blocks * width
         for _ in range(blocks):
             while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
                 slot += 1
@@ -112,9 +117,12 @@ def _quantize(
                 count = min(block, offsets[slot] + numels[slot] - start)
             old = residual + start * 4 if residual else 0
             new = new_residual + start * 4 if residual else 0
-            _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
-            payload += block
-            scale_at += 4
+            if bits_of(code) == 4:
+                encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
+            else:
+                _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
+            payload += width
+            scale_at += size_of(scale_tag)
             start += block
         _zero(scale_at, wire + (shard + 1) * shard_size)
     fence()
@@ -127,50 +135,80 @@ def _note(finite, scale):
 
 
 @kernel
-def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite):
+def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag):
+    width = block * bits_of(code) // 8
     for slot in range(len(tensors)):
+        shard, number = divmod(offsets[slot] // block, blocks)
         for start in range(0, numels[slot], block):
-            shard, number = divmod((offsets[slot] + start) // block, blocks)
             payload = wire + shard * shard_size
-            scale = load(payload + blocks * block, number, FP32)
+            scale = load(payload + blocks * width, number, scale_tag)
             _note(finite, scale)
             to = tensors[slot] + start * size_of(tag)
             count = min(block, numels[slot] - start)
-            convert(to, tag, payload + number * block, INT8, count, scale, stream)
+            if bits_of(code) == 4:
+                decode_int4(to, tag, payload + number * width, count, block, scale, stream)
+            else:
+                convert(to, tag, payload + number * width, INT8, count, scale, stream)
+            number += 1
+            if number == blocks:
+                shard, number = shard + 1, 0
     fence()
 
 
 @kernel
 def _dequantize_and_sum(
-    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, tile, statistics, sum_tag, sums
+    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag,
+    values, tile, statistics, sum_tag, sums,
 ):  # fmt: skip
+    width = block * bits_of(code) // 8
     for slot in range(len(tensors)):
         for first in range(0, numels[slot], tile):
             end = min(first + tile, numels[slot])
             for start in range(first, end, block):
                 shard, number = divmod((offsets[slot] + start) // block, blocks)
                 payload = wire + shard * shard_size
-                scale = load(payload + blocks * block, number, FP32)
+                scale = load(payload + blocks * width, number, scale_tag)
                 _note(finite, scale)
                 to = tensors[slot] + start * size_of(tag)
                 count = min(block, end - start)
-                convert_and_sum(to, tag, payload + number * block, INT8, count, scale, stream, sums, sum_tag)
+                if bits_of(code) == 4:
+                    decode_int4(values, FP32, payload + number * width, block, block, scale, False)
+                    convert_and_sum(to, tag, values, FP32, count, ONE, stream, sums, sum_tag)
+                else:
+                    convert_and_sum(to, tag, payload + number * width, INT8, count, scale, stream, sums, sum_tag)
             end_tile(tensors[slot] + first * size_of(tag), tag, end - first, sums, sum_tag, statistics)
             statistics += 2 * size_of(sum_tag)
     fence()
 
 
 @kernel
-def _average(payloads, scales, ranks, shard_size, block, scale, spare, averages):
+def _average(payloads, scales, ranks, shard_size, block, scale, spare, averages, code, scale_tag):
     for index in range(block):
         total = small = ZERO
         for rank in range(ranks):
-            unit = load(scales + rank * shard_size, 0, FP32)
-            term = load(payloads + rank * shard_size, index, INT8) * unit
+            unit = load(scales + rank * shard_size, 0, scale_tag)
+            payload = payloads + rank * shard_size
+            term = (load_int4(payload, index) if bits_of(code) == 4 else load(payload, index, INT8)) * unit
             total = term if rank == 0 else total + term
             small = term / spare if rank == 0 else small + term / spare
         average = total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
         store(averages, index, FP32, average)
+
+
+@kernel
+def _add(total, payload, block, unit, code, first):
+    if bits_of(code) == 4:
+        if first:
+            decode_int4(total, FP32, payload, block, block, unit, False)
+        else:
+            add_int4(total, payload, block, unit)
+    elif first:
+        for index in range(block):
+            store(total, index, FP32, load(payload, index, INT8) * unit)
+    else:
+        for index in range(block):
+            term = load(payload, index, INT8) * unit
+            store(total, index, FP32, load(total, index, FP32) + term)
 
 
 @kernel
@@ -188,36 +226,43 @@ def _reduce_quantized(
     new_residual,
     values,
     stream,
+    code,
+    scale_tag,
 ):
     total = values + block * 4
+    width = block * bits_of(code) // 8
     for number in range(blocks):
-        start = number * block
-        scale_at = blocks * block + number * 4
+        start, payload = number * block, number * width
+        scale_at = blocks * width + number * size_of(scale_tag)
         for rank in range(ranks):
-            payload = received + rank * shard_size + start
-            unit = load(received + rank * shard_size + scale_at, 0, FP32)
-            if rank == 0:
-                for index in range(block):
-                    store(total, index, FP32, load(payload, index, INT8) * unit)
-            else:
-                for index in range(block):
-                    term = load(payload, index, INT8) * unit
-                    store(total, index, FP32, load(total, index, FP32) + term)
+            unit = load(received + rank * shard_size + scale_at, 0, scale_tag)
+            _add(total, received + rank * shard_size + payload, block, unit, code, rank == 0)
         old = residual + start * 4 if residual else 0
         new = new_residual + start * 4 if residual else 0
+        to, to_scale = shard + payload, shard + scale_at
         if number < flag_block:
-            payload, to_scale = shard + start, shard + scale_at
-            if not _encode(total, FP32, block, scale, old, new, values, block, payload, to_scale, stream):
-                _average(received + start, received + scale_at, ranks, shard_size, block, scale, spare, total)
-                _encode(total, FP32, block, ONE, old, new, values, block, payload, to_scale, stream)
+            if not _encode_sum(total, scale, old, new, values, block, to, to_scale, stream, code):
+                from_scale = received + scale_at
+                _average(received + payload, from_scale, ranks, shard_size, block, scale, spare, total, code, scale_tag)
+                _encode_sum(total, ONE, old, new, values, block, to, to_scale, stream, code)
             continue
         for index in range(block):
             store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
-        _encode(total, FP32, block, ONE, 0, 0, values, block, shard + start, shard + scale_at, stream)
+        _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, stream, code)
         if residual:
             _zero(new, new + block * 4)
-    _zero(shard + blocks * (block + 4), shard + shard_size)
+    _zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
     fence()
+
+
+@kernel
+def _encode_sum(total, scale, old, new, values, block, payload, scale_at, stream, code):
+    if bits_of(code) == 4:
+        return encode_int4(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)
+    return _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)
+
+
+_CODES = {INT8_FORMAT: (INT8, FP32), INT4_FORMAT: (INT4, TAGS[torch.bfloat16])}  # tags of an element and of a scale
 
 
 def _rows(residuals: Tensor | None, turn: Tensor | None) -> tuple[int, int]:
@@ -237,6 +282,7 @@ def quantize(
     residuals: Tensor | None,
     turn: Tensor | None,
     finite: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
     if finite is not None:
@@ -252,10 +298,11 @@ def quantize(
         shards,
         blocks,
         block,
-        shard_bytes(blocks, block),
+        shard_bytes(blocks, block, form),
         *_rows(residuals, turn),
         values.data_ptr(),
         slots.total * 4 >= STREAM_BYTES,
+        *_CODES[form],
     )
 
 
@@ -268,6 +315,7 @@ def dequantize(
     statistics: Tensor | None = None,
     finite: Tensor | None = None,
     turn: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
@@ -283,19 +331,20 @@ def dequantize(
         wire.data_ptr(),
         blocks,
         block,
-        shard_bytes(blocks, block),
+        shard_bytes(blocks, block, form),
         slots.offsets,
         slots.numels,
         addresses(tensors),
         TAGS[dtype],
         slots.total * dtype.itemsize >= STREAM_BYTES,
         0 if finite is None else finite.data_ptr(),
+        *_CODES[form],
     )
     if statistics is None:
         _dequantize(*arguments)
     else:
-        address, sum_tag, lanes = lanes_for(statistics)
-        _dequantize_and_sum(*arguments, tile_elements(block), address, sum_tag, lanes.data_ptr())
+        (address, sum_tag, lanes), values = lanes_for(statistics), stage(block)
+        _dequantize_and_sum(*arguments, values.data_ptr(), tile_elements(block), address, sum_tag, lanes.data_ptr())
 
 
 def reduce_quantized(
@@ -306,9 +355,10 @@ def reduce_quantized(
     flag_block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
-    blocks = shard.numel() // (block + 4)
+    blocks = form.blocks(shard.numel(), block)
     values = stage(block)
     _reduce_quantized(
         received.data_ptr(),
@@ -323,4 +373,5 @@ def reduce_quantized(
         *_rows(residuals, turn),
         values.data_ptr(),
         blocks * block * 4 >= STREAM_BYTES,
+        *_CODES[form],
     )

@@ -1,4 +1,4 @@
-"""quantize, dequantize and reduce_quantized in Numba CUDA: one launch for a whole bucket.
+"""quantize, dequantize and reduce_quantized in Numba CUDA, in INT8 and INT4: one launch for a whole bucket.
 
 Each thread holds 16 consecutive elements. The threads that share a block of the format agree on its largest
 magnitude in shared memory: an atomic maximum of integers is the same in any order.
@@ -16,20 +16,25 @@ from torch import Tensor
 from .device_tables import device_table
 from .numba_cuda_statistics import SUMMING, dequantize_and_sum
 from .numba_cuda_tiles import (
+    BF16,
     FP32,
     INFINITY_BITS,
+    INT4,
     INT8,
     LANES,
     TAGS,
     THREADS,
     add,
     address,
+    at_most,
+    bits_of,
     decode,
     divide,
     fetch_int32,
     from_bits,
     function,
     kernel,
+    largest_and_sign,
     largest_bits,
     launch,
     load,
@@ -41,21 +46,47 @@ from .numba_cuda_tiles import (
     size_of,
     store,
     store_byte,
+    store_int4,
     take_turn,
     where_finite,
 )
-from .slots import SlotTable, spare, tile_elements
+from .slots import INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
 
 TILE = LANES * THREADS  # the largest block of the format on a GPU
 
-ZERO, MINUS_ONE, LARGEST, NAN = np.float32(0), np.float32(-1), np.float32(127), np.float32(np.nan)
-TINY = np.float32(2.0**-100)
+ZERO, ONE, MINUS_ONE, NAN = np.float32(0), np.float32(1), np.float32(-1), np.float32(np.nan)
+LARGEST, LARGEST_INT4 = np.float32(127), np.float32(7)
+TINY, TINY_BITS = np.float32(2.0**-100), np.int32(27 << 23)
+THREE, UPPER_HALF = np.int32(3 << 23), np.int32(-65536)  # a subtraction from the exponent; BF16's bits
 RECIPROCAL_127 = np.float32(1 / 127)
 ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a sum with it has no bits behind the point
 
 
 @function
-def _encode(values, largest, old, shard, blocks, block, index, column):
+def _largest(values, code):
+    """What the threads of a block agree on the maximum of."""
+    return largest_and_sign(values) if bits_of(code) == 4 else largest_bits(values)
+
+
+@function
+def _scales(largest, code):
+    """A finite block's scale and what its values are multiplied by."""
+    scale = inverse = ZERO
+    if bits_of(code) == 4:
+        if largest >= TINY_BITS:
+            eighth = from_bits(np.int32((largest - THREE) & UPPER_HALF))
+            scale = multiply(eighth, MINUS_ONE) if largest & 1 else eighth
+            inverse = divide(ONE, scale)
+    else:
+        absmax = from_bits(largest)
+        if absmax >= TINY:
+            scale = multiply(absmax, RECIPROCAL_127)
+            inverse = divide(LARGEST, absmax)
+    return scale, inverse
+
+
+@function
+def _encode(values, largest, old, shard, blocks, block, index, column, code):
     """Store 16 elements of block `index` and, at its beginning, its scale; returns what was lost.
 
     Where the block is not finite, that is the old residual at address `old`.
@@ -64,18 +95,25 @@ def _encode(values, largest, old, shard, blocks, block, index, column):
         scale, quantized = NAN, load(shard, INT8, INT8, 0)
         lost = load(old, FP32, INT8, LANES if old else 0)
     else:
-        absmax = from_bits(largest)
-        scale = inverse = ZERO
-        if absmax >= TINY:
-            scale = multiply(absmax, RECIPROCAL_127)
-            inverse = divide(LARGEST, absmax)
-        quantized = add(add(multiply(values, inverse), ROUNDER), MINUS_ROUNDER)
+        scale, inverse = _scales(largest, code)
+        steps = multiply(values, inverse)
+        if bits_of(code) == 4:
+            steps = at_most(steps, LARGEST_INT4)
+        quantized = add(add(steps, ROUNDER), MINUS_ROUNDER)
         lost = add(values, multiply(quantized, multiply(scale, MINUS_ONE)))
-    store(shard + index * block + column, INT8, quantized, LANES, LANES)
+    if bits_of(code) == 4:
+        store_int4(shard + (index * block + column) // 2, quantized)
+    else:
+        store(shard + index * block + column, INT8, quantized, LANES, LANES)
     if column == 0:
-        # The last block clears the padding too: the scales that are missing from a multiple of four.
-        extent = 1 if index < blocks - 1 else 1 + (-blocks & 3)
-        store(shard + blocks * block + index * 4, FP32, (scale, ZERO, ZERO, ZERO), 1, extent)
+        # The last block clears the padding too: the scales that are missing from as many as fill 16 bytes.
+        if bits_of(code) == 4:
+            extent = 1 if index < blocks - 1 else 1 + (-blocks & 7)
+            scales = (scale, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO)
+            store(shard + blocks * block // 2 + index * 2, BF16, scales, 1, extent)
+        else:
+            extent = 1 if index < blocks - 1 else 1 + (-blocks & 3)
+            store(shard + blocks * block + index * 4, FP32, (scale, ZERO, ZERO, ZERO), 1, extent)
     return lost
 
 
@@ -87,7 +125,7 @@ def _rows(residuals, turn, row_bytes):
 
 
 @kernel
-def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, finite):
+def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, finite, code):
     """One tile of one slot, from its tensor to the wire."""
     if finite and cuda.blockIdx.x + cuda.threadIdx.x == 0:
         store_byte(finite, 1)
@@ -101,20 +139,20 @@ def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, b
     values = load(tensor + element * size_of(tag), tag, INT8, count - element)
     values = add(values, load(residual + at, FP32, INT8, count - element if residual else 0))
     cuda.syncthreads()
-    cuda.atomic.max(magnitudes, row, largest_bits(values))
+    cuda.atomic.max(magnitudes, row, _largest(values, code))
     cuda.syncthreads()
     if element < extent:
         number = place // block + row
         rank = quotient(number, blocks)
         shard, index = wire + rank * shard_size, number - rank * blocks
         old = residual + at if residual else 0
-        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, element - row * block)
+        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, element - row * block, code)
         if new_residual:
             store(new_residual + at, FP32, lost, LANES, LANES)
 
 
 @kernel
-def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn):
+def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn, code):
     """One tile of one slot, from the wire to its tensor."""
     take_turn(turn, cuda.blockIdx.x + cuda.threadIdx.x)
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
@@ -124,14 +162,15 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, 
         number = place // block + row
         rank = quotient(number, blocks)
         shard, index = wire + rank * shard_size, number - rank * blocks
-        values = decode(shard, blocks, block, index, element - row * block, LANES)
+        values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
-        note_scale(finite, shard + blocks * block + index * 4)
+        note_scale(finite, shard, blocks, block, index, code)
 
 
 @kernel
 def _reduce(
-    received, ranks, shard, residuals, turn, row_bytes, blocks, block, shard_size, flag_block, scale, room, reciprocal
+    received, ranks, shard, residuals, turn, row_bytes, blocks, block, shard_size, flag_block, scale, room, reciprocal,
+    code,
 ):  # fmt: skip
     """A few blocks of every rank's shard → their sum in rank order, scaled, encoded again."""
     residual, new_residual = _rows(residuals, turn, row_bytes)
@@ -142,29 +181,32 @@ def _reduce(
     row = quotient(element, block)
     index, column = cuda.blockIdx.x * rows + row, element - row * block
     count = LANES if row < rows and index < blocks else 0
-    total = decode(received, blocks, block, index, column, count)
+    total = decode(received, blocks, block, index, column, count, code)
     for rank in range(1, ranks):
-        total = add(total, decode(received + rank * shard_size, blocks, block, index, column, count))
+        total = add(total, decode(received + rank * shard_size, blocks, block, index, column, count, code))
     at = (index * block + column) * 4
     if index >= flag_block:
         values = more_than_half(total)
     else:
         values = multiply(total, scale)
         if largest_bits(total) >= INFINITY_BITS:
-            small = multiply(decode(received, blocks, block, index, column, count), reciprocal)
+            small = multiply(decode(received, blocks, block, index, column, count, code), reciprocal)
             for rank in range(1, ranks):
-                term = decode(received + rank * shard_size, blocks, block, index, column, count)
+                term = decode(received + rank * shard_size, blocks, block, index, column, count, code)
                 small = add(small, multiply(term, reciprocal))
             values = where_finite(total, values, multiply(small, multiply(scale, room)))
         values = add(values, load(residual + at, FP32, INT8, count if residual else 0))
     cuda.syncthreads()
-    cuda.atomic.max(magnitudes, row, largest_bits(values))
+    cuda.atomic.max(magnitudes, row, _largest(values, code))
     cuda.syncthreads()
     if count:
         old = residual + at if residual else 0
-        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, column)
+        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, column, code)
         if new_residual:
             store(new_residual + at, FP32, lost, LANES if index < flag_block else 0, LANES)
+
+
+_CODES = {INT8_FORMAT: INT8, INT4_FORMAT: INT4}
 
 
 def _tag(tensors: Sequence[Tensor]) -> Any:
@@ -180,6 +222,7 @@ def quantize(
     residuals: Tensor | None,
     turn: Tensor | None,
     finite: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
     table = device_table(slots, TILE // block * block, wire.device)
@@ -198,6 +241,7 @@ def quantize(
         block,
         wire.numel() // shards,
         address(finite),
+        _CODES[form],
     )
 
 
@@ -210,6 +254,7 @@ def dequantize(
     statistics: Tensor | None = None,
     finite: Tensor | None = None,
     turn: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
@@ -227,6 +272,7 @@ def dequantize(
         wire.numel() // shards,
         address(finite),
         address(turn),
+        _CODES[form],
     )
     if statistics is None:
         launch(_dequantize, len(table.tiles), wire.device, *arguments)
@@ -243,9 +289,10 @@ def reduce_quantized(
     flag_block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
-    blocks, room = shard.numel() // (block + 4), spare(received.shape[0])
+    blocks, room = form.blocks(shard.numel(), block), spare(received.shape[0])
     launch(
         _reduce,
         -(-blocks // (TILE // block)),
@@ -261,4 +308,5 @@ def reduce_quantized(
         shard.numel(),
         flag_block,
         *(np.float32(number) for number in (scale, room, 1 / room)),
+        _CODES[form],
     )

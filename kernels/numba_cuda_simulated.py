@@ -92,6 +92,26 @@ def store(address: int, tag: Any, vector: Any, count: int, extent: int) -> None:
     ctypes.memmove(int(address), memory.ctypes.data, int(max(0, min(len(memory), extent))) * size_of(tag))
 
 
+def bits_of(code: Any) -> int:
+    """Bits of an element of a quantized wire."""
+    return 4 if code.dtype == np.uint8 else 8
+
+
+def load_int4(address: int, count: int) -> Numbers:
+    """16 numbers of 4 bits, the first of each byte in its low ones; zeros where `count` is 0."""
+    memory = np.zeros(WIDTH // 2, np.int8)
+    if count > 0:
+        ctypes.memmove(memory.ctypes.data, int(address), len(memory))
+    return np.stack([memory << 4 >> 4, memory >> 4], axis=1).flatten().astype(np.float32)
+
+
+def store_int4(address: int, vector: Any) -> None:
+    """16 whole numbers from -8 to 7 as 8 bytes."""
+    codes = np.array(vector).astype(np.int8)
+    memory = codes[::2] & 15 | codes[1::2] << 4
+    ctypes.memmove(int(address), memory.ctypes.data, len(memory))
+
+
 def multiply(a: Any, b: Any) -> Any:
     """The product of two vectors of one type, or a vector and a number, or two numbers."""
     return a * b
@@ -110,6 +130,17 @@ def divide(a: Any, b: Any) -> Any:
 def largest_bits(vector: Numbers) -> int:
     """The largest magnitude's bits: as integers they compare as the numbers do, infinity and every NaN above them."""
     return int((vector.view(np.int32) & 0x7FFFFFFF).max())
+
+
+def largest_and_sign(vector: Numbers) -> int:
+    """The largest magnitude's bits, the last of which is 1 if a number with a plus has them, but for that bit."""
+    bits = vector.view(np.int32)
+    return int((bits & 0x7FFFFFFE | (bits >= 0)).max())
+
+
+def at_most(vector: Numbers, limit: np.float32) -> Numbers:
+    """The smaller of each number and a limit."""
+    return np.minimum(vector, limit)
 
 
 def from_bits(bits: int) -> np.float32:

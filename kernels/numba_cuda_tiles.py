@@ -31,11 +31,13 @@ sum_of_squares, not_finite = vectors.sum_of_squares, vectors.not_finite
 largest_bits, from_bits, more_than_half = vectors.largest_bits, vectors.from_bits, vectors.more_than_half
 fetch_byte, store_byte = vectors.fetch_byte, vectors.store_byte
 power, where_finite = vectors.power, vectors.where_finite
+bits_of, load_int4, store_int4 = vectors.bits_of, vectors.load_int4, vectors.store_int4
+largest_and_sign, at_most = vectors.largest_and_sign, vectors.at_most
 
-LANES = 16  # of a thread that works on an INT8 wire
+LANES = 16  # of a thread that works on a quantized wire
 THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of Python
 
-INT8, FP16, FP32 = np.int8(0), np.int16(0), np.float32(0)
+INT4, INT8, FP16, BF16, FP32 = np.uint8(0), np.int8(0), np.int16(0), np.uint16(0), np.float32(0)
 INFINITY_BITS = np.int32(0x7F800000)
 
 TAGS: dict[torch.dtype, Any] = {
@@ -55,18 +57,25 @@ def locate(tiles, addresses, program, tag):
 
 
 @function
-def decode(shard, blocks, block, index, column, count):
+def decode(shard, blocks, block, index, column, count, code):
     """16 elements of block `index` from `column` on; zeros where `count` is 0."""
-    quantized = load(shard + index * block + column, INT8, INT8, count)
-    scale_at = shard + blocks * block + index * 4
-    return multiply(quantized, load(scale_at, FP32, FP32, min(count, 1))[0])
+    if bits_of(code) == 4:
+        quantized = load_int4(shard + (index * block + column) // 2, count)
+        scale = load(shard + blocks * block // 2 + index * 2, BF16, BF16, min(count, 1))[0]
+    else:
+        quantized = load(shard + index * block + column, INT8, INT8, count)
+        scale = load(shard + blocks * block + index * 4, FP32, FP32, min(count, 1))[0]
+    return multiply(quantized, scale)
 
 
 @function
-def note_scale(finite, scale_at):
-    """Make the byte at `finite` 0 if a scale is NaN; without an address nothing."""
+def note_scale(finite, shard, blocks, block, index, code):
+    """Make the byte at `finite` 0 if the scale of block `index` is NaN; without an address nothing."""
     if finite:
-        scale = load(scale_at, FP32, FP32, 1)[0]
+        if bits_of(code) == 4:
+            scale = load(shard + blocks * block // 2 + index * 2, BF16, BF16, 1)[0]
+        else:
+            scale = load(shard + blocks * block + index * 4, FP32, FP32, 1)[0]
         if scale != scale:
             store_byte(finite, 0)
 

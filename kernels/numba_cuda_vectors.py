@@ -242,6 +242,50 @@ def store(
     return types.void(types.int64, tag, vector, types.int64, types.int64), emit
 
 
+@intrinsic
+def bits_of(_typing: Any, code: types.Type) -> Any:
+    """Bits of an element of a quantized wire."""
+    bits = 4 if code == types.uint8 else 8
+    return types.int64(code), lambda _context, _builder, _signature, _args: _I64(bits)
+
+
+@intrinsic
+def load_int4(_typing: Any, address: types.Type, count: types.Type) -> Any:
+    """16 numbers of 4 bits, the first of each byte in its low ones; zeros where `count` is 0."""
+    result = types.UniTuple(types.float32, WIDTH)
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        with builder.goto_entry_block():
+            places = [builder.alloca(_I32) for _ in range(2)]
+        for place in places:
+            builder.store(_I32(0), place)
+        with builder.if_then(builder.icmp_signed(">", args[1], _I64(0))):
+            for word, place in enumerate(places):
+                builder.store(builder.load(_pointer(builder, args[0], 4 * word, _I32), align=4), place)
+        words = [builder.load(place) for place in places for _ in range(8)]
+        shifted = [builder.shl(word, _I32(28 - 4 * (lane % 8))) for lane, word in enumerate(words)]
+        values = [builder.sitofp(builder.ashr(word, _I32(28)), _FLOAT) for word in shifted]
+        return _pack(context, builder, values, result)
+
+    return result(types.int64, types.int64), emit
+
+
+@intrinsic
+def store_int4(_typing: Any, address: types.Type, vector: types.Type) -> Any:
+    """16 whole numbers from -8 to 7 as 8 bytes."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        for start in (0, 8):
+            word = _I32(0)
+            for lane in range(8):
+                number = builder.fptosi(builder.extract_value(args[1], start + lane), _I32)
+                word = builder.or_(word, builder.shl(builder.and_(number, _I32(15)), _I32(4 * lane)))
+            builder.store(word, _pointer(builder, args[0], start // 2, _I32), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector), emit
+
+
 def _numbers(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> list[ir.Value]:
     if isinstance(value.type, ir.ArrayType):
         return [builder.extract_value(value, lane) for lane in range(lanes)]
@@ -297,6 +341,34 @@ def largest_bits(_typing: Any, vector: types.Type) -> Any:
         return largest
 
     return types.int32(vector), emit
+
+
+@intrinsic
+def largest_and_sign(_typing: Any, vector: types.Type) -> Any:
+    """The largest magnitude's bits, the last of which is 1 if a number with a plus has them, but for that bit."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        largest = _I32(0)
+        for value in _numbers(builder, args[0], vector.count):
+            bits = builder.bitcast(value, _I32)
+            plus = builder.lshr(builder.not_(bits), _I32(31))
+            key = builder.or_(builder.and_(bits, _I32(0x7FFFFFFE)), plus)
+            largest = builder.select(builder.icmp_signed(">", key, largest), key, largest)
+        return largest
+
+    return types.int32(vector), emit
+
+
+@intrinsic
+def at_most(_typing: Any, vector: types.Type, limit: types.Type) -> Any:
+    """The smaller of each number and a limit."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        values = _numbers(builder, args[0], vector.count)
+        found = [builder.select(builder.fcmp_ordered("<", value, args[1]), value, args[1]) for value in values]
+        return _pack(context, builder, found, vector)
+
+    return vector(vector, types.float32), emit
 
 
 @intrinsic

@@ -10,6 +10,9 @@ from torch import Tensor
 from .slots import (
     FP16_BLOCK,
     FP16_BLOCK_BYTES,
+    INT4_FORMAT,
+    INT8_FORMAT,
+    BlockFormat,
     ExponentRule,
     SlotTable,
     exponent_rule,
@@ -100,26 +103,30 @@ def _average(terms: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     return torch.where(total.isfinite(), total * factor, small * (factor * room)), total
 
 
-def _split_shard(shard: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The payload `[blocks, block]` int8, the scales `[blocks]` FP32 and the padding of one shard."""
-    blocks = shard.numel() // (block + 4)
-    assert shard_bytes(blocks, block) == shard.numel()
-    payload, scales, padding = shard.split([blocks * block, blocks * 4, shard.numel() - blocks * (block + 4)])
-    return payload.view(torch.int8).view(blocks, block), scales.view(torch.float32), padding
+def _split_shard(shard: Tensor, block: int, form: BlockFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """The payload `[blocks, bytes of one]` int8, the scales `[blocks]` in their dtype and the padding of one shard."""
+    blocks = form.blocks(shard.numel(), block)
+    assert shard_bytes(blocks, block, form) == shard.numel()
+    ends = blocks * form.payload_bytes(block), blocks * form.scale_bytes
+    payload, scales, padding = shard.split([*ends, shard.numel() - sum(ends)])
+    dtype = torch.bfloat16 if form is INT4_FORMAT else torch.float32
+    return payload.view(torch.int8).view(blocks, form.payload_bytes(block)), scales.view(dtype), padding
 
 
-def _encode(values: Tensor, shard: Tensor, block: int, old: Tensor | None) -> Tensor:
+def _encode(values: Tensor, shard: Tensor, block: int, old: Tensor | None, form: BlockFormat) -> Tensor:
     """FP32 values → one quantized shard; returns what was lost (`old` where a block is not finite)."""
-    payload, scales, padding = _split_shard(shard, block)
+    payload, scales, padding = _split_shard(shard, block, form)
     values = values.view(-1, block)
     absmax = values.abs().amax(dim=1) if values.numel() else values.new_zeros(0)
     finite = values.isfinite().all(dim=1)
     normal = finite & (absmax >= TINY)
-    # Not `127.0 / …`: torch computes that as 127 times a rounded reciprocal.
-    inverse = torch.full_like(absmax, 127.0) / torch.where(normal, absmax, 1.0)
-    quantized = torch.where(normal[:, None], (values * inverse[:, None]).round(), 0.0).to(torch.int8)
-    scale = torch.where(finite, torch.where(normal, absmax * RECIPROCAL_127, 0.0), torch.nan)
-    payload.copy_(quantized)
+    scale, inverse = (_int4_scale if form is INT4_FORMAT else _int8_scale)(values, torch.where(normal, absmax, 1.0))
+    quantized = torch.where(normal[:, None], (values * inverse[:, None]).round(), 0.0)
+    if form is INT4_FORMAT:
+        quantized = quantized.clamp(max=7)
+    quantized = quantized.to(torch.int8)
+    scale = torch.where(finite, torch.where(normal, scale, 0.0), torch.nan)
+    payload.copy_(_packed(quantized) if form is INT4_FORMAT else quantized)
     scales.copy_(scale)
     padding.zero_()
     lost = values - quantized.to(torch.float32) * scale[:, None]
@@ -127,9 +134,34 @@ def _encode(values: Tensor, shard: Tensor, block: int, old: Tensor | None) -> Te
     return torch.where(finite[:, None], lost, kept).flatten()
 
 
-def _decode(shard: Tensor, block: int) -> Tensor:
-    payload, scales, _ = _split_shard(shard, block)
-    return (payload.to(torch.float32) * scales[:, None]).flatten()
+def _int8_scale(_values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales of blocks, and what their values are multiplied by."""
+    # Not `127.0 / …`: torch computes that as 127 times a rounded reciprocal.
+    return absmax * RECIPROCAL_127, torch.full_like(absmax, 127.0) / absmax
+
+
+def _int4_scale(values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, but with a sign: the block's largest magnitude has the lowest code, -8."""
+    bits = values.view(torch.int32)
+    largest = (bits & 0x7FFFFFFE | (bits >= 0)).amax(dim=1) if values.numel() else absmax.to(torch.int32)
+    eighth = (largest - (3 << 23) & -(1 << 16)).view(torch.float32)
+    scale = torch.where(largest & 1 == 1, -eighth, eighth)
+    return scale, torch.ones_like(scale) / scale
+
+
+def _packed(quantized: Tensor) -> Tensor:
+    """Two codes a byte, the first one in the low bits."""
+    return quantized[:, ::2] & 15 | quantized[:, 1::2] << 4
+
+
+def _unpacked(payload: Tensor) -> Tensor:
+    return torch.stack([payload << 4 >> 4, payload >> 4], dim=2).flatten(1)
+
+
+def _decode(shard: Tensor, block: int, form: BlockFormat) -> Tensor:
+    payload, scales, _ = _split_shard(shard, block, form)
+    quantized = _unpacked(payload) if form is INT4_FORMAT else payload
+    return (quantized.to(torch.float32) * scales.to(torch.float32)[:, None]).flatten()
 
 
 def _row(residuals: Tensor | None, turn: Tensor | None) -> Tensor | None:
@@ -150,6 +182,7 @@ def quantize(
     residuals: Tensor | None,
     turn: Tensor | None,
     finite: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
     if finite is not None:
@@ -167,7 +200,8 @@ def quantize(
     size = slots.total // shards
     for rank, shard in enumerate(wire.view(shards, -1)):
         elements = slice(rank * size, (rank + 1) * size)
-        kept[elements] = _encode(values[elements], shard, block, None if residual is None else residual[elements])
+        old = None if residual is None else residual[elements]
+        kept[elements] = _encode(values[elements], shard, block, old, form)
     _set_other_row(residuals, turn, kept)
 
 
@@ -180,6 +214,7 @@ def dequantize(
     statistics: Tensor | None = None,
     finite: Tensor | None = None,
     turn: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
@@ -188,11 +223,11 @@ def dequantize(
     if not slots.total:
         return
     if finite is not None:
-        scales = [_split_shard(shard, block)[1] for shard in wire.view(shards, -1)]
+        scales = [_split_shard(shard, block, form)[1] for shard in wire.view(shards, -1)]
         finite.mul_(~torch.cat(scales).isnan().any())
     if turn is not None:
         turn.bitwise_xor_(1)
-    values = torch.cat([_decode(shard, block) for shard in wire.view(shards, -1)])
+    values = torch.cat([_decode(shard, block, form) for shard in wire.view(shards, -1)])
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         _memory_order(tensor).copy_(values[offset : offset + numel])
     if statistics is not None:
@@ -207,17 +242,18 @@ def reduce_quantized(
     flag_block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
     if not shard.numel():
         return
     residual = _row(residuals, turn)
-    values, total = _average([_decode(row, block) for row in received], scale)
+    values, total = _average([_decode(row, block, form) for row in received], scale)
     if residual is not None:
         values = values + residual
     flags = flag_block * block
     values[flags:] = (total[flags:] > 0.5).to(torch.float32)
-    lost = _encode(values, shard, block, residual)
+    lost = _encode(values, shard, block, residual, form)
     lost[flags:] = 0
     _set_other_row(residuals, turn, lost)
 

@@ -34,13 +34,34 @@ class SlotTable:
 
 
 def tile_elements(block: int = 0) -> int:
-    """Elements of a tile: 2048, or of an INT8 wire the whole blocks that fit once each is widened to a power of two."""
+    """Elements of a tile: 2048, or of a quantized wire the whole blocks that fit, each widened to a power of two."""
     return max(1, TILE // (1 << (block - 1).bit_length())) * block if block else TILE
 
 
-def shard_bytes(blocks: int, block: int) -> int:
-    """Bytes of one quantized shard: `blocks` payloads of `block` bytes, an FP32 scale each, padded to 16."""
-    return -(-blocks * (block + 4) // 16) * 16
+class BlockFormat(NamedTuple):
+    """How a quantized wire holds an element and its block's scale (README.md)."""
+
+    name: str
+    bits: int  # of an element
+    scale_bytes: int
+    largest: int  # the magnitude of a block's largest element, in units of the scale's
+
+    def payload_bytes(self, block: int) -> int:
+        """Bytes of `block` elements."""
+        return block * self.bits // 8
+
+    def blocks(self, shard: int, block: int) -> int:
+        """The number of blocks in a shard of so many bytes."""
+        return shard // (self.payload_bytes(block) + self.scale_bytes)
+
+
+INT8_FORMAT = BlockFormat("int8", 8, 4, 127)
+INT4_FORMAT = BlockFormat("int4", 4, 2, 8)
+
+
+def shard_bytes(blocks: int, block: int, form: BlockFormat = INT8_FORMAT) -> int:
+    """Bytes of one quantized shard: `blocks` payloads of `block` elements and as many scales, padded to 16."""
+    return -(-blocks * (form.payload_bytes(block) + form.scale_bytes) // 16) * 16
 
 
 def spare(ranks: int) -> float:

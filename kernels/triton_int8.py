@@ -1,4 +1,4 @@
-"""quantize, dequantize and reduce_quantized in Triton: one launch for a whole bucket."""
+"""quantize, dequantize and reduce_quantized in Triton, in INT8 and INT4: one launch for a whole bucket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import device_table
-from .slots import SlotTable, spare, tile_elements
+from .slots import INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
 from .triton_tiles import (
     DTYPES,
     Launch,
@@ -31,41 +31,68 @@ MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no bits behind
 
 
 @triton.jit
-def _pointers(shard, index, blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _pointers(shard, index, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Where block `index` of a shard (one of each a row) keeps its payload and its scale."""
-    payload = (shard + index.to(tl.int64) * BLOCK).to(tl.pointer_type(tl.int8))
-    scale = (shard + tl.cast(blocks, tl.int64) * BLOCK).to(tl.pointer_type(tl.float32)) + index
-    return payload[:, None] + tl.arange(0, WIDTH), scale
+    payload = (shard + index.to(tl.int64) * (BLOCK * BITS // 8)).to(tl.pointer_type(tl.int8))
+    scale = shard + tl.cast(blocks, tl.int64) * (BLOCK * BITS // 8)
+    scale = scale.to(tl.pointer_type(tl.float32 if BITS == 8 else tl.bfloat16)) + index
+    return payload[:, None] + tl.arange(0, WIDTH * BITS // 8), scale
 
 
 @triton.jit
-def _decode(shard, index, blocks, inside, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    payload, scale = _pointers(shard, index, blocks, BLOCK, WIDTH)
-    quantized = tl.load(payload, mask=inside[:, None] & (tl.arange(0, WIDTH) < BLOCK), other=0)
-    return quantized.to(tl.float32) * tl.load(scale, mask=inside, other=0.0)[:, None]
+def _decode(shard, index, blocks, inside, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    payload, scale = _pointers(shard, index, blocks, BITS, BLOCK, WIDTH)
+    byte = tl.arange(0, WIDTH * BITS // 8)
+    quantized = tl.load(payload, mask=inside[:, None] & (byte < BLOCK * BITS // 8), other=0)
+    if BITS == 4:
+        quantized = tl.interleave((quantized << 4) >> 4, quantized >> 4)
+    return quantized.to(tl.float32) * widen(tl.load(scale, mask=inside, other=0.0), tl.float32)[:, None]
 
 
 @triton.jit
-def _encode(values, old, shard, index, blocks, inside, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Store a block of FP32 values a row; returns what was lost, `old` where a block is not finite."""
+def _scales(values, BITS: tl.constexpr):
+    """Of a block of FP32 values a row: whether it is finite and not tiny, its scale, and what it is multiplied by."""
     # As integers, magnitudes compare as the numbers do, with infinity and every NaN above them.
-    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    bits = values.to(tl.int32, bitcast=True)
+    if BITS == 8:
+        largest = tl.max(bits & 0x7FFFFFFF, axis=1)
+    else:
+        largest = tl.max((bits & 0x7FFFFFFE) | tl.where(bits >= 0, 1, 0), axis=1)
     absmax = largest.to(tl.float32, bitcast=True)
     finite = largest < 0x7F800000
     normal = finite & (absmax >= TINY)
-    inverse = tl.div_rn(127.0, tl.where(normal, absmax, 1.0))
-    rounded = (values * inverse[:, None] + MAGIC) - MAGIC
-    quantized = tl.where(normal[:, None], rounded, 0.0).to(tl.int8)
-    scale = tl.where(finite, tl.where(normal, absmax * RECIPROCAL_127, 0.0), float("nan"))
+    if BITS == 8:
+        scale, inverse = absmax * RECIPROCAL_127, tl.div_rn(127.0, tl.where(normal, absmax, 1.0))
+    else:
+        eighth = ((largest - (3 << 23)) & -65536).to(tl.float32, bitcast=True)  # of as many bits as BF16 has
+        scale = tl.where((largest & 1) == 1, -eighth, eighth)
+        inverse = tl.div_rn(1.0, tl.where(normal, scale, 1.0))
+    return normal, tl.where(finite, tl.where(normal, scale, 0.0), float("nan")), inverse
 
-    to_payload, to_scale = _pointers(shard, index, blocks, BLOCK, WIDTH)
-    tl.store(to_payload, quantized, mask=inside[:, None] & (tl.arange(0, WIDTH) < BLOCK))
-    tl.store(to_scale, scale, mask=inside)
-    # The last block clears the padding too: the scales that are missing from a multiple of four.
-    for extra in tl.static_range(1, 4):
-        padding = inside & (index == blocks - 1) & (index + extra < ((blocks + 3) & -4))
-        tl.store(to_scale + extra, tl.zeros_like(scale), mask=padding)
-    return tl.where(finite[:, None], values - quantized.to(tl.float32) * scale[:, None], old)
+
+@triton.jit
+def _encode(values, old, shard, index, blocks, inside, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Store a block of FP32 values a row; returns what was lost, `old` where a block is not finite."""
+    normal, scale, inverse = _scales(values, BITS)
+    steps = values * inverse[:, None]
+    if BITS == 4:
+        steps = tl.minimum(steps, 7.0)
+    rounded = (steps + MAGIC) - MAGIC
+    quantized = tl.where(normal[:, None], rounded, 0.0).to(tl.int8)
+
+    to_payload, to_scale = _pointers(shard, index, blocks, BITS, BLOCK, WIDTH)
+    payload = quantized
+    if BITS == 4:
+        low, high = tl.split(tl.reshape(quantized, [quantized.shape[0], WIDTH // 2, 2]))
+        payload = (low & 15) | (high << 4)
+    byte = tl.arange(0, WIDTH * BITS // 8)
+    tl.store(to_payload, payload, mask=inside[:, None] & (byte < BLOCK * BITS // 8))
+    tl.store(to_scale, convert(scale, to_scale.dtype.element_ty), mask=inside)
+    # The last block clears the padding too: the scales that are missing from as many as fill 16 bytes.
+    for extra in tl.static_range(1, 32 // BITS):
+        padding = inside & (index == blocks - 1) & (index + extra < ((blocks + 32 // BITS - 1) & -(32 // BITS)))
+        tl.store(to_scale + extra, tl.zeros_like(scale).to(to_scale.dtype.element_ty), mask=padding)
+    return tl.where((scale == scale)[:, None], values - quantized.to(tl.float32) * scale[:, None], old)
 
 
 @triton.jit
@@ -78,7 +105,7 @@ def _rows(residuals, turn, size):
 @triton.jit(do_not_specialize=["blocks", "size"])
 def _quantize(
     wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size,
-    dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    dtype: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
     if finite is not None:
@@ -107,7 +134,7 @@ def _quantize(
     block = first.to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH)
+    lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, BITS, BLOCK, WIDTH)
     if residuals is not None:
         tl.store(new_residual + first * BLOCK + element, lost, mask=owned)
 
@@ -121,11 +148,12 @@ def quantize(
     residuals: Tensor | None,
     turn: Tensor | None,
     finite: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
 
     def make() -> Launch | None:
-        shape = _tile_shape(block)
+        shape = _tile_shape(block, form)
         table = device_table(slots, shape["ROWS"] * block, wire.device)
         return launch(
             _quantize,
@@ -144,13 +172,14 @@ def quantize(
             **shape,
         )
 
-    repeat("quantize", slots, wire, tensors, (shards, block, *map(address, (residuals, turn, finite))), make)
+    more = (shards, block, form, *map(address, (residuals, turn, finite)))
+    repeat("quantize", slots, wire, tensors, more, make)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _dequantize(
     wire, tiles, addresses, blocks, shard_size, statistics, finite, turn,
-    dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    dtype: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
     tensor, place, count, _ = load_tile(tiles, addresses, dtype)
@@ -160,10 +189,10 @@ def _dequantize(
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     inside = row * BLOCK < count
-    values = convert(_decode(shard, block - rank * blocks, blocks, inside, BLOCK, WIDTH), dtype)
+    values = convert(_decode(shard, block - rank * blocks, blocks, inside, BITS, BLOCK, WIDTH), dtype)
     if finite is not None:
-        _, scale_at = _pointers(shard, block - rank * blocks, blocks, BLOCK, WIDTH)
-        scale = tl.load(scale_at, mask=inside, other=0.0)
+        _, scale_at = _pointers(shard, block - rank * blocks, blocks, BITS, BLOCK, WIDTH)
+        scale = widen(tl.load(scale_at, mask=inside, other=0.0), tl.float32)
         tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=scale != scale)
     if turn is not None:
         tl.store(turn, 1 - tl.load(turn), mask=tl.program_id(0) == 0)
@@ -187,6 +216,7 @@ def dequantize(
     statistics: Tensor | None = None,
     finite: Tensor | None = None,
     turn: Tensor | None = None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
@@ -194,7 +224,7 @@ def dequantize(
     """
 
     def make() -> Launch | None:
-        shape = _tile_shape(block)
+        shape = _tile_shape(block, form)
         table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
         return launch(
             _dequantize,
@@ -212,31 +242,33 @@ def dequantize(
             **shape,
         )
 
-    repeat("dequantize", slots, wire, tensors, (shards, block, *map(address, (statistics, finite, turn))), make)
+    more = (shards, block, form, *map(address, (statistics, finite, turn)))
+    repeat("dequantize", slots, wire, tensors, more, make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
 def _reduce(
     received, shard, residuals, turn, blocks, shard_size, scale_bits, flag_block,
-    RANKS: tl.constexpr, SPARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    RANKS: tl.constexpr, SPARE: tl.constexpr,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block a row: every rank's → their sum in rank order, scaled, encoded again."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     index = tl.program_id(0) * ROWS + row
     inside = index < blocks
-    total = _decode(received, index, blocks, inside, BLOCK, WIDTH)
+    total = _decode(received, index, blocks, inside, BITS, BLOCK, WIDTH)
     other = received
     for _ in range(1, RANKS):
         other += shard_size
-        total += _decode(other, index, blocks, inside, BLOCK, WIDTH)
+        total += _decode(other, index, blocks, inside, BITS, BLOCK, WIDTH)
 
     scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
     values = total * scale
     if any_not_finite(total):
-        small = _decode(received, index, blocks, inside, BLOCK, WIDTH) * (1 / SPARE)
+        small = _decode(received, index, blocks, inside, BITS, BLOCK, WIDTH) * (1 / SPARE)
         for _ in range(1, RANKS):
             received += shard_size
-            small += _decode(received, index, blocks, inside, BLOCK, WIDTH) * (1 / SPARE)
+            small += _decode(received, index, blocks, inside, BITS, BLOCK, WIDTH) * (1 / SPARE)
         values = tl.where(tl.abs(total) < float("inf"), values, small * (scale * SPARE))
     old = tl.zeros_like(values)
     element = index.to(tl.int64)[:, None] * BLOCK + column
@@ -247,7 +279,7 @@ def _reduce(
         values += old
     flags = (index >= flag_block)[:, None]
     values = tl.where(flags, tl.where(total > 0.5, 1.0, 0.0), values)
-    lost = _encode(values, old, shard, index, blocks, inside, BLOCK, WIDTH)
+    lost = _encode(values, old, shard, index, blocks, inside, BITS, BLOCK, WIDTH)
     if residuals is not None:
         tl.store(new_residual + element, tl.where(flags, 0.0, lost), mask=owned)
 
@@ -260,10 +292,11 @@ def reduce_quantized(
     flag_block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    form: BlockFormat = INT8_FORMAT,
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
-    shape = _tile_shape(block)
-    blocks = shard.numel() // (block + 4)
+    shape = _tile_shape(block, form)
+    blocks = form.blocks(shard.numel(), block)
     launch(
         _reduce,
         -(-blocks // shape["ROWS"]),
@@ -283,6 +316,7 @@ def reduce_quantized(
 
 
 @cache
-def _tile_shape(block: int) -> dict[str, int]:
-    """Rows of a tile, elements of a block, and columns of a tile: a power of two, as Triton asks."""
-    return {"ROWS": tile_elements(block) // block, "BLOCK": block, "WIDTH": triton.next_power_of_2(block)}
+def _tile_shape(block: int, form: BlockFormat) -> dict[str, int]:
+    """Bits of an element, rows of a tile, elements of a block, columns of a tile: a power of two, as Triton asks."""
+    width = triton.next_power_of_2(block)
+    return {"BITS": form.bits, "ROWS": tile_elements(block) // block, "BLOCK": block, "WIDTH": width}

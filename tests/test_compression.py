@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastreduce import BF16, FP16, INT8, Compression, NoCompression, SettingError
+from fastreduce import BF16, FP16, INT4, INT8, Compression, NoCompression, SettingError
 
 plain = st.one_of(
     st.builds(NoCompression, accumulate=st.sampled_from(["fp32", "wire"])),
@@ -18,7 +18,8 @@ plain = st.one_of(
     st.builds(BF16, accumulate=st.sampled_from(["fp32", "wire"])),
 )
 int8 = st.builds(INT8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
-settings = st.one_of(plain, int8)
+int4 = st.builds(INT4, block=st.integers(1, 128).map(lambda n: 32 * n), error_feedback=st.booleans())
+settings = st.one_of(plain, int8, int4)
 
 
 @given(settings)
@@ -41,6 +42,8 @@ def test_what_a_setting_prints_it_parses_back(setting: Compression):
         ("int8:block=128,error_feedback", INT8(error_feedback=True), "int8:error_feedback"),
         ("int8:error_feedback=true, block=64", INT8(64, True), "int8:block=64,error_feedback"),
         ("int8:error_feedback=0", INT8(), "int8"),
+        ("int4:block=32", INT4(), "int4"),
+        ("int4:block=64,error_feedback", INT4(64, True), "int4:block=64,error_feedback"),
     ],
 )
 def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
@@ -51,9 +54,9 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
 @pytest.mark.parametrize(
     ("spec", "names", "allowed"),
     [
-        ("", "''", "none, fp16, bf16, int8"),
-        ("fp32", "'fp32'", "none, fp16, bf16, int8"),
-        ("FP16", "'FP16'", "none, fp16, bf16, int8"),
+        ("", "''", "none, fp16, bf16, int8, int4"),
+        ("fp32", "'fp32'", "none, fp16, bf16, int8, int4"),
+        ("FP16", "'FP16'", "none, fp16, bf16, int8, int4"),
         ("fp16:", "''", "accumulate"),
         ("fp16:block=64", "'block=64'", "accumulate"),
         ("int8:accumulate=wire", "'accumulate=wire'", "block, error_feedback"),
@@ -68,6 +71,8 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
         ("int8:block=²", "'block=²'", "whole number"),
         ("int8:block=0", "0", "multiples of 16 from 16 to 4096"),
         ("int8:block=100", "100", "multiples of 16 from 16 to 4096"),
+        ("int4:block=48", "48", "multiples of 32 from 32 to 4096"),
+        ("int4:accumulate=wire", "'accumulate=wire'", "block, error_feedback"),
         ("int8:block=8192", "8192", "multiples of 16 from 16 to 4096"),
         ("int8:block=64,block=128", "'block'", "twice"),
         ("int8:error_feedback=perhaps", "'error_feedback=perhaps'", "=true or =false"),
@@ -117,7 +122,7 @@ def test_any_text_parses_or_is_a_setting_error(text: str):
 
 
 @given(
-    st.sampled_from(["none", "fp16", "bf16", "int8"]),
+    st.sampled_from(["none", "fp16", "bf16", "int8", "int4"]),
     st.lists(
         st.tuples(
             st.sampled_from(["block", "accumulate", "error_feedback"]),

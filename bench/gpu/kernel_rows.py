@@ -47,6 +47,7 @@ MORE: list[Named] = [
     ("dequantize", "resnet50", {"grads": "bf16"}),
     ("quantize", "resnet50", {"grads": "bf16"}),
     ("reduce_shards", "bert_large", {"dtype": "fp16", "scale": 1 / 8, "ranks": 8}),
+    *((operation, "resnet50", {"compression": "int4"}) for operation in ("quantize", "dequantize", "reduce_quantized")),
     ("dequantize_with_statistics", "resnet50", {}),
     ("unflatten_with_statistics", "resnet50", {"dtype": "bf16", "scale": 0.5}),
     *_both("tiny", dtype="fp16"),

@@ -49,6 +49,7 @@ HEADLINE = {
 SETTINGS = {
     "int8": ours("int8"),
     "int8, error feedback": ours("int8:error_feedback"),
+    "int4": ours("int4"),
     "none": ours("none"),
     "none, views": ours("none", VIEWS),
     "none, no communicator": ours("none", transport=None),
@@ -76,6 +77,7 @@ TOLERANCES = {
     **dict.fromkeys((OURS, "fp16, views", "fp16, no communicator"), 2.0**-9),
     "int8": 2.0**-5,
     "int8, error feedback": 2.0**-4,
+    "int4": 2.0**-2,
 }
 
 

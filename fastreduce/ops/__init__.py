@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.slots import FP16_BLOCK, SlotTable, fp16_shard_bytes, shard_bytes, tile_elements
+from ..kernels.slots import (
+    FP16_BLOCK,
+    INT8_FORMAT,
+    BlockFormat,
+    SlotTable,
+    fp16_shard_bytes,
+    shard_bytes,
+    tile_elements,
+)
 from .backends import choose
 
 __all__ = [
@@ -40,9 +48,9 @@ def is_dense(tensor: Tensor) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
-def wire_numel(slots_total: int, shards: int, block: int) -> int:
+def wire_numel(slots_total: int, shards: int, block: int, form: BlockFormat = INT8_FORMAT) -> int:
     """Elements of a wire: the flat's own number, or with `block` the bytes of all quantized shards."""
-    return shards * shard_bytes(slots_total // shards // block, block) if block else slots_total
+    return shards * shard_bytes(slots_total // shards // block, block, form) if block else slots_total
 
 
 def fp16_wire_numel(slots_total: int, shards: int) -> int:

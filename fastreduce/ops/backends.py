@@ -164,9 +164,9 @@ def _translated(operation: Callable[..., None]) -> Callable[..., None]:
     """The operation, with the kernels' own error as one of ours."""
 
     @wraps(operation)
-    def call(*args: object) -> None:
+    def call(*args: object, **options: object) -> None:
         try:
-            operation(*args)
+            operation(*args, **options)
         except AlignmentError as error:
             raise TensorError(str(error)) from error
 

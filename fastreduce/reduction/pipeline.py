@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..compression import Compression, NoCompression
 from ..errors import TransportError
-from ..kernels.slots import FP16_BLOCK, tile_elements
+from ..kernels.slots import FP16_BLOCK, INT4_FORMAT, tile_elements
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
@@ -79,7 +79,7 @@ class BucketPipeline:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
         self._naming = _Naming(self.about)
-        self._block, shards = compression.block, transport.world_size
+        self._block, self._form, shards = compression.block, compression.format, transport.world_size
         self._kernels = ops.choose(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
         # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
@@ -88,7 +88,7 @@ class BucketPipeline:
         if self._fp16:
             numel = ops.fp16_wire_numel(bucket.total, self._parts)
         else:
-            numel = ops.wire_numel(bucket.total, shards, self._block)
+            numel = ops.wire_numel(bucket.total, shards, self._block, self._form)
 
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=bucket.device)
@@ -98,7 +98,7 @@ class BucketPipeline:
 
         # Error feedback may measure later what became of the averages, which are in the wire.
         self.wire = buffer(numel, wire_dtype) if compression.error_feedback else wire("wire")
-        # One rank's shard is its wire; 8-bit ones are summed all the same, for the bits of the second rounding.
+        # One rank's shard is its wire; quantized ones are summed all the same, for the second rounding's bits.
         two_shot = compression.two_shot and (shards > 1 or self._block > 0)
         self._received = wire("received").view(shards, -1) if two_shot else None
         self._shard = self.wire.view(shards, -1)[transport.rank] if two_shot else self.wire
@@ -226,7 +226,7 @@ class BucketPipeline:
             if kept is not None:
                 kept.commit()
             rows = (kept.residuals, kept.turn) if kept else (None, None)
-            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows, self._finite)
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows, self._finite, self._form)
         elif self._fp16:
             summed = 1 if self.compression.two_shot else self.transport.world_size
             self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed)
@@ -249,7 +249,9 @@ class BucketPipeline:
         """Every rank's version of this rank's shard → the average, in its place in the wire."""
         if self._block:
             rows = (self.feedback.shard_residuals, self.feedback.turn) if self.feedback else (None, None)
-            self._kernels.reduce_quantized(received, self._shard, self._average, self._block, self._flag_block, *rows)
+            self._kernels.reduce_quantized(
+                received, self._shard, self._average, self._block, self._flag_block, *rows, form=self._form
+            )
         elif self._fp16:
             self._kernels.reduce_fp16(received, self._shard, self._average)
         else:
@@ -266,9 +268,8 @@ class BucketPipeline:
         elif self._block:
             shards = self.transport.world_size
             turn = None if self.feedback is None else self.feedback.take_turn()
-            self._kernels.dequantize(
-                self.wire, shards, self._block, slots, tensors, self.statistics, self._finite, turn
-            )
+            told = (self.statistics, self._finite, turn)
+            self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, *told, self._form)
         elif self._fp16:
             self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, self.statistics)
         else:
@@ -310,21 +311,25 @@ class BucketPipeline:
     def magnitudes(self) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
         shards = self.transport.world_size
-        scales, own = self._scales(), self.bucket.total // shards
-        payload = self.wire.view(shards, -1)[:, :own].view(torch.int8).reshape(shards, -1, self._block)
-        sums = scales.double() * payload.abs().sum(2, dtype=torch.int32)
+        scales, own = self._scales().abs(), self._form.payload_bytes(self.bucket.total // shards)
+        payload = self.wire.view(shards, -1)[:, :own].view(torch.int8)
+        if self._form is INT4_FORMAT:
+            payload = torch.stack([payload << 4 >> 4, payload >> 4], dim=2)
+        sums = scales.double() * payload.reshape(shards, -1, self._block).abs().sum(2, dtype=torch.int32)
         starts = [slot.offset // self._block for slot in self.bucket.slots]
         ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self.bucket.slots]
         lengths = (torch.tensor(ends) - torch.tensor(starts)).to(self.used.device)
-        largest = 127 * torch.segment_reduce(scales.flatten()[: ends[-1]], "max", lengths=lengths, initial=0.0)
+        peaks = torch.segment_reduce(scales.flatten()[: ends[-1]], "max", lengths=lengths, initial=0.0)
         total = torch.segment_reduce(sums.flatten()[: ends[-1]], "sum", lengths=lengths, initial=0.0)
-        return torch.stack([largest.double(), total])
+        return torch.stack([(self._form.largest * peaks).double(), total])
 
     def _scales(self) -> Tensor:
         """The scales of all blocks, FP32 `[shards, blocks of a shard]`."""
-        shards = self.transport.world_size
-        blocks = self.bucket.total // shards // self._block
-        return self.wire.view(shards, -1)[:, blocks * self._block : blocks * (self._block + 4)].view(torch.float32)
+        shards, form = self.transport.world_size, self._form
+        elements = self.bucket.total // shards
+        start, size = form.payload_bytes(elements), elements // self._block * form.scale_bytes
+        dtype = torch.bfloat16 if form is INT4_FORMAT else torch.float32
+        return self.wire.view(shards, -1)[:, start : start + size].view(dtype).float()
 
 
 class _Naming:

@@ -15,6 +15,7 @@ from fastreduce.kernels import numba_cuda_cast, numba_cuda_fp16, numba_cuda_int8
 
 TARGETS = (80, 90, 100)
 INT64, FP64, FP32, FP16, BF16 = types.int64, types.float64, types.float32, types.int16, types.uint16
+INT8, INT4 = types.int8, types.uint8
 
 
 class Variant(NamedTuple):
@@ -46,12 +47,14 @@ def variants() -> list[Variant]:
     found.append(Variant("flatten fp64", flatten, (INT64, BF16, INT64, INT64, FP64, FP64), (64, 16), 8))
 
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
-        # The old residual is read in two places: once more where a block is not finite.
-        arguments = (*[INT64] * 6, tag, *[INT64] * 4)
-        moved = (16 * (size + 8), 16 * 5)
-        found.append(Variant(f"quantize {name}", numba_cuda_int8._quantize, arguments, moved, 16, 16 * 4))
-        arguments = (*[INT64] * 3, tag, *[INT64] * 5)
-        found.append(Variant(f"dequantize {name}", numba_cuda_int8._dequantize, arguments, (16, 16 * size), 16))
+        for form, code, payload in [("int8", INT8, 16), ("int4", INT4, 0)]:  # of INT4 a thread has 8 bytes
+            title = f"{name}, {form}"
+            # The old residual is read in two places: once more where a block is not finite.
+            arguments = (*[INT64] * 6, tag, *[INT64] * 4, code)
+            moved = (16 * (size + 8), payload + 16 * 4)
+            found.append(Variant(f"quantize {title}", numba_cuda_int8._quantize, arguments, moved, 16, 16 * 4))
+            arguments, moved = (*[INT64] * 3, tag, *[INT64] * 5, code), (payload, 16 * size)
+            found.append(Variant(f"dequantize {title}", numba_cuda_int8._dequantize, arguments, moved, 16))
     rule = [types.int32] * 4
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
         arguments = (*[INT64] * 3, tag, *[INT64] * 2, *rule)
@@ -69,13 +72,15 @@ def variants() -> list[Variant]:
     for name, kernel, types_, moved, elements in [
         ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32), 8),
         ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32), 4),
-        ("dequantize fp32", dequantize, (*[INT64] * 3, FP32, *[INT64] * 6, FP32), (16, 64), 16),
+        ("dequantize fp32, int8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT8, INT64, FP32), (16, 64), 16),
+        ("dequantize fp32, int4", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT4, INT64, FP32), (0, 64), 16),
     ]:
         found.append(Variant(f"{name} with statistics", kernel, types_, moved, elements))
     # As in reduce_fp16, and the old residual as in quantize.
-    arguments = (*[INT64] * 10, *[FP32] * 3)
-    moved = (16 * (4 + 8), 16 * 5)
-    found.append(Variant("reduce_quantized", numba_cuda_int8._reduce, arguments, moved, 16, 16 * (2 + 4)))
+    for form, code, payload in [("int8", INT8, 16), ("int4", INT4, 0)]:
+        arguments, again = (*[INT64] * 10, *[FP32] * 3, code), 2 * payload + 16 * 4
+        moved = (4 * payload + 16 * 8, payload + 16 * 4)
+        found.append(Variant(f"reduce_quantized {form}", numba_cuda_int8._reduce, arguments, moved, 16, again))
     return found
 
 

@@ -42,7 +42,7 @@ def variants() -> list[Variant]:
     import triton.language as tl
 
     from fastreduce.kernels import triton_cast, triton_fp16, triton_int8
-    from fastreduce.kernels.slots import FP16_BLOCK_BYTES
+    from fastreduce.kernels.slots import FP16_BLOCK_BYTES, INT4_FORMAT, INT8_FORMAT
 
     dtypes = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
     tile, found = triton_cast.TILE, []
@@ -84,32 +84,37 @@ def variants() -> list[Variant]:
     found.append(Variant("share_exponents", triton_fp16._share, halves, constants, (tile * 2, tile * 2)))
 
     types |= {"flag_block": "i32", "size": "i64"}
-    for block, feedback, targets in [
-        (128, True, TARGETS),
-        (128, False, TARGETS),
-        (48, True, (80,)),
-        (4096, True, (90,)),
+    for form, block, feedback, targets in [
+        (INT8_FORMAT, 128, True, TARGETS),
+        (INT8_FORMAT, 128, False, TARGETS),
+        (INT8_FORMAT, 48, True, (80,)),
+        (INT8_FORMAT, 4096, True, (90,)),
+        (INT4_FORMAT, 32, True, TARGETS),
+        (INT4_FORMAT, 32, False, TARGETS),
+        (INT4_FORMAT, 96, True, (80,)),
     ]:
-        shape: dict[str, Any] = triton_int8._tile_shape(block)
+        shape: dict[str, Any] = triton_int8._tile_shape(block, form)
         lanes = shape["ROWS"] * shape["WIDTH"]
         residual: dict[str, Any] = {} if feedback else {"residuals": None, "turn": None}
         more = 4 * lanes if feedback else 0
-        name = f"blocks of {block}, {'' if feedback else 'no '}residual"
+        # Of INT4 a thread has 8 bytes.
+        payload = lanes if form is INT8_FORMAT else 0
+        name = f"{form.name}, blocks of {block}, {'' if feedback else 'no '}residual"
         for dtype, size in [("fp32", 4), ("bf16", 2)]:
             constants = {**shape, **residual, "dtype": dtypes[dtype]}
-            moved = (lanes * size + more, lanes + more)
+            moved = (lanes * size + more, payload + more)
             title = f"quantize {dtype}, {name}"
             found.append(Variant(title, triton_int8._quantize, types, constants, moved, targets, elements=lanes))
             if not feedback:
-                moved = (lanes, lanes * size)
+                moved = (payload, lanes * size)
                 for what, off in [("", {"statistics": None}), (" with statistics", {})]:
                     constants = {**shape, **off, "dtype": dtypes[dtype]}
                     if dtype == "bf16" or not what:
-                        title = f"dequantize {dtype}{what}"
+                        title = f"dequantize {dtype}{what}, {form.name}"
                         found.append(Variant(title, triton_int8._dequantize, types, constants, moved))
         constants = {**shape, **residual, "RANKS": 2, "SPARE": 2.0}
-        again = 2 * lanes  # where a sum is not finite
-        moved = (2 * again + more, lanes + more)
+        again = 2 * payload  # where a sum is not finite
+        moved = (2 * again + more, payload + more)
         title = f"reduce_quantized, {name}"
         found.append(Variant(title, triton_int8._reduce, types, constants, moved, targets, again, lanes))
     return found

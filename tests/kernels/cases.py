@@ -19,7 +19,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its own functions look at it then
 
 from fastreduce.kernels import reference
-from fastreduce.kernels.slots import FP16_BLOCK, SlotTable, fp16_shard_bytes, shard_bytes
+from fastreduce.kernels.slots import (
+    FP16_BLOCK,
+    INT4_FORMAT,
+    INT8_FORMAT,
+    BlockFormat,
+    SlotTable,
+    fp16_shard_bytes,
+    shard_bytes,
+)
 from fastreduce.ops import backends
 
 GPU_BACKENDS = ("triton", "numba_cuda")
@@ -28,10 +36,11 @@ SIMULATOR = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPE_PAIRS = tuple((dtype, wire) for dtype in DTYPES for wire in DTYPES)
 SIZES: tuple[int, ...] = (0, 1, 63, 127, 128, 129, 1000, 4099)
-BLOCKS: tuple[int, ...] = (16, 48, 128, 256)
+BLOCKS = [(INT8_FORMAT, 16), (INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT8_FORMAT, 256)]
+BLOCKS += [(INT4_FORMAT, 32), (INT4_FORMAT, 96)]
 STATISTICS_SIZES: tuple[int, ...] = (0, 1, 129, 1100, 2048, 4099)  # tiles of 2048, 1536 and 4096, full and not
 STATISTICS_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
-STATISTICS_BLOCKS: tuple[int, ...] = (48, 128)
+STATISTICS_BLOCKS = [(INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT4_FORMAT, 96)]
 EXAMPLES = 20
 STRIDE = 1  # of what goes through all numbers of a format
 GAPS = (3, 0, 1, 40)
@@ -60,8 +69,8 @@ def make_shared_array_once() -> None:
 if SIMULATOR:  # half a millisecond a thread: every path once, with tiles that are full and tiles that are not
     DTYPE_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
     SIZES = (0, 1, 129, 1100)
-    BLOCKS = (48, 128)
-    STATISTICS_SIZES, STATISTICS_BLOCKS = (0, 1, 130, 2300), (48,)
+    BLOCKS = [(INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT4_FORMAT, 96)]
+    STATISTICS_SIZES, STATISTICS_BLOCKS = (0, 1, 130, 2300), [(INT8_FORMAT, 48), (INT4_FORMAT, 96)]
     EXAMPLES = 3
     sys.setswitchinterval(5e-5)  # its threads wait for each other: half the time
     STRIDE = 61
@@ -170,28 +179,38 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
     assert not len(where), f"{what}: {len(where)} differ, first [{i}]: {actual[i]!r} is not {expected[i]!r}"
 
 
-def split_wire(wire: Tensor, shards: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Payload `[shards, blocks, block]`, scales `[shards, blocks]` and padding of a quantized wire."""
+def case_name(value: object) -> str:
+    """A format by its name, in the name of a test."""
+    return value.name if isinstance(value, BlockFormat) else str(value)
+
+
+def split_wire(wire: Tensor, shards: int, block: int, form: BlockFormat = INT8_FORMAT) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes `[shards, blocks, block]`, scales `[shards, blocks]` and padding of a quantized wire."""
     rows = wire.cpu().view(shards, wire.numel() // shards)
-    blocks = rows.shape[1] // (block + 4)
-    payload, scales, padding = rows.tensor_split([blocks * block, blocks * (block + 4)], dim=1)
+    blocks, width = form.blocks(rows.shape[1], block), form.payload_bytes(block)
+    payload, scales, padding = rows.tensor_split([blocks * width, blocks * (width + form.scale_bytes)], dim=1)
+    codes = payload.flatten().view(torch.int8)
+    if form is INT4_FORMAT:
+        codes = torch.stack([(codes << 4) >> 4, codes >> 4], dim=1)
     return (
-        payload.flatten().view(torch.int8).view(shards, blocks, block),
-        scales.flatten().view(torch.float32).view(shards, blocks),
+        codes.reshape(shards, blocks, block),
+        scales.flatten().view(torch.bfloat16 if form is INT4_FORMAT else torch.float32).view(shards, blocks),
         padding.flatten(),
     )
 
 
-def assert_same_wire(actual: Tensor, expected: Tensor, shards: int, block: int) -> None:
+def assert_same_wire(
+    actual: Tensor, expected: Tensor, shards: int, block: int, form: BlockFormat = INT8_FORMAT
+) -> None:
     """Two quantized wires that are equal by bits, part for part."""
-    parts = zip(split_wire(actual, shards, block), split_wire(expected, shards, block), strict=True)
+    parts = zip(split_wire(actual, shards, block, form), split_wire(expected, shards, block, form), strict=True)
     for what, (mine, theirs) in zip(("payload", "scales", "padding"), parts, strict=True):
         assert_same_bits(mine, theirs, what)
 
 
-def wire_size(slots: SlotTable, shards: int, block: int) -> int:
+def wire_size(slots: SlotTable, shards: int, block: int, form: BlockFormat = INT8_FORMAT) -> int:
     """Bytes of a quantized wire."""
-    return shards * shard_bytes(slots.total // shards // block, block)
+    return shards * shard_bytes(slots.total // shards // block, block, form)
 
 
 def tensors_of(numels, dtype: torch.dtype, special: bool = True) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from fastreduce import TensorError, ops
 from fastreduce.kernels import device_tables
 from fastreduce.kernels.device_tables import device_table
-from fastreduce.kernels.slots import SlotTable
+from fastreduce.kernels.slots import INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable
 from fastreduce.ops import backends
 
 from .cases import GPU_BACKENDS, assert_same_bits, slot_table, values, wire_size
@@ -58,20 +59,25 @@ def unflatten(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> l
     return [target, same, statistics]
 
 
-def quantize(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
-    wire = place(torch.full((wire_size(slots, 1, BLOCK),), 7, dtype=torch.uint8))
+def quantize(
+    kernels: Any, tensor: Tensor, slots: SlotTable, place: Place, form: BlockFormat = INT8_FORMAT
+) -> list[Tensor]:
+    wire = place(torch.full((wire_size(slots, 1, BLOCK, form),), 7, dtype=torch.uint8))
     residuals = place(torch.stack([values(slots.total, torch.float32, 3, special=False), torch.zeros(slots.total)]))
-    kernels.quantize([place(tensor)], slots, wire, 1, BLOCK, residuals, place(torch.zeros(1, dtype=torch.int32)))
+    turn = place(torch.zeros(1, dtype=torch.int32))
+    kernels.quantize([place(tensor)], slots, wire, 1, BLOCK, residuals, turn, form=form)
     return [wire, residuals]
 
 
-def dequantize(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
-    wire = torch.empty(wire_size(slots, 1, BLOCK), dtype=torch.uint8)
-    kernels.quantize([tensor], slots, wire, 1, BLOCK, None, None)
+def dequantize(
+    kernels: Any, tensor: Tensor, slots: SlotTable, place: Place, form: BlockFormat = INT8_FORMAT
+) -> list[Tensor]:
+    wire = torch.empty(wire_size(slots, 1, BLOCK, form), dtype=torch.uint8)
+    kernels.quantize([tensor], slots, wire, 1, BLOCK, None, None, form=form)
     target, same = place(torch.full_like(tensor, torch.nan)), place(torch.full_like(tensor, torch.nan))
     statistics = place(torch.zeros(ops.statistics_shape(slots, BLOCK), dtype=ops.statistics_dtype(tensor.dtype)))
-    kernels.dequantize(place(wire), 1, BLOCK, slots, [target])
-    kernels.dequantize(place(wire), 1, BLOCK, slots, [same], statistics)
+    kernels.dequantize(place(wire), 1, BLOCK, slots, [target], form=form)
+    kernels.dequantize(place(wire), 1, BLOCK, slots, [same], statistics, form=form)
     return [target, same, statistics]
 
 
@@ -81,13 +87,15 @@ def reduce_shards(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) 
     return [shard]
 
 
-def reduce_quantized(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) -> list[Tensor]:
-    wire = torch.empty(wire_size(slots, 1, BLOCK), dtype=torch.uint8)
-    kernels.quantize([tensor], slots, wire, 1, BLOCK, None, None)
+def reduce_quantized(
+    kernels: Any, tensor: Tensor, slots: SlotTable, place: Place, form: BlockFormat = INT8_FORMAT
+) -> list[Tensor]:
+    wire = torch.empty(wire_size(slots, 1, BLOCK, form), dtype=torch.uint8)
+    kernels.quantize([tensor], slots, wire, 1, BLOCK, None, None, form=form)
     shard = place(torch.full_like(wire, 7))
     residuals = place(torch.stack([values(slots.total, torch.float32, 3, special=False), torch.zeros(slots.total)]))
     turn = place(torch.zeros(1, dtype=torch.int32))
-    kernels.reduce_quantized(place(torch.stack([wire, wire])), shard, 0.5, BLOCK, 1, residuals, turn)
+    kernels.reduce_quantized(place(torch.stack([wire, wire])), shard, 0.5, BLOCK, 1, residuals, turn, form=form)
     return [shard, residuals]
 
 
@@ -107,7 +115,14 @@ def fp16_blocks(kernels: Any, tensor: Tensor, slots: SlotTable, place: Place) ->
     return [wire, target, same, statistics, shard, small]
 
 
-CASES: list[Case] = [flatten, unflatten, quantize, dequantize, reduce_shards, reduce_quantized, fp16_blocks]
+CASES: dict[str, Case] = {
+    **{case.__name__: case for case in (flatten, unflatten, reduce_shards, fp16_blocks)},
+    **{
+        f"{case.__name__} {form.name}": partial(case, form=form)
+        for case in (quantize, dequantize, reduce_quantized)
+        for form in (INT8_FORMAT, INT4_FORMAT)
+    },
+}
 DTYPES = {SMALL: (torch.float64, torch.float32, torch.float16, torch.bfloat16), LARGE: (torch.float64, torch.float32)}
 
 
@@ -121,12 +136,12 @@ def check(name: str) -> None:
     """Every kernel's results, wherever all of its memory lies, beside those at the beginning of a line."""
     kernels = backends.load(name)
     for tensor, slots in inputs():
-        for case in CASES:
+        for title, case in CASES.items():
             wanted = case(kernels, tensor, slots, lambda tensor: at(0, tensor))
             for offset in range(1, 16):
                 found = case(kernels, tensor, slots, lambda tensor, offset=offset: at(offset, tensor))
                 for mine, theirs in zip(found, wanted, strict=True):
-                    what = f"{case.__name__} of {tensor.numel()} {tensor.dtype}, {offset} bytes off"
+                    what = f"{title} of {tensor.numel()} {tensor.dtype}, {offset} bytes off"
                     assert_same_bits(mine.flatten(), theirs.flatten(), what)
 
 

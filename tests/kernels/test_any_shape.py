@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastreduce.kernels import reference
-from fastreduce.kernels.slots import FP16_BLOCK
+from fastreduce.kernels.slots import FP16_BLOCK, INT4_FORMAT, INT8_FORMAT
 from fastreduce.ops import backends
 
 from .cases import (
@@ -41,7 +41,8 @@ def test_any_shape(name, data):
     draw = data.draw
     numels = draw(st.lists(st.integers(0, 400), max_size=6), label="numels")
     gaps = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3), label="gaps")
-    block = draw(st.sampled_from([16, 32, 48, 112, 128]), label="block")
+    blocks = [(INT8_FORMAT, block) for block in (16, 32, 48, 112, 128)] + [(INT4_FORMAT, block) for block in (32, 96)]
+    form, block = draw(st.sampled_from(blocks), label="block")
     shards = draw(st.integers(1, 4), label="shards")
     dtype, wire_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
     slots = slot_table(numels, block, gaps, shards)
@@ -59,11 +60,11 @@ def test_any_shape(name, data):
     assert_same_fp16_wire(halves, expected, shards)
 
     mine, theirs = residuals_of(memory, residual_of(slots), shards % 2)
-    size = wire_size(slots, shards, block)
+    size = wire_size(slots, shards, block, form)
     quantized, expected = memory.empty(size, torch.uint8), torch.empty(size, dtype=torch.uint8)
     copies = [memory.copy(tensor) for tensor in tensors]
-    backend.quantize(copies, slots, quantized, shards, block, *mine)
-    reference.quantize(tensors, slots, expected, shards, block, *theirs)
-    assert_same_wire(quantized, expected, shards, block)
+    backend.quantize(copies, slots, quantized, shards, block, *mine, form=form)
+    reference.quantize(tensors, slots, expected, shards, block, *theirs, form=form)
+    assert_same_wire(quantized, expected, shards, block, form)
     assert_same_bits(mine[0], theirs[0], "residuals")
     memory.check()

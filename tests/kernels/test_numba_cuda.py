@@ -92,6 +92,7 @@ def on_cpu() -> dict[str, Any]:
     """The intrinsics that are no instruction of a GPU, compiled for the CPU from the code that they emit for a GPU."""
     names = ["load", "store", "fetch", "fetch_int32", "size_of", "lanes_of", "quotient"]
     names += ["largest_bits", "from_bits", "more_than_half"]
+    names += ["bits_of", "load_int4", "store_int4", "largest_and_sign", "at_most"]
     return {name: intrinsic(getattr(numba_cuda_vectors, name)._defn) for name in names}
 
 
@@ -147,6 +148,42 @@ def test_the_other_intrinsics_do_what_their_twins_in_the_simulator_do(on_cpu):
         assert words[1] == numbers.view(torch.int32)[2].item()
         assert np.float32(largest).view(np.int32) == np.float32(twins.from_bits(bits)).view(np.int32)
         assert_same_bits(found, torch.from_numpy(twins.more_than_half(vector)))
+
+
+def test_int4_intrinsics_do_what_their_twins_in_the_simulator_do(on_cpu):
+    load, load_int4, store_int4 = (on_cpu[name] for name in ("load", "load_int4", "store_int4"))
+    largest_and_sign, at_most, bits_of = (on_cpu[name] for name in ("largest_and_sign", "at_most", "bits_of"))
+    tags, fp32, int8 = (np.uint8(0), np.int8(0)), np.float32(0), np.int8(0)
+
+    @njit
+    def look(source, numbers, target, count):
+        found = load(numbers, fp32, int8, 16)
+        store_int4(target, load_int4(source, count))
+        store_int4(target + 8, at_most(found, np.float32(7)))
+        return largest_and_sign(found)
+
+    @njit
+    def widths(first, second):
+        return bits_of(first), bits_of(second)
+
+    assert widths(*tags) == tuple(map(twins.bits_of, tags)) == (4, 8)
+    random = np.random.default_rng(0)
+    for count in (16, 0):
+        payload = torch.from_numpy(random.integers(0, 256, 8, np.uint8))
+        numbers = torch.from_numpy(random.integers(-8, 16, 16).astype(np.float32))
+        mine, theirs = torch.empty(16, dtype=torch.uint8), torch.empty(16, dtype=torch.uint8)
+        key = look(payload.data_ptr(), numbers.data_ptr(), mine.data_ptr(), count)
+        vector = twins.load(numbers.data_ptr(), fp32, int8, 16)
+        twins.store_int4(theirs.data_ptr(), twins.load_int4(payload.data_ptr(), count))
+        twins.store_int4(theirs.data_ptr() + 8, twins.at_most(vector, np.float32(7)))
+        assert_same_bits(mine, theirs)
+        assert_same_bits(mine[:8], payload if count else torch.zeros_like(payload))
+        assert key == twins.largest_and_sign(vector)
+    for row, plus in [([-3.0, 3.0], 1), ([3.0, -4.0], 0), ([-np.inf], 0), ([np.inf, -np.inf], 1), ([-1e-40, 2e-40], 1)]:
+        numbers = torch.tensor(row + [0.0] * (16 - len(row)))
+        key = look(payload.data_ptr(), numbers.data_ptr(), mine.data_ptr(), 0)
+        assert key == twins.largest_and_sign(twins.load(numbers.data_ptr(), fp32, int8, 16))
+        assert key == int(numbers.abs().max().view(torch.int32)) & -2 | plus
 
 
 def test_sums_and_counts_are_those_of_their_twins_in_the_simulator(monkeypatch: pytest.MonkeyPatch):

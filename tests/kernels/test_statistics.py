@@ -26,6 +26,7 @@ from .cases import (
     STATISTICS_SIZES,
     Memory,
     assert_same_bits,
+    case_name,
     expected_wire,
     fp16_size,
     fp16_tensors,
@@ -88,19 +89,19 @@ def test_statistics_of_unflatten(backend, memory, dtype, wire_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block", STATISTICS_BLOCKS)
-def test_statistics_of_dequantize(backend, memory, dtype, block):
+@pytest.mark.parametrize(("form", "block"), STATISTICS_BLOCKS, ids=case_name)
+def test_statistics_of_dequantize(backend, memory, dtype, form, block):
     slots = slot_table(STATISTICS_SIZES, block, [1, 0, 2], 2)
     tensors = int8_tensors(STATISTICS_SIZES, dtype)
-    wire = torch.empty(wire_size(slots, 2, block), dtype=torch.uint8)
-    reference.quantize(tensors, slots, wire, 2, block, None, None)
+    wire = torch.empty(wire_size(slots, 2, block, form), dtype=torch.uint8)
+    reference.quantize(tensors, slots, wire, 2, block, None, None, form=form)
     wire, kept = memory.copy(wire), []
     for shift in (0, 1):
         targets = [memory.like(tensor, shift) for tensor in tensors]
         statistics = statistics_of(memory, slots, dtype, block)
-        backend.dequantize(wire, 2, block, slots, targets, statistics)
+        backend.dequantize(wire, 2, block, slots, targets, statistics, form=form)
         without = [memory.like(tensor) for tensor in tensors]
-        backend.dequantize(wire, 2, block, slots, without)
+        backend.dequantize(wire, 2, block, slots, without, form=form)
         for i, (target, other) in enumerate(zip(targets, without, strict=True)):
             assert_same_bits(target, other, f"tensor {i}")
         check_statistics(backend, statistics, targets, block)

@@ -44,16 +44,17 @@ def _long_run(rank: int, world_size: int, setting: str, steps: int) -> list[Tens
     return [at / steps for at in total]
 
 
-def test_the_long_run_mean_converges_to_the_exact_average(ranks: RankPool):
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_long_run_mean_converges_to_the_exact_average(ranks: RankPool, kind: str):
     of_ranks = [spread(rank, 1000, 64) for rank in range(ranks.world_size)]
     exact = [torch.stack(of).double().mean(0) for of in zip(*of_ranks, strict=True)]
     errors = {}
-    for setting in ("int8", FEEDBACK):
+    for setting in (kind, f"{kind}:error_feedback"):
         found = ranks.run(_long_run, setting, 200)
         for other in found[1:]:
             assert_same_bits(other, found[0])
         errors[setting] = sum(float((a - b).abs().sum()) for a, b in zip(found[0], exact, strict=True))
-    assert errors[FEEDBACK] < tolerances.LONG_RUN * errors["int8"], errors
+    assert errors[f"{kind}:error_feedback"] < tolerances.LONG_RUN * errors[kind], errors
 
 
 def test_a_layer_that_is_used_every_other_step_keeps_its_residual(ranks2: RankPool):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce
-from fastreduce import hooks
+from fastreduce import Compression, hooks
 from fastreduce.reduction import one_call, saved_residuals
 from fastreduce.reduction.buckets import BucketPlan
 from tests.support import tolerances
@@ -43,7 +43,7 @@ class Setup:
     way: str = "ddp"  # "ddp"; "hook": torch's class with our hook; "call": all_reduce_gradients
     optimizer: str = "sgd"  # "sgd", "adam", or "fused": Adam that takes the loss scale out itself
     scaled: bool = False
-    block: int = 64
+    setting: str = "int8:block=64"
     bucket_cap_mb: float = 1e-6
     views: bool = False
 
@@ -57,6 +57,10 @@ class Given(nn.Module):
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
         return sum((getattr(self, name) * gradient).sum() for name, gradient in gradients.items()) + torch.zeros(())
+
+
+def _block(setup: Setup) -> int:
+    return Compression.parse(setup.setting).block
 
 
 def gradient(step: Step, index: int, micro: int, rank: int, name: str) -> Tensor:
@@ -84,7 +88,7 @@ class Training:
 
     def build(self) -> None:
         setup = self.setup
-        spec = f"int8:block={setup.block},error_feedback"
+        spec = f"{setup.setting},error_feedback"
         self.module = Given()
         self.state: Any = None
         self.ddp: Any = self.module
@@ -223,7 +227,7 @@ def kept_by(training: Training) -> dict[str, Any]:
     parameters = list(training.module.parameters())
     found = [each.find(parameters) for of in one_call._owners.values() for each in of.values()]
     (pipelines,) = (reduction.pipelines for reduction in found if reduction is not None)
-    plan = BucketPlan(tuple(p.bucket for p in pipelines), training.setup.block, training.world_size)
+    plan = BucketPlan(tuple(p.bucket for p in pipelines), _block(training.setup), training.world_size)
     state = saved_residuals.save(plan, pipelines, training.rank, training.spec)
     rename = {f"tensor {i}": name for i, name in enumerate(NAMES)}
     return {
@@ -247,7 +251,7 @@ def debt(states: list[dict[str, Any]], block: int) -> dict[str, Tensor]:
 
 
 def check_law(setup: Setup, results: list[dict[str, Any]]) -> None:
-    kept = debt([result["kept"] for result in results], setup.block)
+    kept = debt([result["kept"] for result in results], _block(setup))
     for name in NAMES:
         short = results[0]["wanted"][name] - results[0]["applied"][name]
         # What a rank's rounding may do, in all steps together: of the largest gradient that was applied.

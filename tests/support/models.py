@@ -36,6 +36,8 @@ SETTINGS = (
     "int8",
     "int8:block=64",
     "int8:error_feedback",
+    "int4",
+    "int4:error_feedback",
 )
 TWO_SHOT = tuple(s for s in SETTINGS if s != "none" and not s.endswith("wire"))
 

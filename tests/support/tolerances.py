@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastreduce import Compression
-from fastreduce.kernels.slots import FP16_BLOCK
+from fastreduce.kernels.slots import FP16_BLOCK, INT4_FORMAT, INT8_FORMAT
 
 U = {dtype: torch.finfo(dtype).eps / 2 for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 HALF_SUBNORMAL = {dtype: torch.finfo(dtype).tiny * U[dtype] for dtype in U}
@@ -20,6 +20,10 @@ SECOND_ORDER = 1.01
 
 INT8_STEP = 0.5 + 1e-4
 """INT8 rounds to half a step; value · inverse and q · scale are FP32: 127 · 4 · 2^-24 < 1e-4 of a step more."""
+
+BLOCK_ERROR = {INT8_FORMAT: INT8_STEP / 127, INT4_FORMAT: 1 - 7 / 8 * (1 - 2.0**-7)}
+"""How far an element may be off, relative to its block's largest magnitude. INT4 has a code less on one side, and a
+scale of an eighth of the largest but for what BF16 cuts off: one as large and of the other sign becomes 7 scales."""
 
 LONG_RUN = 0.03
 """Of the error without feedback: with it the error of a mean over T steps is (residual now − residual then) / T,
@@ -88,11 +92,12 @@ def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
     size = values.abs().mean(0)  # mean of magnitudes: what errors of single ranks are relative to
     own, fp32 = U[dtype], U[torch.float32] if dtype is not torch.float64 else U[torch.float64]
     if compression.block:
-        # Each rank is off by half a step of its own; then the average by half a step of its block.
+        # Each rank is off by a share of its own block's largest; then the average by that of its block.
+        share = BLOCK_ERROR[compression.format]
         fp32 = U[torch.float32]
-        first = (_absmax_by_block(values, compression.block) * (INT8_STEP / 127)).mean(0)
+        first = (_absmax_by_block(values, compression.block) * share).mean(0)
         largest = _absmax_by_block((mean + first)[None], compression.block)[0]
-        error = first + largest * (INT8_STEP / 127) + (ranks + 2) * fp32 * size + own * (mean + first + largest / 127)
+        error = first + largest * share + (ranks + 2) * fp32 * size + own * (mean + first + largest * 2 * share)
         return SECOND_ORDER * error + HALF_SUBNORMAL[dtype]
     wire = compression.wire_dtype(dtype)
     if wire is torch.uint8:

@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastreduce import Compression, GradientReducer, SettingError
+from fastreduce import Compression, GradientReducer, SettingError, TensorError
 from fastreduce.reduction import error_feedback, saved_residuals
 from fastreduce.reduction.applied import Applied, multiplied, note_applied
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
@@ -326,7 +327,12 @@ def test_what_is_over_is_told_no_more():
         assert told.call_count == 1, f"step {step}"
 
 
-def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were():
+def _refuse(*_: object) -> None:
+    raise TensorError("no")
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["not stored", "not dequantized"])
+def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were(refused: bool):
     pipeline, parameters = _pipeline()
     kept = pipeline.feedback
     assert kept is not None
@@ -335,7 +341,10 @@ def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were():
         for i, parameter in enumerate(parameters):
             parameter.grad = batch(i, step, len(parameter))
         grads = [parameter.grad for parameter in parameters]
-        pipeline.run(grads, grads)
+        if refused and step:
+            pipeline._kernels = replace(pipeline._kernels, dequantize=_refuse)
+        with pytest.raises(TensorError) if refused and step else nullcontext():
+            pipeline.run(grads, grads)
         if step == 0:
             kept.follow(parameters, [], pipeline.magnitudes)
             torch.optim.SGD(parameters, lr=1.0).step()

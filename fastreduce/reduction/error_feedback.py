@@ -44,6 +44,7 @@ class ErrorFeedback:
         residuals: `[2, total]`, of this rank's gradients.
         shard_residuals: `[2, total / shards]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
+        turned: whether the last reduction has changed it already, as is right where all averages are applied.
         units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
             inverse. NaN before the first step; FP64 `[slots]` on the device once only that knows.
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
@@ -60,7 +61,7 @@ class ErrorFeedback:
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self._applied: Applied | None = None
         self._last: Applied | None = None
-        self._turned = False  # whether dequantizing has changed `turn`, as is right where all averages are applied
+        self.turned = False
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
 
@@ -175,11 +176,6 @@ class ErrorFeedback:
         self._idle = self._carried.intersection(left)
         self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched)
 
-    def take_turn(self) -> Tensor:
-        """`turn`, for the kernel that lets the other row count; `commit` takes that back where it is not right."""
-        self._turned = True
-        return self.turn
-
     def look(self) -> None:
         """See whether gradients that nobody has applied are still there; before others accumulate."""
         if self._applied is not None:
@@ -192,7 +188,7 @@ class ErrorFeedback:
         have not been applied never will be.
         """
         applied, self._applied = self._applied, None
-        turned, self._turned = self._turned, False
+        turned, self.turned = self.turned, False
         if applied is None:
             if turned:
                 self.turn.bitwise_xor_(1)

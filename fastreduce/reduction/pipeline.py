@@ -267,9 +267,11 @@ class BucketPipeline:
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
         elif self._block:
             shards = self.transport.world_size
-            turn = None if self.feedback is None else self.feedback.take_turn()
+            turn = None if self.feedback is None else self.feedback.turn
             told = (self.statistics, self._finite, turn)
             self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, *told, self._form)
+            if self.feedback is not None:
+                self.feedback.turned = True
         elif self._fp16:
             self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, self.statistics)
         else:

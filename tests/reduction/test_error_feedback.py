@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastreduce import Compression
+from fastreduce import Compression, TensorError
 from fastreduce.reduction import error_feedback, saved_residuals
 from fastreduce.reduction.applied import Applied, multiplied, note_applied
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
@@ -325,7 +326,12 @@ def test_what_is_over_is_told_no_more():
         assert told.call_count == 1, f"step {step}"
 
 
-def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were():
+def _refuse(*_: object) -> None:
+    raise TensorError("no")
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["not stored", "not dequantized"])
+def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were(refused: bool):
     pipeline, parameters = _pipeline()
     kept = pipeline.feedback
     assert kept is not None
@@ -334,7 +340,10 @@ def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were():
         for i, parameter in enumerate(parameters):
             parameter.grad = batch(i, step, len(parameter))
         grads = [parameter.grad for parameter in parameters]
-        pipeline.run(grads, grads)
+        if refused and step:
+            pipeline._kernels = replace(pipeline._kernels, dequantize=_refuse)
+        with pytest.raises(TensorError) if refused and step else nullcontext():
+            pipeline.run(grads, grads)
         if step == 0:
             kept.follow(parameters, [], pipeline.magnitudes)
             torch.optim.SGD(parameters, lr=1.0).step()

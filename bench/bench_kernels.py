@@ -32,7 +32,11 @@ CASES: list[tuple[str, str, Options]] = [
     *((operation, name, {}) for operation in ("flatten_fp16", "unflatten_fp16", "reduce_fp16") for name in MODELS),
     *((operation, name, {}) for operation in ("quantize", "dequantize", "reduce_quantized") for name in MODELS),
     ("quantize", "resnet50", {"error_feedback": True}),
-    *((operation, "resnet50", {"compression": "int4"}) for operation in ("quantize", "dequantize", "reduce_quantized")),
+    *(
+        (operation, "resnet50", {"compression": compression})
+        for compression in ("int4", "fp8")
+        for operation in ("quantize", "dequantize", "reduce_quantized")
+    ),
     ("quantize", "resnet50", {"compression": "int4", "error_feedback": True}),
     *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
     ("dequantize_with_statistics", "resnet50", {}),

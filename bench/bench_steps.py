@@ -33,6 +33,7 @@ STEPS = {
     "bf16": ours("bf16"),
     "int8": ours("int8"),
     "int8, error feedback": ours("int8:error_feedback"),
+    "fp8": ours("fp8"),
     "int4": ours("int4"),
     "int4, error feedback": ours("int4:error_feedback"),
     "unwrapped": Setting(""),
@@ -55,6 +56,7 @@ TOLERANCES = {
     "bf16": 2.0**-7,
     "int8": 2.0**-5,
     "int8, error feedback": 2.0**-4,
+    "fp8": 2.0**-4,
     "int4": 2.0**-2,
     "int4, error feedback": 2.0**-1,
 }

@@ -30,7 +30,7 @@ from fastreduce.kernels.slots import SlotTable, shard_bytes
 from .timed_models import Gpt2
 
 WHEN = ("early", "midway", "late")
-OURS = ("int8", "int4", "int4:block=64")
+OURS = ("int8", "fp8", "int4", "int4:block=64")
 LIMITS = {"MXFP4": 0.7, "E3M0": 0.5}  # of their vNMSE, for int4
 
 Recording = list[Tensor]

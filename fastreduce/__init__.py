@@ -1,7 +1,7 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .compression import BF16, FP16, INT4, INT8, Compression, NoCompression
+from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression
 from .data import ShardSampler, shard_range
 from .ddp import DistributedDataParallel
 from .errors import (
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
     "INT4",
     "INT8",

@@ -10,7 +10,7 @@ import torch
 
 from .environment.variables import check_environment
 from .errors import SettingError
-from .kernels.slots import FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, BlockFormat
+from .kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, BlockFormat
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
 
@@ -235,6 +235,19 @@ class INT8(_Quantized):
 
 
 @dataclass(frozen=True)
+class FP8(_Quantized):
+    """Gradients travel as FP8 (E4M3), an FP32 scale per `block` elements, summed in FP32 by two-shot.
+
+    `block` and `error_feedback` are as for INT8. An element is rounded to 4 digits of its own size, down to 2^-15 of
+    its block's largest: more than INT8 loses of the large ones, and less of the small ones.
+    """
+
+    name: ClassVar[str] = "fp8"
+    format: ClassVar[BlockFormat] = FP8_FORMAT
+    least_block: ClassVar[int] = 16
+
+
+@dataclass(frozen=True)
 class INT4(_Quantized):
     """Gradients travel as INT4, a BF16 scale per `block` elements: 4.5 bits an element; summed in FP32 by two-shot.
 
@@ -248,4 +261,4 @@ class INT4(_Quantized):
     block: int = 32
 
 
-KINDS: dict[str, type[Compression]] = {kind.name: kind for kind in (NoCompression, FP16, BF16, INT8, INT4)}
+KINDS: dict[str, type[Compression]] = {kind.name: kind for kind in (NoCompression, FP16, BF16, INT8, FP8, INT4)}

@@ -1,7 +1,7 @@
 """Elements in memory for the `numba_cpu` kernels: loads and stores that convert, and stores that bypass the cache.
 
 Kernels take raw addresses and *tags*, scalars whose types say what lies there, so that one kernel text serves
-every pair of dtypes. Numba has no 16-bit floats on the CPU: FP16 is tagged int16 and BF16 uint16.
+every pair of dtypes. Numba has no 16-bit floats on the CPU: FP16 is tagged int16 and BF16 uint16, and E4M3 uint8.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ MEMORY = {
     types.int16: (_HALF, 2),
     types.uint16: (_I16, 2),
     types.int8: (_I8, 1),
+    types.uint8: (_I8, 1),
 }
 
 
@@ -58,6 +59,27 @@ def stage(doubles: int) -> Tensor:
     return torch.empty(doubles, dtype=torch.float64, device="cpu")
 
 
+@intrinsic
+def bits_of(_typing: Any, code: types.Type) -> tuple[Any, Any]:
+    """Bits of an element of a quantized wire."""
+    bits = 4 if code == types.uint32 else 8
+    return types.int64(code), lambda _target, _builder, _signature, _args: _I64(bits)
+
+
+@intrinsic
+def is_fp8(_typing: Any, code: types.Type) -> tuple[Any, Any]:
+    """Whether elements of a quantized wire are E4M3."""
+    found = ir.Constant(ir.IntType(1), code == types.uint8)
+    return types.boolean(code), lambda _target, _builder, _signature, _args: found
+
+
+@intrinsic
+def byte_of(_typing: Any, code: types.Type) -> tuple[Any, Any]:
+    """The tag of a byte of a quantized wire: that of its elements, or of INT8 where two of them share one."""
+    byte = types.int8 if code == types.uint32 else code
+    return byte(code), lambda target, _builder, _signature, _args: target.get_constant(byte, 0)
+
+
 def element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, tag: types.Type) -> ir.Value:
     """A pointer to element `index`."""
     base = builder.inttoptr(address, ir.PointerType())
@@ -68,7 +90,7 @@ def _like(value: ir.Value, scalar: ir.Type) -> ir.Type:
     return ir.VectorType(scalar, value.type.count) if isinstance(value.type, ir.VectorType) else scalar
 
 
-def _constant(value: ir.Value, number: int) -> ir.Constant:
+def _constant(value: ir.Value, number: float) -> ir.Constant:
     is_vector = isinstance(value.type, ir.VectorType)
     return ir.Constant(value.type, [number] * value.type.count if is_vector else number)
 
@@ -82,6 +104,16 @@ def widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
         return builder.bitcast(builder.shl(bits, _constant(bits, 16)), _like(value, _FLOAT))
     if tag == types.int8:
         return builder.sitofp(value, _like(value, _FLOAT))
+    if tag == types.uint8:
+        byte = builder.zext(value, _like(value, _I32))
+        code = builder.and_(byte, _constant(byte, 0x7F))
+        bits = builder.add(builder.shl(code, _constant(byte, 20)), _constant(byte, 120 << 23))
+        kind = _like(value, _FLOAT)
+        tiny = builder.fmul(builder.sitofp(code, kind), _constant(builder.bitcast(bits, kind), 2.0**-9))
+        normal = builder.icmp_signed(">=", code, _constant(byte, 8))
+        bits = builder.select(normal, bits, builder.bitcast(tiny, bits.type))
+        sign = builder.shl(builder.and_(byte, _constant(byte, 0x80)), _constant(byte, 24))
+        return builder.bitcast(builder.or_(bits, sign), kind)
     return value
 
 
@@ -89,6 +121,15 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: ty
     """FP64 or FP32 → what memory holds."""
     if tag == types.int8:
         return builder.trunc(value, _like(value, _I8))
+    if tag == types.uint8:
+        bits = builder.bitcast(value, _like(value, _I32))
+        size = builder.and_(bits, _constant(bits, 0x7FFFFFFF))
+        code = builder.sub(builder.lshr(size, _constant(bits, 20)), _constant(bits, 120 << 3))
+        kind = value.type
+        tiny = builder.fptosi(builder.fmul(builder.bitcast(size, kind), _constant(value, 2.0**9)), size.type)
+        normal = builder.icmp_signed(">=", size, _constant(bits, 121 << 23))
+        sign = builder.and_(builder.lshr(bits, _constant(bits, 24)), _constant(bits, 0x80))
+        return builder.trunc(builder.or_(builder.select(normal, code, tiny), sign), _like(value, _I8))
     if computed == types.float32 and tag == types.float64:
         return builder.fpext(value, _like(value, _DOUBLE))
     if computed == types.float64 and tag != types.float64:
@@ -143,7 +184,7 @@ def load_byte(_typing: Any, address: types.Type, index: types.Type) -> tuple[Any
 
 @intrinsic
 def store(_typing: Any, address: types.Type, index: types.Type, tag: types.Type, value: types.Type) -> tuple[Any, Any]:
-    """Round FP64 or FP32 to what memory holds, 16 bits by way of FP32; int8 takes an int32's low byte."""
+    """Round FP64 or FP32 to what memory holds, 16 bits by way of FP32; int8 takes an int32's low byte, E4M3 its own."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         value_in_memory = narrow(builder, args[3], value, tag)

@@ -29,7 +29,7 @@ from .numba_cpu_elements import (
     widen,
 )
 
-INT4 = np.uint8(0)  # the tag of two elements a byte
+INT4 = np.uint32(0)  # the tag of two elements a byte
 
 INT8, FP32, BF16 = np.int8(0), np.float32(0), np.uint16(0)
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
@@ -46,13 +46,6 @@ _PACKED = ir.VectorType(_I8, LANES // 2)
 # x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
 _ROUNDER = ir.Constant(_FLOATS, [1.5 * 2**23] * LANES)
 _MOST = ir.Constant(_FLOATS, [7.0] * LANES)
-
-
-@intrinsic
-def bits_of(_typing: Any, code: types.Type) -> tuple[Any, Any]:
-    """Bits of an element of a quantized wire."""
-    bits = 4 if code == types.uint8 else 8
-    return types.int64(code), lambda _target, _builder, _signature, _args: _I64(bits)
 
 
 def _each(builder: ir.IRBuilder, block: ir.Value, body: Callable[[ir.Value], None]) -> None:

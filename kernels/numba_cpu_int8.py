@@ -1,4 +1,4 @@
-"""Quantize, dequantize and the quantized two-shot sum for CPU tensors, on the calling thread, in INT8 and INT4.
+"""Quantize, dequantize and the quantized two-shot sum for CPU tensors, on the calling thread, in INT8, INT4 and FP8.
 
 A kernel goes through the wire block by block. A block's values stay in L1 until they are encoded, so that
 main memory is read once and written once.
@@ -16,25 +16,30 @@ from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
     addresses,
+    bits_of,
+    byte_of,
     convert,
     fence,
+    inlined,
+    is_fp8,
     kernel,
     load,
     size_of,
     stage,
     store,
 )
-from .numba_cpu_int4 import INT4, add_int4, bits_of, decode_int4, encode_int4, load_int4
+from .numba_cpu_int4 import INT4, add_int4, decode_int4, encode_int4, load_int4
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .slots import INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, shard_bytes, spare, tile_elements
+from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, shard_bytes, spare, tile_elements
 
-INT8, FP32 = np.int8(0), np.float32(0)
+INT8, E4M3, FP32 = np.int8(0), np.uint8(0), np.float32(0)
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
 INFINITY_BITS = np.int32(0x7F800000)
 TINY = np.float32(2.0**-100)
-RECIPROCAL_127 = np.float32(1 / 127)
+RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
 # x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
 ROUNDER = np.float32(1.5 * 2**23)
+SMALLEST, TO_ROUNDER = np.int32(121 << 23), np.int32((20 << 23) + (1 << 22))  # E4M3's smallest normal number, 2^-6
 
 
 @kernel
@@ -43,8 +48,16 @@ def _zero(start, end):
         store(start, index, INT8, np.int32(0))
 
 
+@inlined
+def _rounded_to_e4m3(value):
+    """The nearest number of E4M3, ties to even; `value` is no larger than 448, but for rounding."""
+    binade = max(np.float32(abs(value)).view(np.int32), SMALLEST) & INFINITY_BITS
+    rounder = np.int32(binade + TO_ROUNDER).view(np.float32)  # 1.5 times 2^20 of the value's power of two
+    return (value + rounder) - rounder
+
+
 @kernel
-def _encode(source, tag, count, scale, old, new, values, block, payload, scale_at, stream):
+def _encode(source, tag, count, scale, old, new, values, block, payload, scale_at, stream, code):
     # Returns whether the block is finite.
     # Magnitudes compare as integers: a maximum of floats loses NaN, and does not vectorise.
     largest = np.int32(0)
@@ -70,17 +83,22 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
     absmax = np.int32(largest).view(np.float32)
     unit = inverse = ZERO
     if absmax >= TINY:
-        unit = absmax * RECIPROCAL_127
-        inverse = np.float32(127) / absmax
+        unit = absmax * (RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
+        inverse = np.float32(448 if is_fp8(code) else 127) / absmax
     store(scale_at, 0, FP32, unit)
-    for index in range(block):
-        rounded = load(values, index, FP32) * inverse + ROUNDER
-        store(payload, index, INT8, np.float32(rounded).view(np.int32))
+    if is_fp8(code):
+        for index in range(block):
+            store(payload, index, E4M3, _rounded_to_e4m3(load(values, index, FP32) * inverse))
+    else:
+        for index in range(block):
+            rounded = load(values, index, FP32) * inverse + ROUNDER
+            store(payload, index, INT8, np.float32(rounded).view(np.int32))
     if new:
         for index in range(block):
             value = load(values, index, FP32)
-            rounded = value * inverse + ROUNDER
-            store(values, index, FP32, value - (rounded - ROUNDER) * unit)
+            steps = value * inverse
+            sent = _rounded_to_e4m3(steps) if is_fp8(code) else (steps + ROUNDER) - ROUNDER
+            store(values, index, FP32, value - sent * unit)
         convert(new, FP32, values, FP32, block, ONE, stream)
     return True
 
@@ -120,7 +138,7 @@ def _quantize(
             if bits_of(code) == 4:
                 encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
             else:
-                _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
+                _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream, code)
             payload += width
             scale_at += size_of(scale_tag)
             start += block
@@ -148,7 +166,7 @@ def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, 
             if bits_of(code) == 4:
                 decode_int4(to, tag, payload + number * width, count, block, scale, stream)
             else:
-                convert(to, tag, payload + number * width, INT8, count, scale, stream)
+                convert(to, tag, payload + number * width, byte_of(code), count, scale, stream)
             number += 1
             if number == blocks:
                 shard, number = shard + 1, 0
@@ -175,7 +193,9 @@ def _dequantize_and_sum(
                     decode_int4(values, FP32, payload + number * width, block, block, scale, False)
                     convert_and_sum(to, tag, values, FP32, count, ONE, stream, sums, sum_tag)
                 else:
-                    convert_and_sum(to, tag, payload + number * width, INT8, count, scale, stream, sums, sum_tag)
+                    convert_and_sum(
+                        to, tag, payload + number * width, byte_of(code), count, scale, stream, sums, sum_tag
+                    )
             end_tile(tensors[slot] + first * size_of(tag), tag, end - first, sums, sum_tag, statistics)
             statistics += 2 * size_of(sum_tag)
     fence()
@@ -188,7 +208,7 @@ def _average(payloads, scales, ranks, shard_size, block, scale, spare, averages,
         for rank in range(ranks):
             unit = load(scales + rank * shard_size, 0, scale_tag)
             payload = payloads + rank * shard_size
-            term = (load_int4(payload, index) if bits_of(code) == 4 else load(payload, index, INT8)) * unit
+            term = (load_int4(payload, index) if bits_of(code) == 4 else load(payload, index, byte_of(code))) * unit
             total = term if rank == 0 else total + term
             small = term / spare if rank == 0 else small + term / spare
         average = total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
@@ -204,10 +224,10 @@ def _add(total, payload, block, unit, code, first):
             add_int4(total, payload, block, unit)
     elif first:
         for index in range(block):
-            store(total, index, FP32, load(payload, index, INT8) * unit)
+            store(total, index, FP32, load(payload, index, byte_of(code)) * unit)
     else:
         for index in range(block):
-            term = load(payload, index, INT8) * unit
+            term = load(payload, index, byte_of(code)) * unit
             store(total, index, FP32, load(total, index, FP32) + term)
 
 
@@ -259,10 +279,11 @@ def _reduce_quantized(
 def _encode_sum(total, scale, old, new, values, block, payload, scale_at, stream, code):
     if bits_of(code) == 4:
         return encode_int4(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)
-    return _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)
+    return _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream, code)
 
 
-_CODES = {INT8_FORMAT: (INT8, FP32), INT4_FORMAT: (INT4, TAGS[torch.bfloat16])}  # tags of an element and of a scale
+# Tags of an element and of a scale.
+_CODES = {INT8_FORMAT: (INT8, FP32), INT4_FORMAT: (INT4, TAGS[torch.bfloat16]), FP8_FORMAT: (E4M3, FP32)}
 
 
 def _rows(residuals: Tensor | None, turn: Tensor | None) -> tuple[int, int]:

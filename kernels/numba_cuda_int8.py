@@ -1,4 +1,4 @@
-"""quantize, dequantize and reduce_quantized in Numba CUDA, in INT8 and INT4: one launch for a whole bucket.
+"""quantize, dequantize and reduce_quantized in Numba CUDA, in INT8, INT4 and FP8: one launch for a whole bucket.
 
 Each thread holds 16 consecutive elements. The threads that share a block of the format agree on its largest
 magnitude in shared memory: an atomic maximum of integers is the same in any order.
@@ -17,6 +17,7 @@ from .device_tables import device_table
 from .numba_cuda_statistics import SUMMING, dequantize_and_sum
 from .numba_cuda_tiles import (
     BF16,
+    E4M3,
     FP32,
     INFINITY_BITS,
     INT4,
@@ -28,11 +29,14 @@ from .numba_cuda_tiles import (
     address,
     at_most,
     bits_of,
+    byte_of,
     decode,
     divide,
+    e4m3_rounders,
     fetch_int32,
     from_bits,
     function,
+    is_fp8,
     kernel,
     largest_and_sign,
     largest_bits,
@@ -50,15 +54,15 @@ from .numba_cuda_tiles import (
     take_turn,
     where_finite,
 )
-from .slots import INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
+from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
 
 TILE = LANES * THREADS  # the largest block of the format on a GPU
 
 ZERO, ONE, MINUS_ONE, NAN = np.float32(0), np.float32(1), np.float32(-1), np.float32(np.nan)
-LARGEST, LARGEST_INT4 = np.float32(127), np.float32(7)
+LARGEST_INT8, LARGEST_INT4, LARGEST_E4M3 = np.float32(127), np.float32(7), np.float32(448)
 TINY, TINY_BITS = np.float32(2.0**-100), np.int32(27 << 23)
 THREE, UPPER_HALF = np.int32(3 << 23), np.int32(-65536)  # a subtraction from the exponent; BF16's bits
-RECIPROCAL_127 = np.float32(1 / 127)
+RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
 ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a sum with it has no bits behind the point
 
 
@@ -80,8 +84,8 @@ def _scales(largest, code):
     else:
         absmax = from_bits(largest)
         if absmax >= TINY:
-            scale = multiply(absmax, RECIPROCAL_127)
-            inverse = divide(LARGEST, absmax)
+            scale = multiply(absmax, RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
+            inverse = divide(LARGEST_E4M3 if is_fp8(code) else LARGEST_INT8, absmax)
     return scale, inverse
 
 
@@ -99,12 +103,16 @@ def _encode(values, largest, old, shard, blocks, block, index, column, code):
         steps = multiply(values, inverse)
         if bits_of(code) == 4:
             steps = at_most(steps, LARGEST_INT4)
-        quantized = add(add(steps, ROUNDER), MINUS_ROUNDER)
+        if is_fp8(code):
+            rounders = e4m3_rounders(steps)
+            quantized = add(add(steps, rounders), multiply(rounders, MINUS_ONE))
+        else:
+            quantized = add(add(steps, ROUNDER), MINUS_ROUNDER)
         lost = add(values, multiply(quantized, multiply(scale, MINUS_ONE)))
     if bits_of(code) == 4:
         store_int4(shard + (index * block + column) // 2, quantized)
     else:
-        store(shard + index * block + column, INT8, quantized, LANES, LANES)
+        store(shard + index * block + column, byte_of(code), quantized, LANES, LANES)
     if column == 0:
         # The last block clears the padding too: the scales that are missing from as many as fill 16 bytes.
         if bits_of(code) == 4:
@@ -206,7 +214,7 @@ def _reduce(
             store(new_residual + at, FP32, lost, LANES if index < flag_block else 0, LANES)
 
 
-_CODES = {INT8_FORMAT: INT8, INT4_FORMAT: INT4}
+_CODES = {INT8_FORMAT: INT8, INT4_FORMAT: INT4, FP8_FORMAT: E4M3}
 
 
 def _tag(tensors: Sequence[Tensor]) -> Any:

@@ -6,6 +6,7 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import torch
 from numba import cuda
 from numpy.typing import NDArray
 
@@ -76,12 +77,16 @@ def _narrow(vector: Any, tag: Any) -> Numbers:
         bits = memory.view(np.uint32)
         rounded = np.where(np.isnan(memory), (bits >> 16) | 0x40, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         return rounded.astype(np.uint16)
+    if tag.dtype == np.uint8:
+        return np.asarray(torch.from_numpy(memory).to(torch.float8_e4m3fn).view(torch.uint8))
     return memory.astype(tag.dtype)
 
 
 def _widen(memory: Numbers) -> Numbers:
     if memory.dtype == np.int16:
         return memory.view(np.float16)
+    if memory.dtype == np.uint8:
+        return np.asarray(torch.from_numpy(memory).view(torch.float8_e4m3fn).float())
     return (memory.astype(np.uint32) << 16).view(np.float32) if memory.dtype == np.uint16 else memory
 
 
@@ -94,7 +99,24 @@ def store(address: int, tag: Any, vector: Any, count: int, extent: int) -> None:
 
 def bits_of(code: Any) -> int:
     """Bits of an element of a quantized wire."""
-    return 4 if code.dtype == np.uint8 else 8
+    return 4 if code.dtype == np.uint32 else 8
+
+
+def byte_of(code: Any) -> Any:
+    """The tag of a byte of a quantized wire: that of its elements, or of INT8 where two of them share one."""
+    return np.int8(0) if code.dtype == np.uint32 else code
+
+
+def is_fp8(code: Any) -> bool:
+    """Whether elements of a quantized wire are E4M3."""
+    return bool(code.dtype == np.uint8)
+
+
+def e4m3_rounders(vector: Numbers) -> Numbers:
+    """1.5 times 2^20 of each number's power of two, 2^-6 at least: a sum with it has the digits that E4M3 has."""
+    binades = np.maximum(vector.view(np.int32) & 0x7F800000, 121 << 23)
+    rounders: Numbers = (binades + ((20 << 23) + (1 << 22))).view(np.float32)
+    return rounders
 
 
 def load_int4(address: int, count: int) -> Numbers:

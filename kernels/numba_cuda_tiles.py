@@ -33,11 +33,13 @@ fetch_byte, store_byte = vectors.fetch_byte, vectors.store_byte
 power, where_finite = vectors.power, vectors.where_finite
 bits_of, load_int4, store_int4 = vectors.bits_of, vectors.load_int4, vectors.store_int4
 largest_and_sign, at_most = vectors.largest_and_sign, vectors.at_most
+byte_of, is_fp8, e4m3_rounders = vectors.byte_of, vectors.is_fp8, vectors.e4m3_rounders
 
 LANES = 16  # of a thread that works on a quantized wire
 THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of Python
 
-INT4, INT8, FP16, BF16, FP32 = np.uint8(0), np.int8(0), np.int16(0), np.uint16(0), np.float32(0)
+INT4, E4M3, INT8 = np.uint32(0), np.uint8(0), np.int8(0)
+FP16, BF16, FP32 = np.int16(0), np.uint16(0), np.float32(0)
 INFINITY_BITS = np.int32(0x7F800000)
 
 TAGS: dict[torch.dtype, Any] = {
@@ -63,7 +65,7 @@ def decode(shard, blocks, block, index, column, count, code):
         quantized = load_int4(shard + (index * block + column) // 2, count)
         scale = load(shard + blocks * block // 2 + index * 2, BF16, BF16, min(count, 1))[0]
     else:
-        quantized = load(shard + index * block + column, INT8, INT8, count)
+        quantized = load(shard + index * block + column, byte_of(code), INT8, count)
         scale = load(shard + blocks * block + index * 4, FP32, FP32, min(count, 1))[0]
     return multiply(quantized, scale)
 

@@ -1,9 +1,9 @@
 """What a thread of a `numba_cuda` kernel computes with: vectors, loaded and stored 16 bytes at a time.
 
 Kernels take raw addresses and *tags*, scalars whose types say what lies there, so that one kernel text serves every
-pair of dtypes: FP16 is tagged int16 and BF16 uint16. A vector is a tuple of FP32 or FP64 numbers. Every operation
-says its rounding: of plain products and sums the compiler would make fma. `numba_cuda_simulated.py` has a twin of
-each function for Numba's simulator.
+pair of dtypes: FP16 is tagged int16, BF16 uint16 and E4M3 uint8. A vector is a tuple of FP32 or FP64 numbers. Every
+operation says its rounding: of plain products and sums the compiler would make fma. `numba_cuda_simulated.py` has a
+twin of each function for Numba's simulator.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _MEMORY = {
     types.int16: (_HALF, 2),
     types.uint16: (_I16, 2),
     types.int8: (_I8, 1),
+    types.uint8: (_I8, 1),
 }
 
 # Inlined: Numba compiles a function by itself for the GPU that is there only, and without one not at all.
@@ -85,6 +86,15 @@ def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type, to: types.Ty
         value = builder.sitofp(value, _FLOAT)
     elif tag == types.int16:
         value = builder.fpext(value, _FLOAT)
+    elif tag == types.uint8:
+        byte = builder.zext(value, _I32)
+        code = builder.and_(byte, _I32(0x7F))
+        whole = builder.bitcast(builder.sitofp(code, _FLOAT), _I32)  # of what is smaller than 2^-6: 2^9 times it
+        tiny = builder.select(builder.icmp_signed("==", code, _I32(0)), code, builder.sub(whole, _I32(9 << 23)))
+        size = builder.add(builder.shl(code, _I32(20)), _I32(120 << 23))
+        size = builder.select(builder.icmp_signed("<", code, _I32(8)), tiny, size)
+        sign = builder.shl(builder.and_(byte, _I32(0x80)), _I32(24))
+        value = builder.bitcast(builder.or_(size, sign), _FLOAT)
     return _cast(builder, value, to)
 
 
@@ -108,6 +118,17 @@ def _narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value
         rounded = builder.lshr(builder.add(bits, half), _I32(16))
         nan = builder.or_(high, _I32(0x40))
         return builder.trunc(builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded), _I16)
+    if tag == types.uint8:
+        bits = builder.bitcast(value, _I32)
+        size = builder.and_(bits, _I32(0x7FFFFFFF))
+        digits = builder.or_(builder.and_(size, _I32(0x7FFFFF)), _I32(1 << 23))
+        shift = builder.sub(_I32(141), builder.lshr(size, _I32(23)))  # 2^-9 is 1
+        shift = builder.select(builder.icmp_signed("<", shift, _I32(31)), shift, _I32(31))
+        code = builder.sub(builder.lshr(size, _I32(20)), _I32(120 << 3))
+        is_tiny = builder.icmp_signed("<", size, _I32(121 << 23))
+        shift = builder.select(is_tiny, shift, _I32(31))
+        code = builder.select(is_tiny, builder.lshr(digits, shift), code)
+        return builder.trunc(builder.or_(code, builder.and_(builder.lshr(bits, _I32(24)), _I32(0x80))), _I8)
     return builder.trunc(builder.fptosi(value, _I32), _I8) if tag == types.int8 else value
 
 
@@ -218,7 +239,7 @@ def store(
 ) -> Any:
     """The first `count` numbers of a vector to memory of type `tag`, each rounded once more, then zeros to `extent`.
 
-    FP64 reaches 16 bits through FP32; int8 takes whole numbers.
+    FP64 reaches 16 bits through FP32; int8 takes whole numbers, E4M3 its own.
     """
     (scalar, size), lanes = _MEMORY[tag], vector.count
     part = WIDTH // size
@@ -245,8 +266,37 @@ def store(
 @intrinsic
 def bits_of(_typing: Any, code: types.Type) -> Any:
     """Bits of an element of a quantized wire."""
-    bits = 4 if code == types.uint8 else 8
+    bits = 4 if code == types.uint32 else 8
     return types.int64(code), lambda _context, _builder, _signature, _args: _I64(bits)
+
+
+@intrinsic
+def byte_of(_typing: Any, code: types.Type) -> Any:
+    """The tag of a byte of a quantized wire: that of its elements, or of INT8 where two of them share one."""
+    byte = types.int8 if code == types.uint32 else code
+    return byte(code), lambda _context, _builder, _signature, _args: _I8(0)
+
+
+@intrinsic
+def is_fp8(_typing: Any, code: types.Type) -> Any:
+    """Whether elements of a quantized wire are E4M3."""
+    found = ir.Constant(ir.IntType(1), code == types.uint8)
+    return types.boolean(code), lambda _context, _builder, _signature, _args: found
+
+
+@intrinsic
+def e4m3_rounders(_typing: Any, vector: types.Type) -> Any:
+    """1.5 times 2^20 of each number's power of two, 2^-6 at least: a sum with it has the digits that E4M3 has."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for value in _numbers(builder, args[0], vector.count):
+            binade = builder.and_(builder.bitcast(value, _I32), _I32(0x7F800000))
+            binade = builder.select(builder.icmp_signed(">", binade, _I32(121 << 23)), binade, _I32(121 << 23))
+            found.append(builder.bitcast(builder.add(binade, _I32((20 << 23) + (1 << 22))), _FLOAT))
+        return _pack(context, builder, found, vector)
+
+    return vector(vector), emit
 
 
 @intrinsic

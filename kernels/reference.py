@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .slots import (
+    FP8_FORMAT,
     FP16_BLOCK,
     FP16_BLOCK_BYTES,
     INT4_FORMAT,
@@ -23,7 +24,7 @@ from .slots import (
 )
 
 TINY = 2.0**-100
-RECIPROCAL_127 = 1 / 127
+RECIPROCAL_127, RECIPROCAL_448 = 1 / 127, 1 / 448
 
 
 def _memory_order(tensor: Tensor) -> Tensor:
@@ -120,13 +121,15 @@ def _encode(values: Tensor, shard: Tensor, block: int, old: Tensor | None, form:
     absmax = values.abs().amax(dim=1) if values.numel() else values.new_zeros(0)
     finite = values.isfinite().all(dim=1)
     normal = finite & (absmax >= TINY)
-    scale, inverse = (_int4_scale if form is INT4_FORMAT else _int8_scale)(values, torch.where(normal, absmax, 1.0))
-    quantized = torch.where(normal[:, None], (values * inverse[:, None]).round(), 0.0)
-    if form is INT4_FORMAT:
-        quantized = quantized.clamp(max=7)
-    quantized = quantized.to(torch.int8)
+    of_form = _int4_scale if form is INT4_FORMAT else _fp8_scale if form is FP8_FORMAT else _int8_scale
+    scale, inverse = of_form(values, torch.where(normal, absmax, 1.0))
+    steps = torch.where(normal[:, None], values * inverse[:, None], 0.0)
+    if form is FP8_FORMAT:
+        quantized = (steps.to(torch.float8_e4m3fn).to(torch.float32) + 0.0).to(torch.float8_e4m3fn)  # no -0
+    else:
+        quantized = (steps.round().clamp(max=7) if form is INT4_FORMAT else steps.round()).to(torch.int8)
     scale = torch.where(finite, torch.where(normal, scale, 0.0), torch.nan)
-    payload.copy_(_packed(quantized) if form is INT4_FORMAT else quantized)
+    payload.copy_(_packed(quantized) if form is INT4_FORMAT else quantized.view(torch.int8))
     scales.copy_(scale)
     padding.zero_()
     lost = values - quantized.to(torch.float32) * scale[:, None]
@@ -138,6 +141,11 @@ def _int8_scale(_values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
     """The scales of blocks, and what their values are multiplied by."""
     # Not `127.0 / …`: torch computes that as 127 times a rounded reciprocal.
     return absmax * RECIPROCAL_127, torch.full_like(absmax, 127.0) / absmax
+
+
+def _fp8_scale(_values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """The same: the block's largest magnitude becomes E4M3's, 448."""
+    return absmax * RECIPROCAL_448, torch.full_like(absmax, 448.0) / absmax
 
 
 def _int4_scale(values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +168,9 @@ def _unpacked(payload: Tensor) -> Tensor:
 
 def _decode(shard: Tensor, block: int, form: BlockFormat) -> Tensor:
     payload, scales, _ = _split_shard(shard, block, form)
-    quantized = _unpacked(payload) if form is INT4_FORMAT else payload
+    quantized = payload.view(torch.float8_e4m3fn) if form is FP8_FORMAT else payload
+    if form is INT4_FORMAT:
+        quantized = _unpacked(payload)
     return (quantized.to(torch.float32) * scales.to(torch.float32)[:, None]).flatten()
 
 

@@ -57,6 +57,7 @@ class BlockFormat(NamedTuple):
 
 INT8_FORMAT = BlockFormat("int8", 8, 4, 127)
 INT4_FORMAT = BlockFormat("int4", 4, 2, 8)
+FP8_FORMAT = BlockFormat("fp8", 8, 4, 448)
 
 
 def shard_bytes(blocks: int, block: int, form: BlockFormat = INT8_FORMAT) -> int:

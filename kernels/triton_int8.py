@@ -1,9 +1,10 @@
-"""quantize, dequantize and reduce_quantized in Triton, in INT8 and INT4: one launch for a whole bucket."""
+"""quantize, dequantize and reduce_quantized in Triton, in INT8, INT4 and FP8: one launch for a whole bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -26,13 +27,14 @@ from .triton_tiles import (
 )
 
 TINY = tl.constexpr(2.0**-100)
-RECIPROCAL_127 = tl.constexpr(1 / 127)
+RECIPROCAL_127, RECIPROCAL_448 = tl.constexpr(1 / 127), tl.constexpr(1 / 448)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no bits behind the point
 
 
 @triton.jit
-def _pointers(shard, index, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _pointers(shard, index, blocks, FORM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Where block `index` of a shard (one of each a row) keeps its payload and its scale."""
+    BITS: tl.constexpr = 4 if FORM == "int4" else 8
     payload = (shard + index.to(tl.int64) * (BLOCK * BITS // 8)).to(tl.pointer_type(tl.int8))
     scale = shard + tl.cast(blocks, tl.int64) * (BLOCK * BITS // 8)
     scale = scale.to(tl.pointer_type(tl.float32 if BITS == 8 else tl.bfloat16)) + index
@@ -40,28 +42,60 @@ def _pointers(shard, index, blocks, BITS: tl.constexpr, BLOCK: tl.constexpr, WID
 
 
 @triton.jit
-def _decode(shard, index, blocks, inside, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    payload, scale = _pointers(shard, index, blocks, BITS, BLOCK, WIDTH)
-    byte = tl.arange(0, WIDTH * BITS // 8)
-    quantized = tl.load(payload, mask=inside[:, None] & (byte < BLOCK * BITS // 8), other=0)
-    if BITS == 4:
-        quantized = tl.interleave((quantized << 4) >> 4, quantized >> 4)
-    return quantized.to(tl.float32) * widen(tl.load(scale, mask=inside, other=0.0), tl.float32)[:, None]
+def _rounded_to_e4m3(values):
+    """The nearest numbers of E4M3, ties to even, never -0; values are no larger than 448, but for rounding."""
+    binade = tl.maximum(values.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    rounder = (binade + ((20 << 23) + (1 << 22))).to(tl.float32, bitcast=True)  # 1.5 * 2^20 of a value's power of two
+    return (values + rounder) - rounder
 
 
 @triton.jit
-def _scales(values, BITS: tl.constexpr):
+def _to_e4m3(values):
+    """Numbers of E4M3 → their bytes."""
+    bits = values.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    tiny = (tl.abs(values) * 512.0).to(tl.int32)
+    code = tl.where(size >= (121 << 23), (size >> 20) - (120 << 3), tiny)
+    return (code | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def _from_e4m3(byte):
+    """Bytes → numbers of E4M3."""
+    bits = byte.to(tl.int32)
+    code = bits & 0x7F
+    tiny = (code.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
+    size = tl.where(code >= 8, (code << 20) + (120 << 23), tiny)
+    return (size | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode(shard, index, blocks, inside, FORM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    payload, scale = _pointers(shard, index, blocks, FORM, BLOCK, WIDTH)
+    BITS: tl.constexpr = 4 if FORM == "int4" else 8
+    byte = tl.arange(0, WIDTH * BITS // 8)
+    quantized = tl.load(payload, mask=inside[:, None] & (byte < BLOCK * BITS // 8), other=0)
+    if FORM == "int4":
+        quantized = tl.interleave((quantized << 4) >> 4, quantized >> 4)
+    steps = _from_e4m3(quantized) if FORM == "fp8" else quantized.to(tl.float32)
+    return steps * widen(tl.load(scale, mask=inside, other=0.0), tl.float32)[:, None]
+
+
+@triton.jit
+def _scales(values, FORM: tl.constexpr):
     """Of a block of FP32 values a row: whether it is finite and not tiny, its scale, and what it is multiplied by."""
     # As integers, magnitudes compare as the numbers do, with infinity and every NaN above them.
     bits = values.to(tl.int32, bitcast=True)
-    if BITS == 8:
-        largest = tl.max(bits & 0x7FFFFFFF, axis=1)
-    else:
+    if FORM == "int4":
         largest = tl.max((bits & 0x7FFFFFFE) | tl.where(bits >= 0, 1, 0), axis=1)
+    else:
+        largest = tl.max(bits & 0x7FFFFFFF, axis=1)
     absmax = largest.to(tl.float32, bitcast=True)
     finite = largest < 0x7F800000
     normal = finite & (absmax >= TINY)
-    if BITS == 8:
+    if FORM == "fp8":
+        scale, inverse = absmax * RECIPROCAL_448, tl.div_rn(448.0, tl.where(normal, absmax, 1.0))
+    elif FORM == "int8":
         scale, inverse = absmax * RECIPROCAL_127, tl.div_rn(127.0, tl.where(normal, absmax, 1.0))
     else:
         eighth = ((largest - (3 << 23)) & -65536).to(tl.float32, bitcast=True)  # of as many bits as BF16 has
@@ -71,18 +105,20 @@ def _scales(values, BITS: tl.constexpr):
 
 
 @triton.jit
-def _encode(values, old, shard, index, blocks, inside, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _encode(values, old, shard, index, blocks, inside, FORM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Store a block of FP32 values a row; returns what was lost, `old` where a block is not finite."""
-    normal, scale, inverse = _scales(values, BITS)
+    normal, scale, inverse = _scales(values, FORM)
     steps = values * inverse[:, None]
-    if BITS == 4:
+    if FORM == "int4":
         steps = tl.minimum(steps, 7.0)
-    rounded = (steps + MAGIC) - MAGIC
-    quantized = tl.where(normal[:, None], rounded, 0.0).to(tl.int8)
+    rounded = _rounded_to_e4m3(steps) if FORM == "fp8" else (steps + MAGIC) - MAGIC
+    rounded = tl.where(normal[:, None], rounded, 0.0)
+    quantized = _to_e4m3(rounded) if FORM == "fp8" else rounded.to(tl.int8)
 
-    to_payload, to_scale = _pointers(shard, index, blocks, BITS, BLOCK, WIDTH)
+    BITS: tl.constexpr = 4 if FORM == "int4" else 8
+    to_payload, to_scale = _pointers(shard, index, blocks, FORM, BLOCK, WIDTH)
     payload = quantized
-    if BITS == 4:
+    if FORM == "int4":
         low, high = tl.split(tl.reshape(quantized, [quantized.shape[0], WIDTH // 2, 2]))
         payload = (low & 15) | (high << 4)
     byte = tl.arange(0, WIDTH * BITS // 8)
@@ -92,7 +128,7 @@ def _encode(values, old, shard, index, blocks, inside, BITS: tl.constexpr, BLOCK
     for extra in tl.static_range(1, 32 // BITS):
         padding = inside & (index == blocks - 1) & (index + extra < ((blocks + 32 // BITS - 1) & -(32 // BITS)))
         tl.store(to_scale + extra, tl.zeros_like(scale).to(to_scale.dtype.element_ty), mask=padding)
-    return tl.where((scale == scale)[:, None], values - quantized.to(tl.float32) * scale[:, None], old)
+    return tl.where((scale == scale)[:, None], values - rounded * scale[:, None], old)
 
 
 @triton.jit
@@ -105,7 +141,7 @@ def _rows(residuals, turn, size):
 @triton.jit(do_not_specialize=["blocks", "size"])
 def _quantize(
     wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size,
-    dtype: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
     if finite is not None:
@@ -134,7 +170,7 @@ def _quantize(
     block = first.to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, BITS, BLOCK, WIDTH)
+    lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, FORM, BLOCK, WIDTH)
     if residuals is not None:
         tl.store(new_residual + first * BLOCK + element, lost, mask=owned)
 
@@ -179,7 +215,7 @@ def quantize(
 @triton.jit(do_not_specialize=["blocks"])
 def _dequantize(
     wire, tiles, addresses, blocks, shard_size, statistics, finite, turn,
-    dtype: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
     tensor, place, count, _ = load_tile(tiles, addresses, dtype)
@@ -189,9 +225,9 @@ def _dequantize(
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     inside = row * BLOCK < count
-    values = convert(_decode(shard, block - rank * blocks, blocks, inside, BITS, BLOCK, WIDTH), dtype)
+    values = convert(_decode(shard, block - rank * blocks, blocks, inside, FORM, BLOCK, WIDTH), dtype)
     if finite is not None:
-        _, scale_at = _pointers(shard, block - rank * blocks, blocks, BITS, BLOCK, WIDTH)
+        _, scale_at = _pointers(shard, block - rank * blocks, blocks, FORM, BLOCK, WIDTH)
         scale = widen(tl.load(scale_at, mask=inside, other=0.0), tl.float32)
         tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=scale != scale)
     if turn is not None:
@@ -250,25 +286,25 @@ def dequantize(
 def _reduce(
     received, shard, residuals, turn, blocks, shard_size, scale_bits, flag_block,
     RANKS: tl.constexpr, SPARE: tl.constexpr,
-    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block a row: every rank's → their sum in rank order, scaled, encoded again."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     index = tl.program_id(0) * ROWS + row
     inside = index < blocks
-    total = _decode(received, index, blocks, inside, BITS, BLOCK, WIDTH)
+    total = _decode(received, index, blocks, inside, FORM, BLOCK, WIDTH)
     other = received
     for _ in range(1, RANKS):
         other += shard_size
-        total += _decode(other, index, blocks, inside, BITS, BLOCK, WIDTH)
+        total += _decode(other, index, blocks, inside, FORM, BLOCK, WIDTH)
 
     scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
     values = total * scale
     if any_not_finite(total):
-        small = _decode(received, index, blocks, inside, BITS, BLOCK, WIDTH) * (1 / SPARE)
+        small = _decode(received, index, blocks, inside, FORM, BLOCK, WIDTH) * (1 / SPARE)
         for _ in range(1, RANKS):
             received += shard_size
-            small += _decode(received, index, blocks, inside, BITS, BLOCK, WIDTH) * (1 / SPARE)
+            small += _decode(received, index, blocks, inside, FORM, BLOCK, WIDTH) * (1 / SPARE)
         values = tl.where(tl.abs(total) < float("inf"), values, small * (scale * SPARE))
     old = tl.zeros_like(values)
     element = index.to(tl.int64)[:, None] * BLOCK + column
@@ -279,7 +315,7 @@ def _reduce(
         values += old
     flags = (index >= flag_block)[:, None]
     values = tl.where(flags, tl.where(total > 0.5, 1.0, 0.0), values)
-    lost = _encode(values, old, shard, index, blocks, inside, BITS, BLOCK, WIDTH)
+    lost = _encode(values, old, shard, index, blocks, inside, FORM, BLOCK, WIDTH)
     if residuals is not None:
         tl.store(new_residual + element, tl.where(flags, 0.0, lost), mask=owned)
 
@@ -316,7 +352,7 @@ def reduce_quantized(
 
 
 @cache
-def _tile_shape(block: int, form: BlockFormat) -> dict[str, int]:
-    """Bits of an element, rows of a tile, elements of a block, columns of a tile: a power of two, as Triton asks."""
+def _tile_shape(block: int, form: BlockFormat) -> dict[str, Any]:
+    """The format, rows of a tile, elements of a block, columns of a tile: a power of two, as Triton asks."""
     width = triton.next_power_of_2(block)
-    return {"BITS": form.bits, "ROWS": tile_elements(block) // block, "BLOCK": block, "WIDTH": width}
+    return {"FORM": form.name, "ROWS": tile_elements(block) // block, "BLOCK": block, "WIDTH": width}

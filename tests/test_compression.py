@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastreduce import BF16, FP16, INT4, INT8, Compression, NoCompression, SettingError
+from fastreduce import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, SettingError
 
 plain = st.one_of(
     st.builds(NoCompression, accumulate=st.sampled_from(["fp32", "wire"])),
@@ -19,7 +19,8 @@ plain = st.one_of(
 )
 int8 = st.builds(INT8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
 int4 = st.builds(INT4, block=st.integers(1, 128).map(lambda n: 32 * n), error_feedback=st.booleans())
-settings = st.one_of(plain, int8, int4)
+fp8 = st.builds(FP8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
+settings = st.one_of(plain, int8, int4, fp8)
 
 
 @given(settings)
@@ -43,6 +44,7 @@ def test_what_a_setting_prints_it_parses_back(setting: Compression):
         ("int8:error_feedback=true, block=64", INT8(64, True), "int8:block=64,error_feedback"),
         ("int8:error_feedback=0", INT8(), "int8"),
         ("int4:block=32", INT4(), "int4"),
+        ("fp8:error_feedback", FP8(error_feedback=True), "fp8:error_feedback"),
         ("int4:block=64,error_feedback", INT4(64, True), "int4:block=64,error_feedback"),
     ],
 )
@@ -54,9 +56,9 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
 @pytest.mark.parametrize(
     ("spec", "names", "allowed"),
     [
-        ("", "''", "none, fp16, bf16, int8, int4"),
-        ("fp32", "'fp32'", "none, fp16, bf16, int8, int4"),
-        ("FP16", "'FP16'", "none, fp16, bf16, int8, int4"),
+        ("", "''", "none, fp16, bf16, int8, fp8, int4"),
+        ("fp32", "'fp32'", "none, fp16, bf16, int8, fp8, int4"),
+        ("FP16", "'FP16'", "none, fp16, bf16, int8, fp8, int4"),
         ("fp16:", "''", "accumulate"),
         ("fp16:block=64", "'block=64'", "accumulate"),
         ("int8:accumulate=wire", "'accumulate=wire'", "block, error_feedback"),
@@ -122,7 +124,7 @@ def test_any_text_parses_or_is_a_setting_error(text: str):
 
 
 @given(
-    st.sampled_from(["none", "fp16", "bf16", "int8", "int4"]),
+    st.sampled_from(["none", "fp16", "bf16", "int8", "fp8", "int4"]),
     st.lists(
         st.tuples(
             st.sampled_from(["block", "accumulate", "error_feedback"]),

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..compression import Compression, NoCompression
 from ..errors import TransportError
-from ..kernels.slots import FP16_BLOCK, INT4_FORMAT, tile_elements
+from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, tile_elements
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
@@ -317,7 +317,10 @@ class BucketPipeline:
         payload = self.wire.view(shards, -1)[:, :own].view(torch.int8)
         if self._form is INT4_FORMAT:
             payload = torch.stack([payload << 4 >> 4, payload >> 4], dim=2)
-        sums = scales.double() * payload.reshape(shards, -1, self._block).abs().sum(2, dtype=torch.int32)
+        elif self._form is FP8_FORMAT:
+            payload = payload.view(torch.float8_e4m3fn).float()
+        exact = torch.float64 if self._form is FP8_FORMAT else torch.int32
+        sums = scales.double() * payload.reshape(shards, -1, self._block).abs().sum(2, dtype=exact)
         starts = [slot.offset // self._block for slot in self.bucket.slots]
         ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self.bucket.slots]
         lengths = (torch.tensor(ends) - torch.tensor(starts)).to(self.used.device)

@@ -15,7 +15,8 @@ from fastreduce.kernels import numba_cuda_cast, numba_cuda_fp16, numba_cuda_int8
 
 TARGETS = (80, 90, 100)
 INT64, FP64, FP32, FP16, BF16 = types.int64, types.float64, types.float32, types.int16, types.uint16
-INT8, INT4 = types.int8, types.uint8
+INT8, INT4, FP8 = types.int8, types.uint32, types.uint8
+QUANTIZED = [("int8", INT8, 16), ("int4", INT4, 0), ("fp8", FP8, 16)]  # of INT4 a thread has 8 bytes
 
 
 class Variant(NamedTuple):
@@ -47,7 +48,7 @@ def variants() -> list[Variant]:
     found.append(Variant("flatten fp64", flatten, (INT64, BF16, INT64, INT64, FP64, FP64), (64, 16), 8))
 
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
-        for form, code, payload in [("int8", INT8, 16), ("int4", INT4, 0)]:  # of INT4 a thread has 8 bytes
+        for form, code, payload in QUANTIZED:
             title = f"{name}, {form}"
             # The old residual is read in two places: once more where a block is not finite.
             arguments = (*[INT64] * 6, tag, *[INT64] * 4, code)
@@ -74,10 +75,11 @@ def variants() -> list[Variant]:
         ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32), 4),
         ("dequantize fp32, int8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT8, INT64, FP32), (16, 64), 16),
         ("dequantize fp32, int4", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT4, INT64, FP32), (0, 64), 16),
+        ("dequantize fp32, fp8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, FP8, INT64, FP32), (16, 64), 16),
     ]:
         found.append(Variant(f"{name} with statistics", kernel, types_, moved, elements))
     # As in reduce_fp16, and the old residual as in quantize.
-    for form, code, payload in [("int8", INT8, 16), ("int4", INT4, 0)]:
+    for form, code, payload in QUANTIZED:
         arguments, again = (*[INT64] * 10, *[FP32] * 3, code), 2 * payload + 16 * 4
         moved = (4 * payload + 16 * 8, payload + 16 * 4)
         found.append(Variant(f"reduce_quantized {form}", numba_cuda_int8._reduce, arguments, moved, 16, again))

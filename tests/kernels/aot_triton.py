@@ -42,7 +42,7 @@ def variants() -> list[Variant]:
     import triton.language as tl
 
     from fastreduce.kernels import triton_cast, triton_fp16, triton_int8
-    from fastreduce.kernels.slots import FP16_BLOCK_BYTES, INT4_FORMAT, INT8_FORMAT
+    from fastreduce.kernels.slots import FP8_FORMAT, FP16_BLOCK_BYTES, INT4_FORMAT, INT8_FORMAT
 
     dtypes = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
     tile, found = triton_cast.TILE, []
@@ -92,13 +92,15 @@ def variants() -> list[Variant]:
         (INT4_FORMAT, 32, True, TARGETS),
         (INT4_FORMAT, 32, False, TARGETS),
         (INT4_FORMAT, 96, True, (80,)),
+        (FP8_FORMAT, 128, True, TARGETS),
+        (FP8_FORMAT, 128, False, TARGETS),
     ]:
         shape: dict[str, Any] = triton_int8._tile_shape(block, form)
         lanes = shape["ROWS"] * shape["WIDTH"]
         residual: dict[str, Any] = {} if feedback else {"residuals": None, "turn": None}
         more = 4 * lanes if feedback else 0
         # Of INT4 a thread has 8 bytes.
-        payload = lanes if form is INT8_FORMAT else 0
+        payload = 0 if form is INT4_FORMAT else lanes
         name = f"{form.name}, blocks of {block}, {'' if feedback else 'no '}residual"
         for dtype, size in [("fp32", 4), ("bf16", 2)]:
             constants = {**shape, **residual, "dtype": dtypes[dtype]}

@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 from fastreduce.kernels import reference
 from fastreduce.kernels.slots import (
+    FP8_FORMAT,
     FP16_BLOCK,
     INT4_FORMAT,
     INT8_FORMAT,
@@ -37,10 +38,10 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPE_PAIRS = tuple((dtype, wire) for dtype in DTYPES for wire in DTYPES)
 SIZES: tuple[int, ...] = (0, 1, 63, 127, 128, 129, 1000, 4099)
 BLOCKS = [(INT8_FORMAT, 16), (INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT8_FORMAT, 256)]
-BLOCKS += [(INT4_FORMAT, 32), (INT4_FORMAT, 96)]
+BLOCKS += [(INT4_FORMAT, 32), (INT4_FORMAT, 96), (FP8_FORMAT, 48), (FP8_FORMAT, 128)]
 STATISTICS_SIZES: tuple[int, ...] = (0, 1, 129, 1100, 2048, 4099)  # tiles of 2048, 1536 and 4096, full and not
 STATISTICS_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
-STATISTICS_BLOCKS = [(INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT4_FORMAT, 96)]
+STATISTICS_BLOCKS = [(INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT4_FORMAT, 96), (FP8_FORMAT, 128)]
 EXAMPLES = 20
 STRIDE = 1  # of what goes through all numbers of a format
 GAPS = (3, 0, 1, 40)
@@ -69,8 +70,8 @@ def make_shared_array_once() -> None:
 if SIMULATOR:  # half a millisecond a thread: every path once, with tiles that are full and tiles that are not
     DTYPE_PAIRS = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
     SIZES = (0, 1, 129, 1100)
-    BLOCKS = [(INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT4_FORMAT, 96)]
-    STATISTICS_SIZES, STATISTICS_BLOCKS = (0, 1, 130, 2300), [(INT8_FORMAT, 48), (INT4_FORMAT, 96)]
+    BLOCKS = [(INT8_FORMAT, 48), (INT8_FORMAT, 128), (INT4_FORMAT, 96), (FP8_FORMAT, 48)]
+    STATISTICS_SIZES, STATISTICS_BLOCKS = (0, 1, 130, 2300), [(INT8_FORMAT, 48), (INT4_FORMAT, 96), (FP8_FORMAT, 48)]
     EXAMPLES = 3
     sys.setswitchinterval(5e-5)  # its threads wait for each other: half the time
     STRIDE = 61

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastreduce import TensorError, ops
 from fastreduce.kernels import device_tables
 from fastreduce.kernels.device_tables import device_table
-from fastreduce.kernels.slots import INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable
+from fastreduce.kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable
 from fastreduce.ops import backends
 
 from .cases import GPU_BACKENDS, assert_same_bits, slot_table, values, wire_size
@@ -120,7 +120,7 @@ CASES: dict[str, Case] = {
     **{
         f"{case.__name__} {form.name}": partial(case, form=form)
         for case in (quantize, dequantize, reduce_quantized)
-        for form in (INT8_FORMAT, INT4_FORMAT)
+        for form in (INT8_FORMAT, INT4_FORMAT, FP8_FORMAT)
     },
 }
 DTYPES = {SMALL: (torch.float64, torch.float32, torch.float16, torch.bfloat16), LARGE: (torch.float64, torch.float32)}

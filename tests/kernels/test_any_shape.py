@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastreduce.kernels import reference
-from fastreduce.kernels.slots import FP16_BLOCK, INT4_FORMAT, INT8_FORMAT
+from fastreduce.kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT
 from fastreduce.ops import backends
 
 from .cases import (
@@ -42,6 +42,7 @@ def test_any_shape(name, data):
     numels = draw(st.lists(st.integers(0, 400), max_size=6), label="numels")
     gaps = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3), label="gaps")
     blocks = [(INT8_FORMAT, block) for block in (16, 32, 48, 112, 128)] + [(INT4_FORMAT, block) for block in (32, 96)]
+    blocks += [(FP8_FORMAT, block) for block in (16, 128)]
     form, block = draw(st.sampled_from(blocks), label="block")
     shards = draw(st.integers(1, 4), label="shards")
     dtype, wire_dtype = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))

@@ -1,4 +1,4 @@
-"""INT8 and INT4: every backend over the same cases, by bits against the reference; then checks that do without it."""
+"""INT8, INT4 and FP8: every backend over the same cases, by bits against the reference; then checks without it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastreduce import ops
 from fastreduce.kernels import reference
-from fastreduce.kernels.slots import INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable
+from fastreduce.kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable
 
 from .cases import (
     BLOCKS,
@@ -40,8 +40,10 @@ pytestmark = QUIET
 INT8_BOUND = (0.5 + 127 * 5 * 2.0**-24) / 127
 # An element of the other sign than the largest, and as large, has the code 7 of a scale of an eighth, less BF16's rest.
 INT4_BOUND = 1 - 7 / 8 * (1 - 2.0**-7) + 2.0**-23
-BOUNDS = {INT8_FORMAT: INT8_BOUND, INT4_FORMAT: INT4_BOUND}
-DEFAULTS = [(INT8_FORMAT, 128), (INT4_FORMAT, 32)]
+# Half of 2^-9, E4M3's smallest step, in 448; beside half a unit of an element's last of 4 digits.
+FP8_BOUND, FP8_RELATIVE = 2.0**-10 / 448, 2.0**-4 + 2.0**-21
+BOUNDS = {INT8_FORMAT: (INT8_BOUND, 0.0), INT4_FORMAT: (INT4_BOUND, 0.0), FP8_FORMAT: (FP8_BOUND, FP8_RELATIVE)}
+DEFAULTS = [(INT8_FORMAT, 128), (INT4_FORMAT, 32), (FP8_FORMAT, 128)]
 
 
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
@@ -149,7 +151,9 @@ def test_the_error_stays_in_its_bound(backend, memory, form, block):
         padded = torch.zeros(-(-tensor.numel() // block) * block, dtype=torch.float64)
         padded[: tensor.numel()] = tensor
         absmax = padded.view(-1, block).abs().amax(dim=1).repeat_interleave(block)[: tensor.numel()]
-        assert bool(((back.double() - tensor.double()).abs() <= absmax * BOUNDS[form]).all())
+        of_largest, of_itself = BOUNDS[form]
+        bound = absmax * of_largest + tensor.double().abs() * of_itself
+        assert bool(((back.double() - tensor.double()).abs() <= bound).all())
 
 
 def test_int8_arithmetic_step_by_step(backend, memory):
@@ -202,6 +206,42 @@ def test_int4_arithmetic_step_by_step(backend, memory):
     decoded = codes.astype(np.int8).astype(np.float32) * scale
     assert_same_bits(back, torch.from_numpy(decoded.flatten()), "what arrives")
     assert_same_bits(new, torch.from_numpy((numbers - decoded).flatten()), "residual")
+
+
+def test_fp8_arithmetic_step_by_step(backend, memory):
+    """Every number of E4M3, and ties and what lies one ulp beside them, under scales of one block each."""
+    block, blocks = 128, 512 // STRIDE
+    random = np.random.default_rng(0)
+    powers = 2.0 ** random.integers(-60, 60, (blocks, 1))
+    absmax = (random.uniform(1, 2, (blocks, 1)) * powers).astype(np.float32)
+    codes = np.arange(127)
+    exponents, digits = np.maximum(codes >> 3, 1), np.where(codes < 8, codes, 8 + codes % 8)
+    numbers = np.ldexp(digits.astype(np.float64), exponents - 10)  # 2^-9 to 448
+    assert numbers[-1] == 448 and numbers[1] == 2.0**-9 and numbers[8] == 2.0**-6
+    assert bool((np.diff(numbers) > 0).all())
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    chosen = random.choice([*numbers, *ties, *ties], (blocks, block)) * random.choice([-1, 1], (blocks, block))
+    inputs_ = (chosen * (absmax.astype(np.float64) / 448)).astype(np.float32)
+    inputs_ = (inputs_.view(np.int32) + random.integers(-1, 2, inputs_.shape, np.int32)).view(np.float32)
+    inputs_ = np.where(chosen == 0, 0, np.clip(inputs_, -absmax, absmax)).astype(np.float32)
+    inputs_[:, 5] = -absmax[:, 0]
+    slots = slot_table([blocks * block], block)
+    tensors = [torch.from_numpy(inputs_.flatten())]
+    (back,), new, wire = _round_trip(backend, memory, tensors, slots, block, torch.zeros(slots.total), FP8_FORMAT)
+    scale, steps = absmax * np.float32(1 / 448), inputs_ * (np.float32(448) / absmax)
+    above = np.searchsorted(numbers, np.abs(steps).clip(max=448))
+    below = np.maximum(above - 1, 0)
+    middle = (numbers[above] + numbers[below]) / 2
+    up = (np.abs(steps) > middle) | ((np.abs(steps) == middle) & (above % 2 == 0))
+    code = np.where(up, above, below)
+    assert set(np.unique(code)) == set(range(127)) or STRIDE > 1
+    payload, scales, _ = split_wire(wire, 1, block, FP8_FORMAT)
+    byte = np.where((steps < 0) & (code > 0), code | 0x80, code).astype(np.uint8)
+    assert_same_bits(payload.view(torch.uint8), torch.from_numpy(byte), "payload")
+    assert_same_bits(scales, torch.from_numpy(scale.reshape(1, blocks)), "scales")
+    sent = (np.where(steps < 0, -1, 1) * numbers[code] + 0.0).astype(np.float32) * scale
+    assert_same_bits(back, torch.from_numpy(sent.flatten()), "what arrives")
+    assert_same_bits(new, torch.from_numpy((inputs_ - sent).flatten()), "residual")
 
 
 def test_int4_keeps_the_largest_numbers_finite(backend, memory):
@@ -308,6 +348,6 @@ def test_one_rank_of_many_keeps_its_flag(backend, memory, form, block):
         reference.quantize([flags], slots, rows[-1], 1, block, None, None, form=form)
     shard = memory.empty(len(rows[0]), torch.uint8)
     backend.reduce_quantized(memory.copy(torch.stack(rows)), shard, 1 / world_size, block, 1, None, None, form=form)
-    payload, scales, _ = split_wire(shard, 1, block, form)
-    decoded = payload[0, 1].float() * scales[0, 1]
-    assert torch.equal(decoded > 0.5, torch.arange(block) < 2)
+    decoded = memory.empty(2 * block, torch.float32)
+    backend.dequantize(shard, 1, block, slots, [decoded], form=form)
+    assert torch.equal(decoded[block:].cpu() > 0.5, torch.arange(block) < 2)

@@ -92,7 +92,7 @@ def on_cpu() -> dict[str, Any]:
     """The intrinsics that are no instruction of a GPU, compiled for the CPU from the code that they emit for a GPU."""
     names = ["load", "store", "fetch", "fetch_int32", "size_of", "lanes_of", "quotient"]
     names += ["largest_bits", "from_bits", "more_than_half"]
-    names += ["bits_of", "load_int4", "store_int4", "largest_and_sign", "at_most"]
+    names += ["bits_of", "byte_of", "is_fp8", "load_int4", "store_int4", "largest_and_sign", "at_most", "e4m3_rounders"]
     return {name: intrinsic(getattr(numba_cuda_vectors, name)._defn) for name in names}
 
 
@@ -153,7 +153,7 @@ def test_the_other_intrinsics_do_what_their_twins_in_the_simulator_do(on_cpu):
 def test_int4_intrinsics_do_what_their_twins_in_the_simulator_do(on_cpu):
     load, load_int4, store_int4 = (on_cpu[name] for name in ("load", "load_int4", "store_int4"))
     largest_and_sign, at_most, bits_of = (on_cpu[name] for name in ("largest_and_sign", "at_most", "bits_of"))
-    tags, fp32, int8 = (np.uint8(0), np.int8(0)), np.float32(0), np.int8(0)
+    tags, fp32, int8 = (np.uint32(0), np.int8(0)), np.float32(0), np.int8(0)
 
     @njit
     def look(source, numbers, target, count):
@@ -184,6 +184,39 @@ def test_int4_intrinsics_do_what_their_twins_in_the_simulator_do(on_cpu):
         key = look(payload.data_ptr(), numbers.data_ptr(), mine.data_ptr(), 0)
         assert key == twins.largest_and_sign(twins.load(numbers.data_ptr(), fp32, int8, 16))
         assert key == int(numbers.abs().max().view(torch.int32)) & -2 | plus
+
+
+def test_e4m3_is_what_its_twins_in_the_simulator_make_of_it(on_cpu):
+    load, store, e4m3_rounders = (on_cpu[name] for name in ("load", "store", "e4m3_rounders"))
+    fp32, e4m3, int8, int4 = np.float32(0), np.uint8(0), np.int8(0), np.uint32(0)
+
+    @njit
+    def look(source, target, numbers, rounders):
+        store(target, fp32, load(source, e4m3, fp32, 16), 16, 16)
+        store(source, e4m3, load(target, fp32, int8, 16), 16, 16)
+        store(rounders, fp32, e4m3_rounders(load(numbers, fp32, int8, 16)), 16, 16)
+
+    every = torch.cat([torch.arange(127), torch.arange(129, 255), torch.zeros(3)]).to(torch.uint8)
+    for part in every.split(16):
+        source, target, rounders = part.clone(), torch.empty(16), torch.empty(16)
+        numbers = torch.cat([part.float() - 100, torch.tensor([0.0, 2.0**-7, 2.0**-6, 448.0])])[-16:].clone()
+        look(source.data_ptr(), target.data_ptr(), numbers.data_ptr(), rounders.data_ptr())
+        assert_same_bits(target, part.view(torch.float8_e4m3fn).float())
+        assert_same_bits(target, torch.from_numpy(twins.load(part.data_ptr(), e4m3, fp32, 16)))
+        assert_same_bits(source, part)
+        theirs = torch.empty_like(part)
+        twins.store(theirs.data_ptr(), e4m3, target.numpy(), 16, 16)
+        assert_same_bits(theirs, part)
+        assert_same_bits(rounders, torch.from_numpy(twins.e4m3_rounders(numbers.numpy())))
+
+    @njit
+    def kinds(code):
+        return on_fp8(code), byte(code)
+
+    on_fp8, byte = on_cpu["is_fp8"], on_cpu["byte_of"]
+    for code in (e4m3, int8, int4):
+        assert kinds(code) == (twins.is_fp8(code), 0)
+        assert twins.byte_of(code).dtype == (np.int8 if code is int4 else code.dtype)
 
 
 def test_sums_and_counts_are_those_of_their_twins_in_the_simulator(monkeypatch: pytest.MonkeyPatch):

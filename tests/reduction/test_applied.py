@@ -60,7 +60,7 @@ SETUPS = st.builds(
     way=FEW(["ddp", "ddp", "hook", "call"]),
     optimizer=FEW(["sgd", "adam", "fused"]),
     scaled=st.booleans(),
-    setting=FEW(["int8:block=16", "int8:block=64", "int4:block=32"]),
+    setting=FEW(["int8:block=16", "int8:block=64", "int4:block=32", "fp8:block=64"]),
     bucket_cap_mb=FEW([1e-6, 1e-3, 25.0]),
     views=st.booleans(),
 )

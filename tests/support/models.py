@@ -38,6 +38,7 @@ SETTINGS = (
     "int8:error_feedback",
     "int4",
     "int4:error_feedback",
+    "fp8:error_feedback",
 )
 TWO_SHOT = tuple(s for s in SETTINGS if s != "none" and not s.endswith("wire"))
 

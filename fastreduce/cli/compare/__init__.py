@@ -69,7 +69,7 @@ def compare(
         list[str],
         typer.Option(
             metavar="SPEC ...",
-            help="Compression settings: none, fp16, bf16, int8, int4, with options as in int8:block=64,error_feedback.",
+            help="Settings: none, fp16, bf16, int8, fp8, int4, with options as in int8:block=64,error_feedback.",
         ),
     ] = DEFAULT_SETTINGS,
     ranks: Annotated[

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ... import DistributedDataParallel
 from ...distributed.processes import Group, run_ranks
 from ...errors import RanksFailedError
-from ...kernels.slots import INT4_FORMAT, INT8_FORMAT, SlotTable, shard_bytes
+from ...kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, SlotTable, shard_bytes
 from ...ops import backends
 from .rows import FAILED, MISSING, Row, one_line
 
@@ -64,7 +64,7 @@ def _round_trips(kernels: backends.Backend, tensors: Sequence[Tensor]) -> dict[s
         kernels.flatten(tensors, slots, wire, 0.5)
         kernels.unflatten(wire, slots, back, 2.0)
         steps |= {f"flatten to {dtype}": _bytes(wire), f"unflatten from {dtype}": _bytes(torch.cat(back))}
-    for form in (INT8_FORMAT, INT4_FORMAT):
+    for form in (INT8_FORMAT, INT4_FORMAT, FP8_FORMAT):
         numel = SHARDS * shard_bytes(total // SHARDS // BLOCK, BLOCK, form)
         wire, back = torch.empty(numel, dtype=torch.uint8, device=device), [torch.empty_like(t) for t in tensors]
         kernels.quantize(tensors, slots, wire, SHARDS, BLOCK, None, None, form=form)

@@ -12,6 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .numba_cpu_elements import (
+    AHEAD,
     ANYWHERE,
     LINE,
     MEMORY,
@@ -23,6 +24,7 @@ from .numba_cpu_elements import (
     load,
     load_byte,
     narrow,
+    prefetch,
     splat,
     store,
     store_line,
@@ -39,7 +41,6 @@ THREE, UPPER_HALF = np.int32(3 << 23), np.int32(-65536)  # a subtraction from th
 
 _I8, _I16, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 LANES = 32
-AHEAD = 1024  # bytes to prefetch: the hardware by itself fetched too few, and quantizing took 1.5 times as long
 _FLOATS, _INTEGERS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _I32, _I8))
 _PAIRS = ir.VectorType(_I16, LANES // 2)
 _PACKED = ir.VectorType(_I8, LANES // 2)
@@ -93,15 +94,9 @@ def _gather(
         def larger(a: ir.Value, b: ir.Value) -> ir.Value:
             return builder.select(builder.icmp_signed(">", a, b), a, b)
 
-        ahead = builder.module.declare_intrinsic(
-            "llvm.prefetch", [ir.PointerType()], ir.FunctionType(ir.VoidType(), [ir.PointerType(), _I32, _I32, _I32])
-        )
-
         def gather(index: ir.Value, with_old: bool) -> None:
             for line in range(0, LANES * MEMORY[tag][1], LINE):
-                at = builder.add(source, _I64(AHEAD + line))
-                at = element(builder, at, index, tag)
-                builder.call(ahead, [at, _I32(0), _I32(3), _I32(1)])
+                prefetch(builder, element(builder, builder.add(source, _I64(AHEAD + line)), index, tag))
             value = builder.fmul(_load(builder, source, tag, index), splat(builder, scale, LANES))
             if with_old:
                 value = builder.fadd(value, _load(builder, old, types.float32, index))

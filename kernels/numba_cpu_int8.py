@@ -24,6 +24,7 @@ from .numba_cpu_elements import (
     is_fp8,
     kernel,
     load,
+    prefetch_block,
     size_of,
     stage,
     store,
@@ -135,6 +136,8 @@ def _quantize(
                 count = min(block, offsets[slot] + numels[slot] - start)
             old = residual + start * 4 if residual else 0
             new = new_residual + start * 4 if residual else 0
+            if bits_of(code) == 8:
+                prefetch_block(source, block * size_of(tag))
             if bits_of(code) == 4:
                 encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
             else:
@@ -215,7 +218,7 @@ def _average(payloads, scales, ranks, shard_size, block, scale, spare, averages,
         store(averages, index, FP32, average)
 
 
-@kernel
+@inlined
 def _add(total, payload, block, unit, code, first):
     if bits_of(code) == 4:
         if first:
@@ -275,7 +278,7 @@ def _reduce_quantized(
     fence()
 
 
-@kernel
+@inlined
 def _encode_sum(total, scale, old, new, values, block, payload, scale_at, stream, code):
     if bits_of(code) == 4:
         return encode_int4(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)

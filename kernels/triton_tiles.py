@@ -99,13 +99,13 @@ class Launch(NamedTuple):
     def run(self) -> None:
         """Launch it on the current stream."""
         compiled, run_compiled, function, metadata, programs, gpu, passed, _ = self
+        # A profiler's: lists in them, or in older versions of Triton functions or None.
         enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
         if gpu is not None and gpu != torch.cuda.current_device():
             with torch.cuda.device(gpu):
                 self.run()
-        elif getattr(enter, "calls", enter) or getattr(
-            leave, "calls", leave
-        ):  # a profiler's: lists, or None in old ones
+        elif hooked:
             compiled[(programs, 1, 1)](*passed)
         else:
             stream = driver.active.get_current_stream(gpu or 0)

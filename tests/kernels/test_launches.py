@@ -29,6 +29,8 @@ def check() -> None:
     from tests.support import cuda_stub
 
     library = cuda_stub.activate()
+    from triton import knobs
+
     from fastreduce.kernels import triton_tiles
 
     def launch(operation: Callable[[], None]) -> tuple[list[int], int]:
@@ -44,6 +46,10 @@ def check() -> None:
             (found, compiled), (kept, again) = launch(operation), launch(operation)
             assert kept == found, (name, offset)
             assert (compiled, again) == (1, 0), f"{name}: what is a multiple of 16 is compiled for"
+            profiled: list[object] = []
+            knobs.runtime.launch_enter_hook.add(profiled.append)
+            assert launch(operation)[0] == kept and len(profiled) == 1, f"{name}: a profiler sees it"
+            knobs.runtime.launch_enter_hook.remove(profiled.append)
             in_slots = not name.startswith(("reduce", "share"))
             before = case.tensors[1]
             case.tensors[1] = before.clone()

@@ -5,6 +5,9 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 
 BIN := .venv/bin
+# Files of tests at a time, more than cores: ranks wait for each other, for timeouts and for their own start.
+WORKERS := $(shell echo $$(( $$(nproc) + 1 )))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
 .PHONY: help demo test test-all bench gpu lint conformance
@@ -12,7 +15,7 @@ PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check $(add
 
 help:
 	@echo "make demo    train on two ranks under several compression settings, results in out/demo"
-	@echo "make test    the tests"
+	@echo "make test    the tests, in minutes"
 	@echo "make test-all      with those that are left out for their length"
 	@echo "make bench   the benchmarks, results in out/bench and bench/results"
 	@echo "make gpu     on a machine with a GPU, with its own Python: tests and benchmarks in half an hour, results in out/gpu"
@@ -22,12 +25,11 @@ help:
 demo: .venv/.stamp-demo
 	$(BIN)/fastreduce compare --ranks 2 --settings none fp16 bf16 int8 int8:error_feedback --out out/demo
 
-# Two files at a time: ranks wait for each other, for timeouts and for their own start.
 test: .venv/.stamp-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
+	$(PYTEST)
 
 test-all: .venv/.stamp-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 -m ""
+	$(PYTEST) -m ""
 
 bench: .venv/.stamp-dev
 	$(BIN)/python -m bench

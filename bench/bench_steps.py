@@ -108,21 +108,25 @@ def test_step(benchmark: Any, steps: list[dict[str, Any]], compression: str) -> 
 def test_overhead(benchmark: Any, request: pytest.FixtureRequest, size: Size, world_size: int) -> None:
     """What a wrapper adds to a step with a thousand parameters of 64 elements."""
     pool: RankPool = request.getfixturevalue(f"ranks{world_size}")
-    record_overhead(benchmark, pool, OVERHEAD, size, {"fastreduce": 0.0})
+    record_overhead(benchmark, tiny_steps(pool, OVERHEAD, size, {"fastreduce": 0.0}))
 
 
 def test_overhead_of_hooks(benchmark: Any, ranks1: RankPool, size: Size) -> None:
     """The same under `no_sync`, beside hooks that do nothing."""
-    record_overhead(benchmark, ranks1, NO_SYNC, size, {})
+    record_overhead(benchmark, tiny_steps(ranks1, NO_SYNC, size, {}))
 
 
-def record_overhead(
-    benchmark: Any, pool: RankPool, settings: dict[str, Setting], size: Size, tolerances: dict[str, float]
-) -> None:
-    times = slowest(pool.run(measure, settings, "tiny", 0, 10 * size.rounds, tolerances, timeout=TIMEOUT))
-    rows, unwrapped = record(benchmark, times), times.pop("unwrapped")
+def tiny_steps(
+    pool: RankPool, settings: dict[str, Setting], size: Size, tolerances: dict[str, float]
+) -> dict[str, list[float]]:
+    return slowest(pool.run(measure, settings, "tiny", 0, 10 * size.rounds, tolerances, timeout=TIMEOUT))
+
+
+def record_overhead(benchmark: Any, times: dict[str, list[float]]) -> None:
+    """What each contestant adds to the one called "unwrapped", and the first one's share of that."""
+    rows, unwrapped, ours = record(benchmark, times), times.pop("unwrapped"), next(iter(times))
     over = {name: [a - b for a, b in zip(each, unwrapped, strict=True)] for name, each in times.items()}
     for name in over:
         rows[name]["overhead_s"] = difference(times[name], unwrapped)
         if rows[name]["overhead_s"][1] > 0:  # else there is nothing to divide by
-            rows[name]["overhead_ratio"] = ratio(over["fastreduce"], over[name])
+            rows[name]["overhead_ratio"] = ratio(over[ours], over[name])

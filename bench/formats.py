@@ -27,7 +27,7 @@ from fastreduce import Compression
 from fastreduce.kernels import reference
 from fastreduce.kernels.slots import SlotTable, shard_bytes
 
-from .models import Gpt2
+from .timed_models import Gpt2
 
 WHEN = ("early", "midway", "late")
 OURS = ("int8", "fp8", "int4", "int4:block=64")

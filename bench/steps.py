@@ -26,7 +26,7 @@ from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
 from fastreduce.reduction.streams import InlineStream, ThreadStream
 from fastreduce.transports import Transport
 
-from .models import build
+from .timed_models import build
 
 WARM_UP = 3  # steps: buckets are rebuilt, and kernels chosen again, after the first
 

@@ -150,13 +150,20 @@ def _quantize(
 
 
 @kernel
-def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, code, scale_tag):
+def _note(finite, scale):
+    if finite and scale != scale:
+        store(finite, 0, INT8, np.int32(0))
+
+
+@kernel
+def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag):
     width = block * bits_of(code) // 8
     for slot in range(len(tensors)):
         shard, number = divmod(offsets[slot] // block, blocks)
         for start in range(0, numels[slot], block):
             payload = wire + shard * shard_size
             scale = load(payload + blocks * width, number, scale_tag)
+            _note(finite, scale)
             to = tensors[slot] + start * size_of(tag)
             count = min(block, numels[slot] - start)
             if bits_of(code) == 4:
@@ -171,7 +178,7 @@ def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, 
 
 @kernel
 def _dequantize_and_sum(
-    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, code, scale_tag,
+    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag,
     values, tile, statistics, sum_tag, sums,
 ):  # fmt: skip
     width = block * bits_of(code) // 8
@@ -182,6 +189,7 @@ def _dequantize_and_sum(
                 shard, number = divmod((offsets[slot] + start) // block, blocks)
                 payload = wire + shard * shard_size
                 scale = load(payload + blocks * width, number, scale_tag)
+                _note(finite, scale)
                 to = tensors[slot] + start * size_of(tag)
                 count = min(block, end - start)
                 if bits_of(code) == 4:
@@ -297,9 +305,12 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
+    if finite is not None:
+        finite.fill_(1)
     blocks = slots.total // shards // block
     values = stage(block)
     _quantize(
@@ -326,11 +337,18 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
     if not tensors:
         return
+    if turn is not None:
+        turn.bitwise_xor_(1)
     dtype = tensors[0].dtype
     blocks = slots.total // shards // block
     arguments = (
@@ -343,6 +361,7 @@ def dequantize(
         addresses(tensors),
         TAGS[dtype],
         slots.total * dtype.itemsize >= STREAM_BYTES,
+        0 if finite is None else finite.data_ptr(),
         *_CODES[form],
     )
     if statistics is None:

@@ -45,10 +45,13 @@ from .numba_cuda_tiles import (
     locate,
     more_than_half,
     multiply,
+    note_scale,
     quotient,
     size_of,
     store,
+    store_byte,
     store_int4,
+    take_turn,
     where_finite,
 )
 from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
@@ -130,8 +133,10 @@ def _rows(residuals, turn, row_bytes):
 
 
 @kernel
-def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, code):
+def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, finite, code):
     """One tile of one slot, from its tensor to the wire."""
+    if finite and cuda.blockIdx.x + cuda.threadIdx.x == 0:
+        store_byte(finite, 1)
     residual, new_residual = _rows(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0
@@ -155,8 +160,9 @@ def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, b
 
 
 @kernel
-def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, code):
+def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn, code):
     """One tile of one slot, from the wire to its tensor."""
+    take_turn(turn, cuda.blockIdx.x + cuda.threadIdx.x)
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     element = np.int64(cuda.threadIdx.x) * LANES
     row = quotient(element, block)
@@ -166,6 +172,7 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, code):
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
+        note_scale(finite, shard, blocks, block, index, code)
 
 
 @kernel
@@ -222,9 +229,10 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
     table = device_table(slots, TILE // block * block, wire.device)
     launch(
         _quantize,
@@ -240,6 +248,7 @@ def quantize(
         slots.total // block // shards,
         block,
         wire.numel() // shards,
+        address(finite),
         _CODES[form],
     )
 
@@ -251,9 +260,14 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
     tile = TILE // block * block if statistics is None else tile_elements(block)
     table = device_table(slots, tile, wire.device, padding=False)
     arguments = (
@@ -264,6 +278,8 @@ def dequantize(
         slots.total // block // shards,
         block,
         wire.numel() // shards,
+        address(finite),
+        address(turn),
         _CODES[form],
     )
     if statistics is None:

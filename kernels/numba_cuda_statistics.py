@@ -22,10 +22,12 @@ from .numba_cuda_tiles import (
     locate,
     multiply,
     not_finite,
+    note_scale,
     quotient,
     size_of,
     store,
     sum_of_squares,
+    take_turn,
 )
 
 SUMMING = min(THREADS, 128)  # threads for a tile of a quantized wire, which is smaller than without statistics
@@ -80,8 +82,9 @@ def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scal
 
 
 @kernel
-def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, code, statistics, sum_tag):
+def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn, code, statistics, sum_tag):
     """One tile of one slot, from the wire to its tensor, and its statistics."""
+    take_turn(turn, cuda.blockIdx.x + cuda.threadIdx.x)
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     squares, odd = sum_tag, 0
     for element in range(np.int64(cuda.threadIdx.x) * LANES, count, SUMMING * LANES):
@@ -91,6 +94,7 @@ def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, c
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
+        note_scale(finite, shard, blocks, block, index, code)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - element))
         odd += not_finite(values, tag, count - element)
     _store_row(statistics, sum_tag, squares, odd, SUMMING)

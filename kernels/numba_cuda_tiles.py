@@ -71,6 +71,25 @@ def decode(shard, blocks, block, index, column, count, code):
 
 
 @function
+def note_scale(finite, shard, blocks, block, index, code):
+    """Make the byte at `finite` 0 if the scale of block `index` is NaN; without an address nothing."""
+    if finite:
+        if bits_of(code) == 4:
+            scale = load(shard + blocks * block // 2 + index * 2, BF16, BF16, 1)[0]
+        else:
+            scale = load(shard + blocks * block + index * 4, FP32, FP32, 1)[0]
+        if scale != scale:
+            store_byte(finite, 0)
+
+
+@function
+def take_turn(turn, number):
+    """Let the other row of residuals count, by the thread with number 0 alone; without an address nothing."""
+    if turn and number == 0:
+        store_byte(turn, 1 - fetch_int32(turn))
+
+
+@function
 def decode_fp16(wire, blocks, shard_size, place, tag, scale, count):
     """8 elements of FP16 blocks from `place` in the flat on, scaled, on their way to memory of type `tag`."""
     number = place // FP16_BLOCK

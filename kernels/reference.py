@@ -191,9 +191,12 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
+    if finite is not None:
+        finite.fill_(1)
     if not slots.total:
         return
     residual = _row(residuals, turn)
@@ -219,11 +222,21 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
     if not slots.total:
         return
+    if finite is not None:
+        scales = [_split_shard(shard, block, form)[1] for shard in wire.view(shards, -1)]
+        finite.mul_(~torch.cat(scales).isnan().any())
+    if turn is not None:
+        turn.bitwise_xor_(1)
     values = torch.cat([_decode(shard, block, form) for shard in wire.view(shards, -1)])
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         _memory_order(tensor).copy_(values[offset : offset + numel])

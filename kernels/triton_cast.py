@@ -10,7 +10,19 @@ from torch import Tensor
 
 from .device_tables import device_table
 from .slots import SlotTable, spare, tile_elements
-from .triton_tiles import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
+from .triton_tiles import (
+    DTYPES,
+    Launch,
+    address,
+    any_not_finite,
+    convert,
+    double_bits,
+    launch,
+    load_tile,
+    repeat,
+    store_statistics,
+    widen,
+)
 
 TILE = tile_elements()
 
@@ -76,20 +88,23 @@ def _launch_move(
     scale: float,
     statistics: Tensor | None = None,
 ) -> None:
-    table = device_table(slots, TILE, wire.device, padding=operation == "flatten")
-    launch(
-        _move,
-        len(table.tiles),
-        wire.device,
-        wire,
-        table.tiles,
-        table.addresses(operation, tensors),
-        double_bits(scale),
-        statistics,
-        dtype=DTYPES[tensors[0].dtype if tensors else wire.dtype],
-        TO_WIRE=operation == "flatten",
-        TILE=TILE,
-    )
+    def make() -> Launch | None:
+        table = device_table(slots, TILE, wire.device, padding=operation == "flatten")
+        return launch(
+            _move,
+            len(table.tiles),
+            wire.device,
+            wire,
+            table.tiles,
+            table.addresses(operation, tensors),
+            double_bits(scale),
+            statistics,
+            dtype=DTYPES[tensors[0].dtype if tensors else wire.dtype],
+            TO_WIRE=operation == "flatten",
+            TILE=TILE,
+        )
+
+    repeat(operation, slots, wire, tensors, (scale, address(statistics)), make)
 
 
 @triton.jit(do_not_specialize=["scale_bits"])
@@ -122,7 +137,7 @@ def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
     numel = shard.numel()
     launch(
         _reduce,
-        triton.cdiv(numel, TILE),
+        -(-numel // TILE),
         shard.device,
         received,
         shard,

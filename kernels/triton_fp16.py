@@ -10,9 +10,22 @@ from torch import Tensor
 
 from .device_tables import device_table
 from .slots import FP16_BLOCK, FP16_BLOCK_BYTES, SlotTable, exponent_rule, spare, tile_elements
-from .triton_tiles import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
+from .triton_tiles import (
+    DTYPES,
+    Launch,
+    address,
+    any_not_finite,
+    convert,
+    double_bits,
+    launch,
+    load_tile,
+    repeat,
+    store_statistics,
+    widen,
+)
 
 SHAPE = {"ROWS": tile_elements(FP16_BLOCK) // FP16_BLOCK, "BLOCK": FP16_BLOCK}
+NOT_SUMMED = exponent_rule(1)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -89,21 +102,25 @@ def _flatten(
 
 def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int) -> None:
     """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none)."""
-    table = device_table(slots, tile_elements(FP16_BLOCK), wire.device)
-    launch(
-        _flatten,
-        len(table.tiles),
-        wire.device,
-        wire,
-        table.tiles,
-        table.addresses("flatten_fp16", tensors),
-        slots.total // FP16_BLOCK // shards,
-        wire.numel() // shards,
-        *exponent_rule(summed),
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **SHAPE,
-        BLOCK_BYTES=FP16_BLOCK_BYTES,
-    )
+
+    def make() -> Launch | None:
+        table = device_table(slots, tile_elements(FP16_BLOCK), wire.device)
+        return launch(
+            _flatten,
+            len(table.tiles),
+            wire.device,
+            wire,
+            table.tiles,
+            table.addresses("flatten_fp16", tensors),
+            slots.total // FP16_BLOCK // shards,
+            wire.numel() // shards,
+            *exponent_rule(summed),
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **SHAPE,
+            BLOCK_BYTES=FP16_BLOCK_BYTES,
+        )
+
+    repeat("flatten_fp16", slots, wire, tensors, (shards, summed), make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits"])
@@ -139,21 +156,25 @@ def unflatten_fp16(
     statistics: Tensor | None = None,
 ) -> None:
     """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics)."""
-    table = device_table(slots, tile_elements(FP16_BLOCK), wire.device, padding=False)
-    launch(
-        _unflatten,
-        len(table.tiles),
-        wire.device,
-        wire,
-        table.tiles,
-        table.addresses("unflatten_fp16", tensors),
-        slots.total // FP16_BLOCK // shards,
-        wire.numel() // shards,
-        double_bits(scale),
-        statistics,
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **SHAPE,
-    )
+
+    def make() -> Launch | None:
+        table = device_table(slots, tile_elements(FP16_BLOCK), wire.device, padding=False)
+        return launch(
+            _unflatten,
+            len(table.tiles),
+            wire.device,
+            wire,
+            table.tiles,
+            table.addresses("unflatten_fp16", tensors),
+            slots.total // FP16_BLOCK // shards,
+            wire.numel() // shards,
+            double_bits(scale),
+            statistics,
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **SHAPE,
+        )
+
+    repeat("unflatten_fp16", slots, wire, tensors, (shards, scale, address(statistics)), make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "low", "high", "ordinary", "lift"])
@@ -186,14 +207,14 @@ def reduce_fp16(received: Tensor, shard: Tensor, scale: float) -> None:
     blocks = shard.numel() // FP16_BLOCK_BYTES
     launch(
         _reduce,
-        triton.cdiv(blocks, SHAPE["ROWS"]),
+        -(-blocks // SHAPE["ROWS"]),
         shard.device,
         received,
         shard,
         blocks,
         shard.numel(),
         double_bits(scale),
-        *exponent_rule(1),
+        *NOT_SUMMED,
         RANKS=received.shape[0],
         SPARE=spare(received.shape[0]),
         **SHAPE,
@@ -226,7 +247,7 @@ def share_exponents(wire: Tensor, gathered: Tensor) -> None:
     blocks = wire.numel() // FP16_BLOCK_BYTES
     launch(
         _share,
-        triton.cdiv(blocks, SHAPE["ROWS"]),
+        -(-blocks // SHAPE["ROWS"]),
         wire.device,
         wire,
         gathered,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import triton
@@ -11,7 +12,19 @@ from torch import Tensor
 
 from .device_tables import device_table
 from .slots import INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
-from .triton_tiles import DTYPES, any_not_finite, convert, double_bits, launch, load_tile, store_statistics, widen
+from .triton_tiles import (
+    DTYPES,
+    Launch,
+    address,
+    any_not_finite,
+    convert,
+    double_bits,
+    launch,
+    load_tile,
+    repeat,
+    store_statistics,
+    widen,
+)
 
 TINY = tl.constexpr(2.0**-100)
 RECIPROCAL_127, RECIPROCAL_448 = tl.constexpr(1 / 127), tl.constexpr(1 / 448)
@@ -127,10 +140,12 @@ def _rows(residuals, turn, size):
 
 @triton.jit(do_not_specialize=["blocks", "size"])
 def _quantize(
-    wire, residuals, turn, size, tiles, addresses, blocks, shard_size,
+    wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size,
     dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
+    if finite is not None:
+        tl.store(finite, 1, mask=tl.program_id(0) == 0)
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
     first = place // BLOCK  # and first * BLOCK, unlike place, is seen to be a multiple of 16
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -168,31 +183,38 @@ def quantize(
     block: int,
     residuals: Tensor | None,
     turn: Tensor | None,
+    finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row."""
-    shape = _tile_shape(block, form)
-    table = device_table(slots, shape["ROWS"] * block, wire.device)
-    launch(
-        _quantize,
-        len(table.tiles),
-        wire.device,
-        wire,
-        residuals,
-        turn,
-        slots.total,
-        table.tiles,
-        table.addresses("quantize", tensors),
-        slots.total // block // shards,
-        wire.numel() // shards,
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **shape,
-    )
+    """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
+
+    def make() -> Launch | None:
+        shape = _tile_shape(block, form)
+        table = device_table(slots, shape["ROWS"] * block, wire.device)
+        return launch(
+            _quantize,
+            len(table.tiles),
+            wire.device,
+            wire,
+            residuals,
+            turn,
+            slots.total,
+            finite,
+            table.tiles,
+            table.addresses("quantize", tensors),
+            slots.total // block // shards,
+            wire.numel() // shards,
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **shape,
+        )
+
+    more = (shards, block, form, *map(address, (residuals, turn, finite)))
+    repeat("quantize", slots, wire, tensors, more, make)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _dequantize(
-    wire, tiles, addresses, blocks, shard_size, statistics,
+    wire, tiles, addresses, blocks, shard_size, statistics, finite, turn,
     dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
@@ -202,8 +224,14 @@ def _dequantize(
     block = (place // BLOCK).to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < count, FORM, BLOCK, WIDTH)
-    values = convert(decoded, dtype)
+    inside = row * BLOCK < count
+    values = convert(_decode(shard, block - rank * blocks, blocks, inside, FORM, BLOCK, WIDTH), dtype)
+    if finite is not None:
+        _, scale_at = _pointers(shard, block - rank * blocks, blocks, FORM, BLOCK, WIDTH)
+        scale = widen(tl.load(scale_at, mask=inside, other=0.0), tl.float32)
+        tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=scale != scale)
+    if turn is not None:
+        tl.store(turn, 1 - tl.load(turn), mask=tl.program_id(0) == 0)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
     if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
@@ -222,24 +250,36 @@ def dequantize(
     slots: SlotTable,
     tensors: Sequence[Tensor],
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
+    turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
 ) -> None:
-    """One quantized wire → many tensors in their dtypes (and their statistics)."""
-    shape = _tile_shape(block, form)
-    table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
-    launch(
-        _dequantize,
-        len(table.tiles),
-        wire.device,
-        wire,
-        table.tiles,
-        table.addresses("dequantize", tensors),
-        slots.total // block // shards,
-        wire.numel() // shards,
-        statistics,
-        dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
-        **shape,
-    )
+    """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
+
+    `finite` becomes 0 if a block is not.
+    """
+
+    def make() -> Launch | None:
+        shape = _tile_shape(block, form)
+        table = device_table(slots, shape["ROWS"] * block, wire.device, padding=False)
+        return launch(
+            _dequantize,
+            len(table.tiles),
+            wire.device,
+            wire,
+            table.tiles,
+            table.addresses("dequantize", tensors),
+            slots.total // block // shards,
+            wire.numel() // shards,
+            statistics,
+            finite,
+            turn,
+            dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            **shape,
+        )
+
+    more = (shards, block, form, *map(address, (statistics, finite, turn)))
+    repeat("dequantize", slots, wire, tensors, more, make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
@@ -295,7 +335,7 @@ def reduce_quantized(
     blocks = form.blocks(shard.numel(), block)
     launch(
         _reduce,
-        triton.cdiv(blocks, shape["ROWS"]),
+        -(-blocks // shape["ROWS"]),
         shard.device,
         received,
         shard,
@@ -311,6 +351,7 @@ def reduce_quantized(
     )
 
 
+@cache
 def _tile_shape(block: int, form: BlockFormat) -> dict[str, Any]:
     """The format, rows of a tile, elements of a block, columns of a tile: a power of two, as Triton asks."""
     width = triton.next_power_of_2(block)

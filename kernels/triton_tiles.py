@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from .slots import SlotTable
 
 DTYPES = {
     torch.float64: tl.float64,
@@ -15,6 +22,9 @@ DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 @triton.jit
@@ -27,10 +37,13 @@ def widen(values, compute: tl.constexpr):
 
 @triton.jit
 def convert(values, dtype: tl.constexpr):
-    """The compute type → any wire or tensor dtype, to nearest even; FP64 reaches 16 bits through FP32."""
+    """The compute type → any wire or tensor dtype, to nearest even; FP64 reaches 16 bits through FP32.
+
+    A GPU's own conversion to BF16 has these bits, but for the payload of a NaN; the interpreter's cuts off.
+    """
     if dtype != tl.float64:
         values = values.to(tl.float32)
-    if dtype == tl.bfloat16:
+    if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         half = tl.where(values == values, rounded, (bits >> 16) | 0x40)
@@ -68,30 +81,107 @@ def store_statistics(statistics, values, inside):
     tl.store(row + 1, tl.sum(values * values))
 
 
+class Launch(NamedTuple):
+    """A compiled kernel, its programs, and what they are given: numbers, and addresses in `tensors`, kept alive.
+
+    `gpu` is the number of the device.
+    """
+
+    compiled: Any
+    run_compiled: Any
+    function: Any
+    metadata: Any
+    programs: int
+    gpu: int | None
+    passed: list[Any]
+    tensors: tuple[Any, ...]
+
+    def run(self) -> None:
+        """Launch it on the current stream."""
+        compiled, run_compiled, function, metadata, programs, gpu, passed, _ = self
+        enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+        if gpu is not None and gpu != torch.cuda.current_device():
+            with torch.cuda.device(gpu):
+                self.run()
+        elif getattr(enter, "calls", enter) or getattr(
+            leave, "calls", leave
+        ):  # a profiler's: lists, or None in old ones
+            compiled[(programs, 1, 1)](*passed)
+        else:
+            stream = driver.active.get_current_stream(gpu or 0)
+            run_compiled(programs, 1, 1, stream, function, metadata, None, None, None, *passed)
+
+
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+_runtime = knobs.runtime
 
 
-def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> Launch | None:
     """Run `programs` programs of a kernel on a device, multiplications and additions rounded one by one.
 
     In every launch Triton looks anew for what it has compiled, which takes the host several times as long as the launch
     itself. So it is kept here, by all that it was compiled for: dtypes, which addresses are multiples of 16, numbers.
+
+    Returns:
+        The launch, which can be run once more; None without programs, and in Triton's interpreter.
     """
     if not programs:
-        return
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch(kernel, programs, device, *arguments, **constants)
-    key = (id(kernel), device, *map(_compiled_for, arguments), *constants.values())
+        return None
+    compiled_for, passed = [id(kernel), device, *constants.values()], []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            at = argument.data_ptr()
+            compiled_for += (argument.dtype, at & 15)
+            passed.append(at)
+        else:
+            compiled_for.append(argument)
+            passed.append(argument)
+    key = tuple(compiled_for)
     kept = _compiled.get(key)
+    new = kept is None
     if kept is None:
-        compiled = kernel[(programs,)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
-        if compiled is not None:  # as it is by the interpreter
-            _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    else:
-        compiled, of_signature = kept
-        compiled[(programs, 1, 1)](*arguments, *of_signature)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            compiled = kernel[(programs,)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
+        if compiled is None:  # as it is by the interpreter
+            return None
+        kept = _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    compiled, of_signature = kept
+    handles = compiled.run, compiled.function, compiled.packed_metadata
+    found = Launch(compiled, *handles, programs, device.index, passed + of_signature, arguments)
+    if not new:  # else it has just been launched
+        found.run()
+    return found
 
 
-def _compiled_for(argument: Any) -> Any:
-    return (argument.dtype, argument.data_ptr() & 15) if isinstance(argument, torch.Tensor) else argument
+def repeat(
+    operation: str,
+    slots: SlotTable,
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    more: tuple[Any, ...],
+    make: Callable[[], Launch | None],
+) -> None:
+    """Do the last launch of an operation for a slot table once more; `make` it where that had other memory or numbers.
+
+    That holds for nothing while a CUDA graph is captured, which keeps the tables that it reads.
+
+    Args:
+        operation: its name.
+        slots: keeps the launch.
+        wire: the wire.
+        tensors: what lies in the slots.
+        more: what else there is but the shape of the slots, and for tensors their addresses.
+        make: launches it.
+    """
+    dtype = tensors[0].dtype if tensors else None
+    made_of = (wire.data_ptr(), wire.dtype, wire.numel(), dtype, *more, *map(Tensor.data_ptr, tensors))
+    kept: tuple[tuple[Any, ...], Launch] | None = slots.cache.get(operation)
+    if kept is not None and kept[0] == made_of and not (wire.is_cuda and torch.cuda.is_current_stream_capturing()):
+        kept[1].run()
+    elif (launched := make()) is not None:
+        slots.cache[operation] = made_of, launched
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's elements begin; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
 # Lightning asks MPI whether it runs under mpirun; a process alone, with Open MPI from a wheel, ends there without this.
 os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+# torch's store asks a name service for the name of whoever connects: 5 s where a question is lost. Ask none,
+# and let torch not warn of that: tests look at what users see.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import hypothesis
 import pytest
@@ -68,7 +72,7 @@ def ranks3() -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.long)], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     """Two ranks, then three."""
     pool: RankPool = request.getfixturevalue(f"ranks{request.param}")

@@ -15,8 +15,8 @@ from .. import operations
 from ..operations import DTYPES, Model, Options, alignment_of, case_id, check
 from ..paired import describe
 from ..shapes import CAPS
-from .cases import Case
 from .two_clocks import Clocks, Work, timed
+from .worker_cases import Case
 
 BIG_CAPS = (256 << 20,)  # bytes; elsewhere buckets are those of a step
 BIG = ("bert_large", "gpt2_xl", "llama_1b")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import kernel_rows, probe, step_rows
-from .cases import Case
+from .worker_cases import Case
 
 # Minutes of thirty.
 SHARES = {"probe": 2.0, "tests": 3.0, "kernels": 8.0, "steps": 5.0, "ranks": 7.0, "numba": 5.0}

@@ -27,8 +27,8 @@ from tests.support.ranks import run_ranks
 
 from .carried_nccl import carried, sharing_environment, why_not_shared
 from .carried_nccl import version as nccl_version
-from .cases import Case, NotHere
 from .two_clocks import Work, timed
+from .worker_cases import Case, NotHere
 
 PACKAGES = (
     "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "numpy", "nvidia-nccl-cu13",

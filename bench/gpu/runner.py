@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from .carried_nccl import sharing_environment, version, why_not_shared
-from .cases import Case, why_too_late
 from .lines import ENDS, ROOT, Lines, predictions, read
 from .phases import Suite, cases_of, tests_of
 from .pytest_lines import VARIABLE
+from .worker_cases import Case, why_too_late
 
 START = 90.0  # seconds that a worker may take to begin with its first case: it imports torch
 MORE = 3.0, 20.0  # a case may take this many times its seconds, and so many more

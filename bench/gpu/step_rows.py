@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from fastreduce.ops import backends
 from fastreduce.transports import NcclTransport
 
-from ..models import build
 from ..paired import describe, difference, ratio
 from ..steps import Contestant, Setting, set_up_process, stage_seconds, too_far, wrapped
-from .cases import Case, NotHere
+from ..timed_models import build
 from .trace import write_trace
 from .two_clocks import Work, timed
+from .worker_cases import Case, NotHere
 
 VIEWS = {"gradient_as_bucket_view": True}
 WARM_UP = 11  # steps: torch's logger and ours record events in the first ten

@@ -16,22 +16,14 @@ import triton.language as tl
 
 from fastreduce.kernels import slots
 
-from .cases import NotHere
+from .worker_cases import NotHere
 
-KERNELS = ("triton_cast", "triton_int8")
-
-
-@triton.jit
-def natively(values, dtype: tl.constexpr):
-    """The compute type → any other, by the GPU's own conversions; FP64 reaches 16 bits through FP32."""
-    if dtype != tl.float64:
-        values = values.to(tl.float32)
-    return values.to(dtype)
+KERNELS = ("triton_cast", "triton_fp16", "triton_int8")
 
 
 @triton.jit
 def by_integers(values, dtype: tl.constexpr):
-    """The same, with BF16 rounded in integer arithmetic."""
+    """`convert` with BF16 rounded in integer arithmetic, as in the interpreter."""
     if dtype != tl.float64:
         values = values.to(tl.float32)
     if dtype == tl.bfloat16:
@@ -55,10 +47,10 @@ def change(tile: int | None = None, warps: int | None = None, bf16: str | None =
     launches = []
     if tile is not None:
         slots.TILE = tile
-    if bf16 is not None:
-        if bf16 == "natively" and triton.knobs.runtime.interpret:
-            raise NotHere("Triton's interpreter truncates where a GPU rounds")
-        _replace(triton_tiles, "convert", natively if bf16 == "natively" else by_integers)
+    if bf16 == "by integers":
+        _replace(triton_tiles, "convert", by_integers)
+    elif bf16 is not None and triton.knobs.runtime.interpret:
+        raise NotHere("Triton's interpreter truncates where a GPU rounds")
     if warps is not None:
 
         def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **constants: Any) -> None:

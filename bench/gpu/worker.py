@@ -14,9 +14,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-from .cases import Case, work
 from .lines import Lines
 from .phases import cases_of
+from .worker_cases import Case, work
 
 
 def main() -> None:

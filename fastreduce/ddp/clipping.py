@@ -43,10 +43,10 @@ def clip_(
     parameters = [named[name] for name in grads]
     known = known_slots(pipelines, parameters) if norm_type == 2 else []
     summed = {id(parameter) for _, slots in known for parameter in slots.values()}
-    norms = [_sum(rows_of(pipeline, slots)[:, 1].double()).sqrt() for pipeline, slots in known]
+    norms = _norms_known([rows_of(pipeline, slots)[:, 1] for pipeline, slots in known])
     norms += _norms([grads[name] for name in grads if id(named[name]) not in summed], norm_type)
     device = norms[0].device
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.cat([each.to(device) for each in norms]), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -74,19 +74,33 @@ def _sum(numbers: Tensor) -> Tensor:
     return numbers.sum()
 
 
-def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
-    """The norms of gradients in FP64; on a GPU, which has no number of threads, all dense ones at once."""
-    at_once = [_elements(grad) for grad in grads if grad.is_cuda and not grad.is_sparse and grad.numel()]
-    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in at_once]
-    norms = [
-        norm.double()
-        for dtype in dict.fromkeys(wide)
-        for norm in torch._foreach_norm(
-            [grad for grad, each in zip(at_once, wide, strict=True) if each is dtype], order, dtype=dtype
-        )
+def _norms_known(squares: Sequence[Tensor]) -> list[Tensor]:
+    """Norms in FP64, 1-D, out of buckets' squares; on a GPU, where launches cost the host, one for all of a kind."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for each in squares:
+        kinds.setdefault((each.device, each.dtype), []).append(each)
+    return [
+        _sum(part.double()).sqrt()[None]
+        for parts in kinds.values()
+        for part in ([torch.cat(parts)] if at_once(parts[0]) else parts)
     ]
-    rest = [grad for grad in grads if not grad.is_cuda or grad.is_sparse or not grad.numel()]
-    return norms + [_norm(grad, order) for grad in rest]
+
+
+def _norms(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+    """The norms of gradients in FP64, 1-D; on a GPU, which has no number of threads, all dense ones at once."""
+    together = [_elements(grad) for grad in grads if at_once(grad) and not grad.is_sparse and grad.numel()]
+    wide = [torch.promote_types(grad.dtype, torch.float32) for grad in together]
+    norms = []
+    for kind in dict.fromkeys((grad.device, dtype) for grad, dtype in zip(together, wide, strict=True)):
+        alike = [grad for grad, dtype in zip(together, wide, strict=True) if (grad.device, dtype) == kind]
+        norms.append(torch.stack(torch._foreach_norm(alike, order, dtype=kind[1])).double())
+    rest = [grad for grad in grads if not at_once(grad) or grad.is_sparse or not grad.numel()]
+    return norms + [_norm(grad, order)[None] for grad in rest]
+
+
+def at_once(tensor: Tensor) -> bool:
+    """Whether an operation on many tensors like this one had better be one: on a GPU."""
+    return tensor.is_cuda
 
 
 def _norm(grad: Tensor, order: float) -> Tensor:

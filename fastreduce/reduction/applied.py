@@ -70,6 +70,11 @@ class Applied:
         with _changing_live:
             _live.add(self)
 
+    def end(self) -> None:
+        """Be told no more: `factors` has been asked for the last time."""
+        with _changing_live:
+            _live.discard(self)
+
     def _state(self, i: int) -> tuple[Tensor | None, bool]:
         """The gradient of slot `i`, and whether it is as it was left, but for what is known."""
         parameter = self._parameters[i]()
@@ -140,7 +145,10 @@ class Applied:
             self._told.add(i)
 
     def _places_of(self, parameters: Set[int]) -> list[int]:
-        places = sorted(self._places[identity] for identity in parameters & self._places.keys())
+        if self._places.keys() <= parameters:
+            places: Iterable[int] = range(len(self._parameters))
+        else:
+            places = sorted(self._places[identity] for identity in parameters & self._places.keys())
         return [i for i in places if self._parameters[i]() is not None]
 
     def look(self) -> None:
@@ -174,6 +182,8 @@ class Applied:
         Where the largest magnitude and the sum of all tell different factors, it was something else: clipping of single
         elements, or an addition. Then nothing of it is followed.
         """
+        if not positions:
+            return []
         grads = [grad for i in positions if (grad := self._state(i)[0]) is not None]
         magnitudes = self._magnitudes()
         if not grads or magnitudes is None:
@@ -200,6 +210,18 @@ class Applied:
             else:
                 factors.append(total / old if whole else 1.0)
         return factors
+
+    def common(self) -> tuple[float, float] | None:
+        """What `factors` and `expected` are for all slots, where optimizers have applied all alike; else None.
+
+        As they mostly have: what holds for each slot takes the host a microsecond for each.
+        """
+        if self._left or self._told or not all(self._stepped):
+            return None
+        if len(set(map(id, self.expected))) != 1 or len(set(map(id, self._rest))) != 1:
+            return None
+        expected, (factor,) = self.expected[0], _products(self.expected[:1], self._rest[:1])
+        return None if isinstance(expected, Tensor) or isinstance(factor, Tensor) else (factor, expected)
 
     def carried(self) -> set[int]:
         """Positions of the slots whose averages nobody has applied, and are in `.grad` still."""

@@ -191,7 +191,6 @@ class BucketedGradients:
 
     # One bucket's average
 
-    @torch.no_grad()
     def collect(self, index: int, used: Sequence[bool]) -> BucketJob:
         """A bucket's job; `used` tells by parameter whether a backward reached it on this rank."""
         found = self.gradients.collect(self._members[index], used)

@@ -44,6 +44,7 @@ class ErrorFeedback:
         residuals: `[2, total]`, of this rank's gradients.
         shard_residuals: `[2, total / shards]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
+        turned: whether the last reduction has changed it already, as is right where all averages are applied.
         units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
             inverse. NaN before the first step; FP64 `[slots]` on the device once only that knows.
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
@@ -60,6 +61,7 @@ class ErrorFeedback:
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self._applied: Applied | None = None
         self._last: Applied | None = None
+        self.turned = False
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
 
@@ -182,13 +184,44 @@ class ErrorFeedback:
     def commit(self, final: bool = False) -> None:
         """Make row `turn` what the next reduction starts from.
 
-        Nothing is done after a reduction whose averages were not stored: its backward raised. `final`: gradients that
+        Nothing changes with a reduction whose averages were not stored: its backward raised. `final`: gradients that
         have not been applied never will be.
         """
         applied, self._applied = self._applied, None
+        turned, self.turned = self.turned, False
         if applied is None:
+            if turned:
+                self.turn.bitwise_xor_(1)
             return
         self._last = applied  # a device may read its numbers until the next one comes
+        if not final:
+            applied.end()
+        common = applied.common()
+        mixes: list[tuple[float, float]] = []
+        flip: int | Tensor = 1
+        if common is not None and not self._carried and isinstance(self.units, list) and len(set(self.units)) == 1:
+            mixes = [self._mix(0, *common, stays=False)] * len(self.units)
+            self.units = self.units[:1] * len(self.units)
+            if turned and mixes[0] == _GO_ON:  # as is usual
+                return
+        if turned:
+            self.turn.bitwise_xor_(1)
+        if not mixes:
+            found = self._mix_each(applied, final)
+            if found is None:
+                return
+            mixes, flip = found
+        if all(mix == _KEEP for mix in mixes):
+            return
+        for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
+            slots = list(same)
+            if mix != _GO_ON:
+                for rows in (self._first, self._second):
+                    rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
+        self.turn.bitwise_xor_(flip)
+
+    def _mix_each(self, applied: Applied, final: bool) -> tuple[list[tuple[float, float]], int | Tensor] | None:
+        """What `_mix` says of each slot, and whether row `turn` changes; None where only a device knows and does it."""
         carried = set() if final else applied.carried()
         self._part_with(carried)
         stays = carried | applied.relative()  # where the unit stays as it is
@@ -199,19 +232,12 @@ class ErrorFeedback:
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
         if isinstance(self.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
             self._commit_late(factors, expected, stays)
-            return
+            return None
         mixes = [
             self._mix(i, factor, expect, i in stays)  # type: ignore[arg-type]
             for i, (factor, expect) in enumerate(zip(factors, expected, strict=True))
         ]
-        if all(mix == _KEEP for mix in mixes):
-            return
-        for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
-            slots = list(same)
-            if mix != _GO_ON:
-                for rows in (self._first, self._second):
-                    rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
-        self.turn.bitwise_xor_(flip)
+        return mixes, flip
 
     def _part_with(self, carried: set[int]) -> None:
         """Bring back the Q of slots whose averages are in `.grad` no more, and keep that of those that are."""

@@ -169,6 +169,10 @@ class Gradients:
             if members.views is None:
                 return Collected(grads, grads)
             return Collected(grads, members.views, repoint=members.parameters)
+        with torch.no_grad():
+            return self._collect_each(members, grads, used)
+
+    def _collect_each(self, members: Members, grads: Sequence[Any], used: Sequence[bool]) -> Collected:
         found = Collected()
         for position, (i, grad) in enumerate(zip(members.indices, grads, strict=True)):
             self._check_unchanged(i, members.numels[position], members.dtype)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .error_feedback import reads_late
 from .pipeline import BucketPipeline
 
 logger = logging.getLogger(__name__)
@@ -30,16 +31,16 @@ class NonFiniteSteps:
     def count(self, pipelines: Sequence[BucketPipeline], rank: int) -> None:
         """Take note of one step."""
         known = [pipeline for pipeline in pipelines if pipeline.finite is not None]
-        bad = [p for p in known if p.finite is not None and not p.finite.is_cuda and not p.finite]
+        bad = [p for p in known if p.finite is not None and not reads_late(p.finite) and not p.finite]
         self._host += bool(bad)
         by_device: dict[torch.device, list[Tensor]] = {}
         for pipeline in known:
-            if pipeline.finite is not None and pipeline.finite.is_cuda:
+            if pipeline.finite is not None and reads_late(pipeline.finite):
                 by_device.setdefault(pipeline.finite.device, []).append(pipeline.finite)
         for device, verdicts in by_device.items():
             if device not in self._counts:
                 self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
-                self._copies[device] = torch.zeros((), dtype=torch.int64, pin_memory=True)
+                self._copies[device] = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._counts[device] += ~torch.stack(verdicts).all()
             self._copies[device].copy_(self._counts[device], non_blocking=True)
         if not self._reported and (bad or any(self._copies.values())):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, tile_elements
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
-from .error_feedback import ErrorFeedback
+from .error_feedback import ErrorFeedback, reads_late
 from .shared_buffers import SharedBuffers
 from .streams import Finish
 
@@ -59,7 +58,7 @@ class BucketPipeline:
     Attributes:
         about: what the bucket holds, as a sentence.
         feedback: what was lost; None without error feedback.
-        finite: whether the last averages were, where that is known; None else.
+        finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
         statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
         has_statistics: whether the last `decompress` made them.
         reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
@@ -79,6 +78,7 @@ class BucketPipeline:
         names = [slot.name for slot in bucket.slots]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
+        self._naming = _Naming(self.about)
         self._block, self._form, shards = compression.block, compression.format, transport.world_size
         self._kernels = ops.choose(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
@@ -121,6 +121,9 @@ class BucketPipeline:
         self.feedback = (
             ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
         )
+        # A byte that kernels of quantized wires write, and what it says.
+        self._finite = torch.ones(1, dtype=torch.uint8, device=bucket.device) if self._block else None
+        self._verdict = None if self._finite is None else self._finite.view(torch.bool)[0]
         self.finite: Tensor | None = None
         self.statistics: Tensor | None = None
         self.has_statistics = False
@@ -193,7 +196,7 @@ class BucketPipeline:
             self.used.fill_(1)
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
-        with self._named_in_errors():
+        with self._naming:
             work = self.reduce()
         mark(_STARTED)
         return lambda: self._finish(work, averaged)
@@ -201,7 +204,7 @@ class BucketPipeline:
     def _finish(self, work: Work, averaged: Sequence[Tensor]) -> None:
         mark = self._clock.mark
         mark(_RESUMED)
-        with self._named_in_errors():
+        with self._naming:
             work.wait()
         mark(_REDUCED)
         self.decompress(averaged)
@@ -215,15 +218,6 @@ class BucketPipeline:
         host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
         return host.to(self.used.device, non_blocking=True)
 
-    @contextmanager
-    def _named_in_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except TransportError as error:
-            if " Bucket " in str(error):  # of one that failed by itself, earlier
-                raise
-            raise TransportError(f"{error} {self.about}") from error
-
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""
         tensors, slots = [*grads, self.used], self.bucket.table
@@ -232,7 +226,7 @@ class BucketPipeline:
             if kept is not None:
                 kept.commit()
             rows = (kept.residuals, kept.turn) if kept else (None, None)
-            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows, form=self._form)
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows, self._finite, self._form)
         elif self._fp16:
             summed = 1 if self.compression.two_shot else self.transport.world_size
             self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed)
@@ -273,7 +267,11 @@ class BucketPipeline:
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
         elif self._block:
             shards = self.transport.world_size
-            self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, self.statistics, form=self._form)
+            turn = None if self.feedback is None else self.feedback.turn
+            told = (self.statistics, self._finite, turn)
+            self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, *told, self._form)
+            if self.feedback is not None:
+                self.feedback.turned = True
         elif self._fp16:
             self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, self.statistics)
         else:
@@ -303,9 +301,9 @@ class BucketPipeline:
 
     def _wire_is_finite(self) -> Tensor | None:
         """Whether the averages are, by their scales or 16-bit numbers: the same on every rank, as the wire is."""
-        if self._block:
-            return ~self._scales().isnan().any()
-        if isinstance(self.compression, NoCompression) or self.wire.is_cuda:
+        if self._verdict is not None:
+            return self._verdict
+        if isinstance(self.compression, NoCompression) or reads_late(self.wire):
             return None  # it would take a pass over the wire of its own
         payload = self.wire
         if self._fp16:
@@ -337,6 +335,20 @@ class BucketPipeline:
         start, size = form.payload_bytes(elements), elements // self._block * form.scale_bytes
         dtype = torch.bfloat16 if form is INT4_FORMAT else torch.float32
         return self.wire.view(shards, -1)[:, start : start + size].view(dtype).float()
+
+
+class _Naming:
+    """Around collectives: errors say what the bucket holds, but for one of another, which failed by itself, earlier."""
+
+    def __init__(self, about: str) -> None:
+        self._about = about
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, TransportError) and " Bucket " not in str(error):
+            raise TransportError(f"{error} {self._about}") from error
 
 
 def warm_up(

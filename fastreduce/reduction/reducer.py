@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,31 +22,11 @@ from .arrivals import Arrivals, weakly
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients, BucketJob
 from .buckets import BucketPlan
 from .error_feedback import agree_that_finite
+from .events import Events
 from .nonfinite import NonFiniteSteps
 from .pipeline import BucketPipeline, Seconds
 from .sparse import SparseGradients
 from .streams import Finish, Pending, Stream
-
-
-@dataclass
-class Events:
-    """What is called at the moments of a backward, in order; nothing that keeps the reducer alive.
-
-    Attributes:
-        launching: a bucket is about to be reduced; with its job.
-        computed: the backward's own work has ended, and its reduction is about to.
-        arrived: all averages have come, and are not stored yet.
-        stored: they are.
-        ended: a backward has ended, reduced or not.
-        dropped: a backward that raised before its end is forgotten.
-    """
-
-    launching: list[Callable[[BucketJob], object]] = field(default_factory=list)
-    computed: list[Callable[[], object]] = field(default_factory=list)
-    arrived: list[Callable[[], object]] = field(default_factory=list)
-    stored: list[Callable[[], object]] = field(default_factory=list)
-    ended: list[Callable[[], object]] = field(default_factory=list)
-    dropped: list[Callable[[], object]] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -400,21 +379,22 @@ class GradientReducer:
         for stored in self.events.stored:
             stored()
 
-    def _average(self, indices: Iterable[int], under_way: list[tuple[BucketJob, Finish]]) -> set[int]:
+    def _average(self, indices: Iterable[int], under_way: Iterable[tuple[BucketJob, Finish]] = ()) -> set[int]:
         """Reduce buckets and what is under way, and store it; returns the parameters that no rank used."""
-        left = set()
+        left, reduced = set(), list(under_way)
         for index in indices:
             if self.buckets.alone(index):
                 left |= self.buckets.unused(index, self._arrivals.used)
             else:
                 job = self._collect(index)
-                under_way.append((job, job.begin()))
-        for _, finish in under_way:
+                reduced.append((job, job.begin()))
+        for _, finish in reduced:
             finish()
         for arrived in self.events.arrived:
             arrived()
-        for job, _ in under_way:
-            left |= self.buckets.settle(job, self._divisor())
+        divisor = self._divisor()
+        for job, _ in reduced:
+            left |= self.buckets.settle(job, divisor)
         return left
 
     def _reduce_left_over(self) -> None:
@@ -435,7 +415,7 @@ class GradientReducer:
                 "Sum the losses and call backward once"
             )
         in_buckets = self._left_over.intersection(self.buckets.indices)
-        self._average(sorted({self._arrivals.bucket_of[i] for i in in_buckets}), [])
+        self._average(sorted({self._arrivals.bucket_of[i] for i in in_buckets}))
         self._sparse.settle(used, self._divisor(), self._left_over)
         self._left_over -= fired
         self._arrivals.forget_used()

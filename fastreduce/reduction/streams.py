@@ -57,11 +57,11 @@ def make_stream(device: torch.device, transport: Transport) -> Stream:
     """What buckets on `device` are reduced on."""
     if device.type != "cuda":
         return ThreadStream()
-    return CudaStream(device, InlineStream() if one_by_one(device, transport) else ThreadStream())
+    return CudaStream(device, None if one_by_one(device, transport) else ThreadStream())
 
 
 class StreamJob:
-    """Work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
+    """Work on a thread in two parts: `begin` starts transfers and returns what is to be done when they have come."""
 
     def __init__(self, begin: Begin) -> None:
         self._begin: Begin | None = begin
@@ -171,17 +171,52 @@ def _work(jobs: queue.SimpleQueue[StreamJob | None]) -> None:
         job.finish()
 
 
+class Done:
+    """Work that has been done."""
+
+    def begun(self) -> None:
+        """It has."""
+
+    def result(self) -> None:
+        """There is nothing to wait for."""
+
+    def cancel(self) -> None:
+        """It is too late."""
+
+
+DONE = Done()
+
+
+class Failed:
+    """Work that has raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def begun(self) -> None:
+        """Raise what it raised."""
+        raise self._error
+
+    def result(self) -> None:
+        """Raise what it raised."""
+        raise self._error
+
+    def cancel(self) -> None:
+        """It is too late."""
+
+
 class InlineStream:
     """Runs jobs at once, one by one, on the caller's thread: for work that only enqueues other work."""
 
     idle = True
 
-    def submit(self, begin: Begin) -> StreamJob:
-        """Do both parts; what they raise comes with `result`."""
-        job = StreamJob(begin)
-        if job.begin():
-            job.finish()
-        return job
+    def submit(self, begin: Begin) -> Pending:
+        """Do both parts; what they raise comes with the result."""
+        try:
+            begin()()
+        except BaseException as error:
+            return Failed(error)
+        return DONE
 
     def begin(self, begin: Begin) -> Finish:
         """Do both parts."""
@@ -194,22 +229,34 @@ class InlineStream:
 class CudaStream:
     """Runs jobs on one high-priority CUDA stream of a device, behind what is enqueued on the caller's stream.
 
-    A job's result makes the caller's stream wait, not the host. `jobs` says where the host's part of the work is
-    done: at once, or, with transports that wait on the host, on a thread.
+    A job's result makes the caller's stream wait, not the host. The host's part of the work is done at once or, with
+    transports that wait on the host, on `thread`.
     """
 
-    def __init__(self, device: torch.device, jobs: ThreadStream | InlineStream) -> None:
-        self._device, self._jobs = device, jobs
+    def __init__(self, device: torch.device, thread: ThreadStream | None) -> None:
+        self._device, self._thread = device, thread
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._ahead = False  # whether it holds work that no caller's stream has waited for
 
     def submit(self, begin: Begin) -> Pending:
         """Enqueue a job behind what the current stream holds now."""
-        return _OnStream(self, self._jobs.submit(self._on_stream(begin)))
+        ready = torch.cuda.current_stream(self._device).record_event()
+        if self._thread is not None:
+            return _OnStream(self, self._thread.submit(lambda: self._begin(begin, ready)))
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                begin()()
+        except BaseException as error:
+            return Failed(error)
+        self._ahead = True
+        return _OnStream(self, DONE)
 
     def begin(self, begin: Begin) -> Finish:
         """Begin a job behind what the current stream holds now."""
-        finish = self._jobs.begin(self._on_stream(begin))
+        if self._thread is None:
+            return self.submit(begin).result
+        finish = self._begin(begin, torch.cuda.current_stream(self._device).record_event())
 
         def finish_and_join() -> None:
             finish()
@@ -217,22 +264,17 @@ class CudaStream:
 
         return finish_and_join
 
-    def _on_stream(self, begin: Begin) -> Begin:
-        ready = torch.cuda.current_stream(self._device).record_event()
+    def _begin(self, begin: Begin, ready: torch.cuda.Event) -> Finish:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            finish = begin()
 
-        def begin_on_stream() -> Finish:
+        def finish_on_stream() -> None:
             with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                finish = begin()
+                finish()
+            self._ahead = True
 
-            def finish_on_stream() -> None:
-                with torch.cuda.stream(self._stream):
-                    finish()
-                self._ahead = True
-
-            return finish_on_stream
-
-        return begin_on_stream
+        return finish_on_stream
 
     def join(self) -> None:
         """Let the current stream wait for all work that was enqueued, unless it has."""
@@ -243,20 +285,26 @@ class CudaStream:
     @property
     def idle(self) -> bool:
         """Whether the host's part of all jobs has ended."""
-        return self._jobs.idle
+        return self._thread is None or self._thread.idle
 
     def close(self) -> None:
         """End the host's part."""
-        self._jobs.close()
+        if self._thread is not None:
+            self._thread.close()
 
 
 class _OnStream:
     """A job whose result the caller's stream waits for."""
 
-    def __init__(self, stream: CudaStream, job: StreamJob) -> None:
+    def __init__(self, stream: CudaStream, job: Pending) -> None:
         self._stream, self._job = stream, job
-        self.begun, self.cancel = job.begun, job.cancel
+
+    def begun(self) -> None:
+        self._job.begun()
 
     def result(self) -> None:
         self._job.result()
         self._stream.join()
+
+    def cancel(self) -> None:
+        self._job.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..environment.exits import Exit, at_exit
 from ..errors import DeviceError, TransportError
@@ -19,9 +19,35 @@ from .base import Transport, Work
 from .connections import Lease, drop_free, timeout_of
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, AbsentError, clear, meet, wait_until
-from .store_client import SOON_SECONDS, StoreClient, client_of, connect
+from .store_client import SOON_SECONDS, StoreClient, client_of
 
 at_exit(Exit.GLOO, lambda: drop_free("gloo"))
+
+
+class _GlooStore(dist.Store):
+    """Where gloo leaves the addresses that it listens at: torch's interface, over the one client."""
+
+    def __init__(self, client: StoreClient) -> None:
+        super().__init__()
+        self._client = client
+
+    def set(self, key: str, value: Any) -> None:
+        """Write bytes."""
+        self._client.call(lambda store: store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """The bytes, when they are there."""
+        self.wait([key])
+        return self._client.call(lambda store: bytes(store.get(key)))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when all are there.
+
+        Raises:
+            TimeoutError: if they do not come within the client's deadline.
+        """
+        if not wait_until(self._client, lambda client: not client.absent(keys), self._client.seconds):
+            raise TimeoutError(f"no word at {', '.join(keys)} within {self._client.seconds:g} s")
 
 
 class _Connection:
@@ -35,22 +61,19 @@ class _Connection:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.seconds = timeout_of(group).total_seconds()
         self.failed = False
+        self._asking, self._told = threading.Lock(), "A peer"
         self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
         self._tags = 0
         self._gloo: Any = self._connect(group, f"fastreduce/{name}")
 
     def _connect(self, group: dist.ProcessGroup, prefix: str) -> Any:
-        """Meet, so that who is missing can be named; then gloo connects.
-
-        That asks the store without a limit: in the background, on a connection that nobody else needs.
-        """
-        ranks, here = range(self.size), client_of(group).at(f"{prefix}/here")
-        self.call("connecting", meet, here, self.rank, ranks, self.seconds)
-        self.call("connecting", clear, here, ranks)
+        """Meet, so that who is missing can be named; then gloo connects, in the background."""
+        ranks, store = range(self.size), client_of(group).at(prefix)
+        self.call("connecting", meet, store.at("here"), self.rank, ranks, self.seconds)
+        self.call("connecting", clear, store.at("here"), ranks)
 
         def make() -> Any:
-            store = dist.PrefixStore(prefix, connect(_get_process_group_store(group)))
-            return dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout_of(group))
+            return dist.ProcessGroupGloo(_GlooStore(store), self.rank, self.size, timeout=timeout_of(group))
 
         return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS)
 
@@ -95,17 +118,25 @@ class _Connection:
         try:
             return function(*args)
         except (RuntimeError, TimeoutError) as error:
-            known, self.failed = self.failed, True
             if isinstance(error, AbsentError):
                 what, who = "", f"No word from rank {error.names}: it"
             elif isinstance(error, TransportError):  # the store's
                 what, who = "", f"{error}. A peer"
             else:
-                what, who = f": {error}", "A peer" if known else self._who("timed out" in str(error).lower())
+                what, who = f": {error}", self._culprit("timed out" in str(error).lower())
+            self.failed = True
             raise TransportError(
                 f"rank {self.rank} of {self.size}: {operation} over gloo failed{doing}{what}. "
                 f"{who} has exited, takes no part, or did not come within the timeout."
             ) from error
+
+    def _culprit(self, timed_out: bool) -> str:
+        """Who is named in errors: the first that fails asks, and those that fail with it wait for the answer."""
+        with self._asking:
+            if not self.failed:
+                self.failed = True
+                self._told = self._who(timed_out)
+            return self._told
 
     def _who(self, timed_out: bool) -> str:
         """Ranks that do not say in the store, soon after this one, that the connection failed for them too.

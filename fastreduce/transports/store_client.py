@@ -156,7 +156,7 @@ def _work(line: _Line, original: Any) -> None:
         answer, function = job
         if answer.set_running_or_notify_cancel():
             try:
-                store = store or connect(original)
+                store = store or _connect(original)
                 answer.set_result(function(store))
             except BaseException as error:
                 answer.set_exception(error)
@@ -164,7 +164,7 @@ def _work(line: _Line, original: Any) -> None:
         del job, answer, function
 
 
-def connect(original: Any) -> Any:
+def _connect(original: Any) -> Any:
     """A connection of our own to a store."""
     try:
         return original.clone()
@@ -185,10 +185,23 @@ _clients: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreClient] = weakref.We
 
 
 def client_of(group: dist.ProcessGroup) -> StoreClient:
-    """The client of the store of `group`; a call's deadline is the group's timeout."""
+    """The client of the store of `group`; a call's deadline is the group's timeout.
+
+    Groups behind one store share a connection: torch's store looks up the name of whoever connects, on the one thread
+    that answers everybody, and without a name server that answers this takes 5 s and more.
+    """
     if group not in _clients:
-        _clients[group] = StoreClient(_get_process_group_store(group), timeout_of(group).total_seconds())
+        store, seconds, world = _get_process_group_store(group), timeout_of(group).total_seconds(), dist.group.WORLD
+        if world is None or world is group or _root(store) is not _root(_get_process_group_store(world)):
+            _clients[group] = StoreClient(store, seconds)
+        else:
+            _clients[group] = client_of(world).at(f"fastreduce/group/{group.group_name}", seconds)
     return _clients[group]
+
+
+def _root(store: Any) -> Any:
+    """What is behind all prefixes."""
+    return getattr(store, "_underlying_non_prefix_store", store)
 
 
 def _end_all() -> None:

@@ -21,11 +21,11 @@ pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
 from bench.gpu import collect, runner
-from bench.gpu.cases import Case, NotHere, work
 from bench.gpu.collect import RehearsalError, csv_rows, latest, tables
 from bench.gpu.lines import FILE, Lines, Row, predictions, read, rows, sources
 from bench.gpu.phases import SHARES, Suite, cases_of
 from bench.gpu.trace import overlap
+from bench.gpu.worker_cases import Case, NotHere, work
 from tests.support.commands import ROOT, run, started
 
 COMMON = {"run": "2026-01-01T00:00:00.000+00:00", "commit": "c0ffee", "rehearsal": True}
@@ -127,11 +127,9 @@ def end_with_all_children(process: Any) -> list[psutil.Process]:
     return children
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "phase", [pytest.param(phase, marks=[pytest.mark.long] * (phase != "kernels")) for phase in SHARES]
-)
+@pytest.mark.parametrize("phase", SHARES)
 def test_a_phase_that_is_killed_leaves_all_lines_before(phase: str, tmp_path: Path):
     file = tmp_path / FILE
     # Of the tests of ranks the first takes longest: there the line of its beginning is waited for.
@@ -251,7 +249,7 @@ def a_run(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield runner.Run(tmp_path, lines, True, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500)  # seven processes that import torch, on a busy machine
 def test_what_dies_or_hangs_is_named_and_the_rest_goes_on(a_run: runner.Run):
     runner.run_phase(a_run, "kernels", 450)
@@ -264,7 +262,7 @@ def test_what_dies_or_hangs_is_named_and_the_rest_goes_on(a_run: runner.Run):
     assert results["alone"]["pid"] != results["last"]["pid"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hanging_case_does_not_outlive_the_budget(a_run: runner.Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "MORE", (3.0, 1000.0))
     monkeypatch.setattr(runner, "cases_of", lambda *_: [each for each in some_cases() if each.name == "sleeps"])

@@ -16,7 +16,7 @@ from tests.support.commands import ROOT
 pytest.importorskip("pytest_benchmark")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_quick_run(tmp_path: Path) -> None:
     kept = sorted((ROOT / "bench" / "results").glob("*"))

@@ -200,6 +200,7 @@ def test_one_process_without_a_group_saves_and_loads(ranks2: RankPool, tmp_path:
 OPTIONS = ["--batch_size=128", f"--compression={FEEDBACK}"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_example_goes_on_after_its_ranks_were_killed_as_if_nothing_had_happened(ranks2: RankPool, tmp_path: Path):
     whole, killed = (tmp_path / name / "snapshot.pt" for name in ("whole", "killed"))

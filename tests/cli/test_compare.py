@@ -307,6 +307,7 @@ def _ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
     return [child for child in launcher.children() if "spawn_main" in " ".join(child.cmdline())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ranks_end_with_the_command(tmp_path: Path, received: signal.Signals):
     sizes = ["--ranks", 2, "--width", 4, "--settings", "none", "--rounds", 100000, "--out", tmp_path]
@@ -335,6 +336,7 @@ def _run_ranks_that_hold_it() -> None:
     run_ranks(_hold_the_interpreter, Group(2, 2), on_report=lambda pid: print(pid, flush=True))
 
 
+@pytest.mark.long
 def test_a_rank_that_lets_no_thread_run_ends_with_its_parent():
     code = "from tests.cli.test_compare import _run_ranks_that_hold_it as run\nif __name__ == '__main__': run()"
     with started(sys.executable, "-c", code) as process:

@@ -72,6 +72,14 @@ def broken_transport() -> Done:
     return _run(GLOO_SOCKET_IFNAME="nosuch0", MPI4PY_LIBMPI="/nowhere/libmpi.so")
 
 
+def test_a_name_service_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch):
+    moments = iter([0.0, 5.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(moments))
+    found = machine._name_service()
+    assert isinstance(found, Row) and found.state == MISSING
+    assert "no answer within 5.0 s" in found.value and "/etc/hosts" in found.help
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
 def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Done):
     out = healthy.stdout

@@ -110,10 +110,11 @@ def test_a_script_runs_on_every_rank(script: Path, before: list[str], after: lis
 @pytest.mark.parametrize(
     ("option", "names"),
     [
-        pytest.param("--nproc-per-node", '"--local-rank"', marks=pytest.mark.long),
+        ("--nproc-per-node", '"--local-rank"'),
         ("--nproc_per_node", '"--local-rank", "--local_rank"'),
     ],
 )
+@pytest.mark.long
 def test_torchs_older_launcher(tmp_path: Path, option: str, names: str):
     """It passes --local-rank=N, which scripts declare in that spelling or in both."""
     path = tmp_path / "train.py"
@@ -203,7 +204,7 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, fate: s
         pytest.param("SIGINT", marks=pytest.mark.long),
         pytest.param("SIGTERM", marks=pytest.mark.long),
         "SIGKILL",
-        "rank",
+        pytest.param("rank", marks=pytest.mark.long),
     ],
 )
 def test_nothing_is_left_behind(tmp_path: Path, how: str):
@@ -290,7 +291,12 @@ def _two_nodes(*script: object) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("node", "how"), [(1, "killed"), (0, "killed"), pytest.param(1, "its rank fails", marks=pytest.mark.long)]
+    ("node", "how"),
+    [
+        (1, "killed"),
+        pytest.param(0, "killed", marks=pytest.mark.long),
+        pytest.param(1, "its rank fails", marks=pytest.mark.long),
+    ],
 )
 def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, how: str):
     """The ranks do not talk: none of them would miss the other's."""

@@ -36,7 +36,7 @@ class Result:
 
 
 class Server:
-    """A process of `tests.conformance.ranks`, which forks the ranks of each test."""
+    """A process of `tests.conformance.rank_server`, which forks the ranks of each test."""
 
     def __init__(self, world_size: int = 2) -> None:
         self.world_size = world_size
@@ -46,7 +46,7 @@ class Server:
         environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.conformance.ranks"],
+            [sys.executable, "-m", "tests.conformance.rank_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

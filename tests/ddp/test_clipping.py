@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastreduce import all_reduce_gradients
+from fastreduce.ddp import clipping
 from fastreduce.reduction.statistics import known_slots
 from tests.support import tolerances
 from tests.support.models import (
@@ -309,6 +311,46 @@ MESSAGE = (
     r"^The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped: not finite "
     r"are elements of trunk\.weight \((\d+), bucket \d+\), trunk\.bias \(16, bucket \d+\)"
 )
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["known", "read"])
+def test_on_a_gpu_the_norm_takes_as_many_launches_whatever_the_number_of_buckets(
+    monkeypatch: pytest.MonkeyPatch, read: bool
+):
+    monkeypatch.setattr(clipping, "at_once", lambda tensor: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        (one, few), (many, more) = (_launches(cap, read) for cap in (25, 0.0005))
+        assert one == 1 and many > 3 and few == more
+    finally:
+        dist.destroy_process_group()
+
+
+def _launches(bucket_cap: float, read: bool) -> tuple[int, int]:
+    """The number of buckets, and of operations in clipping; gradients are changed first if they are to be `read`."""
+    model = wrap("ours", mlp(), compression="fp16", bucket_cap_mb=bucket_cap)
+    for _ in range(3):
+        model.zero_grad()
+        model(batch(0, 0, 4, 20)).square().mean().backward()
+        if read:
+            torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 2.0)
+        before = known(model)
+        with Launches() as launches:
+            clip(model)
+    assert before == (0 if read else len(list(model.parameters())))
+    return len(model.reducer.pipelines), launches.count
 
 
 def test_a_norm_that_is_not_finite_is_an_error_if_asked_for(ranks2: RankPool):

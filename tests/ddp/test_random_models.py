@@ -22,7 +22,7 @@ def _examples(count: int) -> settings:
     return settings(max_examples=count, derandomize=True, phases=[Phase.explicit, Phase.generate])
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"], scope="session")
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.long)], ids=["2 ranks", "3 ranks"], scope="session")
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
     return pool

@@ -212,6 +212,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_torchrun_starts_it_and_it_ends_cleanly(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

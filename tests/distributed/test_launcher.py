@@ -211,8 +211,8 @@ def _run_unguarded(folder: Path, function: str, call: str, call_again: str = "0"
     ("function", "call", "module"),
     [
         (DECORATED.format(method="spawn"), "work(Box(7))", False),
-        (DECORATED.format(method="spawn"), "work(Box(7))", True),
-        (DECORATED.format(method="forkserver"), "work(Box(7))", False),
+        pytest.param(DECORATED.format(method="spawn"), "work(Box(7))", True, marks=pytest.mark.long),
+        pytest.param(DECORATED.format(method="forkserver"), "work(Box(7))", False, marks=pytest.mark.long),
         (DECORATED.format(method="fork"), "work(Box(7))", False),
         (PLAIN, "dist.spawn(work, (Box(7),), nprocs=2)", False),
     ],

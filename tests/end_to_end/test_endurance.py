@@ -12,8 +12,7 @@ import pytest
 from tests.support.models import Branches, whole_batch, wrap
 from tests.support.ranks import RankPool
 
-QUICK = ("none", "int8:error_feedback")
-WAYS = ("fp16", "bf16:accumulate=wire", "int8")
+WAYS = ("int8:error_feedback", "none", "fp16", "bf16:accumulate=wire", "int8")
 """One setting for each way through the pipeline."""
 
 PART = 500
@@ -58,7 +57,8 @@ def _train(rank: int, world_size: int, setting: str) -> list[dict[str, int]]:
     return seen
 
 
-@pytest.mark.parametrize("setting", [*QUICK, *(pytest.param(way, marks=pytest.mark.long) for way in WAYS)])
+@pytest.mark.long
+@pytest.mark.parametrize("setting", WAYS)
 def test_2000_steps_leave_memory_files_and_threads_flat(ranks2: RankPool, setting: str):
     for rank, seen in enumerate(ranks2.run(_train, setting, timeout=150)):
         grown = [{name: b[name] - a[name] for name in a} for a, b in itertools.pairwise(seen)]

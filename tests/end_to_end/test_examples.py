@@ -43,6 +43,7 @@ def test_megengines_program_gives_the_reference_run(world_size: int, reference: 
     assert re.findall(LOSS, done.stdout, flags=re.MULTILINE) == reference.split()
 
 
+@pytest.mark.long
 def test_two_stages_train_to_the_losses_of_one_process():
     one, _ = losses("pipeline_train.py", 1)
     two, _ = losses("pipeline_train.py", 2)
@@ -56,9 +57,8 @@ def test_genesis_program_falls_back_to_gloo_and_learns(compression: str):
     assert "NCCL library not available" in output or "gloo" not in output
 
 
-@pytest.mark.parametrize(
-    ("model", "items"), [("gpt2", "tokens"), pytest.param("resnet50", "images", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("model", "items"), [("gpt2", "tokens"), ("resnet50", "images")])
+@pytest.mark.long
 def test_the_gpu_example_trains_a_tiny_model_where_there_is_no_gpu(model: str, items: str):
     script = ROOT / "examples" / "gpu_train.py"
     options = ["--model", model, "--size", "tiny", "--compression", "fp16", "--steps", "10"]

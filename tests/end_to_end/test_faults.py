@@ -59,10 +59,8 @@ class Case(NamedTuple):
 
 PICKED = [
     Case("SIGSTOP", "construction", 0, "int8"),
-    Case("SIGSTOP", "backward", 0, "none"),
     Case("SIGSTOP", "collective", 0, "int8"),
     Case("SIGSTOP", "rebuild", 2, "int8"),
-    Case("SIGKILL", "forward", 0, "int8"),
     Case("SIGKILL", "backward", 1, "none"),
 ]
 ALL = [
@@ -214,6 +212,7 @@ def test_in_each_stage_each_rank_with_each_setting(tmp_path: Path, stage: str):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_stopped_rank_under_mpirun_ends_the_job(tmp_path: Path):
     _run_all(tmp_path, [Case("SIGSTOP", "backward", 0, "int8")], _under_mpirun, _check_mpi)
 
@@ -227,7 +226,8 @@ def test_under_mpirun_in_each_stage_each_rank_with_each_setting(tmp_path: Path, 
     _run_all(tmp_path, cases, _under_mpirun, _check_mpi)
 
 
-@pytest.mark.parametrize("launcher", ["env", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["env", "torchrun"])
 def test_a_cut_link_between_two_nodes_ends_both(tmp_path: Path, launcher: str):
     case = Case("SIGSTOP", "none", -1, "int8")
     try:

@@ -37,11 +37,14 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("command", "setting"),
     [
-        (
+        pytest.param(
             [*FASTREDUCE, "run", "--standalone", "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"],
             "fp16",
+            marks=pytest.mark.long,
         ),
-        ([sys.executable, "lightning_train.py", "--strategy", "fastreduce_fp16"], "fp16"),
+        pytest.param(
+            [sys.executable, "lightning_train.py", "--strategy", "fastreduce_fp16"], "fp16", marks=pytest.mark.long
+        ),
         pytest.param(
             [sys.executable, "lightning_train.py", "--compression=int8:block=64"],
             "int8:block=64",
@@ -100,10 +103,12 @@ print(type(StrategyRegistry.get("fastreduce_int8")) is other, StrategyRegistry.g
 @pytest.mark.parametrize(
     ("first", "installed", "chosen"),
     [
-        ("", ["lightning"], "lightning.pytorch.strategies"),
+        pytest.param("", ["lightning"], "lightning.pytorch.strategies", marks=pytest.mark.long),
         ("import lightning.pytorch", ["lightning"], "lightning.pytorch.strategies"),
-        ("import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp"),
-        ("", [], "pytorch_lightning.strategies.ddp"),
+        pytest.param(
+            "import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp", marks=pytest.mark.long
+        ),
+        pytest.param("", [], "pytorch_lightning.strategies.ddp", marks=pytest.mark.long),
     ],
     ids=["both, none imported", "both, lightning imported", "both, pytorch_lightning imported", "one"],
 )

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support import two_nodes
 
+pytestmark = pytest.mark.long
+
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run"],
     "fastreduce launch": ["-c", "from fastreduce.cli import main; main()", "launch"],

@@ -116,6 +116,7 @@ def test_ours_are_told_nothing_of(environment: pytest.MonkeyPatch, caplog: pytes
     assert not caplog.messages and not variables.unknown()
 
 
+@pytest.mark.long
 def test_a_job_with_a_misspelt_name_says_so_in_one_line(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -51,10 +51,10 @@ def variants() -> list[Variant]:
         for form, code, payload in QUANTIZED:
             title = f"{name}, {form}"
             # The old residual is read in two places: once more where a block is not finite.
-            arguments = (*[INT64] * 6, tag, *[INT64] * 3, code)
+            arguments = (*[INT64] * 6, tag, *[INT64] * 4, code)
             moved = (16 * (size + 8), payload + 16 * 4)
             found.append(Variant(f"quantize {title}", numba_cuda_int8._quantize, arguments, moved, 16, 16 * 4))
-            arguments, moved = (*[INT64] * 3, tag, *[INT64] * 3, code), (payload, 16 * size)
+            arguments, moved = (*[INT64] * 3, tag, *[INT64] * 5, code), (payload, 16 * size)
             found.append(Variant(f"dequantize {title}", numba_cuda_int8._dequantize, arguments, moved, 16))
     rule = [types.int32] * 4
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
@@ -73,9 +73,9 @@ def variants() -> list[Variant]:
     for name, kernel, types_, moved, elements in [
         ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32), 8),
         ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32), 4),
-        ("dequantize fp32, int8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 3, INT8, INT64, FP32), (16, 64), 16),
-        ("dequantize fp32, int4", dequantize, (*[INT64] * 3, FP32, *[INT64] * 3, INT4, INT64, FP32), (0, 64), 16),
-        ("dequantize fp32, fp8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 3, FP8, INT64, FP32), (16, 64), 16),
+        ("dequantize fp32, int8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT8, INT64, FP32), (16, 64), 16),
+        ("dequantize fp32, int4", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT4, INT64, FP32), (0, 64), 16),
+        ("dequantize fp32, fp8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, FP8, INT64, FP32), (16, 64), 16),
     ]:
         found.append(Variant(f"{name} with statistics", kernel, types_, moved, elements))
     # As in reduce_fp16, and the old residual as in quantize.

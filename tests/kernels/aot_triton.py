@@ -16,6 +16,7 @@ POINTERS = {
     "tiles": "*i64",
     "residuals": "*fp32",
     "turn": "*i32",
+    "finite": "*u8",
     "statistics": "*fp32",
 }
 
@@ -121,8 +122,8 @@ def variants() -> list[Variant]:
     return found
 
 
-def compile_all() -> list[dict[str, Any]]:
-    """Every variant for every target, compiled as a launch with 16-byte aligned tensors would compile it."""
+def compile_all(most: int | None = None) -> list[dict[str, Any]]:
+    """Variants for their targets, or `most` of them, compiled as a launch with 16-byte aligned tensors would do it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -136,7 +137,7 @@ def compile_all() -> list[dict[str, Any]]:
         aligned = [arg for arg in kernel.arg_names if arg in sizes or "*" in signature[arg]]
         attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}
         values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
-        for target in variant.targets:
+        for target in variant.targets[:most]:
             with redirect_stdout(io.StringIO()) as log:
                 compiled = triton.compile(
                     ASTSource(kernel, signature, values, attributes),
@@ -151,4 +152,4 @@ def compile_all() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(compile_all()))
+    Path(sys.argv[1]).write_text(json.dumps(compile_all(*map(int, sys.argv[2:]))))

@@ -145,7 +145,7 @@ def check(name: str) -> None:
                     assert_same_bits(mine.flatten(), theirs.flatten(), what)
 
 
-@pytest.mark.parametrize("name", ["reference", "numba_cpu"])
+@pytest.mark.parametrize("name", [pytest.param("reference", marks=pytest.mark.long), "numba_cpu"])
 def test_kernels_on_a_cpu_take_any_address(name: str):
     command = [sys.executable, "-c", f"from tests.kernels.test_addresses import check; check({name!r})"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)

@@ -13,17 +13,24 @@ from typing import Any
 
 import pytest
 
+OTHERS = (["triton"], ["numba_cuda"])
 
-@pytest.fixture(scope="module", params=["triton", "numba_cuda"])
+
+@pytest.fixture(
+    scope="module",
+    params=[["triton", "1"], *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)],
+    ids=["triton, one target", "triton", "numba_cuda"],
+)
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Each kernel's name, PTX, ptxas log, and the bytes that a thread must load and store 16 and more at a time."""
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    folder = tmp_path_factory.mktemp(request.param)
+    name, *most = request.param
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    folder = tmp_path_factory.mktemp(name)
     simulated = ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
     environment = {key: value for key, value in os.environ.items() if key not in simulated}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-m", f"tests.kernels.aot_{request.param}", str(folder / "kernels.json")]
+    command = [sys.executable, "-m", f"tests.kernels.aot_{name}", str(folder / "kernels.json"), *most]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -62,6 +69,16 @@ def test_rounding_by_a_magic_sum_survives_the_compiler(kernels):
             fp8 = "fp8" in kernel["name"]
             for number in [str((20 << 23) + (1 << 22))] if fp8 else ["0f4B400000", "0fCB400000"]:
                 assert number in kernel["ptx"], kernel["name"]
+
+
+def test_triton_rounds_to_bf16_by_the_gpus_own_conversion(kernels, request):
+    if request.node.callspec.params["kernels"] == "triton":
+        rounded = [
+            kernel for kernel in kernels if re.match(r"(flatten|reduce|unflatten_fp16|dequantize) bf16", kernel["name"])
+        ]
+        assert len(rounded) >= 6
+        for kernel in rounded:
+            assert "cvt.rn.bf16" in kernel["ptx"], kernel["name"]
 
 
 def test_registers_do_not_spill(kernels):

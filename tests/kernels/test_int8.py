@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastreduce import ops
 from fastreduce.kernels import reference
 from fastreduce.kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable
 
@@ -265,6 +266,31 @@ def test_blocks_that_are_not_finite_arrive_so_and_no_others(backend, memory, for
     assert bool(new.isfinite().all())
     its = slice(130 // block * block, 130 // block * block + block)
     assert_same_bits(new[its], old[its], "residual of a block that is not finite")
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
+@pytest.mark.parametrize("at", [None, (0, 0), (1, 3), (2, 4999)], ids=str)
+@pytest.mark.parametrize(("form", "block"), DEFAULTS, ids=case_name)
+def test_dequantizing_tells_whether_all_blocks_are_finite_and_turns_the_row(backend, memory, form, block, at, summed):
+    numels = [300, 128, 5000, 5]  # several tiles: an even number of turns would be none
+    slots = slot_table(numels, block, shards=2)
+    tensors = [values(numel, torch.float32, seed, special=False) for seed, numel in enumerate(numels)]
+    if at is not None:
+        tensors[at[0]][at[1]] = torch.inf
+    wire = memory.copy(torch.zeros(wire_size(slots, 2, block, form), dtype=torch.uint8))
+    finite, turn = (memory.copy(torch.zeros(1, dtype=dtype)) for dtype in (torch.uint8, torch.int32))
+    statistics = None
+    if summed:
+        statistics = memory.copy(torch.zeros(ops.statistics_shape(slots, block)))
+    copies = [memory.copy(tensor) for tensor in tensors]
+    for turned in (1, 0):
+        backend.quantize(copies, slots, wire, 2, block, None, None, finite, form)
+        assert int(finite) == 1
+        backend.dequantize(wire, 2, block, slots, copies, statistics, finite, turn, form)
+        assert (int(finite), int(turn)) == (at is None, turned)
+    backend.dequantize(wire, 2, block, slots, copies, statistics, form=form)
+    assert int(turn) == 0
+    memory.check()
 
 
 @pytest.mark.parametrize(("form", "block"), DEFAULTS, ids=case_name)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from fastreduce.kernels.slots import fp16_shard_bytes, shard_bytes
 from tests.support.commands import run
 
 
@@ -23,7 +25,7 @@ def test_a_kept_kernel_is_launched_as_triton_launched_it():
 
 
 def check() -> None:
-    """Each operation twice: found by Triton, and kept; once more with memory that is no multiple of 16."""
+    """Each operation as Triton finds it and as it is kept, until memory or numbers change; not only multiples of 16."""
     from tests.support import cuda_stub
 
     library = cuda_stub.activate()
@@ -37,41 +39,58 @@ def check() -> None:
         return list((ctypes.c_uint * 5).in_dll(library, "fastreduce_last")), len(triton_tiles._compiled) - known
 
     for offset in (0, 8):
-        for name, operation in _operations(offset).items():
+        case = Case(offset)
+        for name, operation in case.operations().items():
             (found, compiled), (kept, again) = launch(operation), launch(operation)
             assert kept == found, (name, offset)
             assert (compiled, again) == (1, 0), f"{name}: what is a multiple of 16 is compiled for"
+            in_slots = not name.startswith(("reduce", "share"))
+            before = case.tensors[1]
+            case.tensors[1] = before.clone()
+            (moved, _), (still, _) = launch(operation), launch(operation)
+            assert still == moved and (moved != kept) == in_slots, f"{name}: a table of other addresses"
+            if "flatten" in name and name != "flatten_fp16":
+                passed = case.slots.cache[name][1].passed
+                case.scale = 0.3
+                launch(operation)
+                assert case.slots.cache[name][1].passed != passed, f"{name}: another scale"
+                case.scale = 0.5
 
 
-def _operations(offset: int) -> dict[str, Callable[[], None]]:
-    """Every operation, with wires that begin so many bytes behind a multiple of 16."""
-    import torch
+class Case:
+    """Every operation on the same tensors, with wires that begin so many bytes behind a multiple of 16."""
 
-    from fastreduce.kernels import triton_cast, triton_fp16, triton_int8
-    from fastreduce.kernels.slots import fp16_shard_bytes, shard_bytes
-    from tests.kernels.cases import slot_table
+    def __init__(self, offset: int) -> None:
+        from fastreduce.kernels import triton_cast, triton_fp16, triton_int8
+        from tests.kernels.cases import slot_table  # asks for Triton's interpreter, which those have done without
 
-    def memory(count: int) -> torch.Tensor:
-        return torch.zeros(count + offset, dtype=torch.uint8)[offset:]
+        self.cast, self.fp16, self.int8 = triton_cast, triton_fp16, triton_int8
+        self.offset, self.scale = offset, 0.5
+        self.slots = slot_table([300, 128, 5], 128, shards=2)
+        self.tensors = [torch.zeros(int(numel)) for numel in self.slots.numels]
 
-    slots = slot_table([300, 128, 5], 128, shards=2)
-    half = slots.total // 2
-    fp16, int8 = fp16_shard_bytes(half // 128), shard_bytes(half // 128, 128)
-    tensors = [torch.zeros(int(numel)) for numel in slots.numels]
-    wire, received = memory(4 * half).view(torch.float16), memory(4 * half).view(torch.float16).view(2, -1)
-    halves, halves_received = memory(2 * fp16), memory(2 * fp16).view(2, -1)
-    quantized, quantized_received = memory(2 * int8), memory(2 * int8).view(2, -1)
-    return {
-        "flatten": lambda: triton_cast.flatten(tensors, slots, wire, 0.5),
-        "unflatten": lambda: triton_cast.unflatten(wire, slots, tensors, 0.5),
-        "reduce_shards": lambda: triton_cast.reduce_shards(received, wire[:half], 0.5),
-        "flatten_fp16": lambda: triton_fp16.flatten_fp16(tensors, slots, halves, 2, 1),
-        "unflatten_fp16": lambda: triton_fp16.unflatten_fp16(halves, 2, slots, tensors, 0.5),
-        "reduce_fp16": lambda: triton_fp16.reduce_fp16(halves_received, halves[:fp16], 0.5),
-        "share_exponents": lambda: triton_fp16.share_exponents(halves[:fp16], halves_received),
-        "quantize": lambda: triton_int8.quantize(tensors, slots, quantized, 2, 128, None, None),
-        "dequantize": lambda: triton_int8.dequantize(quantized, 2, 128, slots, tensors),
-        "reduce_quantized": lambda: triton_int8.reduce_quantized(
-            quantized_received, quantized[:int8], 0.5, 128, 0, None, None
-        ),
-    }
+    def memory(self, count: int) -> torch.Tensor:
+        return torch.zeros(count + self.offset, dtype=torch.uint8)[self.offset :]
+
+    def operations(self) -> dict[str, Callable[[], None]]:
+        triton_cast, triton_fp16, triton_int8 = self.cast, self.fp16, self.int8
+        slots, tensors, memory = self.slots, self.tensors, self.memory
+        half = slots.total // 2
+        fp16, int8 = fp16_shard_bytes(half // 128), shard_bytes(half // 128, 128)
+        wire, received = memory(4 * half).view(torch.float16), memory(4 * half).view(torch.float16).view(2, -1)
+        halves, halves_received = memory(2 * fp16), memory(2 * fp16).view(2, -1)
+        quantized, quantized_received = memory(2 * int8), memory(2 * int8).view(2, -1)
+        return {
+            "flatten": lambda: triton_cast.flatten(tensors, slots, wire, self.scale),
+            "unflatten": lambda: triton_cast.unflatten(wire, slots, tensors, self.scale),
+            "reduce_shards": lambda: triton_cast.reduce_shards(received, wire[:half], self.scale),
+            "flatten_fp16": lambda: triton_fp16.flatten_fp16(tensors, slots, halves, 2, 1),
+            "unflatten_fp16": lambda: triton_fp16.unflatten_fp16(halves, 2, slots, tensors, self.scale),
+            "reduce_fp16": lambda: triton_fp16.reduce_fp16(halves_received, halves[:fp16], self.scale),
+            "share_exponents": lambda: triton_fp16.share_exponents(halves[:fp16], halves_received),
+            "quantize": lambda: triton_int8.quantize(tensors, slots, quantized, 2, 128, None, None),
+            "dequantize": lambda: triton_int8.dequantize(quantized, 2, 128, slots, tensors),
+            "reduce_quantized": lambda: triton_int8.reduce_quantized(
+                quantized_received, quantized[:int8], self.scale, 128, 0, None, None
+            ),
+        }

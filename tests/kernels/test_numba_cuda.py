@@ -28,16 +28,32 @@ from fastreduce.kernels import numba_cuda_tiles, numba_cuda_vectors
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_every_kernel_case_in_the_simulator():
+@pytest.mark.parametrize(
+    ("which", "least"),
+    [("test_any_shape", 0), pytest.param("numba_cuda", 50, marks=pytest.mark.long)],
+    ids=["any shape", "all"],
+)
+def test_kernel_cases_in_the_simulator(which: str, least: int):
     here = "tests/kernels"
     others = (f"--ignore={here}/{name}" for name in ("test_numba_cuda.py", "test_aot.py"))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", here, "-k", "numba_cuda", *others]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        here,
+        "-k",
+        f"numba_cuda and {which}",
+        *others,
+    ]
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:]
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed and int(passed[1]) > 50 and "skipped" not in done.stdout, done.stdout[-1000:]
+    assert passed and int(passed[1]) > least and "skipped" not in done.stdout, done.stdout[-1000:]
 
 
 def _not_found(*_: object) -> None:

@@ -28,7 +28,8 @@ REDUCTION = [
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},
     {"bucketed"},
-    {"one_call", "reducer"},
+    {"events", "one_call"},
+    {"reducer"},
 ]
 HIJACKER = "top-level kernels"  # which would be the Hugging Face package of that name
 

@@ -401,7 +401,7 @@ def counting_on_the_communication_thread(model: Any, counts: NewStorages) -> Ite
     counts.count += there.count
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_after_three_steps_nothing_the_size_of_a_gradient_is_allocated(ranks2: RankPool, set_to_none: bool):
     bare = ranks2.run(_allocations, None, False, set_to_none)[0]
     assert bare >= 4, "autograd itself makes gradients, so the count works"

@@ -16,8 +16,12 @@ from fastreduce.run import replacement
 from tests.support.commands import TORCHRUN, finish, run, started
 from tests.support.run_scripts import MODULE, RUN, said
 
+BOTH_WAYS = pytest.mark.parametrize("command", [RUN, pytest.param(MODULE, marks=pytest.mark.long)], ids=["run", "-m"])
 
-@pytest.mark.parametrize("launcher", ["fastreduce run", "torchrun -m fastreduce.run"])
+
+@pytest.mark.parametrize(
+    "launcher", ["fastreduce run", pytest.param("torchrun -m fastreduce.run", marks=pytest.mark.long)]
+)
 def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, launcher: str):
     """Two of them are named as ours are."""
     torchrun = ["--standalone", "--nproc_per_node=2"]
@@ -35,7 +39,7 @@ def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, lau
     ]
 
 
-@pytest.mark.parametrize("command", [RUN, MODULE], ids=["run", "-m"])
+@BOTH_WAYS
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,7 +113,7 @@ def test_a_script_sees_what_plain_python_shows_it(tmp_path: Path, words: str):
     assert done.stderr == expected.stderr == ""
 
 
-@pytest.mark.parametrize("command", [RUN, MODULE], ids=["run", "-m"])
+@BOTH_WAYS
 def test_both_ways_run_modules_and_relative_scripts(tmp_path: Path, command: list[str]):
     (tmp_path / "show.py").write_text("import os, sys; os.chdir('/'); print(__file__, *sys.argv, sys.path[0])")
     done = run(*command, "show.py", "--help", cwd=tmp_path)
@@ -122,7 +126,7 @@ def test_both_ways_run_modules_and_relative_scripts(tmp_path: Path, command: lis
     assert done.stdout == f"{tmp_path}/show.py {tmp_path}/show.py -- 1 {tmp_path}\n", done.stderr
 
 
-@pytest.mark.parametrize("command", [RUN, MODULE], ids=["run", "-m"])
+@BOTH_WAYS
 def test_an_error_shows_the_scripts_frames_only_and_an_exit_code_is_one_line(tmp_path: Path, command: list[str]):
     path = tmp_path / "fails.py"
     path.write_text("import sys\nif sys.argv[1:]:\n    sys.exit(int(sys.argv[1]))\nraise ValueError('boom')\n")

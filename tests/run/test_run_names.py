@@ -65,6 +65,7 @@ Early(torch.nn.Linear(1, 1))
     )
 
 
+@pytest.mark.long
 def test_a_wrapper_that_was_pickled_without_a_run_is_torchs_and_said_to_be(tmp_path: Path):
     save = """
 alone()
@@ -147,6 +148,7 @@ for kind in ("plain", "subclass", "replicate"):
 """
 
 
+@pytest.mark.long
 def test_dynamo_splits_graphs_at_our_buckets_and_replicate_is_ours(tmp_path: Path):
     """Held against torch's own class: the same script without a run."""
     done = child(ALONE + REPLICATE, tmp_path)

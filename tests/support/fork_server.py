@@ -63,9 +63,11 @@ class ForkServer:
         self._channel, theirs = socket.socketpair()
         self._lock = threading.Lock()
         root = str(Path(__file__).parents[2])
+        # Whoever asks torch for GPUs would start CUDA here, and no fork could use it then.
+        path, nvml = os.pathsep.join([root, *sys.path]), "PYTORCH_NVML_BASED_CUDA_CHECK"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
+            env={**os.environ, "PYTHONPATH": path, nvml: "1"},
             pass_fds=[theirs.fileno()],
         )
         theirs.close()

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ from tests.support.transport_cases import collect, expected
 
 SECONDS = 30.0  # the default group's timeout
 SHORT = 2.0
+TIMEOUTS = {"stays_away": SHORT, "stops_and_the_other_goes_on": 5.0}  # of jobs that wait for it
 STEPS = 3
 
 
@@ -411,12 +413,20 @@ def exits() -> Any:
     return _train_until(lambda: sys.exit(3))
 
 
+def stops_and_the_other_goes_on() -> Any:
+    """The script of the one that is left catches the error, and ends as if all were well."""
+    try:
+        return _train_until(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    except TransportError as error:
+        return {"raised": str(error)}
+
+
 def stays_away() -> Any:
     raise AssertionError("rank 0 joined")
 
 
 JOBS: dict[str, Callable[[], Any]] = {
-    job.__name__: job for job in (checks, raises, raises_in_a_thread, exits, stays_away)
+    job.__name__: job for job in (checks, raises, raises_in_a_thread, exits, stops_and_the_other_goes_on, stays_away)
 }
 
 
@@ -428,7 +438,7 @@ def main() -> None:
     if name == "stays_away" and rank != 0:
         Path(folder, "event").write_text(str(time.time()))
         MPI.COMM_WORLD.recv(source=0)  # for good
-    init_mpi(timedelta(seconds=SHORT if name == "stays_away" else SECONDS))
+    init_mpi(timedelta(seconds=TIMEOUTS.get(name, SECONDS)))
     Path(folder, f"{rank}.json").write_text(json.dumps(JOBS[name]()))
     dist.destroy_process_group()
     sys.exit(0)

@@ -70,6 +70,18 @@ def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
 
 
 @needs_mpirun
+@pytest.mark.long
+def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path):
+    """Finalize waits for all ranks, without a limit."""
+    code, output = run_job(tmp_path, 2, "stops_and_the_other_goes_on")
+    assert code != 0
+    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 5 + 10
+    assert "rank 0 ends the job: a collective over MPI failed, and MPI's Finalize waits for a rank" in output
+    assert not _alive(tmp_path)
+
+
+@needs_mpirun
+@pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
     code, output = run_job(tmp_path, 2, "stays_away")
     assert code != 0
@@ -99,6 +111,7 @@ def _runs(pid: int) -> bool:
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_the_example_runs_with_a_host_file_and_a_file_for_each_ranks_output(tmp_path: Path):
     """Four ranks as in the tutorial's command, beside the loop of Allreduces in the same program."""
     tmp_path.joinpath("hosts.txt").write_text("localhost slots=4\n")

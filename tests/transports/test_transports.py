@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,13 +58,47 @@ def test_a_closed_transport_says_so(ranks2: RankPool):
         assert seen == [f"TransportError: rank {rank} of 2: this gloo transport is closed"] * 12
 
 
+def _connections_to_the_store(rank: int, world_size: int) -> list[int]:
+    """With one transport, and with three more over groups of their own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    port = store._underlying_non_prefix_store.port
+    counts = []
+    for group in (dist.group.WORLD, *(dist.new_group() for _ in range(3))):
+        transport = GlooTransport(group)  # type: ignore[arg-type]
+        assert transport.exchange(rank) == list(range(world_size))
+        here = psutil.Process().net_connections("tcp")
+        counts.append(sum(bool(each.raddr) and each.raddr.port == port for each in here))
+        transport.close()
+    return counts
+
+
+def test_all_groups_share_one_connection_to_the_store(ranks2: RankPool):
+    for first, *more in ranks2.run(_connections_to_the_store):
+        assert more == [first] * 3
+
+
+def _two_under_way(rank: int, world_size: int) -> list[str]:
+    """What two collectives under way say on rank 0 when rank 1 does not come to them."""
+    transport = GlooTransport(dist.new_group(timeout=datetime.timedelta(seconds=2)))  # type: ignore[arg-type]
+    transport.exchange(rank)
+    works = [] if rank else [transport.all_gather(torch.ones(2)) for _ in range(2)]
+    told = [message(work.wait) for work in works]
+    transport.abort()
+    return told
+
+
+def test_all_that_fails_with_the_first_names_who_is_missing_too():
+    first, _ = run_ranks(_two_under_way, 2, check_exit=False)
+    assert len(first) == 2 and all("No word from rank 1: it has exited" in text for text in first), first
+
+
 def test_gloo_moves_what_it_should(ranks: RankPool):
     for rank, (name, at, size, *seen) in enumerate(ranks.run(_over_gloo)):
         assert (name, at, size) == ("gloo", rank, ranks.world_size)
         assert_same_bits(seen, expected(rank, size), f"rank {rank}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_threads_move_what_gloo_moves(world_size: int):
     for rank, (name, at, size, *seen) in enumerate(in_threads(world_size, lambda _, t: collect(t))):
         assert (name, at, size) == ("local", rank, world_size)

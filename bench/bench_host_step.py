@@ -1,0 +1,20 @@
+"""What our class adds to a step on the host of a GPU, with Triton's launcher over a driver that does nothing."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from .bench_steps import record_overhead
+from .conftest import Size
+from .host_step import ROOT, compare
+
+
+@pytest.mark.skipif(not find_spec("triton") or not shutil.which("gcc"), reason="no triton, or no gcc for its launcher")
+def test_overhead_of_launches(benchmark: Any, size: Size) -> None:
+    """300 parameters in 20 buckets: `fp16` on one rank beside other settings, two shots, and torch's class."""
+    (seconds,) = compare([ROOT], 2 * size.rounds)
+    record_overhead(benchmark, seconds)

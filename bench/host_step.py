@@ -1,0 +1,244 @@
+"""What a step costs the host on a GPU, measured without one: `python -m bench.host_step [TREE …]` compares checkouts.
+
+Triton's own launcher works over a driver that does nothing (`tests/support/cuda_stub.py`), torch's own scopes of
+streams over calls that do nothing, and collectives enqueue nothing; CPU tensors stand for CUDA tensors. So all of our
+Python runs as on a GPU, with the driver's part left out, 2 to 4 µs a launch. What is measured is the CPU time of the
+thread that calls. torch's class runs the kernels of its CPU build, in place of launches, over gloo, whose threads do
+not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from .paired import ratio
+
+BUCKETS, PARAMETERS = 20, 300
+STEPS = 3  # of a contestant in a round
+ROOT = Path(__file__).parents[1]
+HOOKS_ALONE = "none, 1 rank"  # nothing is launched there
+SETTINGS = ("fp16", "none", "int8", "int8:error_feedback")
+
+
+def compare(trees: Sequence[Path], rounds: int) -> list[dict[str, list[float]]]:
+    """CPU seconds of steps by contestant, for each checkout; these take turns, and in each of them its contestants."""
+    left_out = ("TRITON_INTERPRET", "PYTHONPATH")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    command = [sys.executable, "-m", "bench.host_step", "--serve"]
+    workers = [
+        subprocess.Popen(command, cwd=tree, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for tree in trees
+    ]
+    seconds: list[dict[str, list[float]]] = [{} for _ in trees]
+    try:
+        for _ in range(rounds):
+            for worker, found in zip(workers, seconds, strict=True):
+                assert worker.stdin is not None and worker.stdout is not None
+                worker.stdin.write("\n")
+                worker.stdin.flush()
+                for name, each in json.loads(worker.stdout.readline()).items():
+                    found.setdefault(name, []).extend(each)
+    finally:
+        for worker in workers:
+            with suppress(OSError):
+                worker.communicate(timeout=30)
+    return seconds
+
+
+def serve() -> None:
+    """For each line that comes: one round of all contestants, and a line of JSON."""
+    from tests.support import cuda_stub
+
+    cuda_stub.activate()  # before anything imports Triton
+    import torch
+    import torch.distributed as dist
+
+    from .steps import set_up_process, wrapped
+
+    set_up_process()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    x = torch.zeros(())
+    with cuda_stand_in():
+        # More than the first ten steps, whose times our logger takes.
+        contestants, _ = wrapped(_settings(), _model(), x, dist.group.WORLD, warm_up=12)
+        optimizers = {
+            name: torch.optim.SGD(each.plain.parameters(), lr=1e-9, foreach=True) for name, each in contestants.items()
+        }
+        for name, contestant in contestants.items():
+            if contestant.setting.wrapper == "fastreduce":
+                assert len(contestant.wrapped.reducer.pipelines) == BUCKETS, name
+        gc.collect()
+        gc.disable()
+        for _ in sys.stdin:
+            seconds: dict[str, list[float]] = {name: [] for name in contestants}
+            for _ in range(STEPS):
+                for name, contestant in contestants.items():
+                    contestants["unwrapped"].step(x)  # so that none finds another's code in the processor's caches
+                    contestants["unwrapped"].drop_gradients()
+                    start = time.thread_time()
+                    contestant.step(x)
+                    optimizers[name].step()
+                    seconds[name].append(time.thread_time() - start)
+                    contestant.drop_gradients()
+            gc.collect()
+            print(json.dumps(seconds), flush=True)
+
+
+def _model() -> Any:
+    """Parameters of 64 elements whose gradients lie where they lay before, as a GPU's allocator places them."""
+    import torch
+    from torch import Tensor, nn
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, grads: list[Tensor], *rows: Tensor) -> Tensor:
+            ctx.grads = grads
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, _: Tensor) -> Any:
+            return None, *(grad.data for grad in ctx.grads)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.ParameterList([torch.zeros(64) for _ in range(PARAMETERS)])
+            self.grads = [torch.ones(64) for _ in range(PARAMETERS)]
+
+        def forward(self, _: Tensor) -> Tensor:
+            return Backward.apply(self.grads, *self.rows)  # type: ignore[no-any-return, no-untyped-call]
+
+    return Model()
+
+
+def _settings() -> dict[str, Any]:
+    import torch
+
+    from fastreduce.transports import LocalTransport, Transport
+
+    from .steps import Setting
+
+    class Done:
+        def wait(self) -> None:
+            return
+
+    class Nothing(Transport):
+        """Two ranks' collectives, none of which is enqueued."""
+
+        name, rank, world_size, enqueues = "nothing", 0, 2, True
+
+        def all_reduce(self, tensor: torch.Tensor) -> Done:
+            return Done()
+
+        def all_to_all(self, received: torch.Tensor, wire: torch.Tensor) -> Done:
+            return Done()
+
+        def all_gather(self, wire: torch.Tensor) -> Done:
+            return Done()
+
+        def exchange(self, value: Any) -> list[Any]:
+            return [value, value]
+
+        def abort(self) -> None:
+            return
+
+        def close(self) -> None:
+            return
+
+    cap = {"bucket_cap_mb": PARAMETERS // BUCKETS * 64 * 4 / 2**20}
+    views = {"gradient_as_bucket_view": True}
+    transports = {"1 rank": lambda group: LocalTransport(), "2 ranks": lambda group: Nothing()}
+    ours = {
+        f"{compression}, {ranks}": Setting(
+            "fastreduce", {"compression": compression, **cap}, kernels="triton", transport=transport
+        )
+        for ranks, transport in transports.items()
+        for compression in SETTINGS
+    }
+    return {
+        **ours,
+        "torch": Setting("torch", cap),
+        "torch, views": Setting("torch", {**cap, **views}),
+        "torch fp16 hook, views": Setting("torch", {**cap, **views}, hook=True),
+        "unwrapped": Setting(""),
+    }
+
+
+@contextmanager
+def cuda_stand_in() -> Iterator[None]:
+    """CPU tensors go the way of CUDA tensors, on streams that exist only by their numbers."""
+    import torch
+
+    from fastreduce.ops import backends
+    from fastreduce.reduction import bucketed, error_feedback, nonfinite, pipeline
+    from fastreduce.reduction.streams import CudaStream
+
+    class HostStream:
+        device, device_index, device_type = torch.device("cuda", 0), 0, 1
+
+        def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int = 1, **_: int) -> None:
+            self.stream_id = stream_id
+
+        def record_event(self) -> HostStream:
+            return self
+
+        def wait_event(self, event: HostStream) -> None:
+            return
+
+        def wait_stream(self, stream: HostStream) -> None:
+            return
+
+    current = [0, 0, 1]
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        current[0] = stream_id
+
+    calls = {"_cuda_getCurrentStream": lambda index: current, "_cuda_setStream": set_stream}
+    with (
+        patch.object(backends, "why_not", lambda name, device: None),
+        patch.object(bucketed, "one_by_one", lambda device, transport: True),
+        patch.object(bucketed, "make_stream", lambda device, transport: CudaStream(device, None)),
+        patch.object(error_feedback, "reads_late", lambda tensor: True),
+        patch.object(nonfinite, "reads_late", lambda tensor: True),
+        patch.object(pipeline, "reads_late", lambda tensor: True),
+        patch.object(torch.cuda, "Stream", HostStream),
+        patch.object(torch.cuda, "_lazy_init", lambda: None),
+        patch.object(torch.cuda, "_get_device_index", lambda device, optional=False: 0),
+        patch.multiple(torch._C, create=True, **calls),
+    ):
+        yield
+
+
+def main() -> None:
+    """A table: of each checkout the CPU time that a wrapper adds, and the others' share of the first one's."""
+    trees = [Path(word) for word in sys.argv[1:]] or [ROOT]
+    found = compare(trees, rounds=int(__import__("os").environ.get("R", "40")))
+    print(f"CPU µs that a wrapper adds to a step of {PARAMETERS} parameters, and a bucket of {BUCKETS} beyond hooks:")
+    added = [
+        {name: [1e6 * (a - b) for a, b in zip(times, each["unwrapped"], strict=True)] for name, times in each.items()}
+        for each in found
+    ]
+    for name in list(found[0])[:-1]:
+        line = ""
+        for each in added:
+            buckets = [(a - b) / BUCKETS for a, b in zip(each[name], each[HOOKS_ALONE], strict=True)]
+            line += f"{statistics.median(each[name]):9.0f} {statistics.median(buckets):6.1f}"
+        for other in added[1:]:
+            line += "   {:.3f} ({:.3f} to {:.3f})".format(*ratio(other[name], added[0][name]))
+        print(f"{name:30}{line}")
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["--serve"] else main()

@@ -1,0 +1,29 @@
+"""Events: the moments of a backward at which logger, mixed precision, hooks and checks are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .bucketed import BucketJob
+
+
+@dataclass
+class Events:
+    """What is called at the moments of a backward, in order; nothing that keeps the reducer alive.
+
+    Attributes:
+        launching: a bucket is about to be reduced; with its job.
+        computed: the backward's own work has ended, and its reduction is about to.
+        arrived: all averages have come, and are not stored yet.
+        stored: they are.
+        ended: a backward has ended, reduced or not.
+        dropped: a backward that raised before its end is forgotten.
+    """
+
+    launching: list[Callable[[BucketJob], object]] = field(default_factory=list)
+    computed: list[Callable[[], object]] = field(default_factory=list)
+    arrived: list[Callable[[], object]] = field(default_factory=list)
+    stored: list[Callable[[], object]] = field(default_factory=list)
+    ended: list[Callable[[], object]] = field(default_factory=list)
+    dropped: list[Callable[[], object]] = field(default_factory=list)

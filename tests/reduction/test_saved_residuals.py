@@ -1,0 +1,213 @@
+"""What error feedback keeps survives restarts, by another number of ranks too."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from fastreduce import GradientReducer, SettingError
+from fastreduce.reduction import saved_residuals
+from tests.support.models import Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
+from tests.support.ranks import RankPool
+from tests.support.thread_ranks import in_threads, make_reducer, seeded
+
+FEEDBACK = "int8:error_feedback"
+
+
+def _steps(model: Any, rank: int, first: int, last: int) -> list[Grads]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model(batch(rank, step, 4, 20)).square().mean().backward()
+        optimizer.step()
+        seen.append(grads_of(model.module))
+    return seen
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(ranks: RankPool, after: int):
+    for uninterrupted, resumed in ranks.run(_resume, after):
+        assert_same_bits(resumed, uninterrupted)
+
+
+def _resume(rank: int, world_size: int, after: int) -> tuple[list[Grads], list[Grads]]:
+    options = {"compression": FEEDBACK, "bucket_cap_mb": 0.004}
+    torch.manual_seed(0)
+    model = wrap("ours", mlp(), **options)
+    _steps(model, rank, 0, after)
+    file = io.BytesIO()
+    torch.save({"model": model.module.state_dict(), "reducer": model.reducer.state_dict()}, file)
+    uninterrupted = _steps(model, rank, after, after + 4)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    torch.manual_seed(123)
+    again = wrap("ours", mlp(), **options)
+    again.module.load_state_dict(saved["model"])
+    again.reducer.load_state_dict(saved["reducer"])
+    return uninterrupted, _steps(again, rank, after, after + 4)
+
+
+def test_without_loading_the_residuals_it_would_differ(ranks2: RankPool):
+    assert ranks2.run(_resume_without) == [False, False]
+
+
+def _resume_without(rank: int, world_size: int) -> bool:
+    torch.manual_seed(0)
+    model = wrap("ours", mlp(), compression=FEEDBACK)
+    _steps(model, rank, 0, 3)
+    weights = {name: value.clone() for name, value in model.module.state_dict().items()}
+    uninterrupted = _steps(model, rank, 3, 5)
+    again = wrap("ours", mlp(), compression=FEEDBACK)
+    again.module.load_state_dict(weights)
+    resumed = _steps(again, rank, 3, 5)
+    pairs = zip(uninterrupted[-1].values(), resumed[-1].values(), strict=True)
+    return all(torch.equal(bits(a), bits(b)) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def test_a_state_is_a_copy(ranks2: RankPool):
+    assert ranks2.run(_copied) == [True, True]
+
+
+def _copied(rank: int, world_size: int) -> bool:
+    model = wrap("ours", mlp(), compression=FEEDBACK)
+    _steps(model, rank, 0, 3)
+    state = model.reducer.state_dict()
+    kept = {name: value.clone() for name, value in state["residuals"].items()}
+    shards = [value.clone() for value in state["shard_residuals"]]
+    _steps(model, rank, 3, 6)
+    return all(torch.equal(state["residuals"][n], v) for n, v in kept.items()) and all(
+        map(torch.equal, state["shard_residuals"], shards)
+    )
+
+
+def states_of(world_size: int, setting: str = FEEDBACK) -> list[dict[str, Any]]:
+    """What the ranks of an old run have saved, after some steps in threads."""
+
+    def run(rank: int, transport: Any) -> dict[str, Any]:
+        model = seeded(mlp)
+        reducer = make_reducer(model, transport, setting)
+        for step in range(4):
+            reducer.rebuild_buckets()
+            model.zero_grad()
+            output = model(batch(rank, step, 4, 20))
+            reducer.arm()
+            reducer.watch([output])
+            output.square().mean().backward()
+        return reducer.state_dict()
+
+    return in_threads(world_size, run)
+
+
+def reducers_of(world_size: int, use: Any, setting: str = FEEDBACK) -> list[Any]:
+    """`use(rank, reducer)` on the ranks of a new run."""
+
+    def run(rank: int, transport: Any) -> Any:
+        model = seeded(mlp)
+        reducer = make_reducer(model, transport, setting)
+        value = use(rank, reducer)
+        for step in range(2):  # and it trains on
+            reducer.rebuild_buckets()
+            output = model(batch(rank, step, 4, 20))
+            reducer.arm()
+            reducer.watch([output])
+            output.square().mean().backward()
+        return value
+
+    return in_threads(world_size, run)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 3), (4, 1), (1, 2)])
+def test_another_world_size_loads_the_mean_of_all_old_residuals(old: int, new: int, caplog: pytest.LogCaptureFixture):
+    states = states_of(old)
+    mean = {n: torch.stack([s["residuals"][n] for s in states]).mean(0) for n in states[0]["residuals"]}
+    of_shards = saved_residuals.of_shards(states, 128)
+    expected = {name: value + of_shards[name] for name, value in mean.items()}
+    assert any(value.any() for value in mean.values()) and any(value.any() for value in of_shards.values())
+
+    def load(rank: int, reducer: GradientReducer) -> dict[str, Any]:
+        reducer.load_state_dict(states)
+        return reducer.state_dict()
+
+    caplog.set_level(logging.INFO, logger="fastreduce")
+    for rank, loaded in enumerate(reducers_of(new, load)):
+        assert_same_bits({n: loaded["residuals"][n] for n in expected}, expected, f"rank {rank}")
+        assert (loaded["rank"], loaded["world_size"]) == (rank, new)
+        assert all(not shard.any() for shard in loaded["shard_residuals"]), "they are part of the first stage"
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("fastreduce")]
+    assert len(lines) == new, "one line a rank"
+    assert f"{old} ranks" in lines[0] and f"on {new}" in lines[0] and "mean" in lines[0]
+
+
+def test_at_the_same_world_size_the_list_of_all_states_serves_too():
+    states = states_of(2)
+
+    def load(rank: int, reducer: GradientReducer) -> dict[str, Any]:
+        reducer.load_state_dict(states[::-1])
+        return reducer.state_dict()
+
+    for rank, loaded in enumerate(reducers_of(2, load)):
+        assert_same_bits(loaded["residuals"], states[rank]["residuals"])
+        assert_same_bits(loaded["shard_residuals"], states[rank]["shard_residuals"])
+
+
+def _without(states: list[dict[str, Any]], *ranks: int) -> list[dict[str, Any]]:
+    return [state for state in states if state["rank"] not in ranks]
+
+
+def _renamed(state: dict[str, Any]) -> dict[str, Any]:
+    def rename(name: str) -> str:
+        return name.replace("6.weight", "other.weight")
+
+    return {
+        **state,
+        "buckets": [[rename(name) for name in names] for names in state["buckets"]],
+        "residuals": {rename(name): value for name, value in state["residuals"].items()},
+    }
+
+
+def _resized(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "residuals": {**state["residuals"], "6.weight": torch.zeros(3)}}
+
+
+BAD_STATES: dict[str, tuple[Any, str]] = {
+    "a rank is missing": (lambda: _without(states_of(3), 1), r"ranks \[0, 2\] of 3"),
+    "of this rank there is none": (lambda: _without(states_of(2), 0), r"rank 0 of 2 needs"),
+    "one state of another world size": (lambda: states_of(3)[0], r"ranks \[0\] of 3"),
+    "nothing": (list, "given: ranks"),
+    "another compression": (lambda: states_of(2, "int8:block=64,error_feedback"), "int8:block=64,error_feedback"),
+    "other names": (lambda: [_renamed(state) for state in states_of(2)], "'6.weight' is only in this reducer"),
+    "other sizes": (lambda: [_resized(state) for state in states_of(2)], "'6.weight' has 3 elements"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_a_state_that_does_not_fit_is_a_setting_error_and_nothing_is_loaded(case: str):
+    make, message = BAD_STATES[case]
+    bad = make()
+
+    def load(rank: int, reducer: GradientReducer) -> tuple[bool, str]:
+        if rank == 1 and case == "of this rank there is none":
+            return True, message
+        before = reducer.state_dict()
+        try:
+            reducer.load_state_dict(bad)
+        except SettingError as error:
+            assert_same_bits(reducer.state_dict(), before)
+            return True, str(error)
+        return False, "loaded"
+
+    for refused, text in reducers_of(2, load):
+        assert refused, text
+        assert text == message or pytest.raises(SettingError, match=message).matches(SettingError(text)), text
+
+
+def test_settings_without_feedback_save_and_load_the_layout_only():
+    states = states_of(2, "fp16")
+    assert states[0]["residuals"] == {} and states[0]["shard_residuals"] == []
+    reducers_of(2, lambda rank, reducer: reducer.load_state_dict(states[rank]), "fp16")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fastreduce import errors
+from tests.support.each_setting import EACH_SETTING
 from tests.support.models import (
     EXACT,
-    SETTINGS,
     Branches,
     Grads,
     Heads,
@@ -146,7 +146,7 @@ def _play_unused(
     return _play_both(rank, world_size, ops, options, {})
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_used_flags_travel_under_every_setting(ranks_views: tuple[RankPool, bool], setting: str):
     ranks, views = ranks_views
     results = ranks.run(_flags, setting, views)

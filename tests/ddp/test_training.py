@@ -14,8 +14,8 @@ import torch
 
 import fastreduce
 from tests.support import tolerances
+from tests.support.each_setting import EACH_SETTING
 from tests.support.models import (
-    SETTINGS,
     TWO_SHOT,
     Grads,
     MixedDtypes,
@@ -85,7 +85,7 @@ def test_three_ranks_agree_with_torch_within_the_order_of_summation(ranks3: Rank
 # Compression
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_averages_are_within_the_formats_bound_and_the_same_on_all_ranks(ranks: RankPool, setting: str):
     for model, make in MODELS.items():
         options = {"steps": 3, "lr": 0.0, "bucket_cap_mb": 0.004, "compression": setting}
@@ -104,7 +104,7 @@ def test_averages_are_within_the_formats_bound_and_the_same_on_all_ranks(ranks: 
         assert worst > 0.1, f"{model}: the bound is too loose to say anything"
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_replicas_stay_bitwise_equal_through_training(ranks3: RankPool, setting: str):
     options = {"steps": 6, "bucket_cap_mb": 0.004, "compression": setting, "gradient_as_bucket_view": True}
     equal_on_all(ranks3.run(_train, "ours", "mlp", options))
@@ -120,7 +120,7 @@ def test_two_shot_results_depend_neither_on_bucket_size_nor_on_views_nor_on_the_
         assert_same_bits(found, expected, f"{setting} at {caps} MiB")
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_training_gets_better_under_every_setting(ranks2: RankPool, setting: str):
     first, last = ranks2.run(_losses, setting)[0]
     assert last < 0.5 * first
@@ -158,7 +158,7 @@ def _train_with_kernels(rank: int, world_size: int, kernels: str, model: str, op
 # World size 1
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_one_rank_trains_under_every_setting(alone: None, setting: str, views: bool):
     for model, make in MODELS.items():
         options = {"lr": 0.0, "steps": 3, "compression": setting, "gradient_as_bucket_view": views}

@@ -13,7 +13,8 @@ from torch import nn
 
 import fastreduce
 from fastreduce import BackendUnavailableError, Compression, SettingError, TensorError
-from tests.support.models import SETTINGS, Grads, assert_same_bits, batch, grads_of, wrap
+from tests.support.each_setting import EACH_SETTING
+from tests.support.models import Grads, assert_same_bits, batch, grads_of, wrap
 from tests.support.ranks import RankPool
 
 
@@ -316,7 +317,7 @@ def _non_finite(rank: int, world_size: int, setting: str, bad: float, views: boo
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "minus inf"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_a_non_finite_gradient_on_one_rank_is_non_finite_on_all_and_nothing_else_is(
     ranks: RankPool, setting: str, bad: float
 ):

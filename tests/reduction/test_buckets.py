@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fastreduce import Compression
 from fastreduce.ops import wire_numel
 from fastreduce.reduction.buckets import BucketPlan, ParameterSpec, build_plan, group_by_size
-from tests.support.models import SETTINGS
+from tests.support.each_setting import EACH_SETTING
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -75,7 +75,7 @@ def plan_of(of, caps, alignment, shards) -> tuple[list[ParameterSpec], BucketPla
     return specs, build_plan(specs, groups, alignment=alignment, shards=shards)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 @given(shapes, caps, st.integers(1, 9))
 def test_shards_are_what_kernels_read_16_bytes_at_a_time(setting, of, caps, shards):
     """Triton sees that a size is divisible where it is a multiple of 16, whatever the dtype."""

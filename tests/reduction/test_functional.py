@@ -15,7 +15,8 @@ from fastreduce import SettingError, TensorError, all_reduce_gradients
 from fastreduce.reduction import one_call
 from fastreduce.transports import local_ranks
 from tests.support import tolerances
-from tests.support.models import SETTINGS, assert_same_bits, batch, mlp
+from tests.support.each_setting import EACH_SETTING
+from tests.support.models import assert_same_bits, batch, mlp
 from tests.support.ranks import RankPool
 from tests.support.thread_ranks import in_threads
 
@@ -46,7 +47,7 @@ def _averaged(rank: int, world_size: int, setting: str) -> list[Tensor]:
     return [t.contiguous() for t in tensors]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_tensors_are_averaged_in_place_within_the_bound_and_alike_on_all_ranks(ranks: RankPool, setting: str):
     found = ranks.run(_averaged, setting)
     for other in found[1:]:

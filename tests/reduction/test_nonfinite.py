@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.models import SETTINGS, Constant, spread, wrap
+from tests.support.each_setting import EACH_COMPRESSION
+from tests.support.models import Constant, spread, wrap
 from tests.support.ranks import RankPool
 
 
@@ -38,7 +39,7 @@ def _counted(rank: int, world_size: int, setting: str, bad: float) -> tuple[list
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if not setting.startswith("none")])
+@pytest.mark.parametrize("setting", EACH_COMPRESSION)
 def test_a_gradient_that_is_not_finite_is_counted_on_every_rank_and_reported_once(
     ranks: RankPool, setting: str, bad: float
 ):

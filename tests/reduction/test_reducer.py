@@ -20,8 +20,8 @@ from fastreduce.reduction.gradients import Collected
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import GlooTransport, LocalTransport, Transport, Work
 from tests.support import tolerances
+from tests.support.each_setting import EACH_SETTING
 from tests.support.models import (
-    SETTINGS,
     TWO_SHOT,
     Grads,
     MixedDtypes,
@@ -72,7 +72,7 @@ def test_two_ranks_do_not_depend_on_the_transport_under_any_setting(ranks2: Rank
 
 
 @pytest.mark.parametrize("world_size", [4, 5, 8])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", EACH_SETTING)
 def test_more_ranks_are_within_the_bound_and_equal_to_each_other(setting: str, world_size: int):
     found = in_threads(world_size, lambda _, transport: train_by_hand(transport, MixedDtypes, setting, 2))
     for other in found[1:]:

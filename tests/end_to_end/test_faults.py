@@ -289,6 +289,15 @@ time.sleep(1000)
 """
 
 
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Stop it, and wait until it is."""
+    os.kill(process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + LATE
+    while Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_store_whose_holder_is_stopped_and_goes_on():
     import torch.distributed as torch_dist
 
@@ -298,7 +307,7 @@ def test_a_store_whose_holder_is_stopped_and_goes_on():
         client = StoreClient(torch_dist.TCPStore("127.0.0.1", port, is_master=False), 1.0).at("a")
         client.set("key", "value")
         assert client.read("key") == "value" and client.read("other") is None
-        os.kill(holder.pid, signal.SIGSTOP)
+        _stop(holder)
         start = time.monotonic()
         with pytest.raises(TransportError, match="does not answer within 1 s"):
             client.read("key")
@@ -329,7 +338,7 @@ def test_a_launcher_leaves_a_store_whose_holder_is_stopped(monkeypatch: pytest.M
         where = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         nodes = Nodes(where)
         time.sleep(1)
-        os.kill(holder.pid, signal.SIGSTOP)
+        _stop(holder)
         start = time.monotonic()
         assert "node 2" in nodes.suspect() or "node 0" in nodes.suspect()
         nodes.leave("its ranks failed")

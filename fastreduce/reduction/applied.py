@@ -24,6 +24,15 @@ _changing_live = threading.Lock()
 _optimized: set[int] = set()  # identities of parameters that a torch optimizer has stepped
 
 
+def _norms(grads: Sequence[Tensor]) -> Tensor:
+    """Of each gradient, all on one device and of one dtype, the largest magnitude and the sum of all, FP64 `[2, n]`."""
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    real = [grad if grad.numel() else grad.new_zeros(1) for grad in real]
+    wide = torch.float64 if real[0].dtype is torch.float64 else torch.float32
+    norms = [torch._foreach_norm(real, order, dtype=wide) for order in (math.inf, 1)]
+    return torch.stack([torch.stack(each).double() for each in norms])
+
+
 class Applied:
     """By slot of one bucket: the factor between the average that a reduction left in `.grad` and what was applied.
 
@@ -43,6 +52,7 @@ class Applied:
             `[2, slots]`; called while the next reduction has not begun.
         scale: what the average was multiplied by before it was stored.
         watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
+        older: positions of slots whose gradients an earlier reduction has left: no average of this one is theirs.
     """
 
     def __init__(
@@ -52,6 +62,7 @@ class Applied:
         magnitudes: Callable[[], Tensor],
         scale: float = 1.0,
         watched: bool = True,
+        older: Collection[int] = (),
     ) -> None:
         count = len(parameters)
         grads = [parameter.grad for parameter in parameters]
@@ -66,6 +77,10 @@ class Applied:
         self._stepped = [False] * count
         self._told: set[int] = set()
         self._carried: list[Factor | None] = [None] * count
+        self._older: dict[int, Tensor] = {}  # what `magnitudes` would tell of them
+        for i in older:
+            if (grad := grads[i]) is not None:
+                self._older[i] = _norms([grad])[:, 0] / scale
         _notice()
         with _changing_live:
             _live.add(self)
@@ -188,13 +203,13 @@ class Applied:
         magnitudes = self._magnitudes()
         if not grads or magnitudes is None:
             return [1.0 for _ in positions]
-        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-        real = [grad if grad.numel() else grad.new_zeros(1) for grad in real]
         then = magnitudes()[:, list(positions)]
-        wide = torch.float64 if real[0].dtype is torch.float64 else torch.float32
-        norms = [torch._foreach_norm(real, order, dtype=wide) for order in (math.inf, 1)]
-        now = torch.stack([torch.stack(each).double() for each in norms]).to(then.device)
-        then[0] = then[0].to(real[0].dtype).double()  # as it was stored
+        for column, i in enumerate(positions):
+            if i in self._older:
+                then[:, column] = self._older[i]
+        now = _norms(grads).to(then.device)
+        stored = torch.view_as_real(grads[0]).dtype if grads[0].is_complex() else grads[0].dtype
+        then[0] = then[0].to(stored).double()
         thrown_away = ~now.isfinite() | (now == 0)
         ratios = torch.where(then == 0, 1.0, torch.where(thrown_away, 0.0, now / then))
         same = (ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0]

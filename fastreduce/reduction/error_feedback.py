@@ -174,7 +174,7 @@ class ErrorFeedback:
     ) -> None:
         """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
         self._idle = self._carried.intersection(left)
-        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched)
+        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle)
 
     def look(self) -> None:
         """See whether gradients that nobody has applied are still there; before others accumulate."""

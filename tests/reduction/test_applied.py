@@ -121,6 +121,13 @@ def test_what_was_not_applied_is_not_added_to_the_next_step(ranks2: RankPool, wa
         assert float((got - wanted).abs().max()) <= 4 * 0.5 / 127 * 4 * max(1.0, float(wanted.abs().max())), name
 
 
+@pytest.mark.parametrize("setting", ["int4:block=32", "fp8:block=64", "int8:block=16"])
+def test_a_clipped_gradient_that_no_wire_of_this_step_held_is_followed(ranks2: RankPool, setting: str):
+    """It stays for a step in which nobody uses its parameter: what was sent then is something else, rounded anew."""
+    history = [Step(), Step(ends="keep"), Step(used=("bc", "bc"), clip="torch", max_norm=0.1), Step()]
+    check_law(Setup(setting=setting), ranks2.run(train, Setup(setting=setting), history))
+
+
 def _by_hand(rank: int, world_size: int, told: bool) -> dict[str, Any]:
     """An update that is no optimizer of torch's, which leaves every other step out."""
     training = Training(Setup(), rank, world_size)

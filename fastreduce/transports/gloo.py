@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from . import messages
 from .base import Transport, Work
 from .connections import Lease, drop_free, timeout_of
 from .deadlines import GRACE_SECONDS, in_background
-from .meeting import SHORTEST, AbsentError, clear, meet, wait_until
+from .meeting import SHORTEST, AbsentError, clear, meet, notes, wait_until
 from .store_client import SOON_SECONDS, StoreClient, client_of
 
 at_exit(Exit.GLOO, lambda: drop_free("gloo"))
@@ -67,13 +68,20 @@ class _Connection:
         self._gloo: Any = self._connect(group, f"fastreduce/{name}")
 
     def _connect(self, group: dist.ProcessGroup, prefix: str) -> Any:
-        """Meet, so that who is missing can be named; then gloo connects, in the background."""
+        """Meet, so that who is missing can be named; then gloo connects, in the background.
+
+        Rank 0 names a place for addresses that nobody has used: those of an earlier group of this name are stale.
+        """
         ranks, store = range(self.size), client_of(group).at(prefix)
-        self.call("connecting", meet, store.at("here"), self.rank, ranks, self.seconds)
-        self.call("connecting", clear, store.at("here"), ranks)
+        here, place = store.at("here"), uuid.uuid4().hex
+        self.call("connecting", meet, here, self.rank, ranks, self.seconds, place)
+        place, *_ = self.call("connecting", notes, here, ranks)
+        self.call("connecting", clear, here, ranks)
+        self._failures = self._failures.at(place)
+        self._addresses = _GlooStore(store.at(place))  # gloo keeps it, without what is Python's of it
 
         def make() -> Any:
-            return dist.ProcessGroupGloo(_GlooStore(store), self.rank, self.size, timeout=timeout_of(group))
+            return dist.ProcessGroupGloo(self._addresses, self.rank, self.size, timeout=timeout_of(group))
 
         return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,7 +32,8 @@ EXIT_SECONDS = 0.5
 class StoreClient:
     """Values by key, as text, behind a prefix; one connection and one thread for all clients made with `at`.
 
-    A call that gets no answer within its deadline raises, and so do later ones at once, until the answer comes.
+    A call that gets no answer within its deadline raises, and so do later ones at once, until an answer comes: those
+    with a longer deadline when nothing has come for as long.
 
     Args:
         store: what to connect to; the connection is our own, where the store can be cloned.
@@ -107,7 +109,7 @@ class _Line:
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
-        self.silent = False  # a deadline has passed, and nothing has come back since
+        self.silent_since: float | None = None  # a deadline has passed, and nothing has come back since
 
 
 class _Caller:
@@ -122,7 +124,10 @@ class _Caller:
 
     def call(self, function: Callable[[Any], T], client: StoreClient) -> T:
         """`function(connection)`."""
-        if self._line.silent:
+        start = time.monotonic()
+        silent = self._line.silent_since
+        left = client.seconds if silent is None else client.seconds - (start - silent)
+        if left <= 0:
             raise TransportError(f"{_holder()}, which holds the store, does not answer")
         with self._start:
             if self.thread is None:
@@ -132,12 +137,12 @@ class _Caller:
         answer: Future[T] = Future()
         self._line.jobs.put((answer, function))
         try:
-            return answer.result(client.seconds)
+            return answer.result(left)
         except TransportError:
             raise
         except TooLate as error:
             answer.cancel()
-            self._line.silent = True
+            self._line.silent_since = start if silent is None else silent
             raise TransportError(
                 f"{_holder()}, which holds the store, does not answer within {client.seconds:g} s"
             ) from error
@@ -146,7 +151,7 @@ class _Caller:
 
     def end(self) -> None:
         """At exit: end the thread, unless it waits for an answer; then it is left behind."""
-        if self._end() is None and self.thread is not None and not self._line.silent:
+        if self._end() is None and self.thread is not None and self._line.silent_since is None:
             self.thread.join(EXIT_SECONDS)
 
 
@@ -160,7 +165,7 @@ def _work(line: _Line, original: Any) -> None:
                 answer.set_result(function(store))
             except BaseException as error:
                 answer.set_exception(error)
-        line.silent = False
+        line.silent_since = None
         del job, answer, function
 
 

@@ -314,6 +314,9 @@ def test_a_store_whose_holder_is_stopped_and_goes_on():
         for _ in range(20):  # at once
             with pytest.raises(TransportError, match="does not answer"):
                 client.add("count", 1)
+        with pytest.raises(TransportError, match=r"does not answer within 1\.5 s"):  # that of a group with more time
+            client.at("", 1.5).read("key")
+        assert time.monotonic() - start > 1.45
         assert time.monotonic() - start < 3
         os.kill(holder.pid, signal.SIGCONT)
         deadline = time.monotonic() + 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import threading
 import time
@@ -75,6 +76,37 @@ def _connections_to_the_store(rank: int, world_size: int) -> list[int]:
 def test_all_groups_share_one_connection_to_the_store(ranks2: RankPool):
     for first, *more in ranks2.run(_connections_to_the_store):
         assert more == [first] * 3
+
+
+def _lazily(rank: int, world_size: int) -> list[float]:
+    """gloo asks for addresses when it first talks to a rank, long after its group was made."""
+    transport = GlooTransport(dist.group.WORLD)  # type: ignore[arg-type]
+    gc.collect()
+    tensor = torch.full((3,), float(rank + 1))
+    transport.all_reduce(tensor).wait()
+    return tensor.tolist()
+
+
+def test_gloo_may_connect_late(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    assert run_ranks(_lazily, 2) == [[3.0] * 3] * 2
+
+
+def _again(rank: int, world_size: int) -> list[float]:
+    """Groups of one name in one store, one after the other."""
+    store, sums = dist.distributed_c10d._get_default_store(), []
+    for _ in range(3):
+        model = wrap("ours", nn.Linear(4, 3), compression="int8")
+        model(torch.full((2, 4), float(rank + 1))).sum().backward()
+        sums.append(model.module.bias.grad.sum().item())
+        del model
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return sums
+
+
+def test_a_group_that_is_made_again_in_the_same_store_connects_anew():
+    assert run_ranks(_again, 2) == [[6.0] * 3] * 2
 
 
 def _two_under_way(rank: int, world_size: int) -> list[str]:

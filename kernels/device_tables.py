@@ -28,22 +28,23 @@ class DeviceTable:
 
     tiles: Tensor
     _captured: list[Tensor] = field(default_factory=list)  # which CUDA graphs read: they are never given back
-    _addresses: dict[str, tuple[list[int], Tensor]] = field(default_factory=dict)
+    _addresses: dict[str, tuple[list[int], int, Tensor]] = field(default_factory=dict)
 
     def addresses(self, operation: str, tensors: Sequence[Tensor]) -> Tensor:
-        """The tensors' addresses on the device, checked and uploaded again only if one has changed since last time.
+        """The tensors' addresses on the device, checked and uploaded again only if one has changed.
 
         Raises:
             AlignmentError: if an address is no multiple of the element size.
         """
         current = [0, *(tensor.data_ptr() for tensor in tensors)]
+        itemsize = max((tensor.element_size() for tensor in tensors), default=0)
         known = self._addresses.get(operation)
         device = self.tiles.device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if known is not None and known[0] == current:
-            if capturing and all(known[1] is not table for table in self._captured):
-                self._captured.append(known[1])
-            return known[1]
+        if known is not None and known[0] == current and known[1] >= itemsize:
+            if capturing and all(known[2] is not table for table in self._captured):
+                self._captured.append(known[2])
+            return known[2]
         if capturing:
             raise RuntimeError(
                 f"{operation}: the address of a tensor changed during a CUDA graph capture; "
@@ -53,7 +54,7 @@ class DeviceTable:
         # Pinned, so that the copy does not make the host wait for the stream.
         host = torch.tensor(current, dtype=torch.int64, pin_memory=device.type == "cuda")
         table = host.to(device, non_blocking=True)
-        self._addresses[operation] = current, table
+        self._addresses[operation] = current, itemsize, table
         return table
 
 

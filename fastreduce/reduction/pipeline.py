@@ -305,10 +305,11 @@ class BucketPipeline:
             return self._verdict
         if isinstance(self.compression, NoCompression) or reads_late(self.wire):
             return None  # it would take a pass over the wire of its own
-        payload = self.wire
+        payloads = self.wire.view(1, -1)
         if self._fp16:
-            payload = self.wire.view(self._parts, -1)[:, : 2 * self.bucket.total // self._parts].view(torch.float16)
-        return torch.stack(torch.aminmax(payload)).isfinite().all()
+            payloads = self.wire.view(self._parts, -1)[:, : 2 * self.bucket.total // self._parts].view(torch.float16)
+        # Row by row, of which each is contiguous: torch would copy what is not.
+        return torch.stack([end for row in payloads for end in torch.aminmax(row)]).isfinite().all()
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""

@@ -6,25 +6,75 @@ import ctypes
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from random import Random
 
 import pytest
 import torch
 
-from fastreduce.kernels.slots import fp16_shard_bytes, shard_bytes
+from fastreduce.kernels.slots import (
+    FP8_FORMAT,
+    INT4_FORMAT,
+    INT8_FORMAT,
+    SlotTable,
+    fp16_shard_bytes,
+    shard_bytes,
+)
 from tests.support.commands import run
 
 
 @pytest.mark.skipif(not find_spec("triton") or not shutil.which("gcc"), reason="no triton, or no gcc for its launcher")
-def test_a_kept_kernel_is_launched_as_triton_launched_it():
-    code = "from tests.kernels.test_launches import check; check()"
+@pytest.mark.parametrize("check", ["check_each_operation", "check_that_nothing_stale_is_launched"])
+def test_a_kept_kernel_is_launched_as_triton_launched_it(check: str):
+    code = f"from tests.kernels.test_launches import {check}; {check}()"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = run(sys.executable, "-c", code, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def check() -> None:
+def check_that_nothing_stale_is_launched() -> None:
+    """Whatever changes between two launches for one slot table: they get what a new table's launches get."""
+    from tests.support import cuda_stub
+
+    cuda_stub.activate()
+    from fastreduce.kernels import triton_int8
+    from tests.kernels.cases import slot_table
+
+    numels, random = [300, 128, 5], Random(0)
+    kept = slot_table(numels, 128, shards=2)
+    memory = torch.zeros(1 << 18, dtype=torch.uint8)
+    aligned = -memory.data_ptr() % 256
+
+    def at(places: Sequence[int], count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        start = aligned + random.choice(places)
+        return memory[start : start + count * dtype.itemsize].view(dtype)
+
+    def given(slots: SlotTable, operation: str) -> list[object]:
+        """Numbers and addresses as they are, tables on the device by what is in them."""
+        launch = slots.cache[operation][1]
+        tables = [x.tolist() for x in launch.tensors if isinstance(x, torch.Tensor) and x.dtype is torch.int64]
+        theirs = {x.data_ptr() for x in launch.tensors if isinstance(x, torch.Tensor) and x.dtype is torch.int64}
+        return [id(launch.compiled), launch.programs, tables, [x for x in launch.passed if x not in theirs]]
+
+    for _ in range(150):
+        form, shards = random.choice([INT8_FORMAT, FP8_FORMAT, INT4_FORMAT]), random.choice([1, 2])
+        place, dtype = random.choice([0, 1 << 13]), random.choice([torch.float32, torch.float16])
+        tensors = [at([place + (i << 11)], numel, dtype) for i, numel in enumerate(numels)]
+        wire = at([1 << 15, 5 << 13], shards * shard_bytes(kept.total // shards // 128, 128, form))
+        turn = random.choice([None, at([1 << 16, (1 << 16) + 16], 1, torch.int32)])
+        residuals = None if turn is None else at([9 << 13, 5 << 14], 2 * kept.total, torch.float32).view(2, -1)
+        finite = random.choice([None, at([6 << 14, (6 << 14) + 16], 1)])
+        statistics = random.choice([None, at([7 << 14], 64, torch.float32).view(-1, 2)])
+        new = slot_table(numels, 128, shards=2)
+        for slots in (new, kept):
+            triton_int8.quantize(tensors, slots, wire, shards, 128, residuals, turn, finite, form)
+            triton_int8.dequantize(wire, shards, 128, slots, tensors, statistics, finite, turn, form)
+        for operation in ("quantize", "dequantize"):
+            assert given(kept, operation) == given(new, operation), operation
+
+
+def check_each_operation() -> None:
     """Each operation as Triton finds it and as it is kept, until memory or numbers change; not only multiples of 16."""
     from tests.support import cuda_stub
 

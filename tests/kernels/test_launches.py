@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,8 @@ def check_that_nothing_stale_is_launched() -> None:
     memory = torch.zeros(1 << 18, dtype=torch.uint8)
     aligned = -memory.data_ptr() % 256
 
-    def at(places: Sequence[int], count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        start = aligned + random.choice(places)
-        return memory[start : start + count * dtype.itemsize].view(dtype)
+    def at(start: int, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return memory[aligned + start : aligned + start + count * dtype.itemsize].view(dtype)
 
     def given(slots: SlotTable, operation: str) -> list[object]:
         """Numbers and addresses as they are, tables on the device by what is in them."""
@@ -57,15 +57,32 @@ def check_that_nothing_stale_is_launched() -> None:
         theirs = {x.data_ptr() for x in launch.tensors if isinstance(x, torch.Tensor) and x.dtype is torch.int64}
         return [id(launch.compiled), launch.programs, tables, [x for x in launch.passed if x not in theirs]]
 
-    for _ in range(150):
-        form, shards = random.choice([INT8_FORMAT, FP8_FORMAT, INT4_FORMAT]), random.choice([1, 2])
-        place, dtype = random.choice([0, 1 << 13]), random.choice([torch.float32, torch.float16])
-        tensors = [at([place + (i << 11)], numel, dtype) for i, numel in enumerate(numels)]
-        wire = at([1 << 15, 5 << 13], shards * shard_bytes(kept.total // shards // 128, 128, form))
-        turn = random.choice([None, at([1 << 16, (1 << 16) + 16], 1, torch.int32)])
-        residuals = None if turn is None else at([9 << 13, 5 << 14], 2 * kept.total, torch.float32).view(2, -1)
-        finite = random.choice([None, at([6 << 14, (6 << 14) + 16], 1)])
-        statistics = random.choice([None, at([7 << 14], 64, torch.float32).view(-1, 2)])
+    choices: dict[str, Sequence[Any]] = {
+        "form": [INT8_FORMAT, FP8_FORMAT, INT4_FORMAT],
+        "shards": [1, 2],
+        "dtype": [torch.float32, torch.float16],
+        "tensors": [0, 1 << 13],
+        "wire": [1 << 15, 5 << 13],
+        "residuals": [None, 9 << 13, 5 << 14],
+        "turn": [1 << 16, (1 << 16) + 16],
+        "finite": [None, 6 << 14, (6 << 14) + 16],
+        "statistics": [None, 7 << 14],
+    }
+    now = {name: values[0] for name, values in choices.items()}
+    for _ in range(300):
+        name = random.choice(list(choices))
+        now[name] = random.choice(choices[name])
+        form, shards, dtype = now["form"], now["shards"], now["dtype"]
+        tensors = [at(now["tensors"] + (i << 11), numel, dtype) for i, numel in enumerate(numels)]
+        wire = at(now["wire"], shards * shard_bytes(kept.total // shards // 128, 128, form))
+        residuals = turn = finite = statistics = None
+        if now["residuals"] is not None:
+            residuals = at(now["residuals"], 2 * kept.total, torch.float32).view(2, -1)
+            turn = at(now["turn"], 1, torch.int32)
+        if now["finite"] is not None:
+            finite = at(now["finite"], 1)
+        if now["statistics"] is not None:
+            statistics = at(now["statistics"], 64, torch.float32).view(-1, 2)
         new = slot_table(numels, 128, shards=2)
         for slots in (new, kept):
             triton_int8.quantize(tensors, slots, wire, shards, 128, residuals, turn, finite, form)

@@ -58,6 +58,11 @@ class DeviceTable:
         return table
 
 
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor's elements begin; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _check_alignment(operation: str, tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         size, address = tensor.element_size(), tensor.data_ptr()

@@ -13,7 +13,7 @@ import numpy as np
 from numba import cuda
 from torch import Tensor
 
-from .device_tables import device_table
+from .device_tables import address, device_table
 from .numba_cuda_statistics import SUMMING, dequantize_and_sum
 from .numba_cuda_tiles import (
     BF16,
@@ -26,7 +26,6 @@ from .numba_cuda_tiles import (
     TAGS,
     THREADS,
     add,
-    address,
     at_most,
     bits_of,
     byte_of,

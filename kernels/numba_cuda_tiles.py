@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numba import cuda
-from torch import Tensor
 
 from .slots import FP16_BLOCK
 
@@ -59,25 +58,30 @@ def locate(tiles, addresses, program, tag):
 
 
 @function
+def _scale(shard, blocks, block, index, code, count):
+    """The scale of block `index`; 0 where `count` is."""
+    if bits_of(code) == 4:
+        scale = load(shard + blocks * block // 2 + index * 2, BF16, BF16, count)[0]
+    else:
+        scale = load(shard + blocks * block + index * 4, FP32, FP32, count)[0]
+    return scale
+
+
+@function
 def decode(shard, blocks, block, index, column, count, code):
     """16 elements of block `index` from `column` on; zeros where `count` is 0."""
     if bits_of(code) == 4:
         quantized = load_int4(shard + (index * block + column) // 2, count)
-        scale = load(shard + blocks * block // 2 + index * 2, BF16, BF16, min(count, 1))[0]
     else:
         quantized = load(shard + index * block + column, byte_of(code), INT8, count)
-        scale = load(shard + blocks * block + index * 4, FP32, FP32, min(count, 1))[0]
-    return multiply(quantized, scale)
+    return multiply(quantized, _scale(shard, blocks, block, index, code, min(count, 1)))
 
 
 @function
 def note_scale(finite, shard, blocks, block, index, code):
     """Make the byte at `finite` 0 if the scale of block `index` is NaN; without an address nothing."""
     if finite:
-        if bits_of(code) == 4:
-            scale = load(shard + blocks * block // 2 + index * 2, BF16, BF16, 1)[0]
-        else:
-            scale = load(shard + blocks * block + index * 4, FP32, FP32, 1)[0]
+        scale = _scale(shard, blocks, block, index, code, 1)
         if scale != scale:
             store_byte(finite, 0)
 
@@ -102,11 +106,6 @@ def decode_fp16(wire, blocks, shard_size, place, tag, scale, count):
 def in_compute_type(number: float, *dtypes: torch.dtype) -> Any:
     """A factor of kernels that compute with numbers of these types."""
     return np.float64(number) if torch.float64 in dtypes else np.float32(number)
-
-
-def address(tensor: Tensor | None) -> int:
-    """Where a tensor's elements begin; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache

@@ -8,12 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device_tables import device_table
+from .device_tables import address, device_table
 from .slots import SlotTable, spare, tile_elements
 from .triton_tiles import (
     DTYPES,
     Launch,
-    address,
     any_not_finite,
     convert,
     double_bits,

@@ -180,8 +180,3 @@ def repeat(
         kept[1].run()
     elif (launched := make()) is not None:
         slots.cache[operation] = made_of, launched
-
-
-def address(tensor: Tensor | None) -> int:
-    """Where a tensor's elements begin; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()

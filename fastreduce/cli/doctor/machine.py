@@ -71,7 +71,7 @@ print(json.dumps([MPI.Get_library_version().splitlines()[0], cuda]))
 """
 SLOW_NAME_SECONDS = 0.5
 SLOW_NAME_HELP = (
-    "in /etc/hosts, name the addresses of the nodes as ::ffff:127.0.0.1 too, "
+    "give each node a line such as '::ffff:10.0.0.2 node2' in /etc/hosts, and '::ffff:127.0.0.1 localhost', "
     "or export RES_OPTIONS='timeout:1 attempts:1'"
 )
 NO_MPI4PY = "pip install mpi4py"

@@ -9,6 +9,7 @@ others plain torch below.
 
 from __future__ import annotations
 
+import csv
 import sysconfig
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -29,6 +30,7 @@ from fastreduce.kernels.slots import SlotTable, shard_bytes
 
 from .timed_models import Gpt2
 
+KEPT = Path(__file__).parent / "results" / "formats.csv"
 WHEN = ("early", "midway", "late")
 OURS = ("int8", "fp8", "int4", "int4:block=64")
 LIMITS = {"MXFP4": 0.7, "E3M0": 0.5}  # of their vNMSE, for int4
@@ -161,7 +163,7 @@ def lost(form: Format, gradients: Recording) -> float:
 
 
 def main(quick: Annotated[bool, typer.Option(help="The first three steps of each training.")] = False) -> None:
-    """Print the table."""
+    """Print the table; a whole run keeps it in bench/results/formats.csv."""
     torch.set_num_threads(1)
     formats = {**{spec: ours(spec) for spec in OURS}, **RIVALS}
     figures: dict[str, list[float]] = {name: [] for name in formats}
@@ -171,8 +173,14 @@ def main(quick: Annotated[bool, typer.Option(help="The first three steps of each
         for of, form in formats.items():
             figures[of].append(lost(form, gradients))
     table = Table("format", "bits", *recorded, title="vNMSE")
-    for name, form in formats.items():
-        table.add_row(name, f"{form.bits:.3g}", *(f"{figure:.1e}" for figure in figures[name]))
+    rows = [
+        [name, f"{form.bits:.3g}", *(f"{figure:.1e}" for figure in figures[name])] for name, form in formats.items()
+    ]
+    for row in rows:
+        table.add_row(*row)
+    if not quick:
+        with KEPT.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([["format", "bits", *recorded], *rows])
     console = Console(width=120)
     console.print(table)
     for name, limit in LIMITS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
 from pathlib import Path
@@ -42,6 +43,14 @@ def test_the_changelog_knows_this_version():
     titles = re.findall(r"^## (.*)$", ROOT.joinpath("CHANGELOG.md").read_text(), re.MULTILINE)
     version = re.search(r'__version__ = "(.*)"', ROOT.joinpath("fastreduce/__init__.py").read_text())
     assert version is not None and titles[0] == "Unreleased" and version[1] in titles
+
+
+def test_what_formats_lose_is_as_the_results_have_it():
+    text = ROOT.joinpath("docs/which-setting.md").read_text()
+    shown = re.findall(r"^\| (.+) \| ([\d.]+) \| (\d.+) \| (\d.+) \|$", text, re.MULTILINE)
+    with ROOT.joinpath("bench/results/formats.csv").open() as file:
+        _, *kept = csv.reader(file)
+    assert [[name.strip("`"), bits, *f"{gpt}, {cnn}".split(", ")] for name, bits, gpt, cnn in shown] == kept
 
 
 def test_figures_in_which_setting_are_in_the_results():

@@ -52,42 +52,39 @@ def test_on_ranks(checked: list[dict[str, str]], check: str):
 @needs_mpirun
 @pytest.mark.parametrize("job", ["raises", pytest.param("raises_in_a_thread", marks=pytest.mark.long)])
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
-    code, output = run_job(tmp_path, 2, job)
-    assert code != 0
-    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 10
+    output = _ended(tmp_path, job, 10)
     assert "rank 1 of 2 ends the job by an exception" in output
     assert "Traceback (most recent call last)" in output and "ValueError: boom" in output
-    assert not _alive(tmp_path)
 
 
 @needs_mpirun
 def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
-    code, output = run_job(tmp_path, 2, "exits")
-    assert code != 0
-    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 10
+    output = _ended(tmp_path, "exits", 10)
     assert "rank 1 has ended, or takes no part any more. Bucket 0 holds" in output
-    assert not _alive(tmp_path)
 
 
 @needs_mpirun
 @pytest.mark.long
 def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path):
     """Finalize waits for all ranks, without a limit."""
-    code, output = run_job(tmp_path, 2, "stops_and_the_other_goes_on")
-    assert code != 0
-    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 5 + 10
+    output = _ended(tmp_path, "stops_and_the_other_goes_on", 5 + 10)
     assert "rank 0 ends the job: a collective over MPI failed, and MPI's Finalize waits for a rank" in output
-    assert not _alive(tmp_path)
 
 
 @needs_mpirun
 @pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
-    code, output = run_job(tmp_path, 2, "stays_away")
-    assert code != 0
-    assert time.time() - float(tmp_path.joinpath("event").read_text()) < 2 + 10
+    output = _ended(tmp_path, "stays_away", 2 + 10)
     assert "rank 0 of 2: init_process_group over MPI failed: rank 1 did not come within 2 s" in output
-    assert not _alive(tmp_path)
+
+
+def _ended(folder: Path, job: str, seconds: float) -> str:
+    """What a job of two ranks has written that ends with an error, so soon after its event, and leaves no rank."""
+    code, output = run_job(folder, 2, job)
+    assert code != 0
+    assert time.time() - float(folder.joinpath("event").read_text()) < seconds
+    assert not _alive(folder)
+    return output
 
 
 def _alive(folder: Path) -> list[int]:

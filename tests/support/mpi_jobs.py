@@ -297,6 +297,18 @@ def who_does_not_come_is_named() -> None:
     dist.barrier()
 
 
+def who_waits_in_an_earlier_collective_is_not_blamed() -> None:
+    """The last rank stays away; rank 0 waits for it in the first of two, the others in the second."""
+    last = dist.get_world_size() - 1
+    transport = make_transport(_short_group())
+    transport.exchange(0)
+    if _rank() != last:
+        works = [transport.all_gather(torch.ones(last + 1)) for _ in range(min(_rank() + 1, 2))]
+        with _raises(TransportError, f"all_gather over MPI failed: rank {last} did not come within {SHORT:g} s"):
+            works[-1].wait()
+    dist.barrier()
+
+
 def who_has_left_is_not_waited_for() -> None:
     for end in ("close", "abort"):
         transport = make_transport(_group())
@@ -359,6 +371,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     groups_of_some_ranks_use_mpi_too,
     the_others_find_what_is_not_a_number,
     who_does_not_come_is_named,
+    who_waits_in_an_earlier_collective_is_not_blamed,
     who_has_left_is_not_waited_for,
     what_was_aborted_ends_here_too,
 )

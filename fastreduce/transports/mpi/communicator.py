@@ -128,6 +128,7 @@ class Communicator:
         # Without an answer from the store soon, collectives go on.
         self._store = client_of(group).at(f"fastreduce/mpi/{name}", SOON_SECONDS)
         self._started = self._leases = 0
+        self._told_to_wait = False
         self._under_way: dict[int, PolledWork] = {}
         self._spare: dict[Any, list[Tensor]] = {}  # what all_reduce receives in, by size
         with self._errors("connecting"):
@@ -178,7 +179,9 @@ class Communicator:
 
         with self._errors(work.operation):
             if not poll(done, self._seconds, lambda: self._look(work)):
-                raise TransportError(self._who(work.number))
+                raise TransportError(self._who())
+        if self._told_to_wait:
+            self._tell("")
         with _GATE:
             self._under_way.pop(work.number, None)
 
@@ -195,8 +198,8 @@ class Communicator:
         if self.failed:
             raise TransportError(self._why or "it was aborted")
         left = ""
+        self._tell("waits")
         with contextlib.suppress(TransportError):  # the store's rank may be on its way out
-            self._store.set(f"waiting/{self.rank}", str(work.number))
             left = self._store.read(f"left/{self._leases}") or ""
         for note in left.split():
             if not re.fullmatch(r"\d+:(-1|\d+)", note):
@@ -205,14 +208,19 @@ class Communicator:
             if started < work.number and rank != self.rank:
                 raise TransportError(f"rank {rank} has ended, or takes no part any more")
 
-    def _who(self, number: int) -> str:
+    def _tell(self, what: str) -> None:
+        """What this rank does; a rank that waits, in this collective or an earlier one, is not what others lack."""
+        self._told_to_wait = bool(what)
+        with contextlib.suppress(TransportError):
+            self._store.set(f"doing/{self.rank}", what)
+
+    def _who(self) -> str:
         late = _late(self._seconds)
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            told = {rank: self._store.read(f"waiting/{rank}") or "0" for rank in others}
+            missing = [str(rank) for rank in others if self._store.read(f"doing/{rank}") != "waits"]
         except TransportError as error:
             return f"a rank {late}, and nobody can be asked which: {error}"
-        missing = [str(rank) for rank, text in told.items() if not text.isdecimal() or int(text[:20]) < number]
         return f"rank {', '.join(missing) or 'unknown'} {late}"
 
     def begin(self) -> None:

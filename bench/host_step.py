@@ -19,8 +19,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
+
+import typer
 
 from .paired import ratio
 
@@ -182,7 +184,7 @@ def cuda_stand_in() -> Iterator[None]:
     import torch
 
     from fastreduce.ops import backends
-    from fastreduce.reduction import bucketed, error_feedback, nonfinite, pipeline
+    from fastreduce.reduction import bucketed, error_feedback, nonfinite
     from fastreduce.reduction.streams import CudaStream
 
     class HostStream:
@@ -212,7 +214,6 @@ def cuda_stand_in() -> Iterator[None]:
         patch.object(bucketed, "make_stream", lambda device, transport: CudaStream(device, None)),
         patch.object(error_feedback, "reads_late", lambda tensor: True),
         patch.object(nonfinite, "reads_late", lambda tensor: True),
-        patch.object(pipeline, "reads_late", lambda tensor: True),
         patch.object(torch.cuda, "Stream", HostStream),
         patch.object(torch.cuda, "_lazy_init", lambda: None),
         patch.object(torch.cuda, "_get_device_index", lambda device, optional=False: 0),
@@ -221,10 +222,12 @@ def cuda_stand_in() -> Iterator[None]:
         yield
 
 
-def main() -> None:
+def main(
+    trees: Annotated[list[Path] | None, typer.Argument(help="Checkouts to compare; by default this one alone.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds, in each of which every checkout has its turn.")] = 40,
+) -> None:
     """A table: of each checkout the CPU time that a wrapper adds, and the others' share of the first one's."""
-    trees = [Path(word) for word in sys.argv[1:]] or [ROOT]
-    found = compare(trees, rounds=int(__import__("os").environ.get("R", "40")))
+    found = compare(trees or [ROOT], rounds)
     print(f"CPU µs that a wrapper adds to a step of {PARAMETERS} parameters, and a bucket of {BUCKETS} beyond hooks:")
     added = [
         {name: [1e6 * (a - b) for a, b in zip(times, each["unwrapped"], strict=True)] for name, times in each.items()}
@@ -241,4 +244,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1:] == ["--serve"] else main()
+    serve() if sys.argv[1:] == ["--serve"] else typer.run(main)

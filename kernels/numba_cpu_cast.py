@@ -22,7 +22,7 @@ from .numba_cpu_elements import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_vectors import add_last
+from .numba_cpu_vectors import LOOK, add_last, note_finite
 from .slots import SlotTable, spare, tile_elements
 
 CHUNK = 256  # small enough that reading ahead and writing out overlap
@@ -51,21 +51,25 @@ def _flatten(tensors, tensor_tag, offsets, numels, total, wire, wire_tag, scale,
 
 
 @kernel
-def _unflatten(wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream):
+def _unflatten(wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream, finite):
     for slot in range(len(tensors)):
-        source = wire + offsets[slot] * size_of(wire_tag)
-        convert(tensors[slot], tensor_tag, source, wire_tag, numels[slot], scale, stream)
+        for start in range(0, numels[slot], LOOK):
+            source = wire + (offsets[slot] + start) * size_of(wire_tag)
+            to, count = tensors[slot] + start * size_of(tensor_tag), min(LOOK, numels[slot] - start)
+            note_finite(finite, source, wire_tag, count, scale)
+            convert(to, tensor_tag, source, wire_tag, count, scale, stream)
     fence()
 
 
 @kernel
 def _unflatten_and_sum(
-    wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream, tile, statistics, tag, sums
+    wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream, finite, tile, statistics, tag, sums
 ):  # fmt: skip
     for slot in range(len(tensors)):
         for start in range(0, numels[slot], tile):
             source = wire + (offsets[slot] + start) * size_of(wire_tag)
             to, count = tensors[slot] + start * size_of(tensor_tag), min(tile, numels[slot] - start)
+            note_finite(finite, source, wire_tag, count, scale)
             convert_and_sum(to, tensor_tag, source, wire_tag, count, scale, stream, sums, tag)
             end_tile(to, tensor_tag, count, sums, tag, statistics)
             statistics += 2 * size_of(tag)
@@ -106,8 +110,12 @@ def _average(received, ranks, numel, index, tag, scale, spare):
     return total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
 
 
-def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
-    """Many tensors → one wire in its dtype, scaled; padding becomes zero."""
+def flatten(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
+    if finite is not None:
+        finite.fill_(1)
     dtype = tensors[0].dtype if tensors else wire.dtype
     _flatten(
         addresses(tensors),
@@ -123,9 +131,14 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
 
 
 def unflatten(
-    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+    wire: Tensor,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    scale: float,
+    statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
+    """One wire → many tensors in their dtypes, scaled (and their statistics); `finite` becomes 0 if they are not."""
     dtype = tensors[0].dtype if tensors else wire.dtype
     arguments = (
         wire.data_ptr(),
@@ -136,6 +149,7 @@ def unflatten(
         TAGS[dtype],
         _factor(scale, dtype, wire.dtype),
         slots.total * dtype.itemsize >= STREAM_BYTES,
+        0 if finite is None else finite.data_ptr(),
     )
     if statistics is None:
         _unflatten(*arguments)

@@ -29,7 +29,7 @@ from .numba_cpu_elements import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_vectors import narrow_block, narrow_sum
+from .numba_cpu_vectors import LOOK, narrow_block, narrow_sum, note_finite
 from .slots import (
     FP16_BLOCK,
     FP16_BLOCK_BYTES,
@@ -120,17 +120,19 @@ def _flatten(tensors, tag, offsets, numels, wire, shards, blocks, shard_size, ru
 
 
 @kernel
-def _unflatten(wire, blocks, shard_size, offsets, numels, tensors, tag, scale, stream):
+def _unflatten(wire, blocks, shard_size, offsets, numels, tensors, tag, scale, stream, finite):
     for slot in range(len(tensors)):
         start = np.int64(0)
         while start < numels[slot]:
             shard, number = divmod((offsets[slot] + start) // BLOCK, blocks)
             payload = wire + shard * shard_size
             exponents = payload + blocks * PAYLOAD
-            run = _run(exponents, number, min(blocks - number, -(-(numels[slot] - start) // BLOCK)))
+            most = min(blocks - number, -(-(numels[slot] - start) // BLOCK), LOOK // BLOCK)
+            run = _run(exponents, number, most)
             count = min(run * BLOCK, numels[slot] - start)
             factor = _power(load_byte(exponents, number)) * scale
             to = tensors[slot] + start * size_of(tag)
+            note_finite(finite, payload + number * PAYLOAD, FP16, count, factor)
             convert(to, tag, payload + number * PAYLOAD, FP16, count, factor, stream)
             start += count
     fence()
@@ -138,7 +140,7 @@ def _unflatten(wire, blocks, shard_size, offsets, numels, tensors, tag, scale, s
 
 @kernel
 def _unflatten_and_sum(
-    wire, blocks, shard_size, offsets, numels, tensors, tag, scale, stream, tile, statistics, sum_tag, sums
+    wire, blocks, shard_size, offsets, numels, tensors, tag, scale, stream, finite, tile, statistics, sum_tag, sums
 ):  # fmt: skip
     for slot in range(len(tensors)):
         for first in range(0, numels[slot], tile):
@@ -151,6 +153,7 @@ def _unflatten_and_sum(
                 count = min(run * BLOCK, end - start)
                 factor = _power(load_byte(exponents, number)) * scale
                 to = tensors[slot] + start * size_of(tag)
+                note_finite(finite, payload + number * PAYLOAD, FP16, count, factor)
                 convert_and_sum(to, tag, payload + number * PAYLOAD, FP16, count, factor, stream, sums, sum_tag)
                 start += count
             end_tile(tensors[slot] + first * size_of(tag), tag, end - first, sums, sum_tag, statistics)
@@ -217,8 +220,15 @@ def _rule(summed: int) -> tuple[np.int32, ...]:
     return tuple(map(np.int32, exponent_rule(summed)))
 
 
-def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int) -> None:
-    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none)."""
+def flatten_fp16(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none).
+
+    `finite` becomes 1.
+    """
+    if finite is not None:
+        finite.fill_(1)
     blocks = slots.total // shards // BLOCK
     values = stage(BLOCK)
     _flatten(
@@ -243,8 +253,12 @@ def unflatten_fp16(
     tensors: Sequence[Tensor],
     scale: float,
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics)."""
+    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics).
+
+    `finite` becomes 0 if they are not.
+    """
     if not tensors:
         return
     dtype = tensors[0].dtype
@@ -259,6 +273,7 @@ def unflatten_fp16(
         TAGS[dtype],
         np.float64(scale) if dtype is torch.float64 else np.float32(scale),
         slots.total * dtype.itemsize >= STREAM_BYTES,
+        0 if finite is None else finite.data_ptr(),
     )
     if statistics is None:
         _unflatten(*arguments)

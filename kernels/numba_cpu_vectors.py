@@ -1,4 +1,4 @@
-"""Vector code of the `numba_cpu` kernels, by hand: the last step of a sum over ranks, the writing of an FP16 block."""
+"""Vector code of the `numba_cpu` kernels, by hand: the last step of a sum over ranks, an FP16 block, the largest."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -20,12 +21,15 @@ from .numba_cpu_elements import (
     inlined,
     narrow,
     splat,
+    store,
     store_line,
     widen,
 )
 from .slots import FP16_BLOCK
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
+INT8, ZERO_BITS, INFINITY = np.int8(0), np.int32(0), np.float32(np.inf)
+LOOK = 8192  # elements to look at before they are converted, which then lie in L1
 LANES = 32  # in several registers, so that operations need not wait for one another
 
 
@@ -119,6 +123,44 @@ def narrow_sum(to, total, source, unit, scale, power, stream):
     if stream and to % LINE == 0:
         return _stream_sum(to, total, source, unit, scale, power)
     return _store_sum(to, total, source, unit, scale, power)
+
+
+@intrinsic
+def largest_magnitude(_typing: Any, source: types.Type, tag: types.Type, count: types.Type) -> tuple[Any, Any]:
+    """The largest magnitude of `count` elements, of which a NaN is larger than infinity; zero of none."""
+    scalar, size = MEMORY[tag]
+    integer, lanes = ir.IntType(8 * size), 4 * LINE // size
+
+    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        source, _, count = args
+        vector = ir.VectorType(integer, lanes)
+        whole = builder.sdiv(count, count.type(lanes))
+        found = cgutils.alloca_once_value(builder, ir.Constant(vector, None))
+        with cgutils.for_range(builder, whole) as loop:
+            at = element(builder, source, builder.mul(loop.index, count.type(lanes)), tag)
+            loaded = builder.load(at, typ=vector, align=ANYWHERE)
+            sizes = builder.and_(loaded, ir.Constant(vector, [(1 << 8 * size - 1) - 1] * lanes))
+            builder.store(_larger(builder, builder.load(found), sizes), found)
+        largest = folded(builder, builder.load(found), lambda a, b: _larger(builder, a, b))
+        kept = cgutils.alloca_once_value(builder, largest)
+        done = builder.mul(whole, count.type(lanes))
+        with cgutils.for_range(builder, builder.sub(count, done)) as loop:
+            loaded = builder.load(
+                element(builder, source, builder.add(done, loop.index), tag), typ=integer, align=ANYWHERE
+            )
+            sizes = builder.and_(loaded, integer((1 << 8 * size - 1) - 1))
+            builder.store(_larger(builder, builder.load(kept), sizes), kept)
+        return widen(builder, builder.bitcast(builder.load(kept), scalar), tag)
+
+    result = types.float64 if tag == types.float64 else types.float32
+    return result(types.int64, tag, types.int64), emit
+
+
+@inlined
+def note_finite(finite, source, tag, count, factor):
+    """Make the byte at `finite` 0 unless elements times `factor` are finite; without an address nothing."""
+    if finite and not abs(largest_magnitude(source, tag, count) * factor) < INFINITY:
+        store(finite, 0, INT8, ZERO_BITS)
 
 
 @intrinsic

@@ -9,13 +9,12 @@ import numpy as np
 from numba import cuda
 from torch import Tensor
 
-from .device_tables import device_table
+from .device_tables import address, device_table
 from .numba_cuda_statistics import unflatten_and_sum
 from .numba_cuda_tiles import (
     TAGS,
     THREADS,
     add,
-    function,
     in_compute_type,
     kernel,
     lanes_of,
@@ -24,6 +23,8 @@ from .numba_cuda_tiles import (
     locate,
     multiply,
     not_finite,
+    note_odd,
+    promise_finite,
     size_of,
     store,
     where_finite,
@@ -33,29 +34,29 @@ from .slots import SlotTable, spare, tile_elements
 TILE = tile_elements()
 
 
-@function
-def _move(source, source_tag, target, target_tag, count, extent, scale, thread):
-    lanes = lanes_of(source_tag, target_tag)
-    for first in range(thread * lanes, extent, THREADS * lanes):
-        values = load(source + first * size_of(source_tag), source_tag, target_tag, count - first)
-        values = multiply(values, scale)
-        store(target + first * size_of(target_tag), target_tag, values, count - first, extent - first)
-
-
 @kernel
-def _flatten(wire, wire_tag, tiles, addresses, tag, scale):
+def _flatten(wire, wire_tag, tiles, addresses, tag, scale, finite):
     """One tile of one slot, from its tensor to the wire, with the padding after it."""
+    promise_finite(finite, cuda.blockIdx.x + cuda.threadIdx.x)
     tensor, place, count, extent = locate(tiles, addresses, cuda.blockIdx.x, tag)
     flat = wire + place * size_of(wire_tag)
-    _move(tensor, tag, flat, wire_tag, count, extent, scale, cuda.threadIdx.x)
+    lanes = lanes_of(tag, wire_tag)
+    for first in range(cuda.threadIdx.x * lanes, extent, THREADS * lanes):
+        values = multiply(load(tensor + first * size_of(tag), tag, wire_tag, count - first), scale)
+        store(flat + first * size_of(wire_tag), wire_tag, values, count - first, extent - first)
 
 
 @kernel
-def _unflatten(wire, wire_tag, tiles, addresses, tag, scale):
+def _unflatten(wire, wire_tag, tiles, addresses, tag, scale, finite):
     """One tile of one slot, from the wire to its tensor."""
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     flat = wire + place * size_of(wire_tag)
-    _move(flat, wire_tag, tensor, tag, count, count, scale, cuda.threadIdx.x)
+    lanes, odd = lanes_of(wire_tag, tag), 0
+    for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
+        values = multiply(load(flat + first * size_of(wire_tag), wire_tag, tag, count - first), scale)
+        store(tensor + first * size_of(tag), tag, values, count - first, count - first)
+        odd += not_finite(values, scale, count - first)
+    note_odd(finite, odd)
 
 
 @kernel
@@ -80,20 +81,27 @@ def _reduce(received, ranks, shard, tag, numel, scale, room, reciprocal):
         store(shard + first * size_of(tag), tag, values, numel - first, numel - first)
 
 
-def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
-    """Many tensors → one wire in its dtype, scaled; padding becomes zero."""
-    _launch_move(_flatten, "flatten", tensors, slots, wire, scale)
+def flatten(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
+    _launch_move(_flatten, "flatten", tensors, slots, wire, scale, finite)
 
 
 def unflatten(
-    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+    wire: Tensor,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    scale: float,
+    statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
+    """One wire → many tensors in their dtypes, scaled (and their statistics); `finite` becomes 0 if they are not."""
     if statistics is None:
-        _launch_move(_unflatten, "unflatten", tensors, slots, wire, scale)
+        _launch_move(_unflatten, "unflatten", tensors, slots, wire, scale, finite)
     else:
         row = statistics.data_ptr(), TAGS[statistics.dtype]
-        _launch_move(unflatten_and_sum, "unflatten", tensors, slots, wire, scale, *row)
+        _launch_move(unflatten_and_sum, "unflatten", tensors, slots, wire, scale, finite, *row)
 
 
 def _launch_move(
@@ -103,6 +111,7 @@ def _launch_move(
     slots: SlotTable,
     wire: Tensor,
     scale: float,
+    finite: Tensor | None,
     *statistics: Any,
 ) -> None:
     table = device_table(slots, TILE, wire.device, padding=operation == "flatten")
@@ -117,6 +126,7 @@ def _launch_move(
         table.addresses(operation, tensors).data_ptr(),
         TAGS[dtype],
         in_compute_type(scale, dtype, wire.dtype),
+        address(finite),
         *statistics,
     )
 

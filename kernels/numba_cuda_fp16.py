@@ -13,7 +13,7 @@ import numpy as np
 from numba import cuda
 from torch import Tensor
 
-from .device_tables import device_table
+from .device_tables import address, device_table
 from .numba_cuda_statistics import unflatten_fp16_and_sum
 from .numba_cuda_tiles import (
     FP16,
@@ -35,7 +35,10 @@ from .numba_cuda_tiles import (
     load,
     locate,
     multiply,
+    not_finite,
+    note_odd,
     power,
+    promise_finite,
     quotient,
     size_of,
     store,
@@ -73,8 +76,9 @@ def _encode(values, largest, shard, blocks, shard_size, index, column, low, high
 
 
 @kernel
-def _flatten(wire, tiles, addresses, tag, blocks, shard_size, low, high, ordinary, lift):
+def _flatten(wire, tiles, addresses, tag, blocks, shard_size, low, high, ordinary, lift, finite):
     """One tile of one slot, from its tensor to the wire."""
+    promise_finite(finite, cuda.blockIdx.x + cuda.threadIdx.x)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0
     tensor, place, count, extent = locate(tiles, addresses, cuda.blockIdx.x, tag)
@@ -92,13 +96,15 @@ def _flatten(wire, tiles, addresses, tag, blocks, shard_size, low, high, ordinar
 
 
 @kernel
-def _unflatten(wire, tiles, addresses, tag, blocks, shard_size, scale):
+def _unflatten(wire, tiles, addresses, tag, blocks, shard_size, scale, finite):
     """One tile of one slot, from the wire to its tensor."""
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
-    lanes = lanes_of(FP16, tag)
+    lanes, odd = lanes_of(FP16, tag), 0
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = decode_fp16(wire, blocks, shard_size, place + first, tag, scale, count - first)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
+        odd += not_finite(values, scale, count - first)
+    note_odd(finite, odd)
 
 
 @kernel
@@ -151,8 +157,13 @@ def _rule(summed: int) -> tuple[np.int32, ...]:
     return tuple(map(np.int32, exponent_rule(summed)))
 
 
-def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int) -> None:
-    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none)."""
+def flatten_fp16(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none).
+
+    `finite` becomes 1.
+    """
     table = device_table(slots, TILE, wire.device)
     launch(
         _flatten,
@@ -165,6 +176,7 @@ def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shar
         slots.total // BLOCK // shards,
         wire.numel() // shards,
         *_rule(summed),
+        address(finite),
     )
 
 
@@ -175,8 +187,12 @@ def unflatten_fp16(
     tensors: Sequence[Tensor],
     scale: float,
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics)."""
+    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics).
+
+    `finite` becomes 0 if they are not.
+    """
     table = device_table(slots, tile_elements(BLOCK), wire.device, padding=False)
     kernel: Any = _unflatten
     row: tuple[Any, ...] = ()
@@ -193,6 +209,7 @@ def unflatten_fp16(
         slots.total // BLOCK // shards,
         wire.numel() // shards,
         in_compute_type(scale, *(tensor.dtype for tensor in tensors[:1])),
+        address(finite),
         *row,
     )
 

@@ -45,10 +45,10 @@ from .numba_cuda_tiles import (
     more_than_half,
     multiply,
     note_scale,
+    promise_finite,
     quotient,
     size_of,
     store,
-    store_byte,
     store_int4,
     take_turn,
     where_finite,
@@ -134,8 +134,7 @@ def _rows(residuals, turn, row_bytes):
 @kernel
 def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, finite, code):
     """One tile of one slot, from its tensor to the wire."""
-    if finite and cuda.blockIdx.x + cuda.threadIdx.x == 0:
-        store_byte(finite, 1)
+    promise_finite(finite, cuda.blockIdx.x + cuda.threadIdx.x)
     residual, new_residual = _rows(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0

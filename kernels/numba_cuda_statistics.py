@@ -22,6 +22,7 @@ from .numba_cuda_tiles import (
     locate,
     multiply,
     not_finite,
+    note_odd,
     note_scale,
     quotient,
     size_of,
@@ -53,31 +54,35 @@ def _store_row(statistics, sum_tag, squares, odd, threads):
 
 
 @kernel
-def unflatten_and_sum(wire, wire_tag, tiles, addresses, tag, scale, statistics, sum_tag):
+def unflatten_and_sum(wire, wire_tag, tiles, addresses, tag, scale, finite, statistics, sum_tag):
     """One tile of one slot, from the wire to its tensor, and its statistics."""
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     flat = wire + place * size_of(wire_tag)
     lanes = lanes_of(wire_tag, tag)
-    squares, odd = sum_tag, 0
+    squares, odd, bad = sum_tag, 0, 0
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = multiply(load(flat + first * size_of(wire_tag), wire_tag, tag, count - first), scale)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
         odd += not_finite(values, tag, count - first)
+        bad += not_finite(values, scale, count - first)
+    note_odd(finite, bad)
     _store_row(statistics, sum_tag, squares, odd, THREADS)
 
 
 @kernel
-def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scale, statistics, sum_tag):
+def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scale, finite, statistics, sum_tag):
     """One tile of one slot, from a wire of FP16 blocks to its tensor, and its statistics."""
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     lanes = lanes_of(FP16, tag)
-    squares, odd = sum_tag, 0
+    squares, odd, bad = sum_tag, 0, 0
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = decode_fp16(wire, blocks, shard_size, place + first, tag, scale, count - first)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
         odd += not_finite(values, tag, count - first)
+        bad += not_finite(values, scale, count - first)
+    note_odd(finite, bad)
     _store_row(statistics, sum_tag, squares, odd, THREADS)
 
 

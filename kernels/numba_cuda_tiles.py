@@ -87,6 +87,20 @@ def note_scale(finite, shard, blocks, block, index, code):
 
 
 @function
+def note_odd(finite, odd):
+    """Make the byte at `finite` 0 if this thread had `odd` numbers that are not; without an address nothing."""
+    if finite and odd > 0:
+        store_byte(finite, 0)
+
+
+@function
+def promise_finite(finite, number):
+    """Make the byte at `finite` 1, by the thread with number 0 alone; without an address nothing."""
+    if finite and number == 0:
+        store_byte(finite, 1)
+
+
+@function
 def take_turn(turn, number):
     """Let the other row of residuals count, by the thread with number 0 alone; without an address nothing."""
     if turn and number == 0:

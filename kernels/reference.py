@@ -42,8 +42,12 @@ def _convert(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
-    """Many tensors → one wire in its dtype, scaled; padding becomes zero."""
+def flatten(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
+    if finite is not None:
+        finite.fill_(1)
     end = 0
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         compute = _compute_dtype(tensor.dtype, wire.dtype)
@@ -55,16 +59,27 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
 
 
 def unflatten(
-    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+    wire: Tensor,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    scale: float,
+    statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
+    """One wire → many tensors in their dtypes, scaled (and their statistics); `finite` becomes 0 if they are not."""
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         compute = _compute_dtype(tensor.dtype, wire.dtype)
         factor = torch.tensor(scale, dtype=compute, device=wire.device)
         values = wire[offset : offset + numel].to(compute) * factor
         _memory_order(tensor).copy_(_convert(values, tensor.dtype))
+        _note_finite(finite, values)
     if statistics is not None:
         _count_and_sum(tensors, tile_elements(), statistics)
+
+
+def _note_finite(finite: Tensor | None, values: Tensor) -> None:
+    if finite is not None:
+        finite.mul_(values.isfinite().all())
 
 
 def _count_and_sum(tensors: Sequence[Tensor], tile: int, statistics: Tensor) -> None:
@@ -303,10 +318,17 @@ def _decode_fp16(shard: Tensor) -> Tensor:
     return (payload.to(torch.float32) * _power(exponents)[:, None]).flatten()
 
 
-def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int) -> None:
-    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none)."""
+def flatten_fp16(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none).
+
+    `finite` becomes 1.
+    """
     if not slots.total:
         return
+    if finite is not None:
+        finite.fill_(1)
     values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         values[offset : offset + numel] = _memory_order(tensor).to(torch.float32)
@@ -321,8 +343,12 @@ def unflatten_fp16(
     tensors: Sequence[Tensor],
     scale: float,
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics)."""
+    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics).
+
+    `finite` becomes 0 if they are not.
+    """
     if not slots.total:
         return
     parts = [_split_fp16(shard) for shard in wire.view(shards, -1)]
@@ -334,6 +360,7 @@ def unflatten_fp16(
         elements = slice(offset, offset + numel)
         values = payload[elements].to(compute) * factors.repeat_interleave(FP16_BLOCK)[elements]
         _memory_order(tensor).copy_(_convert(values, tensor.dtype))
+        _note_finite(finite, values)
     if statistics is not None:
         _count_and_sum(tensors, tile_elements(FP16_BLOCK), statistics)
 

@@ -18,6 +18,7 @@ from .triton_tiles import (
     double_bits,
     launch,
     load_tile,
+    note_finite,
     repeat,
     store_statistics,
     widen,
@@ -34,7 +35,7 @@ def _scaled(values, scale_bits, compute: tl.constexpr):
 
 @triton.jit(do_not_specialize=["scale_bits"])
 def _move(
-    wire, tiles, addresses, scale_bits, statistics,
+    wire, tiles, addresses, scale_bits, statistics, finite,
     dtype: tl.constexpr, TO_WIRE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, from its tensor to the wire with the padding after it, or back (with its statistics)."""
@@ -50,7 +51,8 @@ def _move(
         if TO_WIRE:
             tl.store(wire_at, convert(_scaled(tl.load(tensor_at), scale_bits, compute), wire_dtype))
         else:
-            values = convert(_scaled(tl.load(wire_at), scale_bits, compute), dtype)
+            scaled = _scaled(tl.load(wire_at), scale_bits, compute)
+            values = convert(scaled, dtype)
             tl.store(tensor_at, values)
     else:
         tensor_at = tensor.to(tl.pointer_type(dtype)) + lane
@@ -60,23 +62,36 @@ def _move(
             values = _scaled(tl.load(tensor_at, mask=mask), scale_bits, compute)
             tl.store(wire_at, convert(tl.where(mask, values, 0.0), wire_dtype), mask=lane < extent)
         else:
-            values = convert(_scaled(tl.load(wire_at, mask=mask), scale_bits, compute), dtype)
+            scaled = _scaled(tl.load(wire_at, mask=mask), scale_bits, compute)
+            values = convert(scaled, dtype)
             tl.store(tensor_at, values, mask=mask)
     # Here and not in the branches, so that the order of the sum does not depend on where memory lies.
     if statistics is not None:
         store_statistics(statistics, values, lane < count)
+    if finite is not None:
+        if TO_WIRE:
+            tl.store(finite, 1, mask=tl.program_id(0) == 0)
+        else:
+            note_finite(finite, scaled, lane < count)
 
 
-def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float) -> None:
-    """Many tensors → one wire in its dtype, scaled; padding becomes zero."""
-    _launch_move("flatten", tensors, slots, wire, scale)
+def flatten(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
+    _launch_move("flatten", tensors, slots, wire, scale, None, finite)
 
 
 def unflatten(
-    wire: Tensor, slots: SlotTable, tensors: Sequence[Tensor], scale: float, statistics: Tensor | None = None
+    wire: Tensor,
+    slots: SlotTable,
+    tensors: Sequence[Tensor],
+    scale: float,
+    statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One wire → many tensors in their dtypes, scaled (and their statistics)."""
-    _launch_move("unflatten", tensors, slots, wire, scale, statistics)
+    """One wire → many tensors in their dtypes, scaled (and their statistics); `finite` becomes 0 if they are not."""
+    _launch_move("unflatten", tensors, slots, wire, scale, statistics, finite)
 
 
 def _launch_move(
@@ -85,7 +100,8 @@ def _launch_move(
     slots: SlotTable,
     wire: Tensor,
     scale: float,
-    statistics: Tensor | None = None,
+    statistics: Tensor | None,
+    finite: Tensor | None,
 ) -> None:
     def make() -> Launch | None:
         table = device_table(slots, TILE, wire.device, padding=operation == "flatten")
@@ -98,12 +114,13 @@ def _launch_move(
             table.addresses(operation, tensors),
             double_bits(scale),
             statistics,
+            finite,
             dtype=DTYPES[tensors[0].dtype if tensors else wire.dtype],
             TO_WIRE=operation == "flatten",
             TILE=TILE,
         )
 
-    repeat(operation, slots, wire, tensors, (scale, address(statistics)), make)
+    repeat(operation, slots, wire, tensors, (scale, address(statistics), address(finite)), make)
 
 
 @triton.jit(do_not_specialize=["scale_bits"])

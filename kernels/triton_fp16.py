@@ -18,6 +18,7 @@ from .triton_tiles import (
     double_bits,
     launch,
     load_tile,
+    note_finite,
     repeat,
     store_statistics,
     widen,
@@ -78,10 +79,12 @@ def _double(bits):
 
 @triton.jit(do_not_specialize=["blocks", "low", "high", "ordinary", "lift"])
 def _flatten(
-    wire, tiles, addresses, blocks, shard_size, low, high, ordinary, lift,
+    wire, tiles, addresses, blocks, shard_size, low, high, ordinary, lift, finite,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
+    if finite is not None:
+        tl.store(finite, 1, mask=tl.program_id(0) == 0)
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     element = row[:, None] * BLOCK + column
@@ -99,8 +102,13 @@ def _flatten(
     _encode(values, shard, index, blocks, shard_size, inside, low, high, ordinary, lift, BLOCK, BLOCK_BYTES)
 
 
-def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int) -> None:
-    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none)."""
+def flatten_fp16(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, summed: int, finite: Tensor | None = None
+) -> None:
+    """Many tensors → one FP16 wire with block exponents, for a transport that adds up `summed` of them (1: none).
+
+    `finite` becomes 1.
+    """
 
     def make() -> Launch | None:
         table = device_table(slots, tile_elements(FP16_BLOCK), wire.device)
@@ -114,17 +122,18 @@ def flatten_fp16(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shar
             slots.total // FP16_BLOCK // shards,
             wire.numel() // shards,
             *exponent_rule(summed),
+            finite,
             dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
             **SHAPE,
             BLOCK_BYTES=FP16_BLOCK_BYTES,
         )
 
-    repeat("flatten_fp16", slots, wire, tensors, (shards, summed), make)
+    repeat("flatten_fp16", slots, wire, tensors, (shards, summed, address(finite)), make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits"])
 def _unflatten(
-    wire, tiles, addresses, blocks, shard_size, scale_bits, statistics,
+    wire, tiles, addresses, blocks, shard_size, scale_bits, statistics, finite,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
@@ -135,7 +144,8 @@ def _unflatten(
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     scale = _double(scale_bits).to(tl.float64 if dtype == tl.float64 else tl.float32)
-    values = convert(_decode(shard, block - rank * blocks, blocks, row * BLOCK < count, scale, BLOCK), dtype)
+    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < count, scale, BLOCK)
+    values = convert(decoded, dtype)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
     if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
@@ -144,6 +154,8 @@ def _unflatten(
         tl.store(tensor.to(tl.pointer_type(dtype)) + element, values, mask=element < count)
     if statistics is not None:
         store_statistics(statistics, values, element < count)
+    if finite is not None:
+        note_finite(finite, decoded, element < count)
 
 
 def unflatten_fp16(
@@ -153,8 +165,12 @@ def unflatten_fp16(
     tensors: Sequence[Tensor],
     scale: float,
     statistics: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
-    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics)."""
+    """One FP16 wire with block exponents → many tensors in their dtypes, scaled (and their statistics).
+
+    `finite` becomes 0 if they are not.
+    """
 
     def make() -> Launch | None:
         table = device_table(slots, tile_elements(FP16_BLOCK), wire.device, padding=False)
@@ -169,11 +185,13 @@ def unflatten_fp16(
             wire.numel() // shards,
             double_bits(scale),
             statistics,
+            finite,
             dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
             **SHAPE,
         )
 
-    repeat("unflatten_fp16", slots, wire, tensors, (shards, scale, address(statistics)), make)
+    more = (shards, scale, address(statistics), address(finite))
+    repeat("unflatten_fp16", slots, wire, tensors, more, make)
 
 
 @triton.jit(do_not_specialize=["blocks", "scale_bits", "low", "high", "ordinary", "lift"])

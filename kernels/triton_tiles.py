@@ -81,6 +81,13 @@ def store_statistics(statistics, values, inside):
     tl.store(row + 1, tl.sum(values * values))
 
 
+@triton.jit
+def note_finite(finite, values, inside):
+    """Make the byte `finite` 0 if some of the values `inside` are not finite."""
+    bad = inside & ~(tl.abs(values) < float("inf"))
+    tl.store(finite + tl.zeros_like(bad).to(tl.int32), tl.zeros_like(bad).to(tl.uint8), mask=bad)
+
+
 class Launch(NamedTuple):
     """A compiled kernel, its programs, and what they are given: numbers, and addresses in `tensors`, kept alive.
 

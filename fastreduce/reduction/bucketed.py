@@ -70,10 +70,18 @@ class CompressedAveraging:
         compression = self._compression
         plan = build_plan(gradients.specs, groups, alignment=compression.alignment, shards=transport.world_size)
         shared, made = SharedBuffers(), {}
+        count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
+        verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
         for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
             holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
             in_turn = one_by_one(bucket.device, transport) and not holds_views
-            made[bucket.index] = BucketPipeline(bucket, compression, transport, shared=shared if in_turn else None)
+            made[bucket.index] = BucketPipeline(
+                bucket,
+                compression,
+                transport,
+                shared=shared if in_turn else None,
+                verdicts=verdicts[bucket.device],
+            )
         return plan, [made[bucket.index] for bucket in plan.buckets]
 
     def make_stream(self, device: torch.device, transport: Transport) -> Stream:

@@ -17,9 +17,8 @@ logger = logging.getLogger(__name__)
 class NonFiniteSteps:
     """Counts steps with a NaN or an infinity in an average, on the devices where the averages are.
 
-    A compressed wire that is not finite tells: its scales, or on the CPU its numbers. Under `none` nobody looks, and on
-    a GPU 16-bit wires are not looked through. No host waits for a device: what that has counted is reported a step or
-    more later.
+    Kernels that decompress tell it. Where averages stay in the wire, in the gradients' own dtype, nobody looks. No host
+    waits for a device: what that has counted is reported a step or more later.
     """
 
     def __init__(self) -> None:
@@ -31,17 +30,14 @@ class NonFiniteSteps:
     def count(self, pipelines: Sequence[BucketPipeline], rank: int) -> None:
         """Take note of one step."""
         known = [pipeline for pipeline in pipelines if pipeline.finite is not None]
-        bad = [p for p in known if p.finite is not None and not reads_late(p.finite) and not p.finite]
+        bad = [pipeline for pipeline in known if not reads_late(pipeline.verdicts) and not pipeline.finite]
         self._host += bool(bad)
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for pipeline in known:
-            if pipeline.finite is not None and reads_late(pipeline.finite):
-                by_device.setdefault(pipeline.finite.device, []).append(pipeline.finite)
-        for device, verdicts in by_device.items():
+        late = {each.verdicts.device: each.verdicts for each in known if reads_late(each.verdicts)}
+        for device, verdicts in late.items():
             if device not in self._counts:
                 self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
                 self._copies[device] = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
-            self._counts[device] += ~torch.stack(verdicts).all()
+            self._counts[device].add_((verdicts == 0).any())
             self._copies[device].copy_(self._counts[device], non_blocking=True)
         if not self._reported and (bad or any(self._copies.values())):
             self._reported = True

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..compression import Compression, NoCompression
+from ..compression import Compression
 from ..errors import TransportError
 from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, tile_elements
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
-from .error_feedback import ErrorFeedback, reads_late
+from .error_feedback import ErrorFeedback
 from .shared_buffers import SharedBuffers
 from .streams import Finish
 
@@ -54,11 +54,13 @@ class BucketPipeline:
         transport: the ranks.
         divisor: what sums are divided by; None means the number of ranks.
         shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
+        verdicts: bytes, of which the one with the bucket's index is to say whether its averages are finite.
 
     Attributes:
         about: what the bucket holds, as a sentence.
         feedback: what was lost; None without error feedback.
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
+        verdicts: the bytes that say so, of this bucket and the others of its device.
         statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
         has_statistics: whether the last `decompress` made them.
         reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
@@ -72,6 +74,7 @@ class BucketPipeline:
         transport: Transport,
         divisor: int | None = None,
         shared: SharedBuffers | None = None,
+        verdicts: Tensor | None = None,
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self._clock = make_clock(bucket.device, 6)
@@ -121,8 +124,11 @@ class BucketPipeline:
         self.feedback = (
             ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
         )
-        # A byte that kernels of quantized wires write, and what it says.
-        self._finite = torch.ones(1, dtype=torch.uint8, device=bucket.device) if self._block else None
+        # Kernels write it. At averages that stay in the wire nobody looks.
+        if verdicts is None:
+            verdicts = torch.ones(bucket.index + 1, dtype=torch.uint8, device=bucket.device)
+        self.verdicts = verdicts
+        self._finite = None if self._in_place else verdicts[bucket.index : bucket.index + 1]
         self._verdict = None if self._finite is None else self._finite.view(torch.bool)[0]
         self.finite: Tensor | None = None
         self.statistics: Tensor | None = None
@@ -208,7 +214,7 @@ class BucketPipeline:
             work.wait()
         mark(_REDUCED)
         self.decompress(averaged)
-        self.finite = self._wire_is_finite()
+        self.finite = self._verdict
         if self.feedback is not None and self.finite is not None:
             self.feedback.finite = self.finite
         mark(_END)
@@ -229,9 +235,9 @@ class BucketPipeline:
             self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows, self._finite, self._form)
         elif self._fp16:
             summed = 1 if self.compression.two_shot else self.transport.world_size
-            self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed)
+            self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed, self._finite)
         else:
-            self._kernels.flatten(tensors, slots, self.wire, self._scale_before)
+            self._kernels.flatten(tensors, slots, self.wire, self._scale_before, self._finite)
 
     def reduce(self) -> Work:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
@@ -273,9 +279,10 @@ class BucketPipeline:
             if self.feedback is not None:
                 self.feedback.turned = True
         elif self._fp16:
-            self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, self.statistics)
+            found = self.statistics, self._finite
+            self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, *found)
         else:
-            self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics)
+            self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics, self._finite)
 
     def keep_statistics(self) -> None:
         """Let `decompress` fill `statistics` from now on."""
@@ -298,18 +305,6 @@ class BucketPipeline:
         if self._gathered is not None:
             self._kernels.share_exponents(self.wire, self._gathered)
         self.decompress(grads)
-
-    def _wire_is_finite(self) -> Tensor | None:
-        """Whether the averages are, by their scales or 16-bit numbers: the same on every rank, as the wire is."""
-        if self._verdict is not None:
-            return self._verdict
-        if isinstance(self.compression, NoCompression) or reads_late(self.wire):
-            return None  # it would take a pass over the wire of its own
-        payloads = self.wire.view(1, -1)
-        if self._fp16:
-            payloads = self.wire.view(self._parts, -1)[:, : 2 * self.bucket.total // self._parts].view(torch.float16)
-        # Row by row, of which each is contiguous: torch would copy what is not.
-        return torch.stack([end for row in payloads for end in torch.aminmax(row)]).isfinite().all()
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""

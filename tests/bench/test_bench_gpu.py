@@ -128,7 +128,7 @@ def end_with_all_children(process: Any) -> list[psutil.Process]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("phase", SHARES)
 def test_a_phase_that_is_killed_leaves_all_lines_before(phase: str, tmp_path: Path):
     file = tmp_path / FILE
@@ -162,7 +162,7 @@ def test_a_phase_that_is_killed_leaves_all_lines_before(phase: str, tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)
 def test_a_small_budget_is_kept_and_all_that_it_left_out_is_named(tmp_path: Path):
     begin = time.monotonic()
     done = run(*COMMAND, "--budget", "25", "--out", tmp_path, env=environment(), seconds=150)

@@ -17,7 +17,7 @@ pytest.importorskip("pytest_benchmark")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_quick_run(tmp_path: Path) -> None:
     kept = sorted((ROOT / "bench" / "results").glob("*"))
     before = [path.read_bytes() for path in kept]

@@ -319,7 +319,10 @@ def test_ranks_end_with_the_command(tmp_path: Path, received: signal.Signals):
             while min(rank.num_threads() for rank in ranks) < 3 and time.monotonic() < deadline:
                 time.sleep(0.05)
         process.send_signal(received)
-        assert psutil.wait_procs(ranks, timeout=3)[1] == [] and len(ranks) == 2
+        assert len(ranks) == 2
+        _, left = psutil.wait_procs(ranks, timeout=3)
+        # Whoever inherits a rank may leave it as a zombie.
+        assert all(rank.status() == psutil.STATUS_ZOMBIE for rank in left)
         done = finish(process, 20)
     if received != signal.SIGKILL:
         assert done.returncode == 128 + received

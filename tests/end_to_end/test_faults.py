@@ -35,7 +35,7 @@ from tests.support.two_nodes import ADDRESSES, INTERFACE, CannotMake, two_nodes
 TIMEOUT = 4.0
 LATE = 5.0
 TEARDOWN = 40.0  # the interpreter's own end: half a second of computing, here beside everything else
-START = 90.0
+START = 240.0
 HOLDER = r"which holds the store, does not answer|the store is gone, and with it"
 AT_ONCE = 3  # groups of ranks
 

@@ -31,7 +31,7 @@ QUIET = {
 
 Trained = tuple[type, list[float], list[Tensor]]  # the wrapper's class, losses, parameters
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ def variants() -> list[Variant]:
     found: list[Variant] = []
     arguments: tuple[Any, ...]
     for name, tag in [("fp16", FP16), ("bf16", BF16)]:
-        arguments = (INT64, tag, INT64, INT64, FP32, FP32)
+        arguments = (INT64, tag, INT64, INT64, FP32, FP32, INT64)
         found.append(Variant(f"flatten {name}", flatten, arguments, (32, 16), 8))
         found.append(Variant(f"unflatten {name}", unflatten, arguments, (16, 32), 8))
         # The first rank's shard and, in the loop, another's.
         arguments = (INT64, INT64, INT64, tag, INT64, *[FP32] * 3)
         found.append(Variant(f"reduce {name}", reduce, arguments, (32, 16), 8))
-    found.append(Variant("flatten fp64", flatten, (INT64, BF16, INT64, INT64, FP64, FP64), (64, 16), 8))
+    found.append(Variant("flatten fp64", flatten, (INT64, BF16, INT64, INT64, FP64, FP64, INT64), (64, 16), 8))
 
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
         for form, code, payload in QUANTIZED:
@@ -58,9 +58,9 @@ def variants() -> list[Variant]:
             found.append(Variant(f"dequantize {title}", numba_cuda_int8._dequantize, arguments, moved, 16))
     rule = [types.int32] * 4
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
-        arguments = (*[INT64] * 3, tag, *[INT64] * 2, *rule)
+        arguments = (*[INT64] * 3, tag, *[INT64] * 2, *rule, INT64)
         found.append(Variant(f"flatten_fp16 {name}", numba_cuda_fp16._flatten, arguments, (16 * size, 32), 16))
-        arguments = (*[INT64] * 3, tag, *[INT64] * 2, FP32)
+        arguments = (*[INT64] * 3, tag, *[INT64] * 2, FP32, INT64)
         found.append(Variant(f"unflatten_fp16 {name}", numba_cuda_fp16._unflatten, arguments, (16, 8 * size), 8))
         kernel = numba_cuda_statistics.unflatten_fp16_and_sum
         arguments = (*arguments, INT64, FP32)
@@ -71,8 +71,8 @@ def variants() -> list[Variant]:
     found.append(Variant("share_exponents", numba_cuda_fp16._share, (INT64,) * 5, (32, 32), 16))
     unflatten, dequantize = numba_cuda_statistics.unflatten_and_sum, numba_cuda_statistics.dequantize_and_sum
     for name, kernel, types_, moved, elements in [
-        ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, FP32), (16, 32), 8),
-        ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, FP64), (16, 32), 4),
+        ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, INT64, FP32), (16, 32), 8),
+        ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, INT64, FP64), (16, 32), 4),
         ("dequantize fp32, int8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT8, INT64, FP32), (16, 64), 16),
         ("dequantize fp32, int4", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT4, INT64, FP32), (0, 64), 16),
         ("dequantize fp32, fp8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, FP8, INT64, FP32), (16, 64), 16),

@@ -39,7 +39,7 @@ def check_that_nothing_stale_is_launched() -> None:
     from tests.support import cuda_stub
 
     cuda_stub.activate()
-    from fastreduce.kernels import triton_int8
+    from fastreduce.kernels import triton_cast, triton_fp16, triton_int8
     from tests.kernels.cases import slot_table
 
     numels, random = [300, 128, 5], Random(0)
@@ -87,7 +87,13 @@ def check_that_nothing_stale_is_launched() -> None:
         for slots in (new, kept):
             triton_int8.quantize(tensors, slots, wire, shards, 128, residuals, turn, finite, form)
             triton_int8.dequantize(wire, shards, 128, slots, tensors, statistics, finite, turn, form)
-        for operation in ("quantize", "dequantize"):
+            halves = at(now["wire"], shards * fp16_shard_bytes(kept.total // shards // 128))
+            triton_fp16.flatten_fp16(tensors, slots, halves, shards, 1, finite)
+            triton_fp16.unflatten_fp16(halves, shards, slots, tensors, 0.5, statistics, finite)
+            plain = at(now["wire"], kept.total, dtype)
+            triton_cast.flatten(tensors, slots, plain, 0.5, finite)
+            triton_cast.unflatten(plain, slots, tensors, 0.5, statistics, finite)
+        for operation in ("quantize", "dequantize", "flatten", "unflatten", "flatten_fp16", "unflatten_fp16"):
             assert given(kept, operation) == given(new, operation), operation
 
 

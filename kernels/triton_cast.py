@@ -44,6 +44,8 @@ def _move(
     tensor, place, count, extent = load_tile(tiles, addresses, dtype)
     flat = wire.to(tl.int64) + place * (wire_dtype.primitive_bitwidth // 8)
     lane = tl.arange(0, TILE)
+    if TO_WIRE and finite is not None:
+        tl.store(finite, 1, mask=tl.program_id(0) == 0)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
     if (count == TILE) & (((tensor | flat) & 15) == 0):
         tensor_at = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16) + lane
@@ -54,6 +56,8 @@ def _move(
             scaled = _scaled(tl.load(wire_at), scale_bits, compute)
             values = convert(scaled, dtype)
             tl.store(tensor_at, values)
+            if finite is not None:
+                note_finite(finite, scaled)
     else:
         tensor_at = tensor.to(tl.pointer_type(dtype)) + lane
         wire_at = flat.to(tl.pointer_type(wire_dtype)) + lane
@@ -62,17 +66,14 @@ def _move(
             values = _scaled(tl.load(tensor_at, mask=mask), scale_bits, compute)
             tl.store(wire_at, convert(tl.where(mask, values, 0.0), wire_dtype), mask=lane < extent)
         else:
-            scaled = _scaled(tl.load(wire_at, mask=mask), scale_bits, compute)
+            scaled = _scaled(tl.load(wire_at, mask=mask, other=0.0), scale_bits, compute)
             values = convert(scaled, dtype)
             tl.store(tensor_at, values, mask=mask)
+            if finite is not None:
+                note_finite(finite, scaled)
     # Here and not in the branches, so that the order of the sum does not depend on where memory lies.
     if statistics is not None:
         store_statistics(statistics, values, lane < count)
-    if finite is not None:
-        if TO_WIRE:
-            tl.store(finite, 1, mask=tl.program_id(0) == 0)
-        else:
-            note_finite(finite, scaled, lane < count)
 
 
 def flatten(

@@ -150,12 +150,14 @@ def _unflatten(
     if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
         tl.store(aligned + element, values)
+        if finite is not None:
+            note_finite(finite, decoded)
     else:
         tl.store(tensor.to(tl.pointer_type(dtype)) + element, values, mask=element < count)
+        if finite is not None:
+            note_finite(finite, tl.where(element < count, decoded, 0.0))
     if statistics is not None:
         store_statistics(statistics, values, element < count)
-    if finite is not None:
-        note_finite(finite, decoded, element < count)
 
 
 def unflatten_fp16(

@@ -13,6 +13,7 @@ from tests.support.commands import ROOT
 formats = pytest.importorskip("bench.formats")
 
 
+@pytest.mark.long
 def test_every_format_gets_a_row_and_every_goal_a_verdict() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "bench.formats", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=120

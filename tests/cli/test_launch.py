@@ -152,6 +152,7 @@ if __name__ == "__main__":
     assert sorted(done.stdout.splitlines()) == ["0 0.5", "1 0.5"]
 
 
+@pytest.mark.long
 def test_log_dir_has_a_file_for_each_rank_and_a_restart_starts_all_again(tmp_path: Path):
     path = tmp_path / "fails.py"
     path.write_text(FAILS.replace("import sys", "import os, sys; print('up', os.environ['RANK'])\nimport sys"))

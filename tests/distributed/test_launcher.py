@@ -149,6 +149,7 @@ def test_no_rank_leaves_before_the_others():
     assert first == [] and second and not {"gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} & set(second)
 
 
+@pytest.mark.long
 def test_two_machines_share_a_port(tmp_path: Path):
     """Two launchers of one rank each, as two machines would."""
     code = textwrap.dedent(
@@ -214,7 +215,7 @@ def _run_unguarded(folder: Path, function: str, call: str, call_again: str = "0"
         pytest.param(DECORATED.format(method="spawn"), "work(Box(7))", True, marks=pytest.mark.long),
         pytest.param(DECORATED.format(method="forkserver"), "work(Box(7))", False, marks=pytest.mark.long),
         (DECORATED.format(method="fork"), "work(Box(7))", False),
-        (PLAIN, "dist.spawn(work, (Box(7),), nprocs=2)", False),
+        pytest.param(PLAIN, "dist.spawn(work, (Box(7),), nprocs=2)", False, marks=pytest.mark.long),
     ],
     ids=["script", "module", "forkserver", "fork", "spawn()"],
 )
@@ -251,6 +252,7 @@ def test_the_tutorial_in_the_docs(tmp_path: Path):
     assert done.stdout == "[6.0, 6.0]\n", done.stderr
 
 
+@pytest.mark.long
 def test_the_example_in_the_docs(tmp_path: Path):
     text = (ROOT / "docs" / "launching.md").read_text()
     path = tmp_path / "functions.py"

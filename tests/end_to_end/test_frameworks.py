@@ -144,7 +144,9 @@ def ranks() -> Iterator[RankPool]:
     pool.kill()  # torch's class may abort where a process ends; the examples above end cleanly
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "lightning", "transformers"])
+@pytest.mark.parametrize(
+    "framework", ["accelerate", *(pytest.param(name, marks=pytest.mark.long) for name in ("lightning", "transformers"))]
+)
 def test_losses_and_parameters_are_torchs_bit_for_bit(ranks: RankPool, framework: str):
     for theirs, ours in ranks.run(_train_in_both, framework, timeout=120):
         assert theirs[0] is TorchDDP

@@ -69,6 +69,7 @@ def _told(done: Done) -> list[str]:
     return [line for line in done.stderr.splitlines() if "compiled kernels are kept in" in line]
 
 
+@pytest.mark.long
 def test_a_package_that_cannot_be_written_wraps_and_trains_without_a_home(installed: Path, tmp_path: Path):
     done = _run(WRAP, installed, tmp_path)
     assert done.returncode == 0, done.stderr

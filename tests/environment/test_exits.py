@@ -38,7 +38,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way != "raise")) for way in WAYS])
 def test_all_ends_run_once_in_order_though_one_fails(way: str):
     done = run(sys.executable, "-c", REGISTER + WAYS[way])
     assert done.stdout.split() == [step.name for step in Exit]

@@ -18,19 +18,19 @@ OTHERS = (["triton"], ["numba_cuda"])
 
 @pytest.fixture(
     scope="module",
-    params=[["triton", "1"], *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)],
-    ids=["triton, one target", "triton", "numba_cuda"],
+    params=[["triton", "quick"], *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)],
+    ids=["triton, quick", "triton", "numba_cuda"],
 )
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Each kernel's name, PTX, ptxas log, and the bytes that a thread must load and store 16 and more at a time."""
-    name, *most = request.param
+    name, *how = request.param
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     folder = tmp_path_factory.mktemp(name)
     simulated = ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
     environment = {key: value for key, value in os.environ.items() if key not in simulated}
     environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-m", f"tests.kernels.aot_{name}", str(folder / "kernels.json"), *most]
+    command = [sys.executable, "-m", f"tests.kernels.aot_{name}", str(folder / "kernels.json"), *how]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -16,7 +16,7 @@ from .cases import QUIET, Memory, fp16_size, slot_table, tensors_of, values
 
 pytestmark = QUIET
 
-NUMELS = [300, 128, 5000, 5]
+NUMELS = [300, 128, 2500, 5]
 LARGEST = torch.finfo(torch.float32).max
 
 
@@ -64,14 +64,15 @@ def way(backend: Backend, memory: Memory) -> MADE:
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
-@pytest.mark.parametrize("at", [None, (0, 0), (1, 3), (2, 4999), (3, 4)], ids=str)
 @pytest.mark.parametrize("wire_dtype", WIRES, ids=str)
-def test_one_element_that_is_not_finite_is_told(way: MADE, wire_dtype: torch.dtype | None, at, summed: bool):
+def test_one_element_that_is_not_finite_is_told(way: MADE, wire_dtype: torch.dtype | None, summed: bool):
     tensors = [values(numel, torch.float32, i, special=False).clamp_(-6e4, 6e4) for i, numel in enumerate(NUMELS)]
-    for number in (torch.inf, -torch.inf, torch.nan):
-        if at is not None:
-            tensors[at[0]][at[1]] = number
-        assert way(wire_dtype, torch.float32).told(tensors, 0.5, summed) == (at is None)
+    assert way(wire_dtype, torch.float32).told(tensors, 0.5, summed)
+    for number, tensor, place in [(torch.inf, 0, 0), (-torch.inf, 1, 3), (torch.nan, 2, 2499), (torch.inf, 3, 4)]:
+        kept = float(tensors[tensor][place])
+        tensors[tensor][place] = number
+        assert not way(wire_dtype, torch.float32).told(tensors, 0.5, summed), (tensor, place)
+        tensors[tensor][place] = kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
@@ -88,7 +89,7 @@ def test_tensors_of_each_dtype(way: MADE, wire_dtype: torch.dtype | None, dtype:
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16, torch.float32], ids=str)
 def test_a_wire_that_is_finite_may_hold_averages_that_are_not(way: MADE, wire_dtype: torch.dtype | None):
     tensors = [torch.zeros(numel) for numel in NUMELS]
-    tensors[2][4000] = 2.0**127
+    tensors[2][2400] = 2.0**127
     assert way(wire_dtype, torch.float32).told(tensors, 1.0, False)
     assert not way(wire_dtype, torch.float32).told(tensors, 2.0, False)
 

@@ -269,7 +269,9 @@ def test_blocks_that_are_not_finite_arrive_so_and_no_others(backend, memory, for
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
-@pytest.mark.parametrize("at", [None, (0, 0), (1, 3), (2, 4999)], ids=str)
+@pytest.mark.parametrize(
+    "at", [None, *(pytest.param(at, marks=pytest.mark.long) for at in [(0, 0), (1, 3)]), (2, 4999)], ids=str
+)
 @pytest.mark.parametrize(("form", "block"), DEFAULTS, ids=case_name)
 def test_dequantizing_tells_whether_all_blocks_are_finite_and_turns_the_row(backend, memory, form, block, at, summed):
     numels = [300, 128, 5000, 5]  # several tiles: an even number of turns would be none

@@ -105,6 +105,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_mp_spawn_trains_compressed(tmp_path: Path):
     """torch's tutorial, which chooses an address for itself."""
     path = tmp_path / "train.py"

@@ -84,6 +84,7 @@ torch.load(PATH, weights_only=False)(torch.ones(1, 1)).sum().backward()
     )
 
 
+@pytest.mark.long
 def test_a_record_that_is_gone_or_torn_fails_nobody(tmp_path: Path):
     record = tmp_path / "record"
     done = run(sys.executable, "-c", ALONE + NAMES, env={**with_environment(), **replacement.environment(str(record))})
@@ -93,6 +94,7 @@ def test_a_record_that_is_gone_or_torn_fails_nobody(tmp_path: Path):
     assert replacement.summary(record) == "1 module in 1 process wrapped by fastreduce, compression int8"
 
 
+@pytest.mark.long
 def test_where_fastreduce_cannot_be_imported_torchs_class_trains_and_it_is_said(tmp_path: Path):
     code = """
 import sys

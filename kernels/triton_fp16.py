@@ -144,15 +144,24 @@ def _unflatten(
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     scale = _double(scale_bits).to(tl.float64 if dtype == tl.float64 else tl.float32)
-    decoded = _decode(shard, block - rank * blocks, blocks, row * BLOCK < count, scale, BLOCK)
-    values = convert(decoded, dtype)
-    # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
+    index, inside = block - rank * blocks, row * BLOCK < count
+    if statistics is not None:
+        decoded = _decode(shard, index, blocks, inside, scale, BLOCK)
+        values = convert(decoded, dtype)
+    # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used. Values
+    # too, but for statistics: Triton 3.6 else computes them for both ways in which branches let threads share them out.
     if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
+        if statistics is None:
+            decoded = _decode(shard, index, blocks, inside, scale, BLOCK)
+            values = convert(decoded, dtype)
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
         tl.store(aligned + element, values)
         if finite is not None:
             note_finite(finite, decoded)
     else:
+        if statistics is None:
+            decoded = _decode(shard, index, blocks, inside, scale, BLOCK)
+            values = convert(decoded, dtype)
         tl.store(tensor.to(tl.pointer_type(dtype)) + element, values, mask=element < count)
         if finite is not None:
             note_finite(finite, tl.where(element < count, decoded, 0.0))

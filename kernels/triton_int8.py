@@ -223,19 +223,25 @@ def _dequantize(
     block = (place // BLOCK).to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    inside = row * BLOCK < count
-    values = convert(_decode(shard, block - rank * blocks, blocks, inside, FORM, BLOCK, WIDTH), dtype)
+    index, inside = block - rank * blocks, row * BLOCK < count
+    if statistics is not None:
+        values = convert(_decode(shard, index, blocks, inside, FORM, BLOCK, WIDTH), dtype)
     if finite is not None:
-        _, scale_at = _pointers(shard, block - rank * blocks, blocks, FORM, BLOCK, WIDTH)
+        _, scale_at = _pointers(shard, index, blocks, FORM, BLOCK, WIDTH)
         scale = widen(tl.load(scale_at, mask=inside, other=0.0), tl.float32)
         tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=scale != scale)
     if turn is not None:
         tl.store(turn, 1 - tl.load(turn), mask=tl.program_id(0) == 0)
-    # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
+    # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used. Values
+    # too, but for statistics: Triton 3.6 else computes them for both ways in which branches let threads share them out.
     if (count == ROWS * BLOCK) & ((tensor & 15) == 0):
+        if statistics is None:
+            values = convert(_decode(shard, index, blocks, inside, FORM, BLOCK, WIDTH), dtype)
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
         tl.store(aligned + element, values, mask=(column < BLOCK)[None, :])
     else:
+        if statistics is None:
+            values = convert(_decode(shard, index, blocks, inside, FORM, BLOCK, WIDTH), dtype)
         valid = (element < count) & (column < BLOCK)
         tl.store(tensor.to(tl.pointer_type(dtype)) + element, values, mask=valid)
     if statistics is not None:

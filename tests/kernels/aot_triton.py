@@ -24,7 +24,8 @@ POINTERS = {
 class Variant(NamedTuple):
     """One specialisation of a kernel, and the bytes that a full tile loads and stores 16 and more at a time.
 
-    Of what it loads, `again` is loaded only where a sum is not finite. A tile has `elements`.
+    Of what it loads, `again` is loaded only where a sum is not finite, or where a tensor is not aligned. A tile has
+    `elements`.
     """
 
     name: str
@@ -73,8 +74,10 @@ def variants() -> list[Variant]:
         found.append(Variant(f"flatten_fp16 {dtype}", triton_fp16._flatten, halves, constants, moved))
         for what, off in [("", {"statistics": None}), (" with statistics", {})]:
             constants = {**triton_fp16.SHAPE, **off, "dtype": dtypes[dtype]}
-            moved = (tile * 2, tile * size)
-            found.append(Variant(f"unflatten_fp16 {dtype}{what}", triton_fp16._unflatten, halves, constants, moved))
+            again = tile * 2 if off else 0
+            moved = (tile * 2 + again, tile * size)
+            title = f"unflatten_fp16 {dtype}{what}"
+            found.append(Variant(title, triton_fp16._unflatten, halves, constants, moved, again=again))
     constants = {**triton_fp16.SHAPE, **block_bytes, "RANKS": 2, "SPARE": 2.0}
     # A sum that is not finite reads every rank's shard once more.
     again = 2 * tile * 2
@@ -108,12 +111,13 @@ def variants() -> list[Variant]:
             title = f"quantize {dtype}, {name}"
             found.append(Variant(title, triton_int8._quantize, types, constants, moved, targets, elements=lanes))
             if not feedback:
-                moved = (payload, lanes * size)
                 for what, off in [("", {"statistics": None}), (" with statistics", {})]:
                     constants = {**shape, **off, "dtype": dtypes[dtype]}
+                    again = payload if off else 0
+                    moved = (payload + again, lanes * size)
                     if dtype == "bf16" or not what:
                         title = f"dequantize {dtype}{what}, {form.name}"
-                        found.append(Variant(title, triton_int8._dequantize, types, constants, moved))
+                        found.append(Variant(title, triton_int8._dequantize, types, constants, moved, again=again))
         constants = {**shape, **residual, "RANKS": 2, "SPARE": 2.0}
         again = 2 * payload  # where a sum is not finite
         moved = (2 * again + more, payload + more)

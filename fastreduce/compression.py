@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +17,17 @@ ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
 
 @dataclass(frozen=True)
 class Compression:
-    """A setting; `str()` gives the spec string, `Compression.parse` reads it back."""
+    """A setting; `str()` gives the spec string, `Compression.parse` reads it back.
+
+    The first `warm_up` steps under it, counted from where it is set, are those of `none`.
+    """
 
     name: ClassVar[str]
+    warm_up: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.warm_up, int) or self.warm_up < 0:
+            raise SettingError(f"warm_up={brief(self.warm_up)} in {self.name!r}; allowed: whole numbers of steps")
 
     @property
     def two_shot(self) -> bool:
@@ -53,7 +61,7 @@ class Compression:
     def __str__(self) -> str:
         options = [
             f.name if value is True else f"{f.name}={value}"
-            for f in fields(self)
+            for f in _options(self)
             if (value := getattr(self, f.name)) != f.default
         ]
         return self.name + (":" + ",".join(options) if options else "")
@@ -69,7 +77,7 @@ class Compression:
         kind = KINDS.get(name)
         if kind is None:
             raise SettingError(f"unknown compression {brief(name)} in {brief(spec)}; allowed: {', '.join(KINDS)}")
-        known = {f.name: f for f in fields(kind)}
+        known = {f.name: f for f in _options(kind)}
         options: dict[str, Any] = {}
         for piece in rest.split(",") if colon else ():
             key, equals, value = piece.strip().partition("=")
@@ -101,6 +109,24 @@ class Compression:
                 f"compression must be a spec string or a Compression, got {type(setting).__name__}: {setting!r}"
             )
         return Compression.parse(setting)
+
+
+def _options(kind: type[Compression] | Compression) -> list[Field[Any]]:
+    """Those of every setting come last."""
+    return sorted(fields(kind), key=lambda option: bool(option.kw_only))
+
+
+def without_warm_up(setting: Compression, where: str) -> Compression:
+    """The setting, for what counts no steps.
+
+    Raises:
+        SettingError: if it has a warm-up.
+    """
+    if setting.warm_up:
+        raise SettingError(
+            f"{str(setting)!r}: {where} counts no steps, so it has no warm_up: DistributedDataParallel has"
+        )
+    return setting
 
 
 def _from_environment() -> Compression:
@@ -145,6 +171,7 @@ class _Plain(Compression):
     accumulate: str = "fp32"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.accumulate not in ("fp32", "wire"):
             raise SettingError(f"accumulate={brief(self.accumulate)} in {self.name!r}; allowed: fp32, wire")
 
@@ -209,6 +236,7 @@ class _Quantized(Compression):
     error_feedback: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         least = self.least_block
         if not (isinstance(self.block, int) and least <= self.block <= 4096 and self.block % least == 0):
             raise SettingError(

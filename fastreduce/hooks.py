@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compression import Compression
+from .compression import Compression, without_warm_up
 from .errors import NotInitializedError, SettingError
 from .reduction import saved_residuals
 from .reduction.agreement import check_agreement
@@ -61,7 +61,7 @@ class CompressState:
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        self.compression = Compression.resolve(compression)
+        self.compression = without_warm_up(Compression.resolve(compression), "CompressState")
         self._group = process_group
         self._names = {parameter: name for name, parameter in named_parameters}
         self._transport: Transport | None = None

@@ -69,7 +69,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
         for layout in layouts.values():
             if _rank():  # the same on every rank
-                del layout["buckets"]
+                del layout["buckets"], layout["orders"]
         return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}
 
     collected = _on_all(f"collecting {path}", collect)
@@ -107,8 +107,12 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     """Load a snapshot into `parts`; every rank calls it, after wrapping the model.
 
     Rank 0 reads the file and sends it to the others. At the world size of the snapshot training then goes on bit
-    for bit. At another, every rank gets the mean of the residuals, and keeps its own random states. Residuals of
-    another compression or of other parameters are left out, with a warning in the log.
+    for bit. At another, every rank gets the mean of the residuals, and keeps its own random states. Residuals of other
+    parameters are left out, with a warning in the log.
+
+    The schedule of settings goes on too, with what `set_compression` had set. A model that was wrapped under another
+    setting than the one that was saved goes on under its own, and what error feedback kept moves along, by the rule of
+    `set_compression`.
 
     Files that `torch.save` wrote load as well: a dict with these parts, or the state dict of one module, with or
     without the prefix of a wrapper. Only tensors and plain values are read (`weights_only`).
@@ -281,15 +285,11 @@ def _reducer_states(path: Path, ours: State, reducers: Mapping[str, GradientRedu
     ranks: list[State] = ours["ranks"]
     needed = [_rank()] if len(ranks) == _world_size() else range(len(ranks))
     states: dict[str, list[State]] = {}
-    for name, reducer in reducers.items():
+    for name in reducers:
         if not ranks or name not in ranks[0]["reducers"]:
             continue
         saved = [{**ranks[0]["reducers"][name], **ranks[r]["reducers"][name]} for r in needed]
-        if saved[0]["compression"] == str(reducer.compression):
-            states[name] = [{**state, "residuals": {}, "shard_residuals": []} for state in saved]
-        elif _rank() == 0:
-            change = f"it is of {saved[0]['compression']!r}, training goes on with {str(reducer.compression)!r}"
-            logger.warning("%s: what error feedback kept of %r is not loaded: %s", path, name, change)
+        states[name] = [{**state, "residuals": {}, "shard_residuals": []} for state in saved]
     if ours["tag"] is not None and states:
         for position, rank in enumerate(needed):
             tensors = _read_residuals(path, f"{ours['tag']}.rank{rank}")

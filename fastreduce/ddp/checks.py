@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parameter import is_lazy
 
 from .. import ops
-from ..compression import Compression
 from ..errors import BackendUnavailableError, DeviceError, NotInitializedError
 from ..reduction.agreement import describe_tensor
 from ..reduction.gradients import Gradients
+from ..reduction.schedule import Schedule
 
 T = TypeVar("T", bound=Tensor)
 
@@ -104,9 +104,9 @@ _AGREED_ARGUMENTS = (
 )
 
 
-def describe_wrapping(module: nn.Module, compression: Compression, arguments: Mapping[str, Any]) -> dict[str, str]:
+def describe_wrapping(module: nn.Module, schedule: Schedule, arguments: Mapping[str, Any]) -> dict[str, str]:
     """What must be equal on every rank, by what it is called in an error."""
-    description = {"compression": str(compression)}
+    description = schedule.description()
     description.update({name: repr(arguments.get(name)) for name in _AGREED_ARGUMENTS})
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
     sparse = {id(m.weight) for m in embeddings if m.sparse}

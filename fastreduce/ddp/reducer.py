@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compression import NoCompression
+from ..errors import SettingError
 from ..reduction.arrivals import weakly
 from ..reduction.reducer import GradientReducer
+from ..reduction.schedule import Setting
 from ..transports import make_transport
 from .logger import TorchLogger
 from .mixed_precision import LowPrecision
@@ -77,10 +79,25 @@ class TorchReducer(GradientReducer):
         """Called before every forward with gradients enabled, and by ranks that have joined."""
         self.drop_broken_backward()
         self.look()
+        if self.switch_if_due():
+            self.logger.switched(self.step, str(self.compression), self.plan)
         if not self.rebuild_buckets():
             return False
         self.logger.rebuilt(self.plan, self.arrival_order)
         return True
+
+    def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: int | None = None) -> None:
+        """As in GradientReducer, where no communication hook averages.
+
+        Raises:
+            SettingError: also if one does.
+        """
+        if self._hook is not None:
+            raise SettingError(
+                f"compression={setting!r} and a communication hook exclude each other: "
+                "both decide what goes on the wire"
+            )
+        super().set_compression(setting, at, bucket_bytes)
 
     def _set_static_graph(self) -> None:
         """Called for `static_graph=True`; the reducer handles static and changing graphs alike.
@@ -174,11 +191,12 @@ class TorchReducer(GradientReducer):
         """
         if self._hook is not None or self._low_precision is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if not isinstance(self.compression, NoCompression):
-            raise RuntimeError(
-                f"compression={str(self.compression)!r} and a communication hook exclude each other: "
-                "both decide what goes on the wire"
-            )
+        for setting in self.schedule.settings:
+            if not isinstance(setting, NoCompression):
+                raise RuntimeError(
+                    f"compression={str(setting)!r} and a communication hook exclude each other: "
+                    "both decide what goes on the wire"
+                )
         self._hook = UserHook(state, hook, self.used)
         self.average_with(self._hook)
         if self.buckets.as_views:

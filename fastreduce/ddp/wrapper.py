@@ -20,6 +20,7 @@ from ..compression import Compression
 from ..errors import FastreduceError, ReducerError, SettingError
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
+from ..reduction.schedule import Schedule, Setting
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from .checks import check_module, describe_wrapping, group_asked_for, module_device
@@ -43,8 +44,9 @@ class DistributedDataParallel(TorchDDP):
         device_ids: as in torch, but on a CPU module it warns and is dropped, so that GPU scripts run.
         output_device: likewise.
         *args: torch's other arguments.
-        compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; None means
-            FASTREDUCE_COMPRESSION, or `none`.
+        compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; or a callable that
+            returns one for each step, the same on every rank, and is asked 1000 steps ahead (steps are reduced
+            backwards, counted from 0); None means FASTREDUCE_COMPRESSION, or `none`.
         transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else NCCL
             for GPUs and gloo for CPUs, in communicators of its own over the ranks of `process_group` (at world size
             1: nothing to move).
@@ -60,6 +62,7 @@ class DistributedDataParallel(TorchDDP):
     reducer: TorchReducer  # type: ignore[assignment]
     logger: TorchLogger  # type: ignore[assignment]
     _may_have_changed = False
+    _joining = False
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class DistributedDataParallel(TorchDDP):
         device_ids: Sequence[Any] | None = None,
         output_device: Any = None,
         *args: Any,
-        compression: Compression | str | None = None,
+        compression: Setting = None,
         transport: Transport | None = None,
         **kwargs: Any,
     ) -> None:
@@ -88,11 +91,11 @@ class DistributedDataParallel(TorchDDP):
         self._transport = transport or make_transport(group, module_device(module))
         error = None
         try:
-            self.compression = Compression.resolve(compression)
+            self._schedule = Schedule(compression)
             check_module(module, arguments)
         except (FastreduceError, RuntimeError, TypeError) as found:
             error = found
-        check_agreement(self._transport, {} if error else describe_wrapping(module, self.compression, arguments), error)
+        check_agreement(self._transport, {} if error else describe_wrapping(module, self._schedule, arguments), error)
         super().__init__(module, device_ids, output_device, *args, **kwargs)
 
     def _ddp_init_helper(
@@ -112,7 +115,7 @@ class DistributedDataParallel(TorchDDP):
             parameters,
             [names[id(p)] for p in parameters],
             self._transport,
-            self.compression,
+            self._schedule,
             bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
             gradient_as_bucket_view=self.gradient_as_bucket_view and low is None,
             dtype=low and (low.reduce_dtype or low.param_dtype),
@@ -127,7 +130,7 @@ class DistributedDataParallel(TorchDDP):
             rank=self._transport.rank,
             world_size=self._transport.world_size,
             transport=self._transport.name,
-            compression=str(self.compression),
+            compression=str(self._schedule.setting),
             bucket_cap_bytes=self.bucket_bytes_cap,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -144,6 +147,45 @@ class DistributedDataParallel(TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    @property
+    def compression(self) -> Compression:
+        """The setting of the next step."""
+        return (self._schedule if self._delay_all_reduce_all_params else self.reducer.schedule).setting
+
+    def set_compression(self, setting: Setting, at: int | None = None, bucket_cap_mb: float | None = None) -> None:
+        """Reduce under another setting from step `at` on; every rank calls it, between the same two steps.
+
+        Steps are reduced backwards, counted from 0; `ddp.reducer.step` tells how many there have been, those before a
+        checkpoint included. The switch is made before the forward of step `at`. From there on training has the bits of
+        a checkpoint of that moment that is resumed under the new setting. Connections are kept.
+
+        What error feedback keeps is never dropped: a setting with error feedback goes on with it, and one without adds
+        it to its next gradient, and what has not been applied of that (a skipped step, clipping) to the one after.
+
+        Args:
+            setting: as at construction: also one with `warm_up`, whose steps are counted from `at`, or a callable. It
+                takes the place of all that was to come from step `at` on.
+            at: the step; None means the next one.
+            bucket_cap_mb: the size of buckets from there on, in MiB; None leaves it as it is.
+
+        Raises:
+            SettingError: if it is no setting, if the step has been already, within a backward or `join()`, or if a
+                communication hook or `delay_all_reduce_named_params` of all parameters does the averaging.
+            MismatchError: on every rank, if ranks differ in the setting, the step, or in how many steps they have
+                reduced. Nothing has changed then.
+        """
+        if self._delay_all_reduce_all_params:
+            raise SettingError(
+                "set_compression and delay_all_reduce_named_params of all parameters: torch reduces them"
+            )
+        if self._joining:
+            raise SettingError(
+                f"set_compression({setting!r}) within join(): ranks that have joined cannot take part; call it before, "
+                "with at=step"
+            )
+        size = None if bucket_cap_mb is None else int(bucket_cap_mb * 1024 * 1024)
+        self.reducer.set_compression(setting, at, size)
 
     def _has_sync_batchnorm(self) -> bool:
         return any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in self.module.modules())
@@ -279,6 +321,19 @@ class DistributedDataParallel(TorchDDP):
         super()._update_process_group(new_process_group)
         self._transport = self.reducer.transport
 
+    def join_hook(self, **kwargs: Any) -> Any:
+        """What a join context calls, as in torch."""
+        hook = super().join_hook(**kwargs)
+        after = hook.post_hook
+
+        def post_hook(is_last_joiner: bool) -> None:
+            self._joining = False
+            after(is_last_joiner)
+
+        hook.post_hook = post_hook
+        self._joining = True
+        return hook
+
     def _match_all_reduce_for_bwd_pass(self) -> None:
         self.reducer.take_part()
 
@@ -288,6 +343,8 @@ class DistributedDataParallel(TorchDDP):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         del state["_transport"]
+        if not self._delay_all_reduce_all_params:
+            state["_schedule"] = self.reducer.schedule
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

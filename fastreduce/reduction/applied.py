@@ -24,7 +24,7 @@ _changing_live = threading.Lock()
 _optimized: set[int] = set()  # identities of parameters that a torch optimizer has stepped
 
 
-def _norms(grads: Sequence[Tensor]) -> Tensor:
+def norms_of(grads: Sequence[Tensor]) -> Tensor:
     """Of each gradient, all on one device and of one dtype, the largest magnitude and the sum of all, FP64 `[2, n]`."""
     real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
     real = [grad if grad.numel() else grad.new_zeros(1) for grad in real]
@@ -80,7 +80,7 @@ class Applied:
         self._older: dict[int, Tensor] = {}  # what `magnitudes` would tell of them
         for i in older:
             if (grad := grads[i]) is not None:
-                self._older[i] = _norms([grad])[:, 0] / scale
+                self._older[i] = norms_of([grad])[:, 0] / scale
         _notice()
         with _changing_live:
             _live.add(self)
@@ -207,7 +207,7 @@ class Applied:
         for column, i in enumerate(positions):
             if i in self._older:
                 then[:, column] = self._older[i]
-        now = _norms(grads).to(then.device)
+        now = norms_of(grads).to(then.device)
         stored = torch.view_as_real(grads[0]).dtype if grads[0].is_complex() else grads[0].dtype
         then[0] = then[0].to(stored).double()
         thrown_away = ~now.isfinite() | (now == 0)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..compression import Compression
+from ..errors import SettingError
 from ..transports import Transport
 from . import saved_residuals
 from .applied import notice_unscaling
-from .buckets import BucketPlan, build_plan, group_by_size
+from .buckets import BucketPlan, build_plan, group_by_size, shortest
 from .error_feedback import ErrorFeedback
 from .gradients import Collected, Gradients, Members
 from .pipeline import BucketPipeline, Seconds, warm_up
@@ -133,23 +134,71 @@ class BucketedGradients:
         leave_out: Iterable[int],
     ) -> None:
         self.transport, self.compression = transport, compression
-        self._caps, self.as_views, self._casts = tuple(bucket_caps), as_views, dtype is not None
+        self.caps, self.as_views, self._casts = shortest(bucket_caps), as_views, dtype is not None
         self.gradients = Gradients(parameters, names, dtype)
         self.specs = self.gradients.specs
         left_out = set(leave_out)
         self.indices = [i for i in range(len(self.specs)) if i not in left_out]
-        for device, each in {(self.specs[i].device, self.specs[i].dtype) for i in self.indices}:
-            warm_up(each, device, compression, transport)
+        self.orders = [self.indices[::-1]]
         self.keeps_statistics = False
+        self._warm: set[Compression] = set()
+        self.warm_up([compression])
         self._averaging: Averaging = CompressedAveraging(compression)
         self.streams: dict[torch.device, Stream] = {}
         self._make_streams()
+
+    def warm_up(self, settings: Iterable[Compression]) -> None:
+        """Compile the kernels of settings that will be used."""
+        for setting in settings:
+            if setting not in self._warm:
+                for device, dtype in {(self.specs[i].device, self.specs[i].dtype) for i in self.indices}:
+                    warm_up(dtype, device, setting, self.transport, self.keeps_statistics)
+                self._warm.add(setting)
 
     # Layout
 
     def first_groups(self) -> list[list[int]]:
         """Reverse order: about that in which gradients arrive."""
-        return group_by_size(self.specs, reversed(self.indices), self._caps)
+        self.orders = [self.indices[::-1]]
+        return self._groups()
+
+    def _groups(self) -> list[list[int]]:
+        return [group for order in self.orders for group in group_by_size(self.specs, order, self.caps)]
+
+    def switch(self, compression: Compression, caps: Sequence[int]) -> None:
+        """Go on under another setting, with buckets of such sizes; what is under way has ended.
+
+        Residuals move along, second-stage ones as part of the first stage. Where the new setting has no error feedback,
+        they are added to the next gradients.
+        """
+        self._spread()
+        kept = saved_residuals.collect(self.pipelines)
+        self.use(compression)
+        groups = [[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets]
+        if tuple(caps) != self.caps:
+            self.caps = tuple(caps)
+            groups = self._groups()
+        self.lay_out(groups)
+        saved_residuals.restore(kept, self.pipelines)
+
+    def use(self, compression: Compression) -> None:
+        """Lay buckets out for another setting from now on.
+
+        Raises:
+            SettingError: if a user's hook averages them.
+        """
+        if not isinstance(self._averaging, CompressedAveraging):
+            raise SettingError(
+                f"compression={str(compression)!r} and a communication hook exclude each other: both decide what goes "
+                "on the wire"
+            )
+        self.warm_up([compression])
+        self.compression, self._averaging = compression, CompressedAveraging(compression)
+
+    def _spread(self) -> None:
+        for pipeline in self.pipelines:
+            if pipeline.feedback is not None:
+                pipeline.feedback.spread(lambda whole: self.transport.all_gather(whole).wait())
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
@@ -172,10 +221,10 @@ class BucketedGradients:
         here = set(self.indices)
         order = [i for i in observed if i in here]
         idle = sorted(here.difference(order))
-        for feedback in self.feedbacks:
-            feedback.spread(lambda whole: self.transport.all_gather(whole).wait())
+        self._spread()
         kept = saved_residuals.collect(self.pipelines)
-        self.lay_out(group_by_size(self.specs, order, self._caps) + group_by_size(self.specs, idle, self._caps))
+        self.orders = [order, idle]
+        self.lay_out(self._groups())
         saved_residuals.restore(kept, self.pipelines)
 
     def move_to(self, transport: Transport) -> None:
@@ -206,7 +255,8 @@ class BucketedGradients:
 
     def alone(self, index: int) -> bool:
         """Whether there is nothing to average and nothing to move."""
-        return self.pipelines[index].alone and not self.as_views and not self._casts
+        pipeline = self.pipelines[index]
+        return pipeline.alone and pipeline.kept is None and not self.as_views and not self._casts
 
     def unused(self, index: int, used: Sequence[bool]) -> set[int]:
         """The parameters of a bucket that this rank has not used."""
@@ -222,8 +272,7 @@ class BucketedGradients:
         bucket, left = pipeline.bucket, job.found.settle(pipeline.used_by_any)
         parameters = self._members[bucket.index].parameters
         note_reduced(pipeline, parameters, left)
-        if pipeline.feedback is not None:
-            pipeline.feedback.follow(parameters, left, pipeline.magnitudes, scale)
+        pipeline.follow(parameters, left, job.found.targets, scale)
         return {bucket.slots[position].parameter for position in left}
 
     def take_part(self) -> None:
@@ -231,24 +280,24 @@ class BucketedGradients:
         for pipeline, members in zip(self.pipelines, self._members, strict=True):
             zeros = [pipeline.used.new_zeros(slot.numel) for slot in pipeline.bucket.slots]
             pipeline.run(zeros, zeros, range(len(zeros)))
-            if pipeline.feedback is not None:
+            if pipeline.kept is not None:
                 left = (pipeline.used_by_any == 0).nonzero().flatten().tolist()
-                pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes, watched=False)
+                pipeline.follow(members.parameters, left, watched=False)
 
     def keep_statistics(self) -> None:
         """Let decompression count non-finite elements and sum squares from now on; its kernels are compiled here."""
         if not self.keeps_statistics:
             self.keeps_statistics = True
             notice_unscaling()
-            for device, dtype in {(pipeline.bucket.device, pipeline.bucket.dtype) for pipeline in self.pipelines}:
-                warm_up(dtype, device, self.compression, self.transport, statistics=True)
+            warm, self._warm = self._warm, set()
+            self.warm_up(warm)
             for pipeline in self.pipelines:
                 pipeline.keep_statistics()
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:
-        """What is kept of each bucket, under error feedback."""
-        return [pipeline.feedback for pipeline in self.pipelines if pipeline.feedback is not None]
+        """What is kept of each bucket, under error feedback or after it."""
+        return [pipeline.kept for pipeline in self.pipelines if pipeline.kept is not None]
 
     # Figures
 

@@ -114,6 +114,11 @@ def group_by_size(specs: Sequence[ParameterSpec], order: Iterable[int], caps: Se
     return [group for _, group in sorted(done)]
 
 
+def shortest(caps: Sequence[int]) -> tuple[int, ...]:
+    """The same caps without those at the end that the last one's rule makes."""
+    return tuple(caps[:1]) if len(set(caps)) == 1 else tuple(caps)
+
+
 def build_plan(
     specs: Sequence[ParameterSpec], groups: Iterable[Sequence[int]], *, alignment: int, shards: int
 ) -> BucketPlan:

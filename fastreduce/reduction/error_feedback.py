@@ -104,6 +104,23 @@ class ErrorFeedback:
         twin.commit(final=True)
         return twin.residual, twin.shard_residual, twin.units_now()
 
+    def added_to(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the slots' gradients, 1-D, with what is kept added: the way of a setting without error feedback.
+
+        Of these nothing is lost (R is 0), so that what has not been applied is kept, and nothing else. The host waits
+        for `turn`.
+        """
+        residual = self.residual
+        self.residuals[1 - int(self.turn)] = 0
+        starts = zip(grads, self._bucket.slots, strict=True)
+        flats = [(grad.as_strided((slot.numel,), (1,)), residual[slot.offset :][: slot.numel]) for grad, slot in starts]
+        return [(flat + part).to(flat.dtype) for flat, part in flats]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept of this rank's gradients; the host waits."""
+        return not self._carried and not bool(self.residuals.any())
+
     def take(self, i: int) -> Parts:
         """Remove what is kept of slot `i` on this rank, and return it."""
         self.look()
@@ -306,6 +323,11 @@ class Parts(NamedTuple):
     residual: Tensor
     base: Tensor | None
     unit: float
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether anything is kept; the host waits."""
+        return bool(self.residual.any()) or (self.base is not None and bool(self.base.any()))
 
 
 class _Rows:

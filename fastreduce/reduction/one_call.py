@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compression import Compression
+from ..compression import Compression, without_warm_up
 from ..errors import NotInitializedError, SettingError, TensorError
 from ..transports import Transport, make_transport
 from . import saved_residuals
@@ -209,7 +209,7 @@ def _reduction_for(
     try:
         if op not in OPERATIONS:
             raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
-        setting = Compression.resolve(compression)
+        setting = without_warm_up(Compression.resolve(compression), "all_reduce_gradients")
         if setting.error_feedback:
             homes = _owners.setdefault(transport, {}).setdefault((setting, op), _Owners())
             found = homes.find(owners)

@@ -14,6 +14,7 @@ from ..compression import Compression
 from ..errors import TransportError
 from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, tile_elements
 from ..transports import Transport, Work
+from .applied import norms_of
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
 from .error_feedback import ErrorFeedback
@@ -59,6 +60,7 @@ class BucketPipeline:
     Attributes:
         about: what the bucket holds, as a sentence.
         feedback: what was lost; None without error feedback.
+        remainder: what an earlier setting with error feedback has left, until it has been applied; None mostly.
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
         verdicts: the bytes that say so, of this bucket and the others of its device.
         statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
@@ -124,6 +126,8 @@ class BucketPipeline:
         self.feedback = (
             ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
         )
+        self.remainder: ErrorFeedback | None = None
+        self._noted: Tensor | None = None
         # Kernels write it. At averages that stay in the wire nobody looks.
         if verdicts is None:
             verdicts = torch.ones(bucket.index + 1, dtype=torch.uint8, device=bucket.device)
@@ -145,6 +149,36 @@ class BucketPipeline:
         else:
             self._scale_before = 2.0 ** -(shards - 1).bit_length()
             self._scale_after = self._average / self._scale_before
+
+    @property
+    def kept(self) -> ErrorFeedback | None:
+        """What is to be added to the next gradients, under error feedback or after it."""
+        return self.feedback or self.remainder
+
+    def keep_remainder(self) -> ErrorFeedback:
+        """What is kept, to be put in by slot: without error feedback it is added to the next gradients, once."""
+        if self.kept is None:
+            shards, alignment = self.transport.world_size, self.compression.alignment
+            self.remainder = ErrorFeedback(self.bucket, self.transport.rank, shards, alignment)
+        assert self.kept is not None
+        return self.kept
+
+    def follow(
+        self,
+        parameters: Sequence[Tensor],
+        left: Sequence[int],
+        stored: Sequence[Tensor] = (),
+        scale: float = 1.0,
+        watched: bool = True,
+    ) -> None:
+        """The averages are stored: see what becomes of them, as far as anything is kept (arguments: `Applied`)."""
+        if self.remainder is not None:
+            if self.remainder.is_empty:
+                self.remainder = self._noted = None
+            elif stored:
+                self._noted = norms_of(stored) / scale
+        if self.kept is not None:
+            self.kept.follow(parameters, left, self.magnitudes, scale, watched)
 
     @property
     def seconds(self) -> Seconds:
@@ -215,8 +249,8 @@ class BucketPipeline:
         mark(_REDUCED)
         self.decompress(averaged)
         self.finite = self._verdict
-        if self.feedback is not None and self.finite is not None:
-            self.feedback.finite = self.finite
+        if self.kept is not None and self.finite is not None:
+            self.kept.finite = self.finite
         mark(_END)
 
     def _on_device(self, positions: Sequence[int]) -> Tensor:
@@ -226,6 +260,8 @@ class BucketPipeline:
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""
+        if self.remainder is not None:
+            grads = self.remainder.added_to(grads)
         tensors, slots = [*grads, self.used], self.bucket.table
         if self._block:
             shards, kept = self.transport.world_size, self.feedback
@@ -308,6 +344,8 @@ class BucketPipeline:
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
+        if self._noted is not None:
+            return self._noted.clone()
         shards = self.transport.world_size
         scales, own = self._scales().abs(), self._form.payload_bytes(self.bucket.total // shards)
         payload = self.wire.view(shards, -1)[:, :own].view(torch.int8)

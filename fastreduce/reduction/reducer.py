@@ -14,17 +14,19 @@ from torch import Tensor
 
 from ..compression import Compression
 from ..environment.exits import Exit, at_exit
-from ..errors import ReducerError, TransportError
+from ..errors import ReducerError, SettingError, TransportError
 from ..transports import Transport
 from ..transports.messages import checked, numbers
 from . import saved_residuals
+from .agreement import check_agreement
 from .arrivals import Arrivals, weakly
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients, BucketJob
-from .buckets import BucketPlan
+from .buckets import BucketPlan, shortest
 from .error_feedback import agree_that_finite
 from .events import Events
 from .nonfinite import NonFiniteSteps
 from .pipeline import BucketPipeline, Seconds
+from .schedule import Schedule, Setting
 from .sparse import SparseGradients
 from .streams import Finish, Pending, Stream
 
@@ -45,7 +47,7 @@ class GradientReducer:
         parameters: floating-point or complex leaves that require gradients.
         names: their names, which key saved residuals and appear in errors.
         transport: what moves wires; `close` closes it.
-        compression: the setting.
+        compression: the setting, or a schedule.
         bucket_caps: bytes of the first, second, … bucket; the last holds for all that follow.
         gradient_as_bucket_view: whether `.grad` become views of the buckets.
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
@@ -55,6 +57,7 @@ class GradientReducer:
 
     Attributes:
         buckets: the gradients, laid out.
+        schedule: the setting of each step.
         events: what is called at the moments of a backward.
         active_ranks: tells how many ranks bring gradients, which sums are divided by; None means that all do.
 
@@ -68,7 +71,7 @@ class GradientReducer:
         parameters: Sequence[Tensor],
         names: Sequence[str],
         transport: Transport,
-        compression: Compression,
+        compression: Compression | Schedule,
         *,
         bucket_caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
         gradient_as_bucket_view: bool = False,
@@ -76,17 +79,21 @@ class GradientReducer:
         sparse: Iterable[int] = (),
         overlaps: bool = True,
     ) -> None:
+        self.schedule = Schedule.of(compression)
+        self._caps = shortest(bucket_caps)
+        self._due: float = self.schedule.step
         self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
         self.buckets = BucketedGradients(
             parameters,
             names,
             transport,
-            compression,
-            bucket_caps=bucket_caps,
+            self.schedule.setting,
+            bucket_caps=self._caps,
             as_views=gradient_as_bucket_view,
             dtype=dtype,
             leave_out=self._sparse.parameters,
         )
+        self.buckets.warm_up(self.schedule.settings)
         self._overlaps = overlaps
         self._nonfinite = NonFiniteSteps()
         self.events = Events()
@@ -128,8 +135,13 @@ class GradientReducer:
 
     @property
     def compression(self) -> Compression:
-        """The setting."""
-        return self.buckets.compression
+        """The setting of the next step."""
+        return self.schedule.setting
+
+    @property
+    def step(self) -> int:
+        """How many backwards have been reduced, those before a checkpoint included."""
+        return self.schedule.step
 
     @property
     def plan(self) -> BucketPlan:
@@ -227,6 +239,73 @@ class GradientReducer:
         self._laid_out()
         self._own()
 
+    # Settings
+
+    def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: int | None = None) -> None:
+        """Reduce under another setting from step `at` on (None: the next); every rank calls it between two steps.
+
+        Steps are reduced backwards, counted from 0 (`step`). The setting takes the place of what was to come from that
+        step on; the switch is made before its forward. What follows then has the bits of a checkpoint of that moment
+        that is resumed under the new setting.
+
+        The law of residuals, with Q of `ErrorFeedback`: between two settings with error feedback they are carried over,
+        those of averages as part of the first stage. Under a setting without, Q is added to the next gradient, rounded
+        with it, and kept until it has been applied: what a clipping or a skipped step leaves of it is added to the one
+        after. So, whatever was switched when, the sum of what was applied differs from the exact one by what is kept
+        (and by what settings without error feedback lose of their own steps): nothing is dropped.
+
+        Args:
+            setting: as at construction.
+            at: the step.
+            bucket_bytes: the size of buckets from there on; None leaves it as it is.
+
+        Raises:
+            SettingError: if it is no setting, or the step has been already; called in a backward.
+            MismatchError: on every rank, if ranks differ in the setting, the step, or in how many steps they have
+                reduced. Nothing has changed then.
+        """
+        error = changed = None
+        try:
+            if self._in_backward:
+                raise SettingError(f"set_compression({setting!r}) in a backward: call it between two steps")
+            changed = self.schedule.with_setting(self.step if at is None else at, setting, bucket_bytes)
+        except SettingError as found:
+            error = found
+        self._adopt(changed, error)
+
+    def _adopt(self, schedule: Schedule | None, error: Exception | None = None) -> None:
+        """Go on with a schedule on which all ranks agree."""
+        steps = {"the number of steps reduced": str(self.step)}
+        check_agreement(self.transport, {} if schedule is None else {**steps, **schedule.description()}, error)
+        assert schedule is not None
+        self.buckets.warm_up(schedule.settings)
+        self.schedule, self._due = schedule, schedule.step
+
+    def switch_if_due(self) -> bool:
+        """Before a forward: let the setting of the next step be in force; returns whether it was not.
+
+        It takes effect on all ranks at one step, because they have agreed on it before.
+        """
+        schedule = self.schedule
+        if schedule.step < self._due:
+            return False
+        if schedule.must_compare:
+            error = None
+            try:
+                schedule.ask()
+            except SettingError as found:
+                error = found
+            self._adopt(schedule, error)
+        self._due = schedule.due
+        caps = self._caps if schedule.bucket_bytes is None else (schedule.bucket_bytes,)
+        if (schedule.setting, caps) == (self.buckets.compression, self.buckets.caps):
+            return False
+        self.buckets.switch(schedule.setting, caps)
+        self._laid_out()
+        if self._armed:
+            self._arrivals.report()
+        return True
+
     def rebuild_buckets(self) -> bool:
         """After the first reduced backward, once: lay buckets out in the order that rank 0 observed.
 
@@ -273,6 +352,7 @@ class GradientReducer:
             for _, pending in self._launches:
                 pending.result()
             if self._armed:
+                self.schedule.step += 1  # as on the ranks that reduce it
                 for pipeline in self.pipelines[self._next :]:
                     pipeline.run_broken()
                 self._sparse.take_part(self._divisor(), broken=True)
@@ -370,6 +450,7 @@ class GradientReducer:
         finally:
             for _, pending in self._launches:
                 pending.cancel()
+            self.schedule.step += 1
             self._arrivals.forget_used()
             if not self._reduced_once:
                 self._reduced_once = True
@@ -428,6 +509,7 @@ class GradientReducer:
             arrived()
         agree_that_finite(self.buckets.feedbacks)
         self._sparse.take_part(self._divisor())
+        self.schedule.step += 1
         self._reduced_once = True
         self._forget_backward()
 
@@ -438,8 +520,12 @@ class GradientReducer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""
-        state = saved_residuals.save(self.plan, self.pipelines, self.transport.rank, str(self.compression))
+        state = saved_residuals.save(self.plan, self.pipelines, self.transport.rank, str(self.buckets.compression))
+        names = [spec.name for spec in self.buckets.specs]
         progress = {
+            "schedule": self.schedule.state(),
+            "caps": list(self.buckets.caps),
+            "orders": [[names[i] for i in order] for order in self.buckets.orders],
             "reduced_once": self._reduced_once,
             "rebuilt": self._rebuilt,
             "statistics": self.buckets.keeps_statistics,
@@ -450,17 +536,31 @@ class GradientReducer:
         """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
 
         At the same world size training resumes bit for bit. At another, each rank gets the mean of the
-        old ranks' residuals.
+        old ranks' residuals. Every rank calls it.
+
+        The schedule goes on where the state stopped, with what `set_compression` had set. A reducer that was
+        constructed with another setting than the one that saved goes on under its own, from the state's step on; what
+        is kept then moves along by the law of `set_compression`.
 
         Raises:
-            SettingError: if the state is of another compression or other parameters, or ranks are missing.
+            SettingError: if the states are of different compressions, or of other parameters, or ranks are missing, or
+                a callable that was set is not there.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        chosen = saved_residuals.pick(states, self.transport.rank, self.transport.world_size, str(self.compression))
+        compression = str(states[0]["compression"] if states else self.buckets.compression)
+        chosen = saved_residuals.pick(states, self.transport.rank, self.transport.world_size, compression)
         saved_residuals.check_parameters(chosen, [self.buckets.specs[i] for i in self.buckets.indices])
+        older = {"given": compression, "step": 0, "stretches": [[0, compression, None]]}
+        schedule = self.schedule.resumed(chosen.get("schedule", older))
+        if compression != str(self.buckets.compression):
+            self.buckets.use(Compression.parse(compression))
+        self.schedule, self._due = schedule, schedule.step
         self._reduced_once, self._rebuilt = chosen["reduced_once"], chosen["rebuilt"]
         self._arrivals.order[:], self._arrivals.fires[:] = chosen["order"], chosen["fires"]
         index_of = {spec.name: i for i, spec in enumerate(self.buckets.specs)}
+        self.buckets.caps = tuple(chosen.get("caps", self.buckets.caps))
+        orders = chosen.get("orders", [[name for bucket in chosen["buckets"] for name in bucket]])
+        self.buckets.orders = [[index_of[name] for name in order] for order in orders]
         self._lay_out([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
         saved_residuals.restore(saved_residuals.kept_in(chosen), self.pipelines)
         for pipeline, saved in zip(self.pipelines, chosen["shard_residuals"], strict=False):

@@ -22,20 +22,22 @@ logger = logging.getLogger(__name__)
 def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
     """What error feedback keeps, by parameter name, removed from pipelines that nobody will use."""
     return {
-        slot.name: pipeline.feedback.take(i)
+        slot.name: pipeline.kept.take(i)
         for pipeline in pipelines
-        if pipeline.feedback is not None
+        if pipeline.kept is not None
         for i, slot in enumerate(pipeline.bucket.slots)
     }
 
 
 def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> None:
-    """Put it into other pipelines; a name without any keeps what it has."""
+    """Put it into other pipelines; a name without any keeps what it has.
+
+    One without error feedback adds it to its next gradients.
+    """
     for pipeline in pipelines:
-        if pipeline.feedback is not None:
-            for i, slot in enumerate(pipeline.bucket.slots):
-                if slot.name in kept:
-                    pipeline.feedback.put(i, kept[slot.name])
+        for i, slot in enumerate(pipeline.bucket.slots):
+            if slot.name in kept and (pipeline.kept is not None or kept[slot.name].holds_any):
+                pipeline.keep_remainder().put(i, kept[slot.name])
 
 
 def save(
@@ -48,9 +50,9 @@ def save(
     """
     residuals, units, shard_residuals = {}, {}, []
     for pipeline in pipelines:
-        if (feedback := pipeline.feedback) is not None:
+        if (feedback := pipeline.kept) is not None:
             residual, shard, known = feedback.settled()
-            if not folded:
+            if not folded and pipeline.feedback is not None:
                 shard_residuals.append(shard)
                 shard = torch.zeros_like(shard)
             for i, (slot, unit) in enumerate(zip(pipeline.bucket.slots, known, strict=True)):

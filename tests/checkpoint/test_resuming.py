@@ -96,19 +96,37 @@ def _load_without_random_states(rank: int, world_size: int, path: Path) -> bool:
     return torch.equal(before, torch.get_rng_state())
 
 
-def test_another_compression_goes_on_without_residuals_and_says_so(ranks2: RankPool, tmp_path: Path):
+def test_another_compression_adds_the_residuals_to_its_first_gradients(ranks2: RankPool, tmp_path: Path):
     old = ranks2.run(save, tmp_path / "snapshot.pt")
-    for rank, (weights, kept, lines) in enumerate(ranks2.run(_load_otherwise, tmp_path / "snapshot.pt")):
-        assert_same_bits(weights, old[0]["model"])
-        assert kept == {}
-        assert len(lines) == (rank == 0) and all(FEEDBACK in line and "'fp16'" in line for line in lines)
+    for rank, (state, left, lines) in enumerate(ranks2.run(_load_otherwise, tmp_path / "snapshot.pt")):
+        assert_same_bits(state["model"], old[0]["model"])
+        assert_same_bits(state["reducer"]["residuals"], old[rank]["reducer"]["residuals"])
+        assert not any(residual.any() for residual in left.values())
+        assert lines == []
 
 
 def _load_otherwise(rank: int, world_size: int, path: Path) -> Any:
     training = Training("fp16", seed=5)
     with _log() as lines:
         load_checkpoint(path, **training.parts())
-    return training.model.state_dict(), training.model.reducer.state_dict()["residuals"], lines
+    state = training.all()
+    training.steps(2)
+    assert str(training.model.compression) == "fp16"
+    return state, training.model.reducer.state_dict()["residuals"], lines
+
+
+def test_residuals_of_other_parameters_are_left_out_and_it_says_so(ranks2: RankPool, tmp_path: Path):
+    ranks2.run(save, tmp_path / "snapshot.pt")
+    for rank, (kept, lines) in enumerate(ranks2.run(_load_into_another, tmp_path / "snapshot.pt")):
+        assert not any(residual.any() for residual in kept.values())
+        assert len(lines) == 1 and "is only in this reducer" in lines[0], rank
+
+
+def _load_into_another(rank: int, world_size: int, path: Path) -> Any:
+    model = wrap("ours", _net(), compression=FEEDBACK)
+    with _log() as lines, contextlib.suppress(RuntimeError):  # torch's, of the module itself
+        load_checkpoint(path, model=model.reducer)
+    return model.reducer.state_dict()["residuals"], lines
 
 
 class _log:

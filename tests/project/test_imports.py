@@ -23,7 +23,7 @@ HOUSE = [
     {"cli"},
 ]
 REDUCTION = [
-    {"agreement", "applied", "arrays", "buckets", "clocks", "shared_buffers", "sparse", "streams"},
+    {"agreement", "applied", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
     {"arrivals", "error_feedback", "gradients"},
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},

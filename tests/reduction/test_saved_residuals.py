@@ -180,7 +180,7 @@ BAD_STATES: dict[str, tuple[Any, str]] = {
     "of this rank there is none": (lambda: _without(states_of(2), 0), r"rank 0 of 2 needs"),
     "one state of another world size": (lambda: states_of(3)[0], r"ranks \[0\] of 3"),
     "nothing": (list, "given: ranks"),
-    "another compression": (lambda: states_of(2, "int8:block=64,error_feedback"), "int8:block=64,error_feedback"),
+    "several compressions": (lambda: [*states_of(1, "int4:error_feedback"), *states_of(2)], "'int8:error_feedback'"),
     "other names": (lambda: [_renamed(state) for state in states_of(2)], "'6.weight' is only in this reducer"),
     "other sizes": (lambda: [_resized(state) for state in states_of(2)], "'6.weight' has 3 elements"),
 }

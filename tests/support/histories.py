@@ -33,6 +33,8 @@ class Step:
     overflows: str = ""  # a parameter with an infinity on rank 1
     zero_late: bool = False  # gradients are thrown away between forward and backward
     to_none: bool = True
+    switch: str = ""  # a setting that begins with the step
+    switched_cap_mb: float | None = None
     saved: bool = False  # a checkpoint ends the step, and training goes on from it
 
 
@@ -134,6 +136,8 @@ class Training:
         return step.used[rank]
 
     def step(self, index: int, step: Step, zero_first: bool) -> None:
+        if step.switch and self.setup.way == "ddp":
+            self.ddp.set_compression(step.switch, bucket_cap_mb=step.switched_cap_mb)
         if zero_first and not step.zero_late:
             self.zero(step)
         for micro in range(step.micro_batches):
@@ -251,7 +255,8 @@ def debt(states: list[dict[str, Any]], block: int) -> dict[str, Tensor]:
 
 
 def check_law(setup: Setup, results: list[dict[str, Any]]) -> None:
-    kept = debt([result["kept"] for result in results], _block(setup))
+    alignment = Compression.parse(results[0]["kept"]["compression"]).alignment
+    kept = debt([result["kept"] for result in results], alignment)
     for name in NAMES:
         short = results[0]["wanted"][name] - results[0]["applied"][name]
         # What a rank's rounding may do, in all steps together: of the largest gradient that was applied.

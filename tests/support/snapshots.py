@@ -22,12 +22,12 @@ FEEDBACK = "int8:error_feedback"
 class Training:
     """All that a training holds, with randomness of every kind in its steps."""
 
-    def __init__(self, setting: str, seed: int = 0, clips: bool = False) -> None:
+    def __init__(self, setting: str, seed: int = 0, clips: bool = False, bucket_cap_mb: float = 0.002) -> None:
         torch.manual_seed(seed)
         random.seed(seed + dist.get_rank())
         np.random.seed(seed + dist.get_rank())
         net = nn.Sequential(nn.Linear(20, 23), nn.Dropout(), nn.Tanh(), nn.Linear(23, 26), nn.BatchNorm1d(26))
-        self.model = wrap("ours", net.append(nn.Linear(26, 3)), bucket_cap_mb=0.002, compression=setting)
+        self.model = wrap("ours", net.append(nn.Linear(26, 3)), bucket_cap_mb=bucket_cap_mb, compression=setting)
         torch.manual_seed(seed + dist.get_rank())
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)

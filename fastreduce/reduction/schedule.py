@@ -1,0 +1,206 @@
+"""Schedule: the setting of each step, the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..compression import Compression, NoCompression, brief
+from ..errors import SettingError
+
+Setting = Compression | str | Callable[[int], Compression | str] | None
+
+AHEAD = 1000  # steps for which a callable is asked at once
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What holds from step `start` on: a setting, whose warm-up begins there, or a callable of the step.
+
+    `bucket_bytes` is the size of its buckets; None means that of construction.
+    """
+
+    start: int
+    source: Compression | Callable[[int], Compression | str]
+    bucket_bytes: int | None = None
+
+    def at(self, step: int) -> Compression:
+        """The setting of a step.
+
+        Raises:
+            SettingError: if a callable returns none, or one with a warm-up.
+        """
+        if isinstance(self.source, Compression):
+            return NoCompression() if step < self.start + self.source.warm_up else replace(self.source, warm_up=0)
+        try:
+            found = self.source(step)
+            found = Compression.parse(found) if isinstance(found, str) else found
+        except Exception as error:
+            raise SettingError(f"{self} at step {step}: {type(error).__name__}: {error}") from error
+        if not isinstance(found, Compression) or found.warm_up:
+            raise SettingError(
+                f"{self} returned {brief(found)} at step {step}; allowed: spec strings and Compressions without warm_up"
+            )
+        return found
+
+    def changes(self, first: int, end: float) -> list[tuple[int, Compression]]:
+        """The setting of step `first`, and those that begin after it and before step `end`; by step."""
+        if isinstance(self.source, Compression):
+            steps = [first] + [step for step in (self.start + self.source.warm_up,) if first < step < end]
+            return [(step, self.at(step)) for step in steps]
+        asked = [(step, self.at(step)) for step in range(first, int(min(end, first + AHEAD)))]
+        return asked[:1] + [after for before, after in itertools.pairwise(asked) if before[1] != after[1]]
+
+    def __str__(self) -> str:
+        if isinstance(self.source, Compression):
+            return str(self.source)
+        return f"callable {getattr(self.source, '__qualname__', type(self.source).__name__)}"
+
+
+class Schedule:
+    """The setting of each step; steps are reduced backwards, counted from 0.
+
+    Ranks that found different settings for one step would wait for each other. So they compare what is to come
+    (`description`) where it is set, and a callable is asked for 1000 steps at once.
+
+    Args:
+        setting: a setting or its spec string, a callable of the step that returns one, or None for what
+            FASTREDUCE_COMPRESSION says.
+
+    Attributes:
+        given: what it was made of, as text.
+        step: how many have been reduced.
+
+    Raises:
+        SettingError: if it is no setting.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        source = setting if callable(setting) else Compression.resolve(setting)
+        self.step = 0
+        self._plan([Stretch(0, source)])
+        self.given = str(self._stretches[0])
+
+    @staticmethod
+    def of(setting: Schedule | Setting) -> Schedule:
+        """A schedule itself, or a new one."""
+        return setting if isinstance(setting, Schedule) else Schedule(setting)
+
+    def _plan(self, stretches: list[Stretch]) -> None:
+        """Go on with these, and ask what is to come; those that are over are left out."""
+        self._stretches = stretches[_last(stretches, self.step) :]
+        self._changes: list[tuple[int, Compression, int | None]] = []
+        for stretch, following in itertools.zip_longest(self._stretches, self._stretches[1:]):
+            end = math.inf if following is None else following.start
+            changes = stretch.changes(max(stretch.start, self.step), end)
+            self._changes += [(step, setting, stretch.bucket_bytes) for step, setting in changes]
+        is_asked = any(callable(stretch.source) for stretch in self._stretches)
+        self._asked = self.step + AHEAD if is_asked else math.inf
+
+    @property
+    def _now(self) -> tuple[int, Compression, int | None]:
+        return [change for change in self._changes if change[0] <= self.step][-1]
+
+    @property
+    def setting(self) -> Compression:
+        """The setting of the next step."""
+        return self._now[1]
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """The size of buckets in the next step; None means that of construction."""
+        return self._now[2]
+
+    @property
+    def settings(self) -> list[Compression]:
+        """Those of the next step and of later ones."""
+        return list(dict.fromkeys(setting for step, setting, _ in self._changes if step >= self._now[0]))
+
+    @property
+    def due(self) -> float:
+        """The step before which a setting changes, or ranks must compare again."""
+        return min([self._asked, *(step for step, _, _ in self._changes if step > self.step)])
+
+    @property
+    def must_compare(self) -> bool:
+        """Whether ranks must compare what is to come, once `ask` has found it."""
+        return self.step >= self._asked
+
+    def ask(self) -> None:
+        """Ask callables anew."""
+        self._plan(self._stretches)
+
+    def description(self) -> dict[str, str]:
+        """What must be equal on every rank, by what it is called in an error."""
+        told = [
+            (f"from step {step} on " if i else "") + str(setting) + ("" if size is None else f" in buckets of {size} B")
+            for i, (step, setting, size) in enumerate(change for change in self._changes if change[0] >= self._now[0])
+        ]
+        return {"compression": ", ".join(told)}
+
+    def with_setting(self, at: int, setting: Setting, bucket_bytes: int | None = None) -> Schedule:
+        """One that has another setting from step `at` on, in place of what was to come there.
+
+        Args:
+            at: the step.
+            setting: the setting.
+            bucket_bytes: the size of buckets from there on; None leaves it as it is.
+
+        Raises:
+            SettingError: if it is no setting, or the step has been already.
+        """
+        if not isinstance(at, int) or at < self.step:
+            raise SettingError(f"at={at!r}: {self.step} steps have been reduced; allowed: {self.step} and later ones")
+        before = [stretch for stretch in self._stretches if stretch.start < at]
+        size = bucket_bytes or [None, *(stretch.bucket_bytes for stretch in self._stretches if stretch.start <= at)][-1]
+        (stretch,) = Schedule(setting)._stretches
+        return self._copy([*before, replace(stretch, start=at, bucket_bytes=size)])
+
+    def _copy(self, stretches: list[Stretch], step: int | None = None) -> Schedule:
+        made = Schedule.__new__(Schedule)
+        made.given, made.step = self.given, self.step if step is None else step
+        made._plan(stretches)
+        return made
+
+    # Saved and restored
+
+    def state(self) -> dict[str, Any]:
+        """Plain data; of a callable, its name."""
+        last = _last(self._stretches, self.step)
+        stretches = [[each.start, str(each), each.bucket_bytes] for each in self._stretches[last:]]
+        return {"given": self.given, "step": self.step, "stretches": stretches}
+
+    def resumed(self, state: Mapping[str, Any]) -> Schedule:
+        """One that goes on where `state` stopped.
+
+        What was to come there comes, if it began with what this one did; else, what is to come here.
+        """
+        step: int = state["step"]
+        if state["given"] == self.given:
+            own = {str(stretch): stretch.source for stretch in self._stretches}
+            stretches = [Stretch(start, _source(text, own), size) for start, text, size in state["stretches"]]
+        else:
+            stretches = [replace(stretch, start=max(stretch.start, step)) for stretch in self._stretches]
+        resumed = self._copy(stretches, step)
+        resumed._asked = min(resumed._asked, step) if resumed._asked < math.inf else math.inf
+        return resumed
+
+
+def _source(text: str, own: Mapping[str, Any]) -> Any:
+    """What a stretch says, out of its text.
+
+    Raises:
+        SettingError: for a callable that is not among `own`.
+    """
+    return own[text] if text in own else Compression.parse(text)
+
+
+def _last(stretches: Sequence[Stretch], step: int) -> int:
+    """The position of the one in which a step lies."""
+    return [i for i, stretch in enumerate(stretches) if stretch.start <= step][-1]

@@ -1,0 +1,276 @@
+"""set_compression: another setting from a step on, with the bits of a checkpoint that is resumed under it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from fastreduce import FastreduceError, SettingError, load_checkpoint, save_checkpoint
+from tests.support.models import assert_same_bits, batch, grads_of, mlp, wrap
+from tests.support.ranks import RankPool
+from tests.support.snapshots import FEEDBACK, Training
+
+PAIRS = [
+    ("none", "int8"),
+    ("none", FEEDBACK),
+    (FEEDBACK, "none"),
+    (FEEDBACK, "bf16"),
+    (FEEDBACK, "fp16"),
+    (FEEDBACK, "int8"),
+    (FEEDBACK, "int4:error_feedback"),
+    ("fp8:block=16,error_feedback", FEEDBACK),
+    ("fp16:accumulate=wire", "none:accumulate=fp32"),
+]
+
+
+# Bits of a checkpoint
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_a_switch_has_the_bits_of_a_checkpoint_resumed_under_the_new_setting(
+    ranks: RankPool, old: str, new: str, tmp_path: Path
+):
+    for before in (0, 1, 3):
+        found = ranks.run(_switch_and_resume, old, new, None, before, tmp_path / f"{before}.pt")
+        for rank, (switched, resumed) in enumerate(found):
+            assert_same_bits(resumed, switched, f"rank {rank}, after {before}")
+
+
+def test_so_has_a_switch_of_bucket_size(ranks2: RankPool, tmp_path: Path):
+    for before in (1, 2):
+        for switched, resumed in ranks2.run(_switch_and_resume, FEEDBACK, FEEDBACK, 0.0001, before, tmp_path / "s.pt"):
+            assert_same_bits(resumed, switched, f"after {before}")
+            assert len(resumed[0]["reducer"]["buckets"]) > 4
+
+
+def _switch_and_resume(
+    rank: int, world_size: int, old: str, new: str, cap: float | None, before: int, path: Path
+) -> Any:
+    training = Training(old, clips=True)
+    training.steps(before)
+    save_checkpoint(path, **training.parts())
+    training.model.set_compression(new, at=before, bucket_cap_mb=cap)
+    training.steps(3)
+    assert str(training.model.compression) == new
+    switched = _all_of(training), training.norms[before:]
+    again = Training(new, seed=5, clips=True, **({} if cap is None else {"bucket_cap_mb": cap}))
+    load_checkpoint(path, **again.parts())
+    again.steps(3)
+    return switched, (_all_of(again), again.norms)
+
+
+def _all_of(training: Training) -> dict[str, Any]:
+    state = training.all()
+    del state["reducer"]["schedule"]  # it tells how the setting came
+    return state
+
+
+def test_a_checkpoint_in_the_middle_of_it_all_goes_on(ranks: RankPool, tmp_path: Path):
+    """Residuals are on their way out, another setting and another size of buckets are to come."""
+    for before in (2, 3, 5):
+        for uninterrupted, resumed in ranks.run(_resume_in_between, before, tmp_path / f"{before}.pt"):
+            assert_same_bits(resumed, uninterrupted, f"after {before}")
+
+
+def _resume_in_between(rank: int, world_size: int, before: int, path: Path) -> Any:
+    training = Training(FEEDBACK, clips=True)
+    training.steps(1)
+    training.model.set_compression("none")
+    training.model.set_compression("int4:error_feedback,warm_up=1", at=3, bucket_cap_mb=0.0001)
+    training.steps(before - 1)
+    save_checkpoint(path, **training.parts())
+    training.steps(3)
+    uninterrupted = training.all(), training.norms[before:]
+    again = Training(FEEDBACK, seed=5, clips=True)
+    load_checkpoint(path, **again.parts())
+    again.steps(3)
+    return uninterrupted, (again.all(), again.norms)
+
+
+def test_a_checkpoint_of_an_older_version_loads(ranks2: RankPool):
+    for resumed, uninterrupted in ranks2.run(_load_older):
+        assert_same_bits(resumed, uninterrupted)
+
+
+def _load_older(rank: int, world_size: int) -> Any:
+    training = Training(FEEDBACK)
+    training.steps(2)
+    state = training.model.reducer.state_dict()
+    del state["schedule"], state["caps"], state["orders"]
+    again = Training(FEEDBACK)
+    again.model.reducer.load_state_dict(state)
+    again.model.module.load_state_dict(training.model.module.state_dict())
+    found = []
+    for each in (again.model, training.model):
+        each.eval()
+        each.zero_grad()
+        each(batch(rank, 0, 5, 20)).square().mean().backward()
+        found.append(grads_of(each.module))
+    return found
+
+
+# What is in force when
+
+
+def _train(ddp: Any, rank: int, steps: int) -> list[str]:
+    """The settings that buckets were averaged under, by step."""
+    found = []
+    for step in range(steps):
+        ddp.zero_grad()
+        ddp(batch(rank, step, 4, 20)).square().mean().backward()
+        found.append(str(ddp.reducer.buckets.compression))
+    return found
+
+
+def _by_step(rank: int, world_size: int, setting: Any, *calls: tuple[int, str, int | None]) -> list[str]:
+    ddp = wrap("ours", mlp(), compression=setting)
+    found: list[str] = []
+    for before, other, at in calls:
+        found += _train(ddp, rank, before - len(found))
+        ddp.set_compression(other, at=at)
+    return found + _train(ddp, rank, 6 - len(found))
+
+
+NONE, INT8, FP16 = "none", "int8", "fp16"
+
+
+@pytest.mark.parametrize(
+    ("setting", "calls", "expected"),
+    [
+        (NONE, [(0, INT8, None)], [INT8, INT8, INT8, INT8, INT8, INT8]),
+        (NONE, [(2, INT8, None)], [NONE, NONE, INT8, INT8, INT8, INT8]),
+        (NONE, [(2, INT8, 4)], [NONE, NONE, NONE, NONE, INT8, INT8]),
+        (NONE, [(1, INT8, 2), (1, FP16, 4)], [NONE, NONE, INT8, INT8, FP16, FP16]),
+        (NONE, [(1, INT8, 4), (1, FP16, 2)], [NONE, NONE, FP16, FP16, FP16, FP16]),
+        (NONE, [(1, INT8, None), (1, NONE, None)], [NONE, NONE, NONE, NONE, NONE, NONE]),
+        ("int8:warm_up=2", [], [NONE, NONE, INT8, INT8, INT8, INT8]),
+        ("int8:warm_up=4", [(1, FP16, 2)], [NONE, NONE, FP16, FP16, FP16, FP16]),
+        (FP16, [(1, "int8:warm_up=2", 2)], [FP16, FP16, NONE, NONE, INT8, INT8]),
+    ],
+)
+def test_each_step_has_the_setting_that_was_set_for_it(ranks2: RankPool, setting: str, calls: Any, expected: Any):
+    assert ranks2.run(_by_step, setting, *calls) == [expected, expected]
+
+
+def _callable(step: int) -> str:
+    return [NONE, INT8, INT8, FP16][min(step, 3)]
+
+
+def test_a_callable_of_the_step_is_a_schedule(ranks2: RankPool):
+    expected = [NONE, INT8, INT8, FP16, FP16, FP16]
+    assert ranks2.run(_by_step, _callable) == [expected, expected]
+    assert ranks2.run(_by_step, _callable, (2, INT8, 4)) == [[*expected[:4], INT8, INT8]] * 2
+
+
+def test_a_callable_is_asked_again_after_a_thousand_steps(ranks2: RankPool):
+    assert ranks2.run(_far) == [["none", "int8", "none"]] * 2
+
+
+def _far(rank: int, world_size: int) -> list[str]:
+    ddp = wrap("ours", torch.nn.Linear(20, 1), compression=lambda step: "int8" if 1001 <= step < 1003 else "none")
+    settings = _train(ddp, rank, 1005)
+    assert settings.index("int8") == 1001
+    return [setting for setting, _ in itertools.groupby(settings)]
+
+
+def test_a_wrapper_that_is_copied_goes_on_with_its_schedule(ranks2: RankPool):
+    assert ranks2.run(_copied) == [["int8", "int8", "fp16"]] * 2
+
+
+def _copied(rank: int, world_size: int) -> list[str]:
+    ddp = wrap("ours", mlp(), compression="none")
+    _train(ddp, rank, 1)
+    ddp.set_compression("int8")
+    ddp.set_compression("fp16", at=3)
+    other = copy.deepcopy(ddp)
+    return [str(other.compression), *_train(other, rank, 3)[1:]]
+
+
+# Ranks that disagree
+
+
+def _disagree(rank: int, world_size: int, how: str) -> tuple[str, list[str]]:
+    ddp = wrap("ours", mlp(), compression=FEEDBACK)
+    _train(ddp, rank, 2)
+    kept = ddp.reducer.state_dict()
+    try:
+        if how == "setting":
+            ddp.set_compression(["int8", "bf16"][rank])
+        elif how == "step":
+            ddp.set_compression("int8", at=3 + rank)
+        elif how == "bucket size":
+            ddp.set_compression("int8", bucket_cap_mb=1 + rank)
+        elif how == "callable":
+            ddp.set_compression(lambda step: "int8" if step > 5 + rank else "none")
+        elif how == "one is no setting":
+            ddp.set_compression(["int8", "int9"][rank])
+        elif how == "one is past":
+            ddp.set_compression("int8", at=[3, 1][rank])
+        else:
+            ddp.set_compression(["int8", None][rank])
+        raised = ""
+    except FastreduceError as error:
+        raised = f"{type(error).__name__}: {error}"
+    assert_same_bits(ddp.reducer.state_dict(), kept, "nothing has changed")
+    return raised, _train(ddp, rank, 3)
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "second"),
+    [
+        ("setting", "rank 0 has int8, rank 1 has bf16", ""),
+        ("step", "from step 3 on int8, rank 1 has int8:error_feedback, from step 4 on int8", ""),
+        ("bucket size", "rank 0 has int8 in buckets of 1048576 B, rank 1 has int8 in buckets of 2097152 B", ""),
+        ("callable", "rank 0 has none, from step 6 on int8, rank 1 has none, from step 7 on int8", ""),
+        ("one is no setting", "rank 1 could not be set up: SettingError", "unknown compression 'int9'"),
+        ("one is past", "rank 1 could not be set up: SettingError", "at=1: 2 steps have been reduced"),
+    ],
+)
+def test_ranks_that_disagree_raise_on_every_rank_and_train_on(ranks2: RankPool, how: str, first: str, second: str):
+    found = ranks2.run(_disagree, how)
+    for rank, (raised, settings) in enumerate(found):
+        text = second if rank and second else first
+        assert text in raised and raised.startswith("SettingError" if rank and second else "MismatchError"), raised
+        assert settings == [FEEDBACK] * 3
+
+
+# What cannot be combined
+
+
+def _refused(rank: int, world_size: int, how: str) -> list[str]:
+    model = mlp()
+    ddp = wrap("ours", model)
+    texts = []
+    try:
+        if how == "hook":
+            ddp.register_comm_hook(None, allreduce_hook)
+            ddp.set_compression("int8")
+        elif how == "join":
+            with ddp.join():
+                ddp.set_compression("int8")
+        else:
+            out = ddp(batch(rank, 0, 4, 20))
+            model[0].weight.register_hook(lambda _: ddp.set_compression("int8"))
+            out.square().mean().backward()
+    except SettingError as error:
+        texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("hook", "compression='int8' and a communication hook exclude each other"),
+        ("join", r"set_compression('int8') within join()"),
+        ("backward", "set_compression('int8') in a backward"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_by_both_names(ranks2: RankPool, how: str, text: str):
+    for found in ranks2.run(_refused, how):
+        assert len(found) == 1 and text in found[0], found

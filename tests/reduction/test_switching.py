@@ -1,0 +1,90 @@
+"""Settings switched at random: applied and exact gradients differ by what is kept, and by nothing else.
+
+The histories of `test_applied`, whose steps may begin another setting, or another size of buckets. The settings are
+those of which nothing else is lost: `none`, and those with error feedback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.reduction.test_applied import FEW, SETUPS, steps
+from tests.support.histories import NAMES, Setup, Step, check_law, train
+from tests.support.ranks import RankPool
+
+SETTINGS = [
+    "none",
+    "none",
+    "none:accumulate=fp32",
+    "int8:block=16,error_feedback",
+    "int8:error_feedback",
+    "int4:block=32,error_feedback",
+    "fp8:block=64,error_feedback",
+    "int4:error_feedback,warm_up=2",
+]
+
+
+def switching_steps(world_size: int) -> st.SearchStrategy[Step]:
+    def switched(step: Step, switch: str, cap: float | None) -> Step:
+        # After loading, an optimizer must be seen once: under `none` nobody looks (as in `train`).
+        saved = step.saved and switch.endswith(",error_feedback")
+        return dataclasses.replace(step, switch=switch, switched_cap_mb=cap if switch else None, saved=saved)
+
+    return st.builds(switched, steps(world_size), FEW(["", *SETTINGS]), FEW([None, None, 1e-6, 1e-3]))
+
+
+def hunt(ranks: RankPool, examples: int) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],  # every example takes a whole training: to shrink one takes minutes
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(SETUPS, st.lists(switching_steps(ranks.world_size), min_size=2, max_size=12))
+    def search(setup: Setup, history: list[Step]) -> None:
+        setup = dataclasses.replace(setup, way="ddp")
+        check_law(setup, ranks.run(train, setup, history))
+
+    search()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nothing_is_lost_by_switching(request: pytest.FixtureRequest, world_size: int):
+    hunt(request.getfixturevalue(f"ranks{world_size}"), 25)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_over_many_histories(request: pytest.FixtureRequest, world_size: int):
+    hunt(request.getfixturevalue(f"ranks{world_size}"), 250)
+
+
+@pytest.mark.parametrize(
+    ("history", "rest"),
+    [
+        ([Step(), Step(switch="none")], 0.0),
+        ([Step(), Step(switch="none", ends="skip"), Step()], 0.0),
+        ([Step(), Step(switch="none", used=("bc", "bc")), Step()], 0.0),
+        ([Step(), Step(switch="none", clip="torch", max_norm=0.1)], 1e-4),
+        ([Step(), Step(switch="none", micro_batches=2, ends="keep"), Step()], 0.0),
+        ([Step(), Step(switch="bf16"), Step(switch="none")], 0.0),
+    ],
+    ids=["applied", "skipped", "unused", "clipped", "kept in .grad", "in 16 bits"],
+)
+def test_a_setting_without_error_feedback_adds_it_until_it_has_been_applied(
+    ranks2: RankPool, history: list[Step], rest: float
+):
+    results = ranks2.run(train, Setup(), history)
+    if not any(step.switch == "bf16" for step in history):
+        check_law(Setup(), results)
+    for result in results:
+        kept = result["kept"]["residuals"]
+        left = max([float(kept[name].abs().max()) for name in NAMES if name in kept], default=0.0)
+        assert left <= 1e-5 if rest == 0 else left > rest

@@ -174,6 +174,7 @@ class DistributedDataParallel(TorchDDP):
                 communication hook or `delay_all_reduce_named_params` of all parameters does the averaging.
             MismatchError: on every rank, if ranks differ in the setting, the step, or in how many steps they have
                 reduced. Nothing has changed then.
+            TransportError: within the group's timeout, if a rank does not call it.
         """
         if self._delay_all_reduce_all_params:
             raise SettingError(

@@ -263,6 +263,7 @@ class GradientReducer:
             SettingError: if it is no setting, or the step has been already; called in a backward.
             MismatchError: on every rank, if ranks differ in the setting, the step, or in how many steps they have
                 reduced. Nothing has changed then.
+            TransportError: within the group's timeout, if a rank does not call it.
         """
         error = changed = None
         try:
@@ -276,7 +277,13 @@ class GradientReducer:
     def _adopt(self, schedule: Schedule | None, error: Exception | None = None) -> None:
         """Go on with a schedule on which all ranks agree."""
         steps = {"the number of steps reduced": str(self.step)}
-        check_agreement(self.transport, {} if schedule is None else {**steps, **schedule.description()}, error)
+        try:
+            check_agreement(self.transport, {} if schedule is None else {**steps, **schedule.description()}, error)
+        except TransportError as found:
+            raise TransportError(
+                f"{found} Settings are compared where set_compression is called, which every rank does between the "
+                f"same two steps: this one has reduced {self.step}"
+            ) from found
         assert schedule is not None
         self.buckets.warm_up(schedule.settings)
         self.schedule, self._due = schedule, schedule.step

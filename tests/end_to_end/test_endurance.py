@@ -1,4 +1,4 @@
-"""2,000 steps under each compression leave memory, open files and threads where they were."""
+"""2,000 steps under each compression, and as many switches, leave memory, open files and threads where they were."""
 
 from __future__ import annotations
 
@@ -57,10 +57,31 @@ def _train(rank: int, world_size: int, setting: str) -> list[dict[str, int]]:
     return seen
 
 
+def _switch(rank: int, world_size: int) -> list[dict[str, int]]:
+    """Another setting, and now and then another size of buckets, before every step: there and back."""
+    model = wrap("ours", Branches(8), bucket_cap_mb=0.0006, gradient_as_bucket_view=True)
+    transport, batches = model.reducer.transport, [whole_batch(rank, i, 2, 8) for i in range(8)]
+    seen = []
+    for step in range(4 * PART):
+        model.set_compression(WAYS[step % len(WAYS)], bucket_cap_mb=[0.0006, 1.0][step // 7 % 2])
+        model(batches[step % 8]).sum().backward()
+        model.zero_grad(set_to_none=step % 2 == 0)
+        if (step + 1) % PART == 0:
+            seen.append(_figures())
+    assert model.reducer.transport is transport
+    return seen
+
+
+def _run(ranks: RankPool, setting: str) -> list[list[dict[str, int]]]:
+    if setting == "switched":
+        return ranks.run(_switch, timeout=170)
+    return ranks.run(_train, setting, timeout=150)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("setting", WAYS)
+@pytest.mark.parametrize("setting", [*WAYS, "switched"])
 def test_2000_steps_leave_memory_files_and_threads_flat(ranks2: RankPool, setting: str):
-    for rank, seen in enumerate(ranks2.run(_train, setting, timeout=150)):
+    for rank, seen in enumerate(_run(ranks2, setting)):
         grown = [{name: b[name] - a[name] for name in a} for a, b in itertools.pairwise(seen)]
         said = f"rank {rank}: after a warm-up {seen[0]}, then in every {PART} steps {grown}"
         assert min(part["bytes"] for part in grown) <= LEAK, said

@@ -1,0 +1,165 @@
+"""Settings that change in mid-run, beside everything else that a wrapper does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import datetime
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from fastreduce import TransportError
+from tests.support.models import Branches, Grads, assert_same_bits, batch, grads_of, mlp, one_by_one, wrap
+from tests.support.ranks import RankPool
+
+LOW = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _backward(ddp: Any, rank: int, step: int, uses: str | None, accumulates: bool, clips: bool) -> Grads:
+    more = {} if uses is None else {"use": uses}
+    width = 20 if uses is None else 4
+    ddp.zero_grad(set_to_none=step % 2 == 0)
+    if accumulates:
+        with ddp.no_sync():
+            ddp(batch(rank, 100 + step, 4, width), **more).square().mean().backward()
+    ddp(batch(rank, step, 4, width), **more).square().mean().backward()
+    if clips:
+        ddp.clip_grad_norm_(0.01)
+    return grads_of(ddp.module)
+
+
+def _beside(rank: int, world_size: int, new: str, how: str, options: dict[str, Any]) -> list[tuple[Grads, Grads]]:
+    """Gradients after a switch, and those of a wrapper that was under the new setting from its beginning."""
+    torch.manual_seed(0)
+    model = Branches() if how == "unused" else mlp()
+    other = copy.deepcopy(model)
+    found = []
+    with one_by_one() if how == "one by one" else contextlib.nullcontext():
+        switched = wrap("ours", model, compression="none", **options)
+        always = wrap("ours", other, compression=new, **options)
+        for step in range(6):
+            if step == 3:
+                switched.set_compression(new)
+            if step == 4 and how == "accumulates":  # between micro-batches, too
+                with switched.no_sync():
+                    switched(batch(rank, 7, 4, 20)).square().mean().backward()
+                switched.set_compression(new, bucket_cap_mb=0.0001)
+            uses = ["abc", "ab", "c" if rank else "a"][step % 3] if how == "unused" else None
+            told = [
+                _backward(ddp, rank, step, uses, how == "accumulates", how == "clips") for ddp in (switched, always)
+            ]
+            if step >= 3:
+                found.append((told[0], told[1]))
+    assert switched.reducer.transport is switched._transport
+    return found
+
+
+@pytest.mark.parametrize("new", ["int8", "fp16", "none:accumulate=fp32"])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("plain", {"bucket_cap_mb": 0.001}),
+        ("views", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
+        ("static graph", {"static_graph": True}),
+        ("unused", {"find_unused_parameters": True}),
+        ("accumulates", {"bucket_cap_mb": 0.001}),
+        ("accumulates", {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}),
+        ("clips", {"bucket_cap_mb": 0.001}),
+        ("mixed precision", {"mixed_precision": LOW}),
+        ("one by one", {"bucket_cap_mb": 0.001}),
+    ],
+)
+def test_after_a_switch_gradients_are_those_of_a_wrapper_under_the_new_setting(
+    ranks2: RankPool, new: str, how: str, options: dict[str, Any]
+):
+    for rank, found in enumerate(ranks2.run(_beside, new, how, options)):
+        for step, (switched, always) in enumerate(found):
+            assert_same_bits(switched, always, f"rank {rank}, {step} after the switch")
+
+
+def _join(rank: int, world_size: int) -> tuple[list[str], Grads]:
+    torch.manual_seed(0)
+    ddp = wrap("ours", mlp(), compression="int8:error_feedback")
+    ddp.set_compression("none", at=3)
+    ddp.set_compression("int4:error_feedback", at=5)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for step in range(2 if rank else 7):
+            optimizer.zero_grad()
+            ddp(batch(rank, step, 4, 20)).square().mean().backward()
+            optimizer.step()
+    ddp.set_compression("int8")  # outside again
+    optimizer.zero_grad()
+    ddp(batch(rank, 9, 4, 20)).square().mean().backward()
+    return [str(ddp.reducer.step), str(ddp.reducer.buckets.compression)], grads_of(ddp.module)
+
+
+def test_ranks_that_have_joined_switch_with_the_others(ranks2: RankPool):
+    (said, grads), (other, others) = ranks2.run(_join)
+    assert said == other == ["8", "int8"]
+    assert_same_bits(grads, others)
+
+
+def _broken(rank: int, world_size: int) -> tuple[int, list[str]]:
+    """A backward that raises on one rank counts on all of them."""
+    ddp = wrap("ours", mlp(), compression="none", bucket_cap_mb=0.001)
+    ddp.set_compression("int8", at=3)
+    settings = []
+    for step in range(5):
+        ddp.zero_grad()
+        loss = ddp(batch(rank, step, 4, 20)).square().mean()
+        handles = []
+        if step == 1 and rank == 1:
+            handles = [ddp.module[0].weight.register_hook(_raise)]
+        with contextlib.suppress(ZeroDivisionError):
+            loss.backward()
+        for handle in handles:
+            handle.remove()
+        settings.append(str(ddp.reducer.buckets.compression))
+    return ddp.reducer.step, settings
+
+
+def _raise(_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_backward_that_raises_is_a_step_on_every_rank(ranks2: RankPool):
+    assert ranks2.run(_broken) == [(5, ["none", "none", "none", "int8", "int8"])] * 2
+
+
+def _one_calls(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    ddp = wrap("ours", mlp(), compression="none", process_group=group)
+    ddp(batch(rank, 0, 4, 20)).square().mean().backward()
+    try:
+        if rank == 0:
+            ddp.set_compression("int8")
+        ddp(batch(rank, 0, 4, 20)).square().mean().backward()
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_call_it_is_an_error_within_the_timeout(ranks2: RankPool):
+    first, second = ranks2.run(_one_calls, timeout=40)
+    assert "Settings are compared where set_compression is called" in first and "has reduced 1" in first
+    assert second
+
+
+def _by_environment(rank: int, world_size: int) -> list[str]:
+    os.environ["FASTREDUCE_COMPRESSION"] = "int8:warm_up=2"
+    ddp = wrap("ours", mlp())
+    found = []
+    for step in range(4):
+        ddp(batch(rank, step, 4, 20)).square().mean().backward()
+        found.append(ddp._get_ddp_logging_data()["compression"])
+    return found
+
+
+def test_a_warm_up_comes_by_the_environment_and_the_log_data_say_what_is_in_force(ranks2: RankPool):
+    assert ranks2.run(_by_environment) == [["none", "none", "int8", "int8"]] * 2

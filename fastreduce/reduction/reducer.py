@@ -16,7 +16,7 @@ from ..compression import Compression
 from ..environment.exits import Exit, at_exit
 from ..errors import ReducerError, SettingError, TransportError
 from ..transports import Transport
-from ..transports.messages import checked, numbers
+from ..transports.messages import checked, numbers, of_types
 from . import saved_residuals
 from .agreement import check_agreement
 from .arrivals import Arrivals, weakly
@@ -81,6 +81,7 @@ class GradientReducer:
     ) -> None:
         self.schedule = Schedule.of(compression)
         self._caps = shortest(bucket_caps)
+        self._moved = False
         self._due: float = self.schedule.step
         self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
         self.buckets = BucketedGradients(
@@ -230,7 +231,8 @@ class GradientReducer:
     def move_to(self, make: Callable[[], Transport]) -> None:
         """Reduce over the ranks of another transport from now on, which is made when the old one has been closed.
 
-        Buckets are laid out as at construction, so that ranks with another past agree. Residuals move along.
+        Buckets are laid out as at construction, so that ranks with another past agree. Residuals move along. Before the
+        next forward ranks compare what settings are to come; the step is that of the rank that has come furthest.
         """
         self._close()
         transport = make()
@@ -238,6 +240,7 @@ class GradientReducer:
         self._sparse.transport = transport
         self._laid_out()
         self._own()
+        self._moved, self._due = True, 0
 
     # Settings
 
@@ -296,6 +299,10 @@ class GradientReducer:
         schedule = self.schedule
         if schedule.step < self._due:
             return False
+        if self._moved:  # ranks may have come unequally far
+            steps = checked(self.transport.exchange(schedule.step), lambda value: of_types([value], int), "step")
+            schedule.step, self._moved = max(step for (step,) in steps), False
+            self._adopt(schedule)
         if schedule.must_compare:
             error = None
             try:

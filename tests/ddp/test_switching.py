@@ -274,3 +274,22 @@ def _refused(rank: int, world_size: int, how: str) -> list[str]:
 def test_what_cannot_be_combined_is_refused_by_both_names(ranks2: RankPool, how: str, text: str):
     for found in ranks2.run(_refused, how):
         assert len(found) == 1 and text in found[0], found
+
+
+def _in_buckets(rank: int, world_size: int, cap: float, new: str) -> list[Any]:
+    torch.manual_seed(0)
+    ddp = wrap("ours", mlp(), compression=FEEDBACK, bucket_cap_mb=cap)
+    _train(ddp, rank, 3)
+    ddp.set_compression(new)
+    found = []
+    for step in range(3, 6):
+        _train(ddp, rank, 1) if step == 3 else ddp.zero_grad()
+        ddp(batch(rank, step, 4, 20)).square().mean().backward()
+        found.append(grads_of(ddp.module))
+    return found
+
+
+@pytest.mark.parametrize("new", ["int4:error_feedback", "none:accumulate=fp32"])
+def test_after_a_switch_too_results_do_not_tell_where_shards_lay(ranks2: RankPool, new: str):
+    small, large = (ranks2.run(_in_buckets, cap, new) for cap in (0.001, 25.0))
+    assert_same_bits(small, large)

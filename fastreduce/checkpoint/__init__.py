@@ -69,7 +69,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
         for layout in layouts.values():
             if _rank():  # the same on every rank
-                del layout["buckets"], layout["orders"]
+                del layout["buckets"], layout["orders"], layout["settings"]
         return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}
 
     collected = _on_all(f"collecting {path}", collect)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import typer
 
-from ..compression import ENVIRONMENT_VARIABLE, Compression
+from ..compression import ENVIRONMENT_VARIABLE
+from ..policy import Policy
 from ..run import replacement, worker
 from .launch import make_parser, parse, start
 from .launch.elastic import fail, say
@@ -32,9 +33,9 @@ def run(context: typer.Context) -> None:
     options = parse(run_parser(), context.args)
     try:
         if options.compression is not None:
-            Compression.parse(options.compression)
+            Policy.of(options.compression)
             os.environ[ENVIRONMENT_VARIABLE] = options.compression
-        Compression.resolve(None)
+        Policy.of(None)
     except ValueError as error:
         fail(f"--compression: {error}" if options.compression is not None else str(error))
     if options.nproc_per_node is None and options.gpus is None:  # as torchrun; the script may start its own ranks

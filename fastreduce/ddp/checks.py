@@ -106,7 +106,8 @@ _AGREED_ARGUMENTS = (
 
 def describe_wrapping(module: nn.Module, schedule: Schedule, arguments: Mapping[str, Any]) -> dict[str, str]:
     """What must be equal on every rank, by what it is called in an error."""
-    description = schedule.description()
+    trainable = {n: p for n, p in _managed(module.named_parameters(), module).items() if p.requires_grad}
+    description = schedule.description(list(trainable), list(trainable.values()))
     description.update({name: repr(arguments.get(name)) for name in _AGREED_ARGUMENTS})
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
     sparse = {id(m.weight) for m in embeddings if m.sparse}

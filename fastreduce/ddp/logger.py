@@ -200,9 +200,10 @@ class TorchLogger:
         )
         self._log_plan("buckets were rebuilt", plan)
 
-    def switched(self, step: int, compression: str, plan: BucketPlan) -> None:
+    def switched(self, step: int, compression: str, by_parameter: str, plan: BucketPlan) -> None:
         """From this step on buckets travel under another setting."""
         self.update(compression=compression, rebuilt_bucket_sizes=self._sizes(plan))
+        self.update(compression_by_parameter=by_parameter)
         self.update(num_buckets_reduced=len(plan.buckets))
         logger.info("rank %d: from step %d on under %s", self._data.ints_map["rank"], step, compression)
         self._log_plan("buckets", plan)

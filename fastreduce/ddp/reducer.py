@@ -80,7 +80,7 @@ class TorchReducer(GradientReducer):
         self.drop_broken_backward()
         self.look()
         if self.switch_if_due():
-            self.logger.switched(self.step, str(self.compression), self.plan)
+            self.logger.switched(self.step, str(self.compression), self.buckets.settings_text(), self.plan)
         if not self.rebuild_buckets():
             return False
         self.logger.rebuilt(self.plan, self.arrival_order)

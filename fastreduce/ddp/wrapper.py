@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ..compression import Compression
 from ..errors import FastreduceError, ReducerError, SettingError
+from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
 from ..reduction.schedule import Schedule, Setting
@@ -44,9 +45,11 @@ class DistributedDataParallel(TorchDDP):
         device_ids: as in torch, but on a CPU module it warns and is dropped, so that GPU scripts run.
         output_device: likewise.
         *args: torch's other arguments.
-        compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; or a callable that
-            returns one for each step, the same on every rank, and is asked 1000 steps ahead (steps are reduced
-            backwards, counted from 0); None means FASTREDUCE_COMPRESSION, or `none`.
+        compression: a spec string (`"fp16"`, `"int8:error_feedback"`, …) or a `Compression`; or a policy, which says by
+            parameter: a dict (`{"*.bias|ndim<2": "fp16", "*": "int8"}`), its spec string (`"*.bias|ndim<2: fp16; *:
+            int8"`), `"auto4"`, or a function of a parameter's name and the parameter; or a callable that returns one
+            for each step, the same on every rank, and is asked 1000 steps ahead (steps are reduced backwards, counted
+            from 0); None means FASTREDUCE_COMPRESSION, or `none`.
         transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else NCCL
             for GPUs and gloo for CPUs, in communicators of its own over the ranks of `process_group` (at world size
             1: nothing to move).
@@ -137,6 +140,7 @@ class DistributedDataParallel(TorchDDP):
             is_multi_device_module=self.is_multi_device_module,
             **environment(self.process_group),
         )
+        self.logger.update(compression_by_parameter=self.reducer.buckets.settings_text())
         self.reducer.log_to(self.logger)
         self.logger.set_construction_data_and_log(
             type(self.module).__name__,
@@ -149,8 +153,8 @@ class DistributedDataParallel(TorchDDP):
         self._passing_sync_batchnorm_handle(self.module)
 
     @property
-    def compression(self) -> Compression:
-        """The setting of the next step."""
+    def compression(self) -> Compression | Policy:
+        """The setting of the next step, or the policy."""
         return (self._schedule if self._delay_all_reduce_all_params else self.reducer.schedule).setting
 
     def set_compression(self, setting: Setting, at: int | None = None, bucket_cap_mb: float | None = None) -> None:
@@ -187,6 +191,11 @@ class DistributedDataParallel(TorchDDP):
             )
         size = None if bucket_cap_mb is None else int(bucket_cap_mb * 1024 * 1024)
         self.reducer.set_compression(setting, at, size)
+
+    def compression_by_parameter(self) -> dict[str, str]:
+        """What each parameter's gradient travels under in the next step, by name."""
+        found = self.reducer.buckets.assign(self.compression)
+        return {spec.name: str(each) for spec, each in zip(self.reducer.buckets.specs, found, strict=True)}
 
     def _has_sync_batchnorm(self) -> bool:
         return any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in self.module.modules())

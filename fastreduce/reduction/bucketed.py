@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ..compression import Compression
 from ..errors import SettingError
+from ..policy import Policy, assigned
 from ..transports import Transport
 from . import saved_residuals
 from .applied import notice_unscaling
 from .buckets import BucketPlan, build_plan, group_by_size, shortest
-from .error_feedback import ErrorFeedback
+from .error_feedback import ErrorFeedback, agree_that_finite
 from .gradients import Collected, Gradients, Members
 from .pipeline import BucketPipeline, Seconds, warm_up
 from .shared_buffers import SharedBuffers
@@ -61,19 +62,22 @@ class Averaging(Protocol):
 class CompressedAveraging:
     """Buckets that our kernels compress, sum and scale."""
 
-    def __init__(self, compression: Compression) -> None:
-        self._compression = compression
+    def __init__(self, settings: Sequence[Compression]) -> None:
+        self._settings = settings
 
     def make_pipelines(
         self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
     ) -> tuple[BucketPlan, list[BucketPipeline]]:
         """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""
-        compression = self._compression
-        plan = build_plan(gradients.specs, groups, alignment=compression.alignment, shards=transport.world_size)
+        groups = list(groups)
+        chosen = [self._settings[group[0]] for group in groups]
+        alignment = [setting.alignment for setting in chosen]
+        plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size)
         shared, made = SharedBuffers(), {}
         count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
         verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
         for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
+            compression = chosen[bucket.index]
             holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
             in_turn = one_by_one(bucket.device, transport) and not holds_views
             made[bucket.index] = BucketPipeline(
@@ -126,7 +130,7 @@ class BucketedGradients:
         parameters: Sequence[Tensor],
         names: Sequence[str],
         transport: Transport,
-        compression: Compression,
+        compression: Compression | Policy,
         *,
         bucket_caps: Sequence[int],
         as_views: bool,
@@ -142,14 +146,23 @@ class BucketedGradients:
         self.orders = [self.indices[::-1]]
         self.keeps_statistics = False
         self._warm: set[Compression] = set()
+        self.settings = self.assign(compression)
         self.warm_up([compression])
-        self._averaging: Averaging = CompressedAveraging(compression)
+        self._averaging: Averaging = CompressedAveraging(self.settings)
         self.streams: dict[torch.device, Stream] = {}
         self._make_streams()
 
-    def warm_up(self, settings: Iterable[Compression]) -> None:
+    def assign(self, setting: Compression | Policy) -> list[Compression]:
+        """The setting of each parameter; of one that travels in no bucket, too.
+
+        Raises:
+            SettingError: if a policy does not fit them.
+        """
+        return assigned(setting, self.gradients.names, self.gradients.parameters)
+
+    def warm_up(self, settings: Iterable[Compression | Policy]) -> None:
         """Compile the kernels of settings that will be used."""
-        for setting in settings:
+        for setting in dict.fromkeys(each for chosen in settings for each in self.assign(chosen)):
             if setting not in self._warm:
                 for device, dtype in {(self.specs[i].device, self.specs[i].dtype) for i in self.indices}:
                     warm_up(dtype, device, setting, self.transport, self.keeps_statistics)
@@ -163,9 +176,9 @@ class BucketedGradients:
         return self._groups()
 
     def _groups(self) -> list[list[int]]:
-        return [group for order in self.orders for group in group_by_size(self.specs, order, self.caps)]
+        return [group for order in self.orders for group in group_by_size(self.specs, order, self.caps, self.settings)]
 
-    def switch(self, compression: Compression, caps: Sequence[int]) -> None:
+    def switch(self, compression: Compression | Policy, caps: Sequence[int]) -> None:
         """Go on under another setting, with buckets of such sizes; what is under way has ended.
 
         Residuals move along, second-stage ones as part of the first stage. Where the new setting has no error feedback,
@@ -173,15 +186,16 @@ class BucketedGradients:
         """
         self._spread()
         kept = saved_residuals.collect(self.pipelines)
+        kinds = _kinds(self.settings)
         self.use(compression)
         groups = [[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets]
-        if tuple(caps) != self.caps:
+        if tuple(caps) != self.caps or kinds != _kinds(self.settings):
             self.caps = tuple(caps)
             groups = self._groups()
         self.lay_out(groups)
         saved_residuals.restore(kept, self.pipelines)
 
-    def use(self, compression: Compression) -> None:
+    def use(self, compression: Compression | Policy) -> None:
         """Lay buckets out for another setting from now on.
 
         Raises:
@@ -193,7 +207,8 @@ class BucketedGradients:
                 "on the wire"
             )
         self.warm_up([compression])
-        self.compression, self._averaging = compression, CompressedAveraging(compression)
+        self.compression, self.settings = compression, self.assign(compression)
+        self._averaging = CompressedAveraging(self.settings)
 
     def _spread(self) -> None:
         for pipeline in self.pipelines:
@@ -290,9 +305,21 @@ class BucketedGradients:
             self.keeps_statistics = True
             notice_unscaling()
             warm, self._warm = self._warm, set()
-            self.warm_up(warm)
+            self.warm_up(list(warm))
             for pipeline in self.pipelines:
                 pipeline.keep_statistics()
+
+    def settings_text(self) -> str:
+        """Which parameters have which setting, as one line."""
+        names: dict[str, list[str]] = {}
+        for i in self.indices:
+            names.setdefault(str(self.settings[i]), []).append(self.specs[i].name)
+        return "; ".join(f"{setting}: {', '.join(of)}" for setting, of in names.items())
+
+    def agree_that_finite(self) -> None:
+        """One verdict for all buckets of a step."""
+        rest = [p.finite for p in self.pipelines if p.kept is None and p.finite is not None]
+        agree_that_finite(self.feedbacks, rest)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:
@@ -313,3 +340,9 @@ class BucketedGradients:
     def sent_bytes(self) -> int:
         """Bytes that this rank sends in one step."""
         return sum(pipeline.sent_bytes for pipeline in self.pipelines)
+
+
+def _kinds(settings: Sequence[Compression]) -> list[int]:
+    """Which parameters have one setting: the same lists mean the same buckets."""
+    place = {setting: i for i, setting in enumerate(dict.fromkeys(settings))}
+    return [place[setting] for setting in settings]

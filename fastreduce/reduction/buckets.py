@@ -88,21 +88,23 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def group_by_size(specs: Sequence[ParameterSpec], order: Iterable[int], caps: Sequence[int]) -> list[list[int]]:
-    """Parameter indices in `order` → groups of one dtype and device, closed when they reach their cap.
+def group_by_size(
+    specs: Sequence[ParameterSpec], order: Iterable[int], caps: Sequence[int], settings: Sequence[object] | None = None
+) -> list[list[int]]:
+    """Parameter indices in `order` → groups of one dtype, device and setting, closed when they reach their cap.
 
     The rule of torch's `compute_bucket_assignment_by_size`: `caps` are bytes, the first for the first
-    bucket of each dtype and device, the last for all that follow; a parameter is never split. Groups
-    come in the order in which their last parameter becomes ready.
+    bucket of each dtype, device and setting (by parameter), the last for all that follow; a parameter is never split.
+    Groups come in the order in which their last parameter becomes ready.
     """
     order = list(order)
-    open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    closed_of: dict[tuple[torch.dtype, torch.device], int] = {}
-    size_of: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_groups: dict[object, list[int]] = {}
+    closed_of: dict[object, int] = {}
+    size_of: dict[object, int] = {}
     done: list[tuple[int, list[int]]] = []
     for position, index in enumerate(order):
         spec = specs[index]
-        key = (spec.dtype, spec.device)
+        key = (spec.dtype, spec.device, settings and settings[index])
         open_groups.setdefault(key, []).append(index)
         size_of[key] = size_of.get(key, 0) + spec.numel * spec.dtype.itemsize
         if size_of[key] >= caps[min(closed_of.get(key, 0), len(caps) - 1)]:
@@ -120,18 +122,19 @@ def shortest(caps: Sequence[int]) -> tuple[int, ...]:
 
 
 def build_plan(
-    specs: Sequence[ParameterSpec], groups: Iterable[Sequence[int]], *, alignment: int, shards: int
+    specs: Sequence[ParameterSpec], groups: Iterable[Sequence[int]], *, alignment: int | Sequence[int], shards: int
 ) -> BucketPlan:
     """Lay every group out as a bucket.
 
     Args:
         specs: all parameters.
         groups: parameter indices, one group a bucket, in launch order.
-        alignment: elements to whose multiples slots and flags are aligned.
+        alignment: elements to whose multiples slots and flags are aligned; or those of each group.
         shards: ranks among which a wire is divided.
     """
-    buckets = []
-    for index, group in enumerate(groups):
+    buckets, groups = [], list(groups)
+    alignments = [alignment] * len(groups) if isinstance(alignment, int) else list(alignment)
+    for index, (group, alignment) in enumerate(zip(groups, alignments, strict=True)):
         slots, end = [], 0
         for parameter in group:
             slots.append(Slot(parameter, specs[parameter].name, end, specs[parameter].numel))
@@ -139,4 +142,4 @@ def build_plan(
         total = _round_up(end + len(slots), alignment * shards)
         spec = specs[group[0]]
         buckets.append(Bucket(index, spec.dtype, spec.device, tuple(slots), end, total))
-    return BucketPlan(tuple(buckets), alignment, shards)
+    return BucketPlan(tuple(buckets), max(alignments, default=1), shards)

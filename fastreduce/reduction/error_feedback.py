@@ -388,12 +388,16 @@ class _Rows:
             torch.where(self._turn == turned, self.base[part], row[part], out=row[part])
 
 
-def agree_that_finite(feedbacks: Iterable[ErrorFeedback]) -> None:
-    """One verdict for all buckets of a step: residuals of a step that was not finite do not count."""
+def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tensor] = ()) -> None:
+    """One verdict for all buckets of a step: residuals of a step that was not finite do not count.
+
+    `others`: whether averages without error feedback are, where that is known.
+    """
     by_device: dict[torch.device, list[ErrorFeedback]] = {}
     for feedback in feedbacks:
         by_device.setdefault(feedback.turn.device, []).append(feedback)
     verdicts = [torch.stack([feedback.finite for feedback in each]).all() for each in by_device.values()]
+    verdicts += others if by_device else ()
     for device, each in by_device.items():
         verdict = torch.stack([other.to(device, non_blocking=True) for other in verdicts]).all()
         for feedback in each:

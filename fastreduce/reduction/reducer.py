@@ -15,6 +15,7 @@ from torch import Tensor
 from ..compression import Compression
 from ..environment.exits import Exit, at_exit
 from ..errors import ReducerError, SettingError, TransportError
+from ..policy import Policy
 from ..transports import Transport
 from ..transports.messages import checked, numbers, of_types
 from . import saved_residuals
@@ -22,7 +23,6 @@ from .agreement import check_agreement
 from .arrivals import Arrivals, weakly
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients, BucketJob
 from .buckets import BucketPlan, shortest
-from .error_feedback import agree_that_finite
 from .events import Events
 from .nonfinite import NonFiniteSteps
 from .pipeline import BucketPipeline, Seconds
@@ -71,7 +71,7 @@ class GradientReducer:
         parameters: Sequence[Tensor],
         names: Sequence[str],
         transport: Transport,
-        compression: Compression | Schedule,
+        compression: Compression | Policy | Schedule,
         *,
         bucket_caps: Sequence[int] = (FIRST_BUCKET_BYTES, BUCKET_BYTES),
         gradient_as_bucket_view: bool = False,
@@ -135,7 +135,7 @@ class GradientReducer:
         return self.buckets.transport
 
     @property
-    def compression(self) -> Compression:
+    def compression(self) -> Compression | Policy:
         """The setting of the next step."""
         return self.schedule.setting
 
@@ -279,9 +279,14 @@ class GradientReducer:
 
     def _adopt(self, schedule: Schedule | None, error: Exception | None = None) -> None:
         """Go on with a schedule on which all ranks agree."""
-        steps = {"the number of steps reduced": str(self.step)}
+        told = {"the number of steps reduced": str(self.step)}
         try:
-            check_agreement(self.transport, {} if schedule is None else {**steps, **schedule.description()}, error)
+            if schedule is not None:
+                told |= schedule.description(self.buckets.gradients.names, self.buckets.gradients.parameters)
+        except SettingError as found:
+            error = found
+        try:
+            check_agreement(self.transport, told, error)
         except TransportError as found:
             raise TransportError(
                 f"{found} Settings are compared where set_compression is called, which every rank does between the "
@@ -312,7 +317,8 @@ class GradientReducer:
             self._adopt(schedule, error)
         self._due = schedule.due
         caps = self._caps if schedule.bucket_bytes is None else (schedule.bucket_bytes,)
-        if (schedule.setting, caps) == (self.buckets.compression, self.buckets.caps):
+        if (self.buckets.assign(schedule.setting), caps) == (self.buckets.settings, self.buckets.caps):
+            self.buckets.compression = schedule.setting
             return False
         self.buckets.switch(schedule.setting, caps)
         self._laid_out()
@@ -455,7 +461,7 @@ class GradientReducer:
             alone = [index for index in range(self._next) if self.buckets.alone(index)]
             self._left_over |= self._average([*alone, *range(self._next, len(self.pipelines))], under_way)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._divisor())
-            agree_that_finite(self.buckets.feedbacks)
+            self.buckets.agree_that_finite()
             self._nonfinite.count(self.pipelines, self.transport.rank)
         except TransportError:
             for _, pending in self._launches:
@@ -521,7 +527,7 @@ class GradientReducer:
         self.buckets.take_part()
         for arrived in self.events.arrived:
             arrived()
-        agree_that_finite(self.buckets.feedbacks)
+        self.buckets.agree_that_finite()
         self._sparse.take_part(self._divisor())
         self.schedule.step += 1
         self._reduced_once = True
@@ -538,6 +544,7 @@ class GradientReducer:
         names = [spec.name for spec in self.buckets.specs]
         progress = {
             "schedule": self.schedule.state(),
+            "settings": {name: str(each) for name, each in zip(names, self.buckets.settings, strict=True)},
             "caps": list(self.buckets.caps),
             "orders": [[names[i] for i in order] for order in self.buckets.orders],
             "reduced_once": self._reduced_once,
@@ -566,8 +573,10 @@ class GradientReducer:
         saved_residuals.check_parameters(chosen, [self.buckets.specs[i] for i in self.buckets.indices])
         older = {"given": compression, "step": 0, "stretches": [[0, compression, None]]}
         schedule = self.schedule.resumed(chosen.get("schedule", older))
-        if compression != str(self.buckets.compression):
-            self.buckets.use(Compression.parse(compression))
+        by_name = {name: Compression.parse(spec) for name, spec in chosen.get("settings", {}).items()}
+        saved = Policy(chooser=lambda name, _: by_name[name]) if by_name else Compression.parse(compression)
+        if self.buckets.assign(saved) != self.buckets.settings:
+            self.buckets.use(saved)
         self.schedule, self._due = schedule, schedule.step
         self._reduced_once, self._rebuilt = chosen["reduced_once"], chosen["rebuilt"]
         self._arrivals.order[:], self._arrivals.fires[:] = chosen["order"], chosen["fires"]
@@ -577,9 +586,9 @@ class GradientReducer:
         self.buckets.orders = [[index_of[name] for name in order] for order in orders]
         self._lay_out([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
         saved_residuals.restore(saved_residuals.kept_in(chosen), self.pipelines)
-        for pipeline, saved in zip(self.pipelines, chosen["shard_residuals"], strict=False):
+        for pipeline, kept in zip(self.pipelines, chosen["shard_residuals"], strict=False):
             if pipeline.feedback is not None:
-                pipeline.feedback.shard_residual.copy_(saved)
+                pipeline.feedback.shard_residual.copy_(kept)
         if chosen.get("statistics"):
             self.keep_statistics()
 

@@ -48,12 +48,13 @@ def save(
     Gradients are not part of it: averages that have not been applied count as thrown away. `folded`: with second-stage
     residuals as part of the first stage, for buckets that will be divided otherwise.
     """
-    residuals, units, shard_residuals = {}, {}, []
+    residuals, units = {}, {}
+    shard_residuals = [torch.zeros(0) for _ in pipelines]
     for pipeline in pipelines:
         if (feedback := pipeline.kept) is not None:
             residual, shard, known = feedback.settled()
             if not folded and pipeline.feedback is not None:
-                shard_residuals.append(shard)
+                shard_residuals[pipeline.bucket.index] = shard
                 shard = torch.zeros_like(shard)
             for i, (slot, unit) in enumerate(zip(pipeline.bucket.slots, known, strict=True)):
                 residuals[slot.name] = feedback.folded(i, residual, shard)
@@ -66,7 +67,7 @@ def save(
         "buckets": plan.names(),
         "residuals": residuals,
         "units": units,
-        "shard_residuals": shard_residuals,
+        "shard_residuals": shard_residuals if any(map(len, shard_residuals)) else [],
     }
 
 
@@ -107,20 +108,27 @@ def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compre
     mean = {
         name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in states[0]["residuals"]
     }
-    for name, residual in of_shards(states, Compression.parse(compression).alignment).items():
+    for name, residual in of_shards(states, alignments(states[0])).items():
         mean[name] += residual
     return {**states[0], "world_size": world_size, "residuals": mean, "shard_residuals": []}
 
 
-def of_shards(states: Sequence[Mapping[str, Any]], alignment: int) -> dict[str, Tensor]:
-    """The second-stage residuals of all ranks, by parameter name."""
+def alignments(state: Mapping[str, Any]) -> list[int]:
+    """Those of the slots in each bucket of a state."""
+    settings = state.get("settings", {})
+    specs = [settings.get(names[0], state["compression"]) for names in state["buckets"]]
+    return [Compression.parse(spec).alignment for spec in specs]
+
+
+def of_shards(states: Sequence[Mapping[str, Any]], alignment: Sequence[int]) -> dict[str, Tensor]:
+    """The second-stage residuals of all ranks, by parameter name; `alignment` of each bucket."""
     found = {}
     for index, shards in enumerate(zip(*(state["shard_residuals"] for state in states), strict=True)):
         flat, start = torch.cat(shards), 0
-        for name in states[0]["buckets"][index]:
+        for name in states[0]["buckets"][index] if len(flat) else ():
             numel = states[0]["residuals"][name].numel()
             found[name] = flat[start : start + numel]
-            start += -(-numel // alignment) * alignment
+            start += -(-numel // alignment[index]) * alignment[index]
     return found
 
 

@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..compression import Compression, NoCompression, brief
-from ..errors import SettingError
+from torch import Tensor
 
-Setting = Compression | str | Callable[[int], Compression | str] | None
+from ..compression import Compression, NoCompression
+from ..errors import SettingError
+from ..policy import AnySetting, Policy, chooses_by_parameter
+
+Setting = AnySetting | Policy | Callable[[int], Any]
 
 AHEAD = 1000  # steps for which a callable is asked at once
 
@@ -27,30 +30,31 @@ class Stretch:
     """
 
     start: int
-    source: Compression | Callable[[int], Compression | str]
+    source: Compression | Policy | Callable[[int], Any]
     bucket_bytes: int | None = None
 
-    def at(self, step: int) -> Compression:
+    def at(self, step: int) -> Compression | Policy:
         """The setting of a step.
 
         Raises:
             SettingError: if a callable returns none, or one with a warm-up.
         """
+        if isinstance(self.source, Policy):
+            return self.source
         if isinstance(self.source, Compression):
             return NoCompression() if step < self.start + self.source.warm_up else replace(self.source, warm_up=0)
         try:
-            found = self.source(step)
-            found = Compression.parse(found) if isinstance(found, str) else found
+            found = Policy.of(self.source(step))
         except Exception as error:
             raise SettingError(f"{self} at step {step}: {type(error).__name__}: {error}") from error
-        if not isinstance(found, Compression) or found.warm_up:
-            raise SettingError(
-                f"{self} returned {brief(found)} at step {step}; allowed: spec strings and Compressions without warm_up"
-            )
+        if isinstance(found, Compression) and found.warm_up:
+            raise SettingError(f"{self} returned {str(found)!r} at step {step}; allowed: settings without warm_up")
         return found
 
-    def changes(self, first: int, end: float) -> list[tuple[int, Compression]]:
+    def changes(self, first: int, end: float) -> list[tuple[int, Compression | Policy]]:
         """The setting of step `first`, and those that begin after it and before step `end`; by step."""
+        if isinstance(self.source, Policy):
+            return [(first, self.source)]
         if isinstance(self.source, Compression):
             steps = [first] + [step for step in (self.start + self.source.warm_up,) if first < step < end]
             return [(step, self.at(step)) for step in steps]
@@ -58,7 +62,7 @@ class Stretch:
         return asked[:1] + [after for before, after in itertools.pairwise(asked) if before[1] != after[1]]
 
     def __str__(self) -> str:
-        if isinstance(self.source, Compression):
+        if isinstance(self.source, (Compression, Policy)):
             return str(self.source)
         return f"callable {getattr(self.source, '__qualname__', type(self.source).__name__)}"
 
@@ -82,9 +86,8 @@ class Schedule:
     """
 
     def __init__(self, setting: Setting) -> None:
-        source = setting if callable(setting) else Compression.resolve(setting)
         self.step = 0
-        self._plan([Stretch(0, source)])
+        self._plan([Stretch(0, _as_source(setting))])
         self.given = str(self._stretches[0])
 
     @staticmethod
@@ -95,20 +98,20 @@ class Schedule:
     def _plan(self, stretches: list[Stretch]) -> None:
         """Go on with these, and ask what is to come; those that are over are left out."""
         self._stretches = stretches[_last(stretches, self.step) :]
-        self._changes: list[tuple[int, Compression, int | None]] = []
+        self._changes: list[tuple[int, Compression | Policy, int | None]] = []
         for stretch, following in itertools.zip_longest(self._stretches, self._stretches[1:]):
             end = math.inf if following is None else following.start
             changes = stretch.changes(max(stretch.start, self.step), end)
             self._changes += [(step, setting, stretch.bucket_bytes) for step, setting in changes]
-        is_asked = any(callable(stretch.source) for stretch in self._stretches)
+        is_asked = any(_is_of_steps(stretch.source) for stretch in self._stretches)
         self._asked = self.step + AHEAD if is_asked else math.inf
 
     @property
-    def _now(self) -> tuple[int, Compression, int | None]:
+    def _now(self) -> tuple[int, Compression | Policy, int | None]:
         return [change for change in self._changes if change[0] <= self.step][-1]
 
     @property
-    def setting(self) -> Compression:
+    def setting(self) -> Compression | Policy:
         """The setting of the next step."""
         return self._now[1]
 
@@ -118,7 +121,7 @@ class Schedule:
         return self._now[2]
 
     @property
-    def settings(self) -> list[Compression]:
+    def settings(self) -> list[Compression | Policy]:
         """Those of the next step and of later ones."""
         return list(dict.fromkeys(setting for step, setting, _ in self._changes if step >= self._now[0]))
 
@@ -136,13 +139,22 @@ class Schedule:
         """Ask callables anew."""
         self._plan(self._stretches)
 
-    def description(self) -> dict[str, str]:
-        """What must be equal on every rank, by what it is called in an error."""
+    def description(self, names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:
+        """What must be equal on every rank, by what it is called in an error: of policies, each parameter's setting.
+
+        Raises:
+            SettingError: if a policy does not fit the parameters.
+        """
         told = [
             (f"from step {step} on " if i else "") + str(setting) + ("" if size is None else f" in buckets of {size} B")
             for i, (step, setting, size) in enumerate(change for change in self._changes if change[0] >= self._now[0])
         ]
-        return {"compression": ", ".join(told)}
+        found = {"compression": ", ".join(told)}
+        policies = [setting for setting in self.settings if isinstance(setting, Policy)]
+        by_parameter = [setting.assign(names, parameters) for setting in policies]
+        for name, *settings in zip(names, *by_parameter, strict=True) if policies else ():
+            found[f"compression of {name!r}"] = ", ".join(map(str, settings))
+        return found
 
     def with_setting(self, at: int, setting: Setting, bucket_bytes: int | None = None) -> Schedule:
         """One that has another setting from step `at` on, in place of what was to come there.
@@ -198,7 +210,15 @@ def _source(text: str, own: Mapping[str, Any]) -> Any:
     Raises:
         SettingError: for a callable that is not among `own`.
     """
-    return own[text] if text in own else Compression.parse(text)
+    return own[text] if text in own else Policy.of(text)
+
+
+def _as_source(setting: Any) -> Compression | Policy | Callable[[int], Any]:
+    return setting if _is_of_steps(setting) else Policy.of(setting)  # type: ignore[no-any-return]
+
+
+def _is_of_steps(setting: object) -> bool:
+    return callable(setting) and not isinstance(setting, Policy) and not chooses_by_parameter(setting)
 
 
 def _last(stretches: Sequence[Stretch], step: int) -> int:

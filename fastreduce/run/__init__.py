@@ -15,7 +15,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
 
-from ..compression import ENVIRONMENT_VARIABLE, Compression
+from ..compression import ENVIRONMENT_VARIABLE
+from ..policy import Policy
 from . import replacement
 
 USAGE = "usage: python -m fastreduce.run [--compression SPEC] (script.py | -m module) [arguments of the script]"
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if setting is not None:
         os.environ[ENVIRONMENT_VARIABLE] = setting
     try:
-        Compression.resolve(None)
+        Policy.of(None)
     except ValueError as error:
         _fail(str(error))
     if kind == "module" and PathFinder.find_spec(script[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:

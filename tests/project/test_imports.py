@@ -16,6 +16,7 @@ HOUSE = [
     {"errors"},
     {"environment"},
     {"compression", "data", "sync_batchnorm"},
+    {"policy"},
     {"ops", "transports"},
     {"reduction"},
     {"ddp", "checkpoint", "hooks"},

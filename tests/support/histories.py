@@ -242,9 +242,9 @@ def kept_by(training: Training) -> dict[str, Any]:
     }
 
 
-def debt(states: list[dict[str, Any]], block: int) -> dict[str, Tensor]:
+def debt(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     """By parameter: the mean of first-stage residuals over the ranks, and the second-stage ones, in units applied."""
-    of_shards = saved_residuals.of_shards(states, block)
+    of_shards = saved_residuals.of_shards(states, saved_residuals.alignments(states[0]))
     found = {}
     for name in states[0]["residuals"]:
         mean = torch.stack([state["residuals"][name].double() for state in states]).mean(0)
@@ -255,8 +255,7 @@ def debt(states: list[dict[str, Any]], block: int) -> dict[str, Tensor]:
 
 
 def check_law(setup: Setup, results: list[dict[str, Any]]) -> None:
-    alignment = Compression.parse(results[0]["kept"]["compression"]).alignment
-    kept = debt([result["kept"] for result in results], alignment)
+    kept = debt([result["kept"] for result in results])
     for name in NAMES:
         short = results[0]["wanted"][name] - results[0]["applied"][name]
         # What a rank's rounding may do, in all steps together: of the largest gradient that was applied.

@@ -1,0 +1,193 @@
+"""Policy: which setting each parameter gets, by name, number of dimensions and size."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .compression import ENVIRONMENT_VARIABLE, Compression, brief
+from .environment.variables import check_environment
+from .errors import SettingError
+
+Chooser = Callable[[str, Tensor], Compression | str]
+AnySetting = Compression | str | Mapping[str, Compression | str] | Chooser | None
+
+NAMED = {"auto4": "ndim<2|numel<4096: fp16; *: int4:error_feedback"}
+
+_CONDITION = re.compile(r"(ndim|numel) *(<=|>=|<|>|=) *(\d+)")
+_OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Settings by rules, of which the first that matches a parameter holds.
+
+    A rule's key is one or more alternatives, with `|` between them: a glob of the parameter's name (`*`, `?`, `[ab]`;
+    upper and lower case differ), or a condition, `ndim<2`, `numel>=4096`, with `<`, `<=`, `>`, `>=` or `=`.
+    `str()` gives the spec string, `key: setting; key: setting`, which `Policy.of` reads back.
+
+    Args:
+        rules: keys and settings, in order.
+        chooser: in place of rules, a function of a parameter's name and the parameter.
+        name: of one of ours.
+    """
+
+    rules: tuple[tuple[str, Compression], ...] = ()
+    chooser: Chooser | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for key, setting in self.rules:
+            _check_key(key)
+            _check(setting, f"the rule {key!r}")
+
+    @staticmethod
+    def of(setting: AnySetting | Policy) -> Compression | Policy:
+        """A setting, or a policy out of a dict, a spec string or a function; None means FASTREDUCE_COMPRESSION's.
+
+        Raises:
+            SettingError: naming the rule that is wrong.
+        """
+        check_environment()
+        if setting is None:
+            try:
+                return _parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
+            except SettingError as error:
+                raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
+        if isinstance(setting, str):
+            return _parse(setting)
+        if isinstance(setting, Mapping):
+            return Policy(tuple((str(key), _read(value, f"the rule {key!r}")) for key, value in setting.items()))
+        if isinstance(setting, (Compression, Policy)):
+            return setting
+        if callable(setting):
+            return Policy(chooser=setting)
+        return Compression.resolve(setting)
+
+    def assign(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Compression]:
+        """The setting of each parameter.
+
+        Raises:
+            SettingError: naming a parameter that no key matches, or a key that matches none.
+        """
+        if self.chooser is not None:
+            chosen = [self._ask(name, parameter) for name, parameter in zip(names, parameters, strict=True)]
+            return [_read(found, f"{self} of {name!r}") for name, found in zip(names, chosen, strict=True)]
+        found, matched = [], set()
+        for name, parameter in zip(names, parameters, strict=True):
+            matching = [i for i, (key, _) in enumerate(self.rules) if _matches(key, name, parameter)]
+            if not matching:
+                keys = ", ".join(repr(key) for key, _ in self.rules)
+                raise SettingError(f"parameter {name!r} matches no key of the policy: {keys}; '*' matches all")
+            matched.update(matching)
+            found.append(self.rules[matching[0]][1])
+        for i, (key, setting) in enumerate(self.rules):
+            if i not in matched and not self.name:
+                raise SettingError(f"the key {key!r} of the policy, for {str(setting)!r}, matches no parameter")
+        return found
+
+    def _ask(self, name: str, parameter: Tensor) -> Compression | str:
+        assert self.chooser is not None
+        try:
+            return self.chooser(name, parameter)
+        except Exception as error:
+            raise SettingError(f"{self} of {name!r}: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        if self.chooser is not None:
+            return f"callable {getattr(self.chooser, '__qualname__', type(self.chooser).__name__)}"
+        return self.name or "; ".join(f"{key}: {setting}" for key, setting in self.rules)
+
+
+def chooses_by_parameter(function: Any) -> bool:
+    """Whether a function is one of a name and a parameter; else of a step."""
+    try:
+        taken = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in taken) == 2
+
+
+def assigned(setting: Compression | Policy, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Compression]:
+    """The setting of each parameter."""
+    if isinstance(setting, Policy):
+        return setting.assign(names, parameters)
+    return [setting] * len(names)
+
+
+def _parse(spec: str) -> Compression | Policy:
+    if spec in NAMED:
+        return Policy(_rules(NAMED[spec]), name=spec)
+    if ";" in spec or _is_key(spec.partition(":")[0]):
+        return Policy(_rules(spec))
+    return Compression.parse(spec)
+
+
+def _is_key(text: str) -> bool:
+    return any(character in text for character in "*?[|<>=")
+
+
+def _rules(spec: str) -> tuple[tuple[str, Compression], ...]:
+    rules = []
+    for piece in filter(None, (piece.strip() for piece in spec.split(";"))):
+        key, colon, setting = piece.partition(":")
+        if not colon:
+            raise SettingError(f"{brief(piece)} in {brief(spec)} is no rule; write key: setting, with ; between rules")
+        rules.append((key.strip(), _read(setting.strip(), f"the rule {key.strip()!r}")))
+    return tuple(rules)
+
+
+def _read(setting: Any, where: str) -> Compression:
+    try:
+        found = Compression.parse(setting) if isinstance(setting, str) else setting
+    except SettingError as error:
+        raise SettingError(f"{where}: {error}") from error
+    return _check(found, where)
+
+
+def _check(setting: Any, where: str) -> Compression:
+    if not isinstance(setting, Compression):
+        raise SettingError(f"{where}: {brief(setting)} is no setting; allowed: spec strings and Compressions")
+    if setting.warm_up:
+        raise SettingError(
+            f"{where}: warm_up in a policy's rule {str(setting)!r}: all parameters have one schedule; give a callable of "
+            "the step, or call set_compression"
+        )
+    return setting
+
+
+def _check_key(key: str) -> None:
+    for part in key.split("|"):
+        text = part.strip()
+        if not text or ";" in text or ":" in text:
+            raise SettingError(
+                f"the key {key!r} of a policy; allowed: globs of names and conditions, with | between them"
+            )
+        if re.match(r"(ndim|numel)\b", text) and not _CONDITION.fullmatch(text):
+            raise SettingError(
+                f"{text!r} in the key {key!r} of a policy is no condition; allowed: ndim or numel, one of "
+                f"{', '.join(_OPERATORS)}, and a whole number"
+            )
+
+
+def _matches(key: str, name: str, parameter: Tensor) -> bool:
+    for text in (part.strip() for part in key.split("|")):
+        condition = _CONDITION.fullmatch(text)
+        if condition is None:
+            if fnmatch.fnmatchcase(name, text):
+                return True
+            continue
+        what, comparison, number = condition.groups()
+        value = parameter.dim() if what == "ndim" else parameter.numel()
+        if _OPERATORS[comparison](value, int(number)):
+            return True
+    return False

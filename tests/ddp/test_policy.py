@@ -1,0 +1,182 @@
+"""A policy: buckets by setting, and everything that a wrapper does with one setting, with several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastreduce import FastreduceError, load_checkpoint, save_checkpoint
+from tests.support.models import Grads, assert_same_bits, batch, grads_of, mlp, wrap
+from tests.support.ranks import RankPool
+from tests.support.snapshots import Training
+
+BY_NAME = {"*.bias": "none:accumulate=fp32", "0.*|2.*": "bf16", "*": "int8"}
+FEEDBACK = "ndim<2: fp16; 0.weight: int4:error_feedback; *: int8:error_feedback"
+
+
+def _choose(name: str, parameter: Tensor) -> str:
+    return "none:accumulate=fp32" if name.endswith("bias") else "bf16" if name[:2] in ("0.", "2.") else "int8"
+
+
+def _backward(ddp: Any, rank: int, step: int) -> Grads:
+    ddp.zero_grad()
+    ddp(batch(rank, step, 4, 20)).square().mean().backward()
+    return grads_of(ddp.module)
+
+
+def _of(rank: int, world_size: int, setting: Any, options: dict[str, Any]) -> tuple[list[Grads], dict[str, str], str]:
+    torch.manual_seed(0)
+    ddp = wrap("ours", mlp(), compression=setting, **options)
+    found = [_backward(ddp, rank, step) for step in range(3)]
+    assert [len({ddp.compression_by_parameter()[s.name] for s in b.slots}) for b in ddp.reducer.plan.buckets] == [
+        1 for _ in ddp.reducer.plan.buckets
+    ]
+    return found, ddp.compression_by_parameter(), ddp._get_ddp_logging_data()["compression_by_parameter"]
+
+
+@pytest.mark.parametrize("given", [BY_NAME, _choose, "*.bias: none:accumulate=fp32; 0.*|2.*: bf16; *: int8"])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}])
+def test_each_parameter_has_the_bits_of_its_setting(ranks: RankPool, given: Any, options: dict[str, Any]):
+    found = ranks.run(_of, given, options)
+    alone = {setting: ranks.run(_of, setting, {}) for setting in ("none:accumulate=fp32", "bf16", "int8")}
+    for rank, (grads, settings, text) in enumerate(found):
+        assert set(settings.values()) == set(alone)
+        for step, of in enumerate(grads):
+            for name, grad in of.items():
+                assert settings[name] == _choose(name, torch.zeros(()))
+                assert_same_bits(grad, alone[settings[name]][rank][0][step][name], f"{name}, step {step}")
+        assert "bf16: " in text and "0.weight" in text
+
+
+def _differing(rank: int, world_size: int, given: Any, later: bool) -> str:
+    try:
+        ddp = wrap("ours", mlp(), compression="none" if later else given[rank])
+        if later:
+            ddp.set_compression(given[rank])
+    except FastreduceError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["wrapped", "set"])
+def test_ranks_that_differ_are_told_of_the_first_difference(ranks2: RankPool, later: bool):
+    given = [{"0.weight": "none", "*": "int8"}, {"0.bias": "none", "*": "int8"}]
+    for text in ranks2.run(_differing, given, later):
+        assert text.startswith("MismatchError: ranks differ in compression: rank 0 has 0.weight: none"), text
+    for text in ranks2.run(_differing, [_by_rank, _by_rank], later):
+        assert text.startswith("MismatchError: ranks differ in compression of '2.weight': rank 0 has int8"), text
+
+
+def _by_rank(name: str, parameter: Tensor) -> str:
+    return "int8" if name != "2.weight" or torch.distributed.get_rank() == 0 else "bf16"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"0.*": "int8", "other*": "bf16", "*": "none"},
+            "the key 'other*' of the policy, for 'bf16', matches no param",
+        ),
+        ({"0.*": "int8"}, "parameter '2.weight' matches no key of the policy: '0.*'; '*' matches all"),
+        ({"*": "int9"}, "the rule '*': unknown compression 'int9'"),
+        ({"*": "int8:warm_up=3"}, "warm_up in a policy's rule 'int8:warm_up=3'"),
+        ({"ndim<two": "int8"}, "'ndim<two' in the key 'ndim<two' of a policy is no condition"),
+        ({"": "int8"}, "the key '' of a policy"),
+        ({"*": 3}, "the rule '*': 3 is no setting"),
+        ("*: int8; none", "'none' in '*: int8; none' is no rule"),
+    ],
+)
+def test_a_policy_that_does_not_fit_says_where(ranks2: RankPool, given: Any, text: str):
+    for later in (False, True):
+        for found in ranks2.run(_differing, [given, given], later):
+            assert found.startswith("SettingError") and text in found, found
+
+
+# With everything else
+
+
+def _resume(rank: int, world_size: int, old: str, new: str, path: Path) -> Any:
+    training = Training(old, clips=True)
+    training.steps(3)
+    save_checkpoint(path, **training.parts())
+    if new != old:
+        training.model.set_compression(new)
+    training.steps(3)
+    state = training.all()
+    again = Training(new, seed=5, clips=True)
+    load_checkpoint(path, **again.parts())
+    again.steps(3)
+    other = again.all()
+    for each in (state, other):
+        del each["reducer"]["schedule"]
+    return (state, training.norms[3:]), (other, again.norms)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (FEEDBACK, FEEDBACK),
+        ("int8:error_feedback", FEEDBACK),
+        (FEEDBACK, "none"),
+        (FEEDBACK, "0.weight: none; *: int4:error_feedback"),
+    ],
+)
+def test_checkpoints_clipping_and_switches_work_with_policies(ranks: RankPool, old: str, new: str, tmp_path: Path):
+    for switched, resumed in ranks.run(_resume, old, new, tmp_path / "s.pt"):
+        assert_same_bits(resumed, switched)
+
+
+def _elsewhere(rank: int, world_size: int, path: Path, saves: bool) -> dict[str, Tensor]:
+    training = Training(FEEDBACK)
+    if saves:
+        training.steps(3)
+        save_checkpoint(path, **training.parts())
+    else:
+        load_checkpoint(path, **training.parts())
+    found: dict[str, Tensor] = training.model.reducer.state_dict()["residuals"]
+    training.steps(1)
+    return found
+
+
+def test_residuals_are_loaded_at_another_world_size(ranks2: RankPool, ranks3: RankPool, tmp_path: Path):
+    old = ranks3.run(_elsewhere, tmp_path / "s.pt", True)
+    for kept in ranks2.run(_elsewhere, tmp_path / "s.pt", False):
+        assert kept.keys() == old[0].keys() and all(value.any() for value in kept.values())
+
+
+# auto4
+
+
+class _Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 64)
+        self.block = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(64, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.block(self.embed(tokens)))
+
+
+def _sent(rank: int, world_size: int, setting: str) -> tuple[int, dict[str, str]]:
+    ddp = wrap("ours", _Transformer(), compression=setting)
+    ddp(torch.arange(64).view(4, 16)).square().mean().backward()
+    return ddp.reducer.sent_bytes, ddp.compression_by_parameter()
+
+
+def test_auto4_sends_less_than_int8_and_keeps_small_ones_in_16_bits(ranks2: RankPool):
+    sent, settings = ranks2.run(_sent, "auto4")[0]
+    assert 1.3 * sent <= ranks2.run(_sent, "int8")[0][0]
+    assert settings["block.norm1.weight"] == settings["out.bias"] == "fp16"
+    assert settings["embed.weight"] == settings["block.linear1.weight"] == "int4:error_feedback"
+    assert set(ranks2.run(_tiny)[0].values()) == {"fp16"}, "though a rule matches nothing"
+
+
+def _tiny(rank: int, world_size: int) -> dict[str, str]:
+    found: dict[str, str] = wrap("ours", nn.Linear(3, 3), compression="auto4").compression_by_parameter()
+    return found

@@ -17,6 +17,7 @@ from .errors import (
     TensorError,
     TransportError,
 )
+from .policy import Policy
 from .reduction.applied import note_applied
 from .reduction.one_call import all_reduce_gradients
 from .reduction.reducer import GradientReducer
@@ -40,6 +41,7 @@ __all__ = [
     "MismatchError",
     "NoCompression",
     "NotInitializedError",
+    "Policy",
     "RanksFailedError",
     "ReducerError",
     "SettingError",

@@ -116,19 +116,6 @@ def _options(kind: type[Compression] | Compression) -> list[Field[Any]]:
     return sorted(fields(kind), key=lambda option: bool(option.kw_only))
 
 
-def without_warm_up(setting: Compression, where: str) -> Compression:
-    """The setting, for what counts no steps.
-
-    Raises:
-        SettingError: if it has a warm-up.
-    """
-    if setting.warm_up:
-        raise SettingError(
-            f"{str(setting)!r}: {where} counts no steps, so it has no warm_up: DistributedDataParallel has"
-        )
-    return setting
-
-
 def _from_environment() -> Compression:
     try:
         return Compression.parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compression import Compression, without_warm_up
+from .compression import Compression
 from .errors import NotInitializedError, SettingError
+from .policy import single
 from .reduction import saved_residuals
 from .reduction.agreement import check_agreement
 from .reduction.arrivals import Reached, weakly
@@ -61,7 +62,7 @@ class CompressState:
         process_group: dist.ProcessGroup | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
-        self.compression = without_warm_up(Compression.resolve(compression), "CompressState")
+        self.compression = single(compression, "CompressState")
         self._group = process_group
         self._names = {parameter: name for name, parameter in named_parameters}
         self._transport: Transport | None = None

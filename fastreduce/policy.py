@@ -117,6 +117,21 @@ def chooses_by_parameter(function: Any) -> bool:
     return sum(p.kind in positional and p.default is p.empty for p in taken) == 2
 
 
+def single(setting: Any, where: str) -> Compression:
+    """One setting, for what knows neither names nor steps.
+
+    Raises:
+        SettingError: if it is none, or a policy, or has a warm-up.
+    """
+    check_environment()
+    found = Policy.of(setting) if setting is None or isinstance(setting, str) else Compression.resolve(setting)
+    if isinstance(found, Policy):
+        raise SettingError(f"{str(found)!r}: {where} knows no names of parameters, so it takes no policy")
+    if found.warm_up:
+        raise SettingError(f"{str(found)!r}: {where} counts no steps, so it takes no warm_up")
+    return found
+
+
 def assigned(setting: Compression | Policy, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Compression]:
     """The setting of each parameter."""
     if isinstance(setting, Policy):
@@ -169,9 +184,7 @@ def _check_key(key: str) -> None:
     for part in key.split("|"):
         text = part.strip()
         if not text or ";" in text or ":" in text:
-            raise SettingError(
-                f"the key {key!r} of a policy; allowed: globs of names and conditions, with | between them"
-            )
+            raise SettingError(f"the key {key!r} of a policy; allowed: globs of names, and conditions, | between them")
         if re.match(r"(ndim|numel)\b", text) and not _CONDITION.fullmatch(text):
             raise SettingError(
                 f"{text!r} in the key {key!r} of a policy is no condition; allowed: ndim or numel, one of "

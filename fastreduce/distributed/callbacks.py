@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..compression import Compression, without_warm_up
+from ..compression import Compression
 from ..errors import SettingError
+from ..policy import single
 from ..reduction.arrays import as_tensor
 from ..reduction.bucketed import BUCKET_BYTES
 from ..reduction.one_call import OPERATIONS, reduce_owned
@@ -94,5 +95,5 @@ def make_allreduce_cb(
     found = group_or_default("make_allreduce_cb", group)
     if reduce_method not in OPERATIONS:
         raise SettingError(f"make_allreduce_cb: unknown method {reduce_method!r}; allowed: {', '.join(OPERATIONS)}")
-    setting = without_warm_up(Compression.resolve(compression), "make_allreduce_cb")
+    setting = single(compression, "make_allreduce_cb")
     return AllReduceCallback(reduce_method, found, setting, bucket_bytes)

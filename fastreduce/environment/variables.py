@@ -30,7 +30,9 @@ class Variable:
 
 
 VARIABLES = {
-    "FASTREDUCE_COMPRESSION": Variable("a spec string; unset: none", "the compression of wrappers that are given none"),
+    "FASTREDUCE_COMPRESSION": Variable(
+        "a spec string, of a setting or a policy; unset: none", "the compression of wrappers that are given none"
+    ),
     "FASTREDUCE_DEBUG": Variable(
         "1 or true, 0 or false; unset: 0", "1 compares calls, shapes and dtypes between ranks before each collective"
     ),

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compression import Compression, without_warm_up
+from ..compression import Compression
 from ..errors import NotInitializedError, SettingError, TensorError
+from ..policy import single
 from ..transports import Transport, make_transport
 from . import saved_residuals
 from .agreement import check_agreement, describe_tensor
@@ -209,7 +210,7 @@ def _reduction_for(
     try:
         if op not in OPERATIONS:
             raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
-        setting = without_warm_up(Compression.resolve(compression), "all_reduce_gradients")
+        setting = single(compression, "all_reduce_gradients")
         if setting.error_feedback:
             homes = _owners.setdefault(transport, {}).setdefault((setting, op), _Owners())
             found = homes.find(owners)

@@ -214,7 +214,7 @@ def _source(text: str, own: Mapping[str, Any]) -> Any:
 
 
 def _as_source(setting: Any) -> Compression | Policy | Callable[[int], Any]:
-    return setting if _is_of_steps(setting) else Policy.of(setting)  # type: ignore[no-any-return]
+    return setting if _is_of_steps(setting) else Policy.of(setting)
 
 
 def _is_of_steps(setting: object) -> bool:

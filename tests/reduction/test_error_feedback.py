@@ -121,7 +121,9 @@ def test_residuals_move_with_their_parameters_when_buckets_are_rebuilt():
         return before, reducer.state_dict(), reducer.plan == plan
 
     results = in_threads(2, run)
-    of_shards = saved_residuals.of_shards([before for before, _, _ in results], 128)
+    of_shards = saved_residuals.of_shards(
+        [before for before, _, _ in results], saved_residuals.alignments(results[0][0])
+    )
     for name, of_shard in of_shards.items():
         before, after = (
             torch.stack([result[i]["residuals"][name] for result in results]).double().mean(0) for i in (0, 1)

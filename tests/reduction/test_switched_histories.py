@@ -25,6 +25,8 @@ SETTINGS = [
     "int4:block=32,error_feedback",
     "fp8:block=64,error_feedback",
     "int4:error_feedback,warm_up=2",
+    "a: none; *: int8:error_feedback",
+    "b|c: int8:block=64,error_feedback; *: int4:block=32,error_feedback",
 ]
 
 

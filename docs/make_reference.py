@@ -25,7 +25,7 @@ from torch.distributed import run as torchrun
 import fastreduce
 import fastreduce.distributed
 import fastreduce.hooks
-from fastreduce import FastreduceError
+from fastreduce import FastreduceError, Policy
 from fastreduce.cli import main
 from fastreduce.compression import KINDS, Compression
 from fastreduce.environment import variables
@@ -82,7 +82,7 @@ def settings() -> str:
         "when to take which.\n",
         _table(["name", "on the wire", "options (defaults)"], rows),
     ]
-    text += [described("fastreduce", each) for each in (Compression, *KINDS.values())]
+    text += [described("fastreduce", each) for each in (Compression, *KINDS.values(), Policy)]
     return "\n".join(text)
 
 

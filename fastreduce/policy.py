@@ -104,7 +104,8 @@ class Policy:
     def __str__(self) -> str:
         if self.chooser is not None:
             return f"callable {getattr(self.chooser, '__qualname__', type(self.chooser).__name__)}"
-        return self.name or "; ".join(f"{key}: {setting}" for key, setting in self.rules)
+        text = "; ".join(f"{key}: {setting}" for key, setting in self.rules)
+        return self.name or (text if _is_policy(text) else f"{text};")
 
 
 def chooses_by_parameter(function: Any) -> bool:
@@ -142,13 +143,12 @@ def assigned(setting: Compression | Policy, names: Sequence[str], parameters: Se
 def _parse(spec: str) -> Compression | Policy:
     if spec in NAMED:
         return Policy(_rules(NAMED[spec]), name=spec)
-    if ";" in spec or _is_key(spec.partition(":")[0]):
-        return Policy(_rules(spec))
-    return Compression.parse(spec)
+    return Policy(_rules(spec)) if _is_policy(spec) else Compression.parse(spec)
 
 
-def _is_key(text: str) -> bool:
-    return any(character in text for character in "*?[|<>=")
+def _is_policy(spec: str) -> bool:
+    """Whether there are several rules, or what stands before the colon is no name of a setting."""
+    return ";" in spec or any(character in spec.partition(":")[0] for character in "*?[|<>=")
 
 
 def _rules(spec: str) -> tuple[tuple[str, Compression], ...]:
@@ -174,8 +174,8 @@ def _check(setting: Any, where: str) -> Compression:
         raise SettingError(f"{where}: {brief(setting)} is no setting; allowed: spec strings and Compressions")
     if setting.warm_up:
         raise SettingError(
-            f"{where}: warm_up in a policy's rule {str(setting)!r}: all parameters have one schedule; give a callable of "
-            "the step, or call set_compression"
+            f"{where}: warm_up in a policy's rule {str(setting)!r}: all parameters have one schedule; give a callable "
+            "of the step, or call set_compression"
         )
     return setting
 

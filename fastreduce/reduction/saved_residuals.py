@@ -105,12 +105,16 @@ def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compre
         world_size,
     )
     states = sorted(states, key=lambda state: int(state["rank"]))
+    # Where error feedback is over, not all ranks may have something left of it.
+    like = {name: value for state in reversed(states) for name, value in state["residuals"].items()}
     mean = {
-        name: torch.stack([state["residuals"][name] for state in states]).mean(0) for name in states[0]["residuals"]
+        name: torch.stack([state["residuals"].get(name, torch.zeros_like(value)) for state in states]).mean(0)
+        for name, value in like.items()
     }
+    units = {name: unit for state in reversed(states) for name, unit in state.get("units", {}).items()}
     for name, residual in of_shards(states, alignments(states[0])).items():
         mean[name] += residual
-    return {**states[0], "world_size": world_size, "residuals": mean, "shard_residuals": []}
+    return {**states[0], "world_size": world_size, "residuals": mean, "units": units, "shard_residuals": []}
 
 
 def alignments(state: Mapping[str, Any]) -> list[int]:

@@ -7,13 +7,17 @@ those of which nothing else is lost: `none`, and those with error feedback.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from fastreduce import GradientReducer
 from tests.reduction.test_applied import FEW, SETUPS, steps
+from tests.reduction.test_saved_residuals import reducers_of, states_of
 from tests.support.histories import NAMES, Setup, Step, check_law, train
+from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 
 SETTINGS = [
@@ -90,3 +94,18 @@ def test_a_setting_without_error_feedback_adds_it_until_it_has_been_applied(
         kept = result["kept"]["residuals"]
         left = max([float(kept[name].abs().max()) for name in NAMES if name in kept], default=0.0)
         assert left <= 1e-5 if rest == 0 else left > rest
+
+
+def test_what_only_one_rank_has_left_is_loaded_at_another_world_size():
+    states = states_of(2)
+    del states[0]["residuals"]["6.weight"], states[0]["units"]["6.weight"]
+    states = [{**state, "shard_residuals": [], "compression": "none", "settings": {}} for state in states]
+
+    def load(rank: int, reducer: GradientReducer) -> dict[str, Any]:
+        reducer.load_state_dict(states)
+        return reducer.state_dict()
+
+    for loaded in reducers_of(3, load, "none"):
+        half = states[1]["residuals"]["6.weight"] / 2
+        assert_same_bits(loaded["residuals"]["6.weight"], half)
+        assert loaded["units"]["6.weight"] == states[1]["units"]["6.weight"]

@@ -246,11 +246,12 @@ def debt(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     """By parameter: the mean of first-stage residuals over the ranks, and the second-stage ones, in units applied."""
     of_shards = saved_residuals.of_shards(states, saved_residuals.alignments(states[0]))
     found = {}
-    for name in states[0]["residuals"]:
-        mean = torch.stack([state["residuals"][name].double() for state in states]).mean(0)
+    for name in {name for state in states for name in state["residuals"]}:
+        nothing = torch.zeros(SIZES[NAMES.index(name)])  # a rank may have nothing left where error feedback is over
+        mean = torch.stack([state["residuals"].get(name, nothing).double() for state in states]).mean(0)
         if name in of_shards:
             mean += of_shards[name].double()
-        found[name] = mean * states[0]["units"].get(name, 1.0)
+        found[name] = mean * next((s["units"][name] for s in states if name in s["units"]), 1.0)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastreduce import FastreduceError, load_checkpoint, save_checkpoint
+from tests.support.commands import ROOT
 from tests.support.models import Grads, assert_same_bits, batch, grads_of, mlp, wrap
 from tests.support.ranks import RankPool
 from tests.support.snapshots import Training
@@ -180,3 +182,21 @@ def test_auto4_sends_less_than_int8_and_keeps_small_ones_in_16_bits(ranks2: Rank
 def _tiny(rank: int, world_size: int) -> dict[str, str]:
     found: dict[str, str] = wrap("ours", nn.Linear(3, 3), compression="auto4").compression_by_parameter()
     return found
+
+
+# The documentation
+
+
+def _code(rank: int, world_size: int, code: str) -> str:
+    names: dict[str, Any] = {}
+    exec(compile(code, "which-setting.md", "exec"), names)
+    return str(names["ddp"].compression)
+
+
+def test_the_code_in_the_documentation_runs(ranks2: RankPool):
+    text = (
+        (ROOT / "docs" / "which-setting.md").read_text().replace('torch.distributed.init_process_group("gloo")\n', "")
+    )
+    blocks = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if "ddp" in block]
+    policy = "*.bias|ndim<2: none; 0.*: bf16; *: int4:error_feedback"
+    assert [ranks2.run(_code, block)[0] for block in blocks] == [policy, "none"]

@@ -92,13 +92,14 @@ class DistributedDataParallel(TorchDDP):
         self._transport_argument = transport
         group = group_asked_for(arguments["process_group"], arguments["device_mesh"])
         self._transport = transport or make_transport(group, module_device(module))
-        error = None
+        error, description = None, dict[str, str]()
         try:
             self._schedule = Schedule(compression)
             check_module(module, arguments)
+            description = describe_wrapping(module, self._schedule, arguments)
         except (FastreduceError, RuntimeError, TypeError) as found:
             error = found
-        check_agreement(self._transport, {} if error else describe_wrapping(module, self._schedule, arguments), error)
+        check_agreement(self._transport, description, error)
         super().__init__(module, device_ids, output_device, *args, **kwargs)
 
     def _ddp_init_helper(

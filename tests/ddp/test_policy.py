@@ -73,6 +73,13 @@ def test_ranks_that_differ_are_told_of_the_first_difference(ranks2: RankPool, la
         assert text.startswith("MismatchError: ranks differ in compression of '2.weight': rank 0 has int8"), text
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["wrapped", "set"])
+def test_a_policy_that_fits_on_one_rank_only_is_an_error_on_both(ranks2: RankPool, later: bool):
+    first, second = ranks2.run(_differing, ["int8", {"0.*": "int8"}], later)
+    assert first.startswith("MismatchError: rank 1 could not be set up: SettingError: parameter '2.weight'"), first
+    assert second.startswith("SettingError: parameter '2.weight' matches no key"), second
+
+
 def _by_rank(name: str, parameter: Tensor) -> str:
     return "int8" if name != "2.weight" or torch.distributed.get_rank() == 0 else "bf16"
 

@@ -261,7 +261,8 @@ def commands() -> str:
 
 
 def _option(option: Any) -> list[str]:
-    opts = ", ".join(f"`{opt}`" for opt in option.opts)
+    names = option.opts if option.param_type_name == "option" else [option.metavar]
+    opts = ", ".join(f"`{name}`" for name in names)
     help_, _, default = (option.help or "").partition("  [default: ")
     if not default and option.default is not None and not getattr(option, "is_flag", False):
         value = option.default

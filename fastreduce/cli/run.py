@@ -38,6 +38,10 @@ def run(context: typer.Context) -> None:
         Policy.of(None)
     except ValueError as error:
         fail(f"--compression: {error}" if options.compression is not None else str(error))
+    try:
+        replacement.seed()
+    except ValueError as error:
+        fail(str(error))
     if options.nproc_per_node is None and options.gpus is None:  # as torchrun; the script may start its own ranks
         options.nproc_per_node = "1"
         os.environ[worker.ALONE] = "1"

@@ -43,6 +43,10 @@ VARIABLES = {
     "FASTREDUCE_NODE_SECONDS": Variable(
         "seconds, more than 0; unset: 15", "how long fastreduce launch waits for a word from another node's launcher"
     ),
+    "FASTREDUCE_SEED": Variable(
+        "a whole number below 2^32; unset: nothing is seeded",
+        "fastreduce run seeds Python, NumPy and torch with it before the script; fastreduce compare sets it",
+    ),
 }
 # What `fastreduce launch` tells its ranks, which take it out of their environment before the script runs.
 INTERNAL = {"FASTREDUCE_LAUNCHER", "FASTREDUCE_ONE_GPU"}

@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         os.environ[ENVIRONMENT_VARIABLE] = setting
     try:
         Policy.of(None)
+        replacement.seed()
     except ValueError as error:
         _fail(str(error))
     if kind == "module" and PathFinder.find_spec(script[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:

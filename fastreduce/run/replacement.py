@@ -6,7 +6,8 @@ Imports the standard library alone, and ours (0.4 s) when a module is wrapped: a
 2. `join_run`, called from there, lets torch's class be replaced once torch is imported. Nobody else imports it.
 3. The class itself stays, so that it does not matter who holds it, since when and by which name: what it constructs
    becomes ours, and a class derived from it is derived from ours from then on. Dynamo finds the active module there.
-4. Each wrapping leaves a line in the run's record as it happens, by what reduces its gradients; `summary` counts them.
+4. Where FASTREDUCE_SEED is set, Python, NumPy and torch are seeded before the script sees them.
+5. Each wrapping leaves a line in the run's record as it happens, by what reduces its gradients; `summary` counts them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -27,6 +28,8 @@ from types import ModuleType
 from typing import Any
 
 RUN = "_FASTREDUCE_RUN"  # of whom, for whom and where the record is: {"prefix": …, "owner": …, "record": …}
+ORDERS = "_FASTREDUCE_ORDERS"  # of `fastreduce compare`: run/orders.py
+SEED = "FASTREDUCE_SEED"
 STARTUP = str(Path(__file__).parent / "startup")
 TORCHS_MODULE = "torch.nn.parallel.distributed"
 NONE_WRAPPED = "no module was wrapped: no Python process of this run that we reached made a DistributedDataParallel"
@@ -56,31 +59,60 @@ def join_run() -> None:
     if run.get("prefix") != os.path.realpath(sys.prefix):
         return
     _record = run["record"]
+    _when_loaded[TORCHS_MODULE] = replace
+    if (number := seed()) is not None:
+        _seed(number)
     sys.meta_path.insert(0, _Finder())
     if run["owner"] == os.getpid():
         atexit.register(_say_summary, os.getpid())
 
 
+def seed() -> int | None:
+    """What FASTREDUCE_SEED says; None where it is not set.
+
+    Raises:
+        ValueError: if that is no whole number below 2^32.
+    """
+    text = os.environ.get(SEED, "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 11 and int(text) < 2**32):
+        raise ValueError(f"{SEED}={text:.40}: give a whole number below 2^32")
+    return int(text)
+
+
+def _seed(number: int) -> None:
+    """Seed Python now, NumPy and torch when they have been loaded."""
+    import random
+
+    random.seed(number)
+    _when_loaded["numpy"] = lambda numpy: numpy.random.seed(number)
+    _when_loaded["torch"] = lambda torch: torch.manual_seed(number)
+
+
+_when_loaded: dict[str, Callable[[Any], object]] = {}  # by module
+
+
 class _Finder:
-    """Finds torch's module, to replace its class when it has been loaded, and the fastreduce that this file is of."""
+    """Finds modules to which something is done when they have been loaded, and the fastreduce that this file is of."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The module's spec, for these two."""
+        """The module's spec, for these."""
         if name == "fastreduce":
             folder = Path(__file__).parents[1]
             return spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
-        if name != TORCHS_MODULE:
+        if (do := _when_loaded.get(name)) is None:
             return None
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_replace(module: ModuleType) -> None:
+            def load_and_do(module: ModuleType) -> None:
                 load(module)
-                replace(module)
+                do(module)
 
-            spec.loader.exec_module = load_and_replace  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_do  # type: ignore[method-assign]
         return spec
 
 
@@ -124,6 +156,8 @@ def restore(module: ModuleType) -> None:
 
 def _become_ours(model: Any, torchs: type) -> str:
     """Make a new object of torch's class one of ours; if that cannot be, why."""
+    if ORDERS in os.environ and json.loads(os.environ[ORDERS])["keeps_torchs_class"]:
+        return "fastreduce compare measures torch's own"
     if sys.modules["torch"]._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
         return 'torch._dynamo.config.optimize_ddp is "python_reducer", which reduces by itself'
     try:
@@ -177,6 +211,10 @@ def _note(model: Any, why: str) -> None:
     """Write down who reduces the gradients of `model`: fastreduce, if there is no `why`."""
     global _said
     kind, inside = type(model).__name__, type(model.module).__name__
+    if ORDERS in os.environ:
+        from . import measuring
+
+        measuring.attach(model)
     if why:
         warnings.warn(f"torch's own DistributedDataParallel reduces the gradients of this {kind}: {why}", stacklevel=3)
     setting = "" if why else str(model.compression)

@@ -1,9 +1,8 @@
-"""`fastreduce compare`: its arguments, its statistics, its ranks, and one small run from end to end."""
+"""`fastreduce compare` without a script: arguments, statistics, ranks, and one small run from end to end."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import json
 import math
 import multiprocessing
@@ -26,8 +25,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
-from fastreduce.cli.compare.statistics import Estimate, chance_of_disagreement, conclude, estimate_median, summarise
-from fastreduce.cli.compare.training import (
+from fastreduce.cli.compare import digits
+from fastreduce.cli.compare.digits.statistics import chance_of_disagreement, conclude, summarise
+from fastreduce.cli.compare.digits.training import (
     BARE,
     TORCH,
     TORCH_FP16,
@@ -35,13 +35,12 @@ from fastreduce.cli.compare.training import (
     Experiment,
     Record,
     load_digits,
-    order,
 )
+from fastreduce.cli.compare.intervals import Estimate, estimate_median
 from fastreduce.distributed.processes import Group, run_ranks
 from fastreduce.errors import RanksFailedError
+from fastreduce.run.orders import order
 from tests.support.commands import FASTREDUCE, finish, started
-
-compare = importlib.import_module("fastreduce.cli.compare")  # the module: the package's name is the function
 
 
 def _invoke(*arguments: str) -> Result:
@@ -55,7 +54,7 @@ def _invoke(*arguments: str) -> Result:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Experiment]:
     """The experiments that would be run."""
     experiments: list[Experiment] = []
-    monkeypatch.setattr(compare, "run", lambda experiment, *_: experiments.append(experiment))
+    monkeypatch.setattr(digits, "run", lambda experiment, *_: experiments.append(experiment))
     return experiments
 
 
@@ -85,7 +84,8 @@ def test_settings(arguments: list[str], settings: tuple[str, ...], asked: list[E
         (["--settings", "int8:block=3"], r"block=3 in 'int8'; allowed: multiples of 16"),
         (["--settings", "--ranks", "2"], r"--settings needs at least one setting"),
         (["--settings"], r"--settings needs at least one setting"),
-        (["fp16"], r"unexpected extra argument"),
+        (["--rounds", "0"], r"--rounds 0: for a script only"),
+        (["--train", "10", "--margin", "2"], r"--train, --margin: for a script only"),
         (["--ranks", "0"], r"(?s)--ranks.*greater than or equal to 1|--ranks.*x>=1"),
         (
             ["--device", "cuda", "--ranks", "99"],
@@ -113,7 +113,7 @@ def test_a_bad_setting_is_one_line():
 
 
 def test_missing_packages_are_named(asked: list[Experiment], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compare, "find_spec", lambda name: None if name == "sklearn" else name)
+    monkeypatch.setattr(digits, "find_spec", lambda name: None if name == "sklearn" else name)
     result = _invoke()
     assert result.exit_code == 2
     assert result.output == "fastreduce compare: scikit-learn is missing: pip install scikit-learn\n"
@@ -282,7 +282,7 @@ def _hang(rank: int, report: object) -> None:
 def test_a_rank_that_raises_ends_the_command_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     before = set(multiprocessing.active_children())
     with pytest.raises(typer.Exit) as ended:
-        compare.run(EXPERIMENT, tmp_path, Console(), _raise_on_one)
+        digits.run(EXPERIMENT, tmp_path, Console(), _raise_on_one)
     assert ended.value.exit_code == 1
     shown = capsys.readouterr().err
     assert "rank 1 failed:\nTraceback" in shown and "in _raise_on_one" in shown and "ValueError: boom" in shown

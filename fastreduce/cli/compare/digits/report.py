@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numba
 import numpy as np
-import torch
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from ... import __version__
-from ...ops import backends
+from .. import results
 from .statistics import STAGES, Figures, conclude, step_seconds
 from .training import BARE, Experiment, Record
 
@@ -103,25 +96,13 @@ def write_results(
     seconds: float,
 ) -> None:
     """Everything measured, with what is needed to measure it again."""
-    results = {
+    measured = {
         "command": list(command),
         "seconds": seconds,
         "experiment": asdict(experiment),
         "parameters": ranks[0][BARE].parameters,
-        "versions": {
-            "fastreduce": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "numba": numba.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "processor": _processor(),
-            "cores": len(os.sched_getaffinity(0)),
-            "system": platform.platform(),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            "kernels": backends.choose(torch.device(experiment.device)).name,
-        },
+        "versions": results.versions(),
+        "machine": results.machine(experiment.device),
         "conclusion": conclude(figures),
         "settings": {
             f.name: {
@@ -133,20 +114,4 @@ def write_results(
         },
         "bare": {"step_seconds": step_seconds([rank[BARE] for rank in ranks]).tolist()},
     }
-    path.write_text(json.dumps(_finite(results), indent=1) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for NaN and infinity, which JSON has no words for."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
-
-
-def _processor() -> str:
-    """What Linux calls the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    results.write(path, measured)

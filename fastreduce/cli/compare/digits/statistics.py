@@ -6,36 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.stats import binomtest, quantile_test
+from scipy.stats import binomtest
 
+from ..intervals import WORTHLESS, Estimate, Floats, estimate_median, say_ratio
 from .training import BARE, TORCH, TORCH_FP16, Experiment, Record
 
-Floats = NDArray[np.float64]
 SIGNIFICANT = 0.05
-WORTHLESS = 0.98  # a step that takes no less of none's is not worth a setting
 DECIDES = "intervals that hold 1 narrow with more --rounds, and on a machine that does nothing else"
 STAGES = ("compress", "reduce", "decompress")
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A median and its interval; NaN bounds where there are too few values for one."""
-
-    median: float
-    low: float
-    high: float
-
-    @property
-    def differs(self) -> bool:
-        """Whether the interval leaves out 1: a ratio that is a real difference."""
-        return self.low > 1 or self.high < 1
-
-
-def estimate_median(values: Sequence[float] | Floats) -> Estimate:
-    """The median and its 95 % interval: order statistics, valid for any distribution, from 6 values on."""
-    interval = quantile_test(values, q=1.0, p=0.5).confidence_interval(0.95)
-    return Estimate(float(np.median(values)), float(interval.low), float(interval.high))
 
 
 def chance_of_disagreement(ours: Sequence[bool], base: Sequence[bool]) -> float:
@@ -184,9 +162,3 @@ def _verdict(ratio: Estimate) -> str:
     if np.isnan(ratio.low):
         return "too few rounds to say whether that is real"
     return "a real difference" if ratio.differs else "no real difference"
-
-
-def say_ratio(ratio: Estimate, of: str = "") -> str:
-    """As in 0.81× none (0.78–0.84)."""
-    interval = "" if np.isnan(ratio.low) else f" ({ratio.low:.2f}–{ratio.high:.2f})"
-    return f"{ratio.median:.2f}× {of}".rstrip() + interval

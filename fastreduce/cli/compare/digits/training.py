@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ... import DistributedDataParallel
+from .... import DistributedDataParallel
+from ....run.orders import order
 
 TORCH = "torch DDP"
 TORCH_FP16 = "torch fp16 hook"
@@ -217,13 +218,6 @@ def train(rank: int, report: Callable[[tuple[int, int]], None], experiment: Expe
             contender.timed_steps(experiment.steps)
             tell(round_number + 1, 1 + experiment.steps)
     return {name: contender.finish(digits) for name, contender in contenders.items()}
-
-
-def order(contenders: Sequence[str], round_number: int) -> list[str]:
-    """Who comes after whom in a round: every second one is the last in reverse, then all move up by one."""
-    shift = round_number // 2 % len(contenders)
-    rotated = [*contenders[shift:], *contenders[:shift]]
-    return rotated[::-1] if round_number % 2 else rotated
 
 
 def _wrap(name: str, network: nn.Module) -> nn.Module:

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .statistics import Figures, say_ratio
+from ..intervals import say_ratio
+from .statistics import Figures
 from .training import TORCH, TORCH_FP16
 
 # Okabe and Ito's colours, which readers with any colour vision can tell apart.

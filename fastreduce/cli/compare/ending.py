@@ -1,0 +1,52 @@
+"""How a comparison ends early: by a signal, or with a message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import typer
+
+
+class SignalError(Exception):
+    """The signal that this process received."""
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(received.name)
+        self.received = received
+
+
+@contextlib.contextmanager
+def signals_end_ranks() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and a closed terminal raise here, so that ranks are ended and waited for."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SignalError(signal.Signals(number))
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """End the command with a message."""
+    typer.echo(f"fastreduce compare: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder for results, or end the command."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"cannot write to {out}: {error.strerror}")
+    if not os.access(out, os.W_OK):
+        fail(f"cannot write to {out}: permission denied")

@@ -1,0 +1,203 @@
+"""What is trained for a comparison, in which order, and what is left when it ends early."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ....run.contestants import TORCHS
+from ..ending import SignalError, fail, signals_end_ranks
+from . import plot, quality, report, speed, trainings
+from .plan import Plan
+from .report import Findings
+from .trainings import Line, Training, TrainingError
+
+
+def run(plan: Plan, console: Console) -> None:
+    """Train, and report what was measured, all of it or what there was when a training failed or a signal came.
+
+    Raises:
+        typer.Exit: with a training's exit code if it failed, with 128 + the signal if one ended this process.
+    """
+    start = time.monotonic()
+    findings = Findings()
+    ended: tuple[str, int] | None = None
+    try:
+        with signals_end_ranks(), _Watch(plan, console) as watch:
+            if plan.rounds:
+                _measure_speed(plan, findings, watch)
+            if plan.trains:
+                _measure_quality(plan, findings, watch)
+    except TrainingError as error:
+        ended = str(error), error.code
+    except SignalError as error:
+        ended = f"{error.received.name}: all ranks were ended", 128 + error.received
+    findings.seconds = time.monotonic() - start
+    if ended is not None:
+        findings.missing.append(_what_is_missing(plan, findings))
+    if findings.turns or findings.outcomes:
+        summary = report.summarise(plan, findings)
+        report.write_results(plan.out / "results.json", sys.argv, plan, findings, summary)
+        plot.draw(plan.out / "compare.png", summary, plan.margin, _title(plan, findings))
+        report.print_report(console, plan, findings, summary)
+        files = f"{plan.out / 'results.json'} and {plan.out / 'compare.png'}"
+        console.print(f"\n{findings.seconds:.0f} s. Wrote {files}.", highlight=False)
+    if ended is not None:
+        fail(*ended)
+
+
+def _measure_speed(plan: Plan, findings: Findings, watch: _Watch) -> None:
+    training = speed.rotation(plan)
+    watch.begin("speed", plan.rounds)
+    lines: list[Line] = []
+
+    def on_line(line: Line) -> None:
+        lines.append(line)
+        each = len(set(plan.contestants) - set(findings.left_out))
+        if "turn" in line and (line["turn"] + 1) % each == 0:
+            done = (line["turn"] + 1) // each
+            watch.step(f"speed: round {done} of {plan.rounds}", quarter=4 * done // plan.rounds)
+
+    try:
+        _train(plan, training, findings, on_line)
+    finally:
+        findings.turns = speed.read_rotation(plan, lines)
+    findings.apart = speed.why_fixed(lines)
+    if findings.apart:
+        _measure_apart(plan, findings, watch)
+    elif not findings.turns:
+        steps = speed.steps_needed(plan, findings.left_out, 6)
+        raise TrainingError(
+            f"{plan.name} ended before a round was over: six, the fewest that have an interval, take {steps} steps; "
+            "train longer, or compare fewer --settings",
+            2,
+        )
+    elif (rounds := _rounds(findings)) < plan.rounds:
+        steps = speed.steps_needed(plan, findings.left_out, plan.rounds)
+        missing = f"{plan.rounds - rounds} of {plan.rounds} rounds of speed: they take {steps} steps, the script fewer"
+        findings.missing.append(missing)
+
+
+def _measure_apart(plan: Plan, findings: Findings, watch: _Watch) -> None:
+    planned = speed.apart(plan, findings.left_out)
+    watch.begin("speed, in trainings that alternate", len(planned))
+    for number, name, training in planned:
+        if name in findings.left_out:
+            continue
+        try:
+            lines = _train(plan, training, findings, lambda _: None)
+        except TrainingError as error:
+            if name not in TORCHS or number:
+                raise
+            findings.left_out[name] = str(error)  # torch's class does not take what ours takes
+            continue
+        found = [line["seconds"] for line in lines if "turn" in line]
+        if not found:
+            raise TrainingError(f"{training.what} ended before its steps were timed: train longer", 2)
+        findings.turns.append(speed.Turn(number, name, found[0]))
+        watch.step(f"speed: {name}, round {number + 1} of {speed.ROUNDS_APART}")
+
+
+def _measure_quality(plan: Plan, findings: Findings, watch: _Watch) -> None:
+    planned = quality.trainings(plan)
+    watch.begin("quality", len(planned) * max(plan.length, 1))
+    for number, training in enumerate(planned):
+        text = f"quality: {training.setting}, seed {training.seed} ({number + 1} of {len(planned)})"
+        watch.say(text)
+
+        def on_line(line: Line, text: str = text) -> None:
+            if "loss" in line and plan.length:
+                watch.step(text)
+
+        lines = _train(plan, training, findings, on_line)
+        findings.outcomes.append(quality.read_outcome(plan, training, lines))
+        if not plan.length:
+            watch.step(text)
+
+
+def _train(plan: Plan, training: Training, findings: Findings, on_line: trainings.OnLine) -> list[Line]:
+    def note(line: Line) -> None:
+        if "wrapped" in line and not findings.wrapped:
+            findings.wrapped = line
+        findings.left_out |= line.get("missing", {})
+        on_line(line)
+
+    return trainings.run(plan, training, note)
+
+
+def _rounds(findings: Findings) -> int:
+    """How many have begun; of a rotation only complete ones are kept."""
+    return len({turn.round for turn in findings.turns})
+
+
+def _what_is_missing(plan: Plan, findings: Findings) -> str:
+    rounds = _rounds(findings)
+    of = speed.ROUNDS_APART if findings.apart else plan.rounds
+    parts = [f"{of - rounds} of {of} rounds of speed"] if plan.rounds and rounds < of else []
+    planned = quality.trainings(plan) if plan.trains else []
+    done = len(findings.outcomes)
+    parts += [f"{len(planned) - done} of {len(planned)} trainings for quality"] if done < len(planned) else []
+    return " and ".join(parts) or "nothing"
+
+
+def _title(plan: Plan, findings: Findings) -> str:
+    wrapped = findings.wrapped
+    return f"{plan.name}: {wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {wrapped['ranks']} ranks"
+
+
+class _Watch:
+    """A progress bar on a terminal; elsewhere a line for each quarter of the turns, and for each training."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self._plan, self._console, self._quarter = plan, console, 0
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("so far,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> _Watch:
+        plan = self._plan
+        speed = f"--rounds {plan.rounds} --steps {plan.steps}: {', '.join(plan.contestants)}" if plan.rounds else ""
+        length = plan.length or "whole"
+        train = f"--train {length} --seeds {len(plan.seeds)}: {', '.join(plan.settings)}" if plan.trains else ""
+        for line in filter(None, (speed, train)):
+            self._console.print(f"{plan.name}, --ranks {plan.ranks}, {line}.", highlight=False, markup=False)
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def begin(self, text: str, total: int) -> None:
+        """Something that takes `total` steps begins."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(text, total=total)
+
+    def say(self, text: str) -> None:
+        """What is being done."""
+        if self._console.is_terminal:
+            assert self._task is not None
+            self._bar.update(self._task, description=text)
+        else:
+            self._console.print(text, highlight=False, markup=False)
+
+    def step(self, text: str, quarter: int | None = None) -> None:
+        """One step of it is done."""
+        assert self._task is not None
+        self._bar.update(self._task, advance=1, description=text)
+        if quarter is not None and quarter > self._quarter and not self._console.is_terminal:
+            self._quarter = quarter
+            self._console.print(text, highlight=False, markup=False)

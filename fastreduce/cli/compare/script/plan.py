@@ -1,0 +1,153 @@
+"""What is to be compared: a script, its contestants, and how long."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from .... import FastreduceError
+from ....run.contestants import NO_REDUCTION, TORCHS, canonical
+from ..ending import fail
+
+BASE = "none"
+AGAIN = "none again"  # the control
+ROUNDS = 20
+WARM_UP_STEPS = 5
+SETTLE_STEPS = 3  # a new reducer's first step learns the order of gradients, its second lays the buckets out anew
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison.
+
+    Attributes:
+        words: the script or module, and its arguments.
+        module: whether it is a module.
+        settings: those of --settings, with `none` first.
+        ranks: processes to start; 1: one, which may start ranks itself.
+        rounds: of speed; 0: no speed.
+        steps: timed steps of a turn.
+        trains: whether quality is compared.
+        length: steps of a training; 0: until the script ends.
+        seeds: those of the trainings.
+        margin: a fraction of none's loss.
+        target: a loss, or None.
+        metric_line: a regular expression with one group, or None.
+        metric_file: a path, or None; behind it a colon and a key of JSON.
+    """
+
+    words: tuple[str, ...]
+    module: bool
+    settings: tuple[str, ...]
+    ranks: int
+    rounds: int
+    steps: int
+    out: Path
+    trains: bool
+    length: int
+    seeds: tuple[int, ...]
+    margin: float
+    target: float | None
+    metric_line: str | None
+    metric_file: str | None
+
+    @property
+    def contestants(self) -> tuple[str, ...]:
+        """Who takes turns for speed: settings, torch's, a step that reduces nothing, and the control."""
+        others = dict.fromkeys([*self.settings, *TORCHS])
+        return (BASE, AGAIN, *(name for name in others if name not in (BASE, AGAIN)))
+
+    @property
+    def has_metric(self) -> bool:
+        """Whether trainings end with a number that the user names."""
+        return bool(self.metric_line or self.metric_file)
+
+    @property
+    def name(self) -> str:
+        """Of the script."""
+        return self.words[0]
+
+
+def contestant_of(name: str) -> str:
+    """What a name means to the ranks."""
+    return BASE if name == AGAIN else name
+
+
+def make_plan(
+    words: Sequence[str],
+    settings: Sequence[str],
+    ranks: int | None,
+    rounds: int,
+    steps: int,
+    seed: int,
+    out: Path,
+    train: str | None,
+    seeds: int,
+    margin: float,
+    target: float | None,
+    metric_line: str | None,
+    metric_file: str | None,
+) -> Plan:
+    """The plan, or an error and exit code 2 before anything starts."""
+    for package in ("scipy", "matplotlib"):
+        if find_spec(package) is None:
+            fail(f"{package} is missing: pip install {package}")
+    module = words[0] == "-m"
+    words = words[1:] if module else words
+    if not words:
+        fail("-m needs the name of a module")
+    if module and PathFinder.find_spec(words[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        fail(f"there is no module {words[0]!r}")
+    if not module and not Path(words[0]).exists():
+        fail(f"there is no script {words[0]!r}")
+    try:
+        specs = [canonical(name) for name in settings]
+    except FastreduceError as error:
+        fail(str(error))
+    named = [BASE, *([AGAIN] if specs.count(BASE) > 1 else []), *(name for name in specs if name != BASE)]
+    if NO_REDUCTION in specs:
+        fail(f"{NO_REDUCTION!r} is timed beside the settings, and is none")
+    if train is not None and train != "whole" and not (train.isdecimal() and int(train) > 0):
+        fail(f"--train {train}: give a number of steps, or whole")
+    if rounds == 0 and train is None:
+        fail("--rounds 0 takes no times: then give --train, for losses")
+    if (metric_line or metric_file) and train != "whole":
+        fail("--metric-line and --metric-file need --train whole: a training that is cut off ends with no metric")
+    if metric_line and metric_file:
+        fail("--metric-line and --metric-file both name the metric: give one of them")
+    _check_pattern(metric_line)
+    return Plan(
+        words=tuple(words),
+        module=module,
+        settings=tuple(dict.fromkeys(named)),
+        ranks=ranks or torch.cuda.device_count() or 2,
+        rounds=rounds,
+        steps=steps,
+        out=out,
+        trains=train is not None,
+        length=int(train) if train not in (None, "whole") else 0,
+        seeds=tuple(range(seed, seed + seeds)),
+        margin=margin / 100,
+        target=target,
+        metric_line=metric_line,
+        metric_file=metric_file,
+    )
+
+
+def _check_pattern(pattern: str | None) -> None:
+    if pattern is None:
+        return
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        fail(f"--metric-line {pattern}: {error}")
+    if groups != 1:
+        fail(f"--metric-line {pattern}: one pair of parentheses says where the number stands, not {groups}")

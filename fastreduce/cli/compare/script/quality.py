@@ -1,0 +1,167 @@
+"""Quality: a whole training for each setting and seed, and what their losses and metrics say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .equivalence import Equivalence, compare
+from .plan import BASE, Plan, contestant_of
+from .trainings import Line, Training, TrainingError, fill
+
+FINAL = 0.1  # the part of a training, at its end, whose mean loss is its result
+SMOOTHED_STEPS = 10  # a target is reached by the mean loss of so many steps
+SAME_SEEDS = (
+    "all seeds gave none the same loss: the script sets a seed of its own, so pass it {seed}, or read FASTREDUCE_SEED"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One training: its losses, the mean over all ranks, with the seconds since its first step, and its metric."""
+
+    setting: str
+    seed: int
+    losses: list[float]
+    seconds: list[float]
+    metric: float | None = None
+
+    @property
+    def final(self) -> float:
+        """The mean loss of the last tenth."""
+        count = max(1, round(FINAL * len(self.losses)))
+        return float(np.mean(self.losses[-count:]))
+
+    def reaches(self, target: float) -> tuple[int, float] | None:
+        """The first step, from 1, and its second, at which the mean of the last steps is the target or below."""
+        for step in range(SMOOTHED_STEPS, len(self.losses) + 1):
+            if np.mean(self.losses[step - SMOOTHED_STEPS : step]) <= target:
+                return step, self.seconds[step - 1]
+        return None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One setting's: final losses beside none's of the same seeds; likewise metrics, where there are any.
+
+    Attributes:
+        seeds: those of which both trainings are there.
+        note: why there is no test, or "".
+        target_steps: medians over the seeds that reach the target, with the seconds.
+        reached: how many do.
+    """
+
+    setting: str
+    seeds: list[int]
+    final: float
+    loss: Equivalence | None
+    metric_mean: float | None = None
+    metric: Equivalence | None = None
+    note: str = ""
+    target_steps: float | None = None
+    target_seconds: float | None = None
+    reached: int = 0
+    outcomes: list[Outcome] = field(default_factory=list, repr=False)
+
+
+def trainings(plan: Plan) -> list[Training]:
+    """Seed by seed, so that what is there can be paired whenever it ends."""
+    return [
+        Training(
+            what=f"the training under {setting} with seed {seed}",
+            label=f"{fill('{setting}', plan, setting, seed)}-seed{seed}",
+            setting=setting,
+            seed=seed,
+            first=contestant_of(setting),
+            orders={"end": plan.length},
+        )
+        for seed in plan.seeds
+        for setting in plan.settings
+    ]
+
+
+def read_outcome(plan: Plan, training: Training, lines: Sequence[Line]) -> Outcome:
+    """What a training has left.
+
+    Raises:
+        TrainingError: if it took no step, or its metric is not where the user says.
+    """
+    losses = [float(line["loss"]) for line in lines if "loss" in line]
+    if not losses:
+        raise TrainingError(
+            f"{training.what} took no step: no backward through its DistributedDataParallel was seen", 2
+        )
+    seconds = [float(line["seconds"]) for line in lines if "loss" in line]
+    return Outcome(training.setting, training.seed, losses, seconds, _read_metric(plan, training))
+
+
+def _read_metric(plan: Plan, training: Training) -> float | None:
+    try:
+        if plan.metric_line is not None:
+            log = plan.out / "logs" / f"{training.label}.txt"
+            found = re.findall(plan.metric_line, log.read_text(errors="replace"), re.MULTILINE)
+            if not found:
+                raise ValueError(f"no line of {log} matches --metric-line {plan.metric_line}")
+            return float(found[-1])
+        if plan.metric_file is not None:
+            path, _, key = fill(plan.metric_file, plan, training.setting, training.seed).partition(":")
+            text = Path(path).read_text()
+            return float(json.loads(text)[key] if key else text)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else f"{error!r:.200}"
+        raise TrainingError(f"{training.what} left no metric: {said}", 2) from None
+    return None
+
+
+def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> list[Quality]:
+    """What the trainings so far say of each setting, `none` first."""
+    of = {(outcome.setting, outcome.seed): outcome for outcome in outcomes}
+    based = [seed for seed in plan.seeds if (BASE, seed) in of]
+    finals = [of[BASE, seed].losses for seed in based]
+    fixed = len(finals) > 1 and all(losses == finals[0] for losses in finals)
+    return [_summarise(plan, setting, of, based, fixed) for setting in plan.settings]
+
+
+def _summarise(
+    plan: Plan, setting: str, of: dict[tuple[str, int], Outcome], based: Sequence[int], fixed: bool
+) -> Quality:
+    own = [of[setting, seed] for seed in plan.seeds if (setting, seed) in of]
+    seeds = [seed for seed in based if (setting, seed) in of]
+    pairs = [(of[setting, seed], of[BASE, seed]) for seed in seeds]
+    loss = metric = None
+    note = ""
+    if setting != BASE and pairs:
+        lengths = {len(outcome.losses) for pair in pairs for outcome in pair}
+        if fixed and any(ours.losses != base.losses for ours, base in pairs):
+            note = SAME_SEEDS
+        elif len(lengths) > 1:
+            note = f"trainings took {min(lengths)} to {max(lengths)} steps"
+        if note != SAME_SEEDS:
+            loss = compare([a.final for a, _ in pairs], [b.final for _, b in pairs], plan.margin)
+        if note != SAME_SEEDS and plan.has_metric:
+            metric = compare(
+                [math.nan if a.metric is None else a.metric for a, _ in pairs],
+                [math.nan if b.metric is None else b.metric for _, b in pairs],
+                plan.margin,
+            )
+    reached = [found for outcome in own if plan.target is not None and (found := outcome.reaches(plan.target))]
+    metrics = [outcome.metric for outcome in own if outcome.metric is not None]
+    return Quality(
+        setting=setting,
+        seeds=seeds,
+        final=float(np.mean([outcome.final for outcome in own])) if own else math.nan,
+        loss=loss,
+        metric_mean=float(np.mean(metrics)) if metrics else None,
+        metric=metric,
+        note=note,
+        target_steps=float(np.median([step for step, _ in reached])) if reached else None,
+        target_seconds=float(np.median([seconds for _, seconds in reached])) if reached else None,
+        reached=len(reached),
+        outcomes=own,
+    )

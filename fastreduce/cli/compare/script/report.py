@@ -1,0 +1,184 @@
+"""What a comparison of a script leaves: a table and verdicts on the terminal, and results.json; plot.py draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .. import results
+from ..intervals import Estimate
+from . import quality, speed
+from .equivalence import Equivalence
+from .plan import AGAIN, BASE, Plan
+from .quality import Outcome, Quality
+from .speed import Speed, Turn
+from .trainings import Line
+from .verdicts import Verdict, judge, percent
+
+TIMES = (
+    "step: ms, the slowest rank's median, with quartiles. over none: median of the ratios to none round by round, with "
+    "its 95 % interval from order statistics; 'none again' is the same once more, and should hold 1."
+)
+LOSSES = (
+    "loss: mean of the last tenth of the steps and of the seeds. to none: mean difference by seed, in percent, with "
+    "the 90 % interval that two one-sided tests at 5 % take."
+)
+
+
+@dataclass
+class Findings:
+    """What has been measured so far, and what is missing."""
+
+    wrapped: Line = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    apart: str = ""  # why contestants ran in trainings of their own
+    left_out: dict[str, str] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures and verdicts."""
+
+    speeds: dict[str, Speed]
+    qualities: dict[str, Quality]
+    verdicts: list[Verdict]
+
+
+def summarise(plan: Plan, findings: Findings) -> Summary:
+    """What the findings say."""
+    speeds = {each.contestant: each for each in speed.summarise(plan, findings.turns)}
+    qualities = {each.setting: each for each in quality.summarise(plan, findings.outcomes) if each.outcomes}
+    return Summary(speeds, qualities, judge(plan, speeds, qualities))
+
+
+def print_report(console: Console, plan: Plan, findings: Findings, summary: Summary) -> None:
+    """A table of speed and one of quality with their notes, as far as there are any, and the verdicts."""
+    if summary.speeds:
+        _print_table(console, _speed_table(summary), TIMES)
+    if findings.apart:
+        console.print(f"Contestants ran in trainings of their own, in turns: {findings.apart}.", style="dim")
+    for name, why in findings.left_out.items():
+        console.print(
+            f"{name} was left out: {why.splitlines()[-1].strip()}.", style="dim", highlight=False, markup=False
+        )
+    if summary.qualities:
+        _print_table(console, _quality_table(plan, summary), LOSSES)
+    console.print()
+    for verdict in summary.verdicts:
+        console.print(verdict.sentence, highlight=False, markup=False)
+    for sentence in warnings(summary):
+        console.print(sentence, highlight=False, markup=False)
+    for what in findings.missing:
+        console.print(f"Missing: {what}.", highlight=False, markup=False)
+
+
+def warnings(summary: Summary) -> list[str]:
+    """What makes the verdicts doubtful."""
+    control = summary.speeds.get(AGAIN)
+    if control is not None and control.ratio.differs:
+        return [
+            f"Warning: none differs from itself: none again takes {_ratio(control.ratio)} of none. Something besides "
+            "the settings moves the times; a setting counts as faster here only beyond that."
+        ]
+    return []
+
+
+def _print_table(console: Console, table: Table, notes: str) -> None:
+    console.print()
+    console.print(table)
+    console.print(f"\n{notes}", style="dim", highlight=False)
+
+
+def _make_table(columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("\nsetting", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _speed_table(summary: Summary) -> Table:
+    table = _make_table(["step, ms\n(quartiles)", "over none\n(95 %)", "over torch\n(95 %)"])
+    verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
+    for name, found in summary.speeds.items():
+        torch = "–" if found.ratio_to_torch is None else "1" if name == "torch" else _ratio(found.ratio_to_torch)
+        table.add_row(
+            name,
+            f"{found.step:.1f} ({found.quartiles[0]:.0f}–{found.quartiles[1]:.0f})",
+            "1" if name == BASE else _ratio(found.ratio),
+            torch,
+            style=_style(name, verbs),
+        )
+    return table
+
+
+def _quality_table(plan: Plan, summary: Summary) -> Table:
+    columns = ["\nloss", "to none, %\n(90 %)"]
+    columns += ["\nmetric", "to none, %\n(90 %)"] if plan.has_metric else []
+    columns += [f"steps to\na loss of {plan.target:g}"] if plan.target is not None else []
+    table = _make_table(columns)
+    verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
+    for name, found in summary.qualities.items():
+        table.add_row(name, *_losses(plan, found), style=_style(name, verbs))
+    return table
+
+
+def _style(name: str, verbs: Mapping[str, str]) -> str | None:
+    if verbs.get(name) == "pays":
+        return "bold"
+    return None if name in verbs or name == BASE else "dim"
+
+
+def _losses(plan: Plan, found: Quality) -> list[str]:
+    cells = [f"{found.final:.4g}", _difference(found.loss)]
+    if plan.has_metric:
+        cells += ["–" if found.metric_mean is None else f"{found.metric_mean:.4g}", _difference(found.metric)]
+    if plan.target is not None:
+        of = f" ({found.reached} of {len(found.outcomes)})" if found.reached < len(found.outcomes) else ""
+        steps = found.target_steps
+        cells.append("never" if steps is None else f"{steps:g}, {found.target_seconds:.1f} s{of}")
+    return cells
+
+
+def _difference(test: Equivalence | None) -> str:
+    if test is None:
+        return "–"
+    if not math.isfinite(test.low):
+        return percent(test.difference)
+    return f"{percent(test.difference)} ({percent(test.low)} to {percent(test.high)})"
+
+
+def _ratio(ratio: Estimate) -> str:
+    interval = "" if math.isnan(ratio.low) else f" ({ratio.low:.2f}–{ratio.high:.2f})"
+    return f"{ratio.median:.2f}{interval}"
+
+
+def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Findings, summary: Summary) -> None:
+    """Everything measured, with what is needed to measure it again."""
+    device = findings.wrapped.get("device", "cpu")
+    measured: Mapping[str, object] = {
+        "command": list(command),
+        "seconds": findings.seconds,
+        "plan": {**asdict(plan), "out": str(plan.out)},
+        "wrapped": findings.wrapped,
+        "versions": results.versions(),
+        "machine": results.machine(device),
+        "verdicts": [asdict(verdict) for verdict in summary.verdicts],
+        "warnings": warnings(summary),
+        "missing": findings.missing,
+        "left_out": findings.left_out,
+        "apart": findings.apart,
+        "speed": {name: asdict(found) for name, found in summary.speeds.items()},
+        "turns": [asdict(turn) for turn in findings.turns],
+        "quality": {name: asdict(found) for name, found in summary.qualities.items()},
+    }
+    results.write(path, measured)

@@ -1,0 +1,134 @@
+"""Speed: contestants in turn within one training, or, where they cannot change in one, in trainings that alternate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ....run.orders import order
+from ..intervals import Estimate, estimate_median
+from .plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan, contestant_of
+from .trainings import Line, Training
+
+ROUNDS_APART = 6  # the fewest that have an interval
+STEPS_APART = 30
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps that follow each other under one contestant: of each rank the seconds of each."""
+
+    round: int
+    contestant: str
+    seconds: list[list[float]]
+
+    @property
+    def steps(self) -> list[float]:
+        """The slowest rank's seconds, for which all wait."""
+        return [max(step) for step in zip(*self.seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One contestant's: the median step in milliseconds, and ratios to none, round by round."""
+
+    contestant: str
+    step: float
+    quartiles: tuple[float, float]
+    ratio: Estimate
+    ratio_to_torch: Estimate | None
+    rounds: int
+
+
+def turns(plan: Plan) -> list[str]:
+    """Contestants, round after round, in an order that changes."""
+    return [name for number in range(plan.rounds) for name in order(plan.contestants, number)]
+
+
+def rotation(plan: Plan) -> Training:
+    """One training in which contestants take turns."""
+    orders = {
+        "contestants": tuple(map(contestant_of, plan.contestants)),
+        "rounds": plan.rounds,
+        "warm_up": WARM_UP_STEPS,
+        "settle": SETTLE_STEPS,
+        "steps": plan.steps,
+    }
+    return Training("the training whose steps are timed", "speed", "speed", plan.seeds[0], BASE, orders)
+
+
+def apart(plan: Plan, missing: Iterable[str]) -> list[tuple[int, str, Training]]:
+    """Trainings of one contestant each, in rounds: where contestants cannot change within one."""
+    names = [name for name in plan.contestants if name not in missing]
+    found = []
+    for number in range(ROUNDS_APART):
+        for name in order(names, number):
+            contestant = contestant_of(name)
+            orders = {
+                "contestants": (contestant,),
+                "rounds": 1,
+                "warm_up": WARM_UP_STEPS,
+                "settle": SETTLE_STEPS,
+                "steps": STEPS_APART,
+            }
+            what = f"the training under {name} whose steps are timed, of round {number + 1},"
+            label = f"speed-{name.replace(':', '-').replace(' ', '-')}-round{number + 1}"
+            found.append((number, name, Training(what, label, name, plan.seeds[0], contestant, orders)))
+    return found
+
+
+def read_rotation(plan: Plan, lines: Sequence[Line]) -> list[Turn]:
+    """The turns of the rounds that are complete."""
+    gone = missing(lines)
+    names = [name for name in turns(plan) if name not in gone]
+    each = len(set(names))
+    found = [Turn(line["turn"] // each, names[line["turn"]], line["seconds"]) for line in lines if "turn" in line]
+    return found[: len(found) // each * each]
+
+
+def missing(lines: Sequence[Line]) -> dict[str, str]:
+    """Contestants that torch does not have here, and why."""
+    return next((line["missing"] for line in lines if "missing" in line), {})
+
+
+def why_fixed(lines: Sequence[Line]) -> str:
+    """Why contestants cannot change within one training; "" where they can."""
+    return next((line["fixed"] for line in lines if "fixed" in line), "")
+
+
+def steps_needed(plan: Plan, gone: Iterable[str], rounds: int) -> int:
+    """How many steps of the script so many rounds take."""
+    contestants = len(set(plan.contestants) - set(gone))
+    return WARM_UP_STEPS + rounds * contestants * (SETTLE_STEPS + plan.steps)
+
+
+def summarise(plan: Plan, measured: Sequence[Turn]) -> list[Speed]:
+    """Figures of each contestant that has taken turns, the control behind `none`."""
+    by_name: dict[str, dict[int, list[float]]] = {}
+    for turn in measured:
+        by_name.setdefault(turn.contestant, {})[turn.round] = turn.steps
+    whole = set.intersection(*(set(rounds) for rounds in by_name.values())) if by_name else set()
+    medians = {name: {r: float(np.median(rounds[r])) for r in whole} for name, rounds in by_name.items()}
+    found = []
+    for name in plan.contestants:
+        if name not in by_name or not whole or BASE not in by_name:
+            continue
+        steps = np.concatenate([by_name[name][r] for r in sorted(whole)]) * 1e3
+        low, high = np.quantile(steps, (0.25, 0.75))
+        found.append(
+            Speed(
+                contestant=name,
+                step=float(np.median(steps)),
+                quartiles=(float(low), float(high)),
+                ratio=_ratio(medians[name], medians[BASE]),
+                ratio_to_torch=_ratio(medians[name], medians["torch"]) if "torch" in medians else None,
+                rounds=len(whole),
+            )
+        )
+    return found
+
+
+def _ratio(ours: dict[int, float], base: dict[int, float]) -> Estimate:
+    return estimate_median([ours[r] / base[r] for r in sorted(ours)])

@@ -1,0 +1,135 @@
+"""What figures say of each setting, in one plain sentence. Where an interval leaves it open, so does the sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ....run.contestants import NO_REDUCTION, TORCHS
+from ..intervals import WORTHLESS, Estimate
+from .equivalence import MOST_SEEDS, Equivalence
+from .plan import AGAIN, BASE, Plan
+from .quality import Quality
+from .speed import Speed
+
+Gain = Literal["faster", "not faster", "undecided"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one contestant: the verb, and the sentence that begins with its name and the verb."""
+
+    setting: str
+    word: str
+    sentence: str
+
+
+def judge(plan: Plan, speeds: Mapping[str, Speed], qualities: Mapping[str, Quality]) -> list[Verdict]:
+    """Verdicts on whoever was held against none, in the plan's order; the control is judged by its losses alone."""
+    control = speeds[AGAIN].ratio if AGAIN in speeds else None
+    timed = {name: speed for name, speed in speeds.items() if name not in (BASE, AGAIN, NO_REDUCTION)}
+    tested = {name: q for name, q in qualities.items() if q.loss is not None or q.note}
+    names = [name for name in plan.contestants if name in timed or name in tested]
+    return [_judge(plan, name, timed.get(name), control, tested.get(name)) for name in names]
+
+
+def gain(ratio: Estimate, control: Estimate | None) -> Gain:
+    """Whether steps are shorter than none's beyond doubt, or certainly not worth it.
+
+    Where the control shows a difference, which is none, an interval must leave out the control's too.
+    """
+    low, high = (
+        (1.0, WORTHLESS)
+        if control is None or not control.differs
+        else (
+            min(1.0, control.low),
+            max(WORTHLESS, control.high),
+        )
+    )
+    if ratio.high < low:
+        return "faster"
+    if ratio.low >= high:
+        return "not faster"
+    return "undecided"
+
+
+def _judge(plan: Plan, name: str, speed: Speed | None, control: Estimate | None, quality: Quality | None) -> Verdict:
+    faster = None if speed is None else gain(speed.ratio, control)
+    same, losses = (None, "") if quality is None else _say_quality(plan, quality)
+    word = _word(faster, same, name in TORCHS)
+    parts = []
+    if speed is not None:
+        parts.append(f"step {_say_estimate(speed.ratio)} of none")
+        if faster == "undecided" and word == "is undecided":
+            few = math.isnan(speed.ratio.low)
+            parts[-1] += ", which decides nothing: " + ("intervals need 6 rounds" if few else "take more --rounds")
+    if losses:
+        parts.append(losses)
+    elif faster == "faster" and name not in TORCHS:
+        parts.append("loss not compared, --train does")
+    return Verdict(name, word, f"{name} {word}: {'; '.join(parts)}.")
+
+
+def _word(faster: Gain | None, same: str | None, torchs: bool) -> str:
+    """The verb: a setting pays where its step is shorter and its loss no worse."""
+    if faster is None:
+        return {"equal": "is equal", "better": "is better", "worse": "is worse"}.get(same or "", "is undecided")
+    if same == "worse":
+        return "does not pay"
+    if faster == "not faster":
+        return "is not faster" if torchs and same is None else "does not pay"
+    if faster == "undecided" or same == "undecided":
+        return "is undecided"
+    return "is faster" if same is None else "pays"
+
+
+def _say_quality(plan: Plan, quality: Quality) -> tuple[str, str]:
+    """Equal, worse, better or undecided; and in words."""
+    if quality.loss is None:
+        return "undecided", f"loss not tested: {quality.note}"
+    same, said = _say_test(plan, "loss", quality.loss)
+    same = {"higher": "worse", "lower": "better"}.get(same, same)
+    if quality.metric is not None:
+        metric, said_metric = _say_test(plan, "metric", quality.metric)
+        said += f"; {said_metric}"
+        if metric != "equal" and same in ("equal", "better"):
+            same = "undecided"
+            if metric != "undecided":
+                said += ", and whether that is better is for you to say"
+    return same, said + (f" ({quality.note})" if quality.note else "")
+
+
+def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
+    margin = f"{plan.margin * 100:g} %"
+    if test.verdict == "equal" and test.low == test.high == 0:
+        return "equal", f"{what} equal to the last bit"
+    if not math.isfinite(test.difference):
+        return test.verdict, f"{what} not finite"
+    interval = "" if math.isnan(test.low) else f" ({percent(test.low)} to {percent(test.high)})"
+    differs = f"{percent(test.difference)} %{interval}"
+    if test.verdict == "equal":
+        return "equal", f"{what} equal within {margin}: {differs}"
+    if test.verdict != "undecided":
+        return test.verdict, f"{what} {test.verdict} by more than {margin}: {differs}"
+    if test.seeds is None:
+        return "undecided", f"{what} {differs}: one seed shows no scatter, give --seeds 3 or more"
+    many = f"more than {MOST_SEEDS}" if test.seeds > MOST_SEEDS else f"about {test.seeds}"
+    return "undecided", f"{what} {differs} against a margin of {margin}: {many} seeds would decide"
+
+
+def percent(fraction: float) -> str:
+    """With two digits behind the point, or as many as count: +0.12, -0.0031, +13654."""
+    value = 100 * fraction
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:+.0f}" if value else "0"
+    return f"{value:+.2f}" if abs(value) >= 0.01 else f"{value:+.1g}"
+
+
+def _say_estimate(ratio: Estimate) -> str:
+    return f"{ratio.median:.2f}" + ("" if np.isnan(ratio.low) else f" ({ratio.low:.2f}–{ratio.high:.2f})")

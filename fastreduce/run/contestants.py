@@ -1,0 +1,123 @@
+"""What `fastreduce compare` sets beside each other: our settings, torch's own reducer and its hooks, no reduction."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
+
+from ..compression import Compression
+from ..ddp import DistributedDataParallel
+from ..errors import SettingError
+
+NO_REDUCTION = "no reduction"
+TORCHS: dict[str, Callable[..., Any] | None] = {
+    "torch": None,
+    "torch:fp16": fp16_compress_hook,
+    "torch:bf16": bf16_compress_hook,
+    NO_REDUCTION: noop_hook,  # torch's reducer still copies gradients into its buckets, and out of them
+}
+"""Contestants whose gradients torch's own reducer averages → its communication hook."""
+
+
+def canonical(name: str) -> str:
+    """The name of a contestant, a setting as `str()` of it.
+
+    Raises:
+        SettingError: if it is neither a setting nor one of torch's.
+    """
+    if name in TORCHS:
+        return name
+    if name.startswith("torch"):
+        raise SettingError(f"unknown contestant {name!r}; of torch there are: {', '.join(list(TORCHS)[:-1])}")
+    return str(Compression.parse(name))
+
+
+def why_fixed(model: TorchDDP) -> str:
+    """Why the contestant of `model` cannot change while it trains; "" where it can."""
+    if model.mixed_precision is not None:
+        return "the script trains with mixed_precision="
+    if model._delay_all_reduce_params:
+        return "the script delays the reduction of parameters"
+    if model._join_config.enable:
+        return "the script trains in join(), where ranks may have different numbers of steps"
+    if getattr(model, "_transport_argument", None) is not None:
+        return "the script gives transport="
+    if not isinstance(model, DistributedDataParallel):
+        return "torch's class could not be replaced"
+    return ""
+
+
+def why_missing(model: TorchDDP, name: str) -> str:
+    """Why torch does not have a contestant for `model`; "" where it has, and for settings of ours."""
+    hook = TORCHS.get(name)
+    try:
+        if hook is not None:
+            model._check_comm_hook(hook)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def begin(model: TorchDDP, name: str) -> None:
+    """Let a new wrapper be the contestant from its first step on.
+
+    Raises:
+        SettingError: if it cannot be.
+    """
+    if name in TORCHS and not isinstance(model, DistributedDataParallel):
+        if (hook := TORCHS[name]) is not None:
+            model.register_comm_hook(None, hook)
+    elif not isinstance(model, DistributedDataParallel):
+        raise SettingError(f"torch's own class reduces the gradients of this {type(model).__name__}, not {name}")
+    elif name in TORCHS or str(model.compression) != name:
+        take(model, name)
+
+
+def take(model: Any, name: str) -> None:
+    """Let a wrapper of ours be the contestant from the next forward on; every rank calls it between steps.
+
+    Between settings the reducer stays. For one of torch's it is set aside, and torch's is a new one each time.
+    """
+    if model in _set_aside:
+        model.reducer._remove_autograd_hooks()
+        model.__class__, model.reducer, model.logger = _set_aside.pop(model)
+        model.reducer.replace_hooks()
+    if name not in TORCHS:
+        model.set_compression(name)
+        return
+    model.reducer.look()  # lets error feedback see what became of the last averages
+    model.reducer.remove_hooks()
+    _set_aside[model] = model.__class__, model.reducer, model.logger
+    model.__class__ = _with_torchs_reducer(model.__class__)
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._static_graph_delay_allreduce_enqueued = False
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    if model.static_graph:
+        model.reducer._set_static_graph()
+        model.logger._set_static_graph()
+    if (hook := TORCHS[name]) is not None:
+        dist._register_comm_hook(model.reducer, None, hook)
+
+
+_set_aside: weakref.WeakKeyDictionary[Any, tuple[type, Any, Any]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _with_torchs_reducer(ours: Any) -> type:
+    """A class derived from ours, or from a script's that is, whose reducer is torch's."""
+
+    def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return torch.nn.utils.clip_grad_norm_(self.parameters(), *args, **kwargs)
+
+    taken = ("_ddp_init_helper", "_post_forward", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce")
+    body = {name: getattr(TorchDDP, name) for name in taken}
+    return type(ours.__name__, (ours,), {**body, "clip_grad_norm_": clip_grad_norm_, "__module__": ours.__module__})

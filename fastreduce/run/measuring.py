@@ -1,0 +1,228 @@
+"""A training under `fastreduce compare`, seen from its ranks: losses at the root of `backward`, seconds, turns.
+
+The script knows nothing of it. A step ends with the backward that reduces gradients: all ranks count the same steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
+
+from ..ddp import DistributedDataParallel
+from ..errors import SettingError
+from ..transports import make_transport
+from . import contestants
+from .orders import Orders
+
+_training: Training | None = None
+
+
+def attach(model: TorchDDP) -> None:
+    """Measure the training of this process, whose new wrapper `model` is."""
+    global _training
+    if _training is None:
+        _training = Training(Orders.read(), model)
+    _training.add(model)
+
+
+class Training:
+    """What this rank does, and when.
+
+    1. `add`: a wrapper begins as the first contestant.
+    2. `forward`: before a forward with gradients, a turn that is due begins.
+    3. `after_backward`: takes the loss; where gradients were reduced, a step has ended.
+    4. Rank 0 writes what all ranks have measured, after each step or turn, while nobody is timed.
+    """
+
+    def __init__(self, orders: Orders, model: TorchDDP) -> None:
+        self._orders, self._turns = orders, orders.turns
+        self._models: weakref.WeakSet[TorchDDP] = weakref.WeakSet()
+        self._lead: weakref.ref[TorchDDP] | None = None  # the wrapper whose reductions are steps
+        self._transport = make_transport(model.process_group, "cpu")
+        self._cuda = model.device_type == "cuda"
+        self._steps = 0
+        self._due: int | None = 0 if self._turns and not orders.warm_up else None
+        self._armed = False
+        self._roots: list[float] = []
+        self._seconds: list[float] = []
+        self._clock = 0.0
+        parameters = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
+        self._write(
+            wrapped=type(model.module).__name__,
+            parameters=parameters,
+            ranks=self._transport.world_size,
+            device=model.device_type,
+        )
+        self._listen()
+
+    def add(self, model: TorchDDP) -> None:
+        """Let a new wrapper begin as the first contestant."""
+        missing = {name: why for name in set(self._turns) if (why := contestants.why_missing(model, name))}
+        if missing and len(missing) < len(set(self._turns)):
+            self._turns = [name for name in self._turns if name not in missing]
+            self._write(missing=missing)
+        contestants.begin(model, self._orders.first)
+        self._models.add(model)
+
+    def _listen(self) -> None:
+        torch.autograd.backward = _around_backward(torch.autograd.backward, self)
+        torch.amp.GradScaler.scale = _remembering_loss(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
+        for kind in (TorchDDP, DistributedDataParallel):
+            kind._pre_forward = _before_forward(kind._pre_forward, self)  # type: ignore[method-assign]
+
+    def forward(self, model: TorchDDP) -> None:
+        """Called before each forward of a wrapper."""
+        if not torch.is_grad_enabled():
+            return
+        if model._comm_hooks and isinstance(model, DistributedDataParallel):
+            raise SettingError(
+                "the script registers a communication hook, which decides what goes on the wire, whatever the setting"
+            )
+        if len(self._turns) > 1 and (why := contestants.why_fixed(model)):
+            self._write(fixed=why)
+            self._leave()
+        if self._due is not None and (self._lead is None or self._lead() in (None, model)):
+            name, self._due = self._turns[self._due], None
+            for each in self._models if len(self._turns) > 1 else ():
+                contestants.take(each, name)
+        if model.require_backward_grad_sync:
+            if self._lead is None or self._lead() is None:
+                self._lead = weakref.ref(model)
+            self._armed = self._armed or self._lead() is model
+
+    def after_backward(self, roots: Any) -> None:
+        """Called after each outermost backward."""
+        if not self._turns:
+            self._roots.append(_loss(roots))
+        if not self._armed:
+            return
+        self._armed = False
+        self._steps += 1
+        if self._turns:
+            self._time_step()
+        else:
+            self._note_loss()
+
+    def _note_loss(self) -> None:
+        """The mean over the ranks of what `backward` was called on since the last step.
+
+        In `join()`, where other ranks may have no step, it is that of rank 0.
+        """
+        loss = torch.tensor([math.fsum(self._roots) / len(self._roots)], dtype=torch.float64)
+        self._roots.clear()
+        lead = None if self._lead is None else self._lead()
+        if lead is None or not lead._join_config.enable:
+            self._transport.all_reduce(loss).wait()
+            loss /= self._transport.world_size
+        now = time.perf_counter()
+        self._clock = self._clock or now
+        self._write(loss=loss.item(), seconds=now - self._clock)
+        if self._steps == self._orders.end:
+            self._leave()
+
+    def _time_step(self) -> None:
+        place = self._steps - self._orders.warm_up
+        if place == 0:
+            self._due = 0
+        if place <= 0:
+            return
+        turn, at = divmod(place - 1, self._orders.settle + self._orders.steps)
+        if at < self._orders.settle - 1:
+            return
+        if self._cuda:
+            torch.cuda.synchronize()
+        if at == self._orders.settle - 1:
+            self._meet()  # all ranks start together
+            self._clock = time.perf_counter()
+            return
+        now = time.perf_counter()
+        self._seconds.append(now - self._clock)
+        self._clock = now
+        if len(self._seconds) == self._orders.steps:
+            seconds = self._transport.exchange(self._seconds)
+            self._write(turn=turn, contestant=self._turns[turn], seconds=seconds)
+            self._seconds = []
+            self._due = turn + 1
+            if self._due == len(self._turns):
+                self._leave()
+
+    def _meet(self) -> None:
+        self._transport.all_reduce(torch.zeros(1)).wait()
+
+    def _write(self, **line: Any) -> None:
+        if self._transport.rank == 0:
+            with open(self._orders.record, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _leave(self) -> NoReturn:
+        """End the training: everything has been measured.
+
+        At once, since a script may catch what is raised, and torch's own class over gloo aborts now and then in the
+        interpreter's end.
+        """
+        self._write(done=True)
+        for _ in range(2):  # nobody is gone while another waits for it
+            self._meet()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _loss(roots: Any) -> float:
+    """The sum of what `backward` was called on, without a GradScaler's scale; NaN if that is no number."""
+    tensors = [roots] if isinstance(roots, Tensor) else list(roots)
+    values = [getattr(root, "_fastreduce_loss", root) for root in tensors]
+    if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+        return math.nan
+    return math.fsum(value.detach().item() for value in values)
+
+
+def _around_backward(backward: Callable[..., None], training: Training) -> Callable[..., None]:
+    inside = False
+
+    @functools.wraps(backward)
+    def measured(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal inside
+        if inside:  # of a checkpoint
+            backward(tensors, *args, **kwargs)
+            return
+        inside = True
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            inside = False
+        training.after_backward(tensors)
+
+    return measured
+
+
+def _remembering_loss(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def measured(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if isinstance(outputs, Tensor) and scaled is not outputs:
+            scaled._fastreduce_loss = outputs.detach()
+        return scaled
+
+    return measured
+
+
+def _before_forward(pre_forward: Callable[..., Any], training: Training) -> Callable[..., Any]:
+    @functools.wraps(pre_forward)
+    def measured(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        training.forward(self)
+        return pre_forward(self, *inputs, **kwargs)
+
+    return _disable_dynamo(measured)

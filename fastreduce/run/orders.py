@@ -1,0 +1,57 @@
+"""What `fastreduce compare` wants measured in a training, as its ranks find it in their environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+VARIABLE = "_FASTREDUCE_ORDERS"
+
+
+def order(contenders: Sequence[str], round_number: int) -> list[str]:
+    """Who comes after whom in a round: every second one is the last in reverse, then all move up by one."""
+    shift = round_number // 2 % len(contenders)
+    rotated = [*contenders[shift:], *contenders[:shift]]
+    return rotated[::-1] if round_number % 2 else rotated
+
+
+@dataclass(frozen=True)
+class Orders:
+    """A training that is measured: losses step by step, or the seconds of steps under contestants in turn.
+
+    Attributes:
+        record: a file of this machine, to which rank 0 appends JSON lines.
+        first: the contestant from the first step on.
+        contestants: those that take turns in each round after `warm_up` steps, each for `settle` untimed and `steps`
+            timed ones; none: losses are taken.
+        rounds: how many.
+        end: the training ends after so many steps; 0: when its turns are over, or by itself.
+        keeps_torchs_class: torch's class stays torch's, since no other contestant comes.
+    """
+
+    record: str
+    first: str
+    contestants: tuple[str, ...] = ()
+    rounds: int = 0
+    warm_up: int = 0
+    settle: int = 0
+    steps: int = 0
+    end: int = 0
+    keeps_torchs_class: bool = False
+
+    @property
+    def turns(self) -> list[str]:
+        """Contestants, round after round, in an order that changes."""
+        return [name for number in range(self.rounds) for name in order(self.contestants, number)]
+
+    def environment(self) -> dict[str, str]:
+        """What to add to that of the training."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @staticmethod
+    def read() -> Orders:
+        """Those in this process's environment."""
+        found = json.loads(os.environ[VARIABLE])
+        return Orders(**{**found, "contestants": tuple(found["contestants"])})

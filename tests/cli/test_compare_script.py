@@ -1,0 +1,232 @@
+"""`fastreduce compare script.py`: what is the script's, and runs from end to end, with verdicts that are known."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from matplotlib.image import imread
+from typer.testing import CliRunner, Result
+
+from fastreduce.cli import main
+from fastreduce.cli.compare.script import measure, speed
+from fastreduce.cli.compare.script.plan import Plan
+from tests.support.commands import FASTREDUCE, ROOT, finish, started
+
+MODULE = "tests.support.trained_script"
+SCRIPT = str(ROOT / "tests" / "support" / "trained_script.py")
+
+
+def _invoke(out: Path, *arguments: object) -> Result:
+    return CliRunner().invoke(main, ["compare", "--out", str(out), *map(str, arguments)])
+
+
+# Arguments
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that would be run."""
+    plans: list[Plan] = []
+    monkeypatch.setattr(measure, "run", lambda plan, _: plans.append(plan))
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "words"),
+    [
+        ([SCRIPT], ("none", "fp16", "bf16", "int8", "int8:error_feedback"), (SCRIPT,)),
+        ([SCRIPT, "--settings", "x", "--", "-m"], None, (SCRIPT, "--settings", "x", "--", "-m")),
+        (["--settings", "int8", "fp16", SCRIPT, "10"], ("none", "int8", "fp16"), (SCRIPT, "10")),
+        (["--settings", "int8", "--ranks", "2", SCRIPT, "--lr=1"], ("none", "int8"), (SCRIPT, "--lr=1")),
+        (["--settings", "int8", "--", SCRIPT], ("none", "int8"), (SCRIPT,)),
+        (["--settings", "none", "torch:fp16", "none", SCRIPT], ("none", "none again", "torch:fp16"), (SCRIPT,)),
+        (
+            ["--ranks", "2", "-m", "tests.support.trained_script", "--help"],
+            None,
+            ("tests.support.trained_script", "--help"),
+        ),
+    ],
+)
+def test_what_stands_behind_the_script_is_the_scripts(
+    arguments: list[str], settings: tuple[str, ...] | None, words: tuple[str, ...], asked: list[Plan], tmp_path: Path
+):
+    result = _invoke(tmp_path, *arguments)
+    assert result.exit_code == 0, result.output
+    assert asked[0].words == words and asked[0].module == ("-m" in arguments[:3])
+    assert settings is None or asked[0].settings == settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["-m", "missing.module"], "there is no module 'missing.module'"),
+        (["-m"], "-m needs the name of a module"),
+        (["--settings", "fp17", SCRIPT], "unknown compression 'fp17'"),
+        (["--settings", "torch:int8", SCRIPT], "of torch there are: torch, torch:fp16, torch:bf16"),
+        (["--train", "some", SCRIPT], "--train some: give a number of steps, or whole"),
+        (["--rounds", "0", SCRIPT], "--rounds 0 takes no times: then give --train, for losses"),
+        (["--train", "9", "--metric-line", "(.)", SCRIPT], "--metric-line and --metric-file need --train whole"),
+        (["--train", "whole", "--metric-line", "(", SCRIPT], "--metric-line (: missing )"),
+        (
+            ["--train", "whole", "--metric-line", "a", SCRIPT],
+            "one pair of parentheses says where",
+        ),
+        (["--width", "8", "--device", "cpu", SCRIPT], "--device, --width: for the built-in network only"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], message: str, asked: list[Plan], tmp_path: Path):
+    result = _invoke(tmp_path, *arguments)
+    assert (result.exit_code, asked) == (2, [])
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("fastreduce compare: ") and message in line
+
+
+# From end to end
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A comparison in which int8 is known to be bad, and none is held against itself."""
+    out = tmp_path_factory.mktemp("compare") / "new"
+    options = ["--settings", "none", "int8", "none", "--rounds", 6, "--steps", 2, "--train", "whole", "--seeds", 2]
+    options += ["--target", 30, "--metric-line", r"accuracy ([\d.]+)"]
+    # A turn is five steps: 6 rounds of 6 contestants, with torch's bf16 hook, which gloo has not, 7.
+    return _invoke(out, "--ranks", 2, *options, SCRIPT, 250, "outlier"), out
+
+
+@pytest.mark.timeout(400)
+def test_verdicts_that_are_known(finished: tuple[Result, Path]):
+    result, _ = finished
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "none again is equal: loss equal to the last bit; metric equal to the last bit." in text
+    assert re.search(r"int8 does not pay: step \d.*; loss higher by more than 1 %: \+\d", text)
+    assert "torch:bf16 was left out: BF16 all reduce communication hook" in text
+    for name in ("none", "none again", "int8", "torch", "torch:fp16", "no reduction"):
+        assert re.search(rf"^{name} +\d", result.output, re.MULTILINE), name
+    assert max(map(len, result.output.splitlines())) <= 120 and "\x1b" not in result.output
+
+
+def test_results_hold_every_turn_and_training(finished: tuple[Result, Path]):
+    results = json.loads((finished[1] / "results.json").read_text())
+    turns = results["turns"]
+    rounds = [[turn["contestant"] for turn in turns if turn["round"] == number] for number in range(6)]
+    assert all(sorted(r) == sorted(rounds[0]) and len(r) == 6 for r in rounds) and len({tuple(r) for r in rounds}) > 3
+    assert all(np.shape(turn["seconds"]) == (2, 2) and np.min(turn["seconds"]) > 0 for turn in turns)
+    assert results["missing"] == [] and results["wrapped"]["parameters"] == 128 and results["wrapped"]["ranks"] == 2
+    none, again, int8 = (results["quality"][name]["outcomes"] for name in ("none", "none again", "int8"))
+    assert [outcome["losses"] for outcome in none] == [outcome["losses"] for outcome in again]
+    assert len(none[0]["losses"]) == 250 and none[0]["losses"] != none[1]["losses"]  # seeds differ
+    assert none[0]["losses"][0] == int8[0]["losses"][0]  # the same seed
+    assert results["quality"]["none"]["reached"] == 2 and results["quality"]["int8"]["reached"] == 0
+    assert results["quality"]["none"]["metric_mean"] == pytest.approx(1 / (1 + none[0]["losses"][-1]), rel=0.2)
+    assert {verdict["setting"] for verdict in results["verdicts"]} == {"none again", "int8", "torch", "torch:fp16"}
+
+
+def test_plot_shows_three_panels(finished: tuple[Result, Path]):
+    picture = imread(finished[1] / "compare.png")
+    assert picture.shape[0] > 400 and picture.shape[1] > 2000
+    assert len(np.unique(picture[..., :3].reshape(-1, 3), axis=0)) > 100
+
+
+def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path: Path):
+    options = ["--rounds", 0, "--train", 5, "--seeds", 2, "--seed", 3, "--settings", "none", "int8"]
+    result = _invoke(tmp_path, "--ranks", 2, *options, SCRIPT, 9, "failing")
+    assert result.exit_code == 7
+    assert "fastreduce compare: the training under int8 with seed 3 failed with exit code 7; " in result.stderr
+    assert "failed with exit code 7\n" in result.stderr.split("ends with")[1]
+    assert "Missing: 3 of 4 trainings for quality." in result.stdout
+    assert json.loads((tmp_path / "results.json").read_text())["missing"] == ["3 of 4 trainings for quality"]
+
+
+def test_rounds_that_a_short_script_does_not_reach_are_said_to_be_missing(tmp_path: Path):
+    """A round of five contestants is 20 steps, after 5."""
+    options = ["--ranks", 2, "--settings", "none", "--rounds", 3, "--steps", 1]
+    result = _invoke(tmp_path, *options, SCRIPT, 50)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "Missing: 1 of 3 rounds of speed: they take 65 steps, the script fewer." in said
+    assert re.search(
+        r"torch is undecided: step \d\.\d\d of none, which decides nothing: intervals need 6 rounds\.", said
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("print('hello')", "the training whose steps are timed made no DistributedDataParallel"),
+        (
+            "import torch.distributed as d, torch; d.init_process_group('gloo'); "
+            "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
+            "ended before a round was over: six, the fewest that have an interval, take",
+        ),
+    ],
+    ids=["no DDP", "no step"],
+)
+def test_a_script_with_nothing_to_compare_is_an_error(tmp_path: Path, code: str, message: str):
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    result = _invoke(tmp_path, "--ranks", 2, script)
+    assert result.exit_code == 2 and message in result.stderr, result.output
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_a_script_with_a_hook_of_its_own_is_an_error(tmp_path: Path):
+    result = _invoke(tmp_path, "--ranks", 2, SCRIPT, 9, "hooked")
+    assert result.exit_code == 1
+    assert "the script registers a communication hook, which decides what goes on the wire" in result.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_contestants_that_cannot_change_within_a_training_alternate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In `join()`; two ranks without torch's bf16 hook."""
+    monkeypatch.setattr(speed, "ROUNDS_APART", 1)
+    script = tmp_path / "train.py"
+    text = Path(SCRIPT).read_text()
+    script.write_text(
+        text.replace("    for step in range(steps):", "    ddp.join().__enter__()\n    for step in range(steps):")
+    )
+    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", script, 60)
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["apart"].startswith("the script trains in join()")
+    assert {turn["contestant"] for turn in results["turns"]} == {
+        "none",
+        "none again",
+        "torch",
+        "torch:fp16",
+        "no reduction",
+    }
+    assert "intervals need 6 rounds" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("received", [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.long) for s in (15, 9))])
+def test_no_rank_outlives_the_command(tmp_path: Path, received: signal.Signals):
+    options = ["--ranks", 2, "--settings", "none", "--rounds", 5000, "--out", tmp_path]
+    with started(*FASTREDUCE, "compare", *options, SCRIPT, 10**9) as process:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "logs" / "speed.txt").exists() or len(ranks := _ranks(process.pid)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(received)
+        assert psutil.wait_procs(ranks, timeout=20)[1] == []
+        done = finish(process, 60)
+    if received != signal.SIGKILL:
+        assert done.returncode == 128 + received
+        assert done.stderr.endswith(f"fastreduce compare: {signal.Signals(received).name}: all ranks were ended\n")
+
+
+def _ranks(command: int) -> list[psutil.Process]:
+    children = psutil.Process(command).children(recursive=True)
+    return [child for child in children if any(word.endswith("worker.py") for word in child.cmdline())]

@@ -1,0 +1,123 @@
+"""What ranks do under `fastreduce compare`: contestants in turn, losses at the root of backward, seeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastreduce.run.orders import Orders, order
+from tests.support.commands import Done, run, with_environment
+from tests.support.run_scripts import RUN
+
+SHOW = """
+import contextlib, json, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+"""
+STEPS = """
+class Own(DDP):
+    pass
+
+kind, options = eval(sys.argv[1])
+ddp = kind(torch.nn.Linear(3, 2), **options)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-6)
+while True:
+    optimizer.zero_grad()
+    ddp(torch.ones(1, 3) * (1 + 2 * dist.get_rank())).sum().backward()
+    optimizer.step()
+    assert isinstance(ddp, kind)
+    setting = getattr(ddp.reducer, "compression", "torch")
+    if dist.get_rank() == 0:
+        print("STEP", setting, ddp.module.weight.grad[0, 0].item())
+"""
+
+
+def measured(tmp_path: Path, script: str, ranks: int, *arguments: str, **orders: Any) -> tuple[Done, list[Any]]:
+    """A run of a script under orders, and the lines that it has left."""
+    path, record = tmp_path / "train.py", tmp_path / "lines"
+    path.write_text(script)
+    orders = {"first": "none", **orders}
+    env = with_environment(**Orders(str(record), **orders).environment(), FASTREDUCE_SEED="5")
+    done = run(*RUN, "--nproc-per-node", ranks, path, *arguments, env=env)
+    return done, [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+@pytest.mark.parametrize(
+    "wrapping",
+    [
+        "DDP, {}",
+        "DDP, dict(gradient_as_bucket_view=True, static_graph=True)",
+        pytest.param("Own, dict(find_unused_parameters=True)", marks=pytest.mark.long),
+    ],
+)
+def test_contestants_take_turns_at_step_boundaries(tmp_path: Path, wrapping: str):
+    """Rank 0 has gradients of 1 and rank 1 of 3: their mean is 2, and 1 where nothing is reduced."""
+    names = ("none", "int8:error_feedback", "torch", "fp16", "torch:fp16", "no reduction")
+    lengths = {"rounds": 2, "warm_up": 3, "settle": 2, "steps": 3}
+    done, lines = measured(tmp_path, SHOW + STEPS, 2, f"({wrapping})", contestants=names, **lengths)
+    assert done.returncode == 0, done.stderr
+    shown = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("STEP")]
+    turns = [*order(names, 0), *order(names, 1)]
+    expected = ["none"] * 3 + [name for name in turns for _ in range(5)]
+    # The script does not come back from the last step.
+    assert [setting for setting, _ in shown] == [
+        "torch" if name in ("torch", "torch:fp16", "no reduction") else name for name in expected[:-1]
+    ]
+    for name, (_, grad) in zip(expected, shown, strict=False):
+        assert float(grad) == pytest.approx(1.0 if name == "no reduction" else 2.0, rel=0.02), name
+    measured_turns = [line for line in lines if "turn" in line]
+    assert [line["contestant"] for line in measured_turns] == turns
+    assert [line["turn"] for line in measured_turns] == list(range(len(turns)))
+    assert all([len(rank) for rank in line["seconds"]] == [3, 3] for line in measured_turns)
+    assert lines[0]["wrapped"] == "Linear" and lines[0]["parameters"] == 8 and lines[-1] == {"done": True}
+
+
+LOSSES = """
+torch.manual_seed(0)
+ddp = DDP(torch.nn.Linear(2, 1, bias=False))
+torch.nn.init.ones_(ddp.module.weight)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+for step in range(3):
+    with torch.no_grad():
+        ddp(torch.ones(1, 2))
+    for micro in range(2):
+        with ddp.no_sync() if micro == 0 else contextlib.nullcontext():
+            x = torch.full((1, 2), 1.0 + step + 10.0 * micro + 100.0 * dist.get_rank())
+            scaler.scale(torch.utils.checkpoint.checkpoint(ddp, x, use_reentrant=False).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print("WENT ON")
+"""
+
+
+@pytest.mark.parametrize("end", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_the_loss_is_what_backward_was_called_on(tmp_path: Path, end: int):
+    """Without the scale, the mean over two micro-steps and two ranks: 2 · (1 + step + 5 + 50)."""
+    done, lines = measured(tmp_path, SHOW + "import torch.utils.checkpoint\n" + LOSSES, 2, end=end)
+    assert done.returncode == 0, done.stderr
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses == [2.0 * (56 + step) for step in range(end or 3)]
+    assert ("WENT ON" in done.stdout) == (end == 0)
+
+
+def test_everything_is_seeded_before_the_script(tmp_path: Path):
+    code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(()).item())"
+    path = tmp_path / "draw.py"
+    path.write_text(code)
+    drawn = [run(*RUN, path, env=with_environment(FASTREDUCE_SEED=seed)).stdout for seed in ("3", "3", "4")]
+    assert drawn[0] == drawn[1] and len(drawn[0].split()) == 3
+    assert all(a != b for a, b in zip(drawn[0].split(), drawn[2].split(), strict=True))
+
+
+def test_a_seed_that_is_none_is_one_line(tmp_path: Path):
+    path = tmp_path / "draw.py"
+    path.write_text("print(1)")
+    done = run(*RUN, path, env=with_environment(FASTREDUCE_SEED="x"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "fastreduce run: FASTREDUCE_SEED=x: give a whole number below 2^32\n"

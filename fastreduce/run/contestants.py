@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
 
-from ..compression import Compression
 from ..ddp import DistributedDataParallel
 from ..errors import SettingError
+from ..policy import Policy
 
 NO_REDUCTION = "no reduction"
 TORCHS: dict[str, Callable[..., Any] | None] = {
@@ -37,7 +37,7 @@ def canonical(name: str) -> str:
         return name
     if name.startswith("torch"):
         raise SettingError(f"unknown contestant {name!r}; of torch there are: {', '.join(list(TORCHS)[:-1])}")
-    return str(Compression.parse(name))
+    return str(Policy.of(name))
 
 
 def why_fixed(model: TorchDDP) -> str:

@@ -1,0 +1,106 @@
+"""Collectives in memory that the ranks of one host share: no socket, no copy by the system."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...environment import caches
+from ...errors import BackendUnavailableError, DeviceError
+from ..base import Transport, Work
+from ..connections import Lease
+from .segments import FOLDER
+
+if TYPE_CHECKING:
+    from .connection import Connection
+
+MACHINES = ("x86_64", "aarch64", "ppc64le", "s390x", "riscv64")  # of which the number of futex(2) is known
+
+
+def why_no_shm() -> str | None:
+    """The reason why this process can share no memory with others, or None. Others may have reasons of their own."""
+    if os.uname().machine not in MACHINES:
+        return f"on {os.uname().machine} the number of futex(2) is not known; it is on {', '.join(MACHINES)}"
+    if not os.access(FOLDER, os.W_OK | os.X_OK):
+        return f"there is no {FOLDER} that this user may write to"
+    return None
+
+
+@cache
+def _load() -> Any:
+    """The module that connects, with what Numba compiles; imported on first use."""
+    try:
+        return importlib.import_module(".connection", __package__)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):  # Numba finds no folder that it can write
+            raise
+        with caches.numba_caching():
+            return importlib.import_module(".connection", __package__)
+
+
+def _connect(group: dist.ProcessGroup, name: str) -> Connection:
+    made: Connection = _load().Connection(group, name)
+    return made
+
+
+class ShmTransport(Transport):
+    """Shared memory of the ranks of `group`, which must all run on one host.
+
+    Each rank maps a ring of 2 MB of every other one (/dev/shm). Collectives go through it in pieces that stay in the
+    cache; ranks do the work themselves, in `Work.wait`, in the order in which they began it. Ranks, store and timeout
+    come from `group`. The first collective connects.
+
+    Raises:
+        BackendUnavailableError: on every rank, with the reason, if one of them cannot share memory with the others.
+        TransportError: if ranks do not come within the timeout.
+        DeviceError: for tensors that are not on the CPU.
+    """
+
+    name = "shm"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        reason = why_no_shm()
+        if reason is not None:
+            raise BackendUnavailableError(f"ranks cannot share memory here: {reason}")
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._lease: Lease[Connection] = Lease("shm", group, _connect)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """The sum in rank order, in place: each rank sums a part of every piece, small tensors whole."""
+        self._check("all_reduce", tensor)
+        return self._lease.connection.all_reduce(tensor)
+
+    def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
+        """Each rank copies what is for it out of the others' rings."""
+        self._check("all_to_all", received)
+        self._check("all_to_all", wire)
+        return self._lease.connection.all_to_all(received, wire)
+
+    def all_gather(self, wire: Tensor) -> Work:
+        """Each rank copies the others' shards out of their rings, in place."""
+        self._check("all_gather", wire)
+        return self._lease.connection.all_gather(wire)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Two all-gathers: lengths, then bytes."""
+        return self._lease.connection.exchange(value)
+
+    def _check(self, operation: str, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise DeviceError(
+                f"rank {self.rank} of {self.world_size}: {operation} over shm: ShmTransport moves tensors on the CPU, "
+                f"and this one is on {tensor.device}: use NcclTransport, or move the tensor with .cpu()"
+            )
+
+    def abort(self) -> None:
+        """Collectives under way end with an error, on the peers at once."""
+        self._lease.abort()
+
+    def close(self) -> None:
+        """Leave the segments to the next transport over these ranks, unless a collective failed or is under way."""
+        self._lease.close()

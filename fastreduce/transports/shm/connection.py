@@ -1,0 +1,329 @@
+"""The segments of a group's ranks, mapped, and the collectives over them in the order in which they come."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import BackendUnavailableError, TransportError
+from .. import messages
+from ..base import Work
+from ..connections import timeout_of
+from ..meeting import AbsentError, clear, meet, notes
+from ..store_client import StoreClient, client_of
+from . import ring
+from .flags import NUMBERS
+from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host
+
+GEOMETRY = Geometry(slots=8, slot_bytes=256 << 10)
+CONTROL = Geometry(slots=2, slot_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
+ONE_SHOT_BYTES = 32 << 10  # up to which every rank sums all of a tensor: ranks wait once, not twice
+SLICE_NANOSECONDS = 20_000_000  # of sleep, after which a rank looks up
+LOOK_SECONDS = 0.1  # of waiting, after which a rank looks whether others have ended
+SPINS = 60  # some microseconds; backward, or another rank, may want the core
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+GAVE_UP, ENDED = 1, 2  # what the word FAILED says: this rank waited in vain, or ended what was under way
+
+
+class Collective:
+    """One under way, with the arguments of `ring.advance` that are its own."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        operation: str,
+        arguments: tuple[int, ...],
+        pieces: int,
+        keep: list[Tensor],
+        after: Callable[[], object] | None,
+    ) -> None:
+        self.operation, self.arguments, self.pieces = operation, arguments, pieces
+        self.at = np.zeros(4, np.int64)
+        self.first = 0
+        self.done = False
+        self._connection, self._keep, self._after = connection, keep, after
+
+    def wait(self) -> None:
+        """Bring it, and those before it, to their end; errors come out as TransportError."""
+        self._connection.wait(self)
+        after, self._after = self._after, None
+        if after is not None:
+            after()
+
+
+class Connection:
+    """Shared memory of the ranks of `group`.
+
+    Raises:
+        BackendUnavailableError: on every rank, if one of them cannot share memory with the others; it says why.
+        TransportError: if ranks do not come within the timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.failed = False
+        self._why = ""
+        self._seconds = timeout_of(group).total_seconds()
+        self._geometry = CONTROL if name == "control" else GEOMETRY
+        self._lock = threading.Lock()
+        self._under_way: deque[Collective] = deque()
+        self._pieces = 0  # of all collectives so far
+        self._process = os.getpid()
+        self._futex = NUMBERS[os.uname().machine]
+        self._segments: list[Segment] = []
+        try:
+            self._segments = self._connect(client_of(group).at(f"fastreduce/shm/{name}"))
+        except AbsentError as error:
+            raise self._fail("connecting", _no_word(error.ranks)) from error
+        except TransportError as error:  # the store's
+            raise self._fail("connecting", f"{error}. {_no_word([])}") from error
+        self._bases = np.array([segment.address for segment in self._segments], np.int64)
+        self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
+        # Ranks that share cores do not spin: who is waited for may need this one's.
+        self._spins = SPINS if len(os.sched_getaffinity(0)) >= self.size else 0
+
+    def _connect(self, store: StoreClient) -> list[Segment]:
+        """Meet, make segments, meet, map the others', meet; then no name is needed any more."""
+        ranks = range(self.size)
+        told = {"host": host(), "name": socket.gethostname(), "place": uuid.uuid4().hex}
+        hosts = [json.loads(note) for note in self._meet(store.at("here"), json.dumps(told))]
+        away = [rank for rank in ranks if hosts[rank]["host"] != hosts[0]["host"]]
+        if away:
+            raise BackendUnavailableError(
+                f"rank {self.rank} of {self.size}: ranks share no memory over hosts: rank 0 runs on "
+                f"{hosts[0]['name']}, rank {', '.join(map(str, away))} on {hosts[away[0]]['name']}; use transport='gloo'"
+            )
+        place, path = str(hosts[0]["place"]), None
+        segments: list[Segment | None] = [None] * self.size
+        try:
+            if len(place) != 32 or not place.isalnum():
+                raise TransportError(f"rank 0 sent {place!r:.40}, which is no name of a segment")
+            path, reason = file_of(place, self.rank), ""
+            try:
+                segments[self.rank] = Segment.make(path, self.rank, self.size, self._geometry)
+            except CannotShareError as error:
+                reason = str(error)
+            self._agree(store.at("made"), reason)
+            for rank in ranks:
+                if rank != self.rank and not reason:
+                    try:
+                        segments[rank] = Segment.open(file_of(place, rank), rank, self.size, self._geometry)
+                    except CannotShareError as error:
+                        reason = str(error)
+            self._agree(store.at("mapped"), reason)
+        except TransportError:
+            for rank in ranks:  # another may be gone, and have left its own
+                file_of(place, rank).unlink(missing_ok=True)
+            raise
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
+        return [segment for segment in segments if segment is not None]
+
+    def _meet(self, store: StoreClient, note: str) -> list[str]:
+        ranks = range(self.size)
+        meet(store, self.rank, ranks, self._seconds, note)
+        found = notes(store, ranks)
+        clear(store, ranks)
+        return found
+
+    def _agree(self, store: StoreClient, reason: str) -> None:
+        """Raise on every rank if one of them has a reason why not."""
+        for rank, why in enumerate(self._meet(store, reason)):
+            if why:
+                raise BackendUnavailableError(
+                    f"rank {self.rank} of {self.size}: ranks cannot share memory here. Rank {rank} says: {why:.400}"
+                )
+
+    # Collectives
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """The sum in rank order, in place and in the tensor's dtype."""
+        if tensor.dtype not in DTYPES:
+            rows = tensor.new_empty(self.size, tensor.numel())
+            rows[self.rank] = tensor.view(-1)
+            return self.all_gather(rows, "all_reduce", lambda: tensor.copy_(_sum(rows).view_as(tensor)))
+        nbytes, kind, piece = tensor.nbytes, ring.ONE_SHOT, self._geometry.slot_bytes
+        if nbytes * (self.size - 1) > ONE_SHOT_BYTES:
+            kind, piece = ring.ALL_REDUCE, self._part * self.size
+        arguments = (kind, tensor.data_ptr(), 0, nbytes, DTYPES[tensor.dtype])
+        return self._start("all_reduce", arguments, piece, [tensor])
+
+    def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
+        """Row r of `received` from rank r's own shard of bytes."""
+        arguments = (ring.ALL_TO_ALL, wire.data_ptr(), received.data_ptr(), wire.nbytes // self.size, 0)
+        return self._start("all_to_all", arguments, self._part, [received, wire])
+
+    def all_gather(
+        self, wire: Tensor, operation: str = "all_gather", after: Callable[[], object] | None = None
+    ) -> Work:
+        """Shard r of `wire` from rank r, in place, as bytes; then call `after`."""
+        arguments = (ring.ALL_GATHER, wire.data_ptr(), 0, wire.nbytes // self.size, 0)
+        return self._start(operation, arguments, self._geometry.slot_bytes, [wire], after)
+
+    def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
+        """Two all-gathers: lengths, then bytes."""
+
+        def gather(mine: Tensor) -> list[Tensor]:
+            rows = mine.new_zeros(self.size, len(mine))
+            rows[self.rank] = mine
+            self.all_gather(rows, operation).wait()
+            return list(rows)
+
+        return messages.exchange(value, gather)
+
+    @property
+    def _part(self) -> int:
+        return int(ring.part_bytes(self._geometry.slot_bytes, self.size))
+
+    def _start(
+        self,
+        operation: str,
+        arguments: tuple[int, ...],
+        piece: int,
+        keep: list[Tensor],
+        after: Callable[[], object] | None = None,
+    ) -> Collective:
+        work = Collective(self, operation, arguments, -(-arguments[3] // piece), keep, after)
+        with self._lock:
+            work.first = self._pieces
+            self._pieces += work.pieces
+            self._under_way.append(work)
+            if len(self._under_way) == 1:
+                self._advance(work, patient=False)
+        return work
+
+    def wait(self, work: Collective) -> None:
+        """Bring all up to this one to their end."""
+        with self._lock:
+            while not work.done:
+                head = self._under_way[0]
+                try:
+                    self._finish(head)
+                except TransportError:
+                    raise self._error(work.operation) from None  # of the one that was asked for
+
+    def _finish(self, work: Collective) -> None:
+        """Bring the first one to its end."""
+        since = looked = time.monotonic()
+        before = work.at.copy()
+        while not self._advance(work, patient=True):
+            now = time.monotonic()
+            if (work.at != before).any():
+                since, before = now, work.at.copy()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
+                if gone and not self._advance(work, patient=False):  # what it did last may have come
+                    raise self._fail(work.operation, _no_word(gone))
+                if work.done:
+                    return
+            if now - since > self._seconds:
+                raise self._fail(work.operation, self._who(min(3.0, max(1.0, self._seconds / 10))))
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _advance(self, work: Collective, patient: bool) -> bool:
+        """Whether it is done."""
+        if self.failed:
+            raise self._error(work.operation)
+        status = ring.advance(
+            self._bases,
+            self.rank,
+            *self._geometry,
+            self._futex,
+            self._spins,
+            self._limit.ctypes.data if patient else 0,
+            work.arguments[0],
+            work.first,
+            work.pieces,
+            *work.arguments[1:],
+            work.at,
+        )
+        if status == ring.DONE:
+            work.done = True
+            self._under_way.popleft()
+            return True
+        if status == ring.FAILED_RANK:
+            raise self._fail(work.operation, self._who(1.0))
+        if status == ring.OTHER_CALL:
+            raise self._fail(
+                work.operation, f"Rank {work.at[3]} is in another call, or came with another size or dtype."
+            )
+        return False
+
+    # Failures
+
+    def _error(self, operation: str) -> TransportError:
+        return TransportError(f"rank {self.rank} of {self.size}: {operation} over shm failed. {self._why}")
+
+    def _fail(self, operation: str, why: str, how: int = GAVE_UP) -> TransportError:
+        """Nothing goes on, here and on the peers; returns the error."""
+        if not self.failed:
+            self.failed, self._why = True, why
+            if self._segments and self._process == os.getpid():  # no child of a fork
+                self._segments[self.rank].set_word(FAILED, how)
+                for segment in self._segments:
+                    ring.wake(self._futex, segment.address + ASLEEP)
+        return self._error(operation)
+
+    def _who(self, patience: float) -> str:
+        """Whom this rank waits for, as a sentence: those that neither wait themselves nor have failed.
+
+        A rank that waits counts its looks, in this collective or an earlier one.
+        """
+        before = {rank: self._segments[rank].word(BEAT) for rank in self._others}
+        silent, start = self._others, time.monotonic()
+        while silent and time.monotonic() - start < patience:
+            time.sleep(SLICE_NANOSECONDS / 1e9)
+            failures = {rank: self._segments[rank].word(FAILED) for rank in self._others}
+            ended = [rank for rank, how in failures.items() if how == ENDED]
+            gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
+            if gone or ended:
+                return _no_word(gone) if gone else f"Rank {_list(ended)} has ended what was under way."
+            silent = [rank for rank in silent if not failures[rank] and self._segments[rank].word(BEAT) == before[rank]]
+        return _no_word(silent)
+
+    # A lease
+
+    def begin(self) -> None:
+        """A transport uses it from now on."""
+
+    def leave(self) -> None:
+        """The transport begins nothing more; with something under way it cannot be used again."""
+        if self._under_way:
+            self.abort()
+
+    def abort(self) -> None:
+        """End what is under way, here and on the peers."""
+        self._fail("abort", "It was ended here.", ENDED)
+
+
+def _sum(rows: Tensor) -> Tensor:
+    total = rows[0]
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _no_word(ranks: list[int]) -> str:
+    who = f"No word from rank {_list(ranks)}: it" if ranks else "A peer"
+    return f"{who} has exited, takes no part, or did not come within the timeout."

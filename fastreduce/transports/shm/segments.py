@@ -1,0 +1,185 @@
+"""A rank's segment of shared memory, from its making to its end, and the map of what lies in it.
+
+A segment is a file of /dev/shm that only its user may open, with a name for no longer than the other ranks take to map
+it. Its maker locks it, and the system takes the lock back when that process ends, however it ends: so others see that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path("/dev/shm")
+PREFIX = "fastreduce-"
+
+# Where words lie in the header, each on two lines of its own: processors fetch lines in pairs.
+MAGIC, SENT, SUMMED, TAKEN, BEAT, FAILED, ASLEEP, TAGS = 0, 128, 256, 384, 512, 640, 768, 1024
+TAG_BYTES = 64  # of what a slot's piece belongs to: kind, bytes, dtype
+DATA = 4096
+MOST_SLOTS = (DATA - TAGS) // TAG_BYTES
+VERSION = 1
+_WORD = struct.Struct("=q")
+_HEADER = struct.Struct("=8s5q")  # name, version, rank, ranks, slots, bytes of a slot
+
+
+class Geometry(NamedTuple):
+    """The sizes of a ring; ranks of one version have the same."""
+
+    slots: int
+    slot_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of a segment."""
+        return DATA + self.slots * self.slot_bytes
+
+
+class CannotShareError(Exception):
+    """Why ranks cannot share memory here."""
+
+
+def file_of(place: str, rank: int) -> Path:
+    """Where the segment of a rank has its name for a while."""
+    return FOLDER / f"{PREFIX}{place}-{rank}"
+
+
+def host() -> str:
+    """What the ranks of one host have in common: the number that its kernel was given when it started."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Segment:
+    """Memory of one rank, mapped here.
+
+    Attributes:
+        address: where it begins.
+    """
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._file = file
+        self.address = _map(file, nbytes)
+        self.end = weakref.finalize(self, _end, self.address, nbytes, file)
+        self.end.atexit = False  # the process ends it, and threads may still use it
+
+    @classmethod
+    def make(cls, path: Path, rank: int, ranks: int, geometry: Geometry) -> Segment:
+        """Make this rank's, under a name that nobody has, and lock it.
+
+        Raises:
+            CannotShareError: if there is no room for it, or no such folder.
+        """
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        with _reasons(f"{geometry.nbytes} bytes in {path.parent}"):
+            file = os.open(path, flags, 0o600)
+            try:
+                os.posix_fallocate(file, 0, geometry.nbytes)  # else a full folder is SIGBUS, later
+                segment = cls(file, geometry.nbytes)
+            except OSError:
+                os.close(file)
+                path.unlink(missing_ok=True)
+                raise
+            with cls._unlinked(path):
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        header = _HEADER.pack(b"fastred\0", VERSION, rank, ranks, *geometry)
+        ctypes.memmove(segment.address + MAGIC, header, len(header))
+        return segment
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _unlinked(path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def open(cls, path: Path, rank: int, ranks: int, geometry: Geometry) -> Segment:
+        """Map that of another rank.
+
+        Raises:
+            CannotShareError: if it cannot be seen from here, or is not what was to come.
+        """
+        with _reasons(f"the segment of rank {rank}, {path}"):
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(file)
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != geometry.nbytes:
+                    raise CannotShareError(
+                        f"{path} is no segment of rank {rank}: it has {found.st_size} bytes of user {found.st_uid}"
+                    )
+                segment = cls(file, geometry.nbytes)
+            except BaseException:
+                os.close(file)
+                raise
+        name, *told = _HEADER.unpack(ctypes.string_at(segment.address + MAGIC, _HEADER.size))
+        if name != b"fastred\0" or told != [VERSION, rank, ranks, *geometry]:
+            raise CannotShareError(f"rank {rank} runs another version of fastreduce")
+        return segment
+
+    def owner_is_gone(self) -> bool:
+        """Whether the process that made it has ended."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return True
+
+    def word(self, at: int) -> int:
+        """A word of the header, as it is now."""
+        return ctypes.c_int64.from_address(self.address + at).value
+
+    def set_word(self, at: int, value: int) -> None:
+        """Write a word of the header."""
+        ctypes.c_int64.from_address(self.address + at).value = value
+
+
+@contextlib.contextmanager
+def _reasons(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CannotShareError(f"{what}: {_why(error)}") from error
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        free = os.statvfs(FOLDER)
+        return f"no room: {free.f_bavail * free.f_frsize} bytes are free (docker run --shm-size=256m gives more)"
+    if error.errno == errno.ENOENT and FOLDER.is_dir():
+        return f"not seen from here: it has a {FOLDER} of its own, as containers do (docker run --ipc=host shares one)"
+    return os.strerror(error.errno or 0)
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+def _map(file: int, nbytes: int) -> int:
+    """By hand: Python's mmap keeps a second descriptor, and closing one gives the lock back."""
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(address)
+
+
+def _end(address: int, nbytes: int, file: int) -> None:
+    _libc().munmap(address, nbytes)
+    os.close(file)

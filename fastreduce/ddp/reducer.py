@@ -35,14 +35,18 @@ class TorchReducer(GradientReducer):
     Args:
         *args: those of GradientReducer.
         low_precision: the parameters' storages under `mixed_precision=`.
+        asked: the name of the transport that the user asked for, for other ranks too.
         **kwargs: those of GradientReducer.
     """
 
     logger: TorchLogger
     check_at_end: Callable[[], None] | None = None  # called once, when the next backward has ended
 
-    def __init__(self, *args: Any, low_precision: LowPrecision | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, low_precision: LowPrecision | None = None, asked: str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._asked = asked
         self._hook: UserHook | None = None
         self._low_precision = low_precision
         self._device = self.buckets.specs[0].device
@@ -178,7 +182,7 @@ class TorchReducer(GradientReducer):
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         """Reduce over the ranks of `group` from now on; every one of them calls it, after `_reset_state`."""
-        self.move_to(lambda: make_transport(group, self._device))
+        self.move_to(lambda: make_transport(group, self._device, self._asked))
         self.logger.update(rank=self.transport.rank, world_size=self.transport.world_size, has_rebuilt_buckets=False)
 
     # Communication hooks

@@ -50,13 +50,15 @@ class DistributedDataParallel(TorchDDP):
             int8"`), `"auto4"`, or a function of a parameter's name and the parameter; or a callable that returns one
             for each step, the same on every rank, and is asked 1000 steps ahead (steps are reduced backwards, counted
             from 0); None means FASTREDUCE_COMPRESSION, or `none`.
-        transport: what moves the data; None means MPI in a job that `init_process_group("mpi")` began, else NCCL
-            for GPUs and gloo for CPUs, in communicators of its own over the ranks of `process_group` (at world size
-            1: nothing to move).
+        transport: what moves the data, or its name: `"gloo"`, `"shm"` (memory that the ranks of one host share) or
+            `"nccl"`. None means FASTREDUCE_TRANSPORT; else MPI in a job that `init_process_group("mpi")` began, else
+            NCCL for GPUs and gloo for CPUs, in communicators of its own over the ranks of `process_group` (at world
+            size 1: nothing to move).
         **kwargs: torch's other arguments.
 
     Raises:
-        SettingError: if `compression` is no setting.
+        SettingError: if `compression` is no setting, or `transport` no name of one.
+        BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
         MismatchError: on every rank, if ranks differ in model or settings.
         RuntimeError: if no parameter requires a gradient (as torch).
     """
@@ -74,7 +76,7 @@ class DistributedDataParallel(TorchDDP):
         output_device: Any = None,
         *args: Any,
         compression: Setting = None,
-        transport: Transport | None = None,
+        transport: Transport | str | None = None,
         **kwargs: Any,
     ) -> None:
         if device_ids is not None and all(device is None for device in device_ids):
@@ -91,7 +93,7 @@ class DistributedDataParallel(TorchDDP):
         arguments = bound.arguments
         self._transport_argument = transport
         group = group_asked_for(arguments["process_group"], arguments["device_mesh"])
-        self._transport = transport or make_transport(group, module_device(module))
+        self._transport = make_transport(group, module_device(module), transport)
         error, description = None, dict[str, str]()
         try:
             self._schedule = Schedule(compression)
@@ -126,6 +128,7 @@ class DistributedDataParallel(TorchDDP):
             sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
             low_precision=LowPrecision(self.module.parameters()) if low else None,
             overlaps=not self._meets_elsewhere(),
+            asked=self._transport_argument if isinstance(self._transport_argument, str) else None,
         )
         self.logger = TorchLogger(
             parameters,
@@ -327,7 +330,7 @@ class DistributedDataParallel(TorchDDP):
         Raises:
             SettingError: if the wrapper was given a transport, whose ranks are fixed.
         """
-        if self._transport_argument is not None:
+        if self._transport_argument is not None and not isinstance(self._transport_argument, str):
             raise SettingError("this wrapper was given transport=, whose ranks are fixed: wrap the module again")
         super()._update_process_group(new_process_group)
         self._transport = self.reducer.transport
@@ -360,5 +363,5 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         device = module_device(state["_modules"]["module"])
-        self._transport = state["_transport_argument"] or make_transport(group_asked_for(None, None), device)
+        self._transport = make_transport(group_asked_for(None, None), device, state["_transport_argument"])
         super().__setstate__(state)

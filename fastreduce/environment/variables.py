@@ -47,6 +47,10 @@ VARIABLES = {
         "a whole number below 2^32; unset: nothing is seeded",
         "fastreduce run seeds Python, NumPy and torch with it before the script; fastreduce compare sets it",
     ),
+    "FASTREDUCE_TRANSPORT": Variable(
+        "gloo, shm, nccl; unset: by device and launcher",
+        "what moves gradients of the devices that it knows, where no transport= says otherwise",
+    ),
 }
 # What `fastreduce launch` tells its ranks, which take it out of their environment before the script runs.
 INTERNAL = {"FASTREDUCE_LAUNCHER", "FASTREDUCE_ONE_GPU"}

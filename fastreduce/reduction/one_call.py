@@ -127,7 +127,7 @@ def _names(tensors: Sequence[Any]) -> list[str]:
     return [f"tensor {i}" for i in range(len(tensors))]
 
 
-_transports: weakref.WeakKeyDictionary[Any, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakKeyDictionary[Any, dict[tuple[str, str | None], Transport]] = weakref.WeakKeyDictionary()
 _reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakref.WeakKeyDictionary()
 _owners: weakref.WeakKeyDictionary[Transport, dict[Any, _Owners]] = weakref.WeakKeyDictionary()
 
@@ -136,7 +136,7 @@ def all_reduce_gradients(
     tensors_or_parameters: Iterable[Any],
     compression: Compression | str | None = None,
     group: dist.ProcessGroup | None = None,
-    transport: Transport | None = None,
+    transport: Transport | str | None = None,
     op: str = "mean",
 ) -> None:
     """Average gradients over the ranks, in place, between backward and the optimizer's step.
@@ -152,11 +152,13 @@ def all_reduce_gradients(
             too, and whatever has `__dlpack__` or `__cuda_array_interface__`.
         compression: as in `DistributedDataParallel`.
         group: the ranks; None means the default group.
-        transport: what moves the data, in place of NCCL (for CUDA tensors), gloo or MPI over `group`.
+        transport: what moves the data, or its name, in place of NCCL (for CUDA tensors), gloo or MPI over `group`: as
+            in `DistributedDataParallel`.
         op: "mean", or "sum".
 
     Raises:
-        SettingError: if `compression` is no setting, or `op` no operation.
+        SettingError: if `compression` is no setting, `op` no operation, or `transport` no name of one.
+        BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
         TensorError: if a tensor or array cannot be averaged in place.
         MismatchError: on every rank, if shapes, dtypes or settings differ between ranks.
         NotInitializedError: if torch.distributed is not initialised and no transport is given.
@@ -170,14 +172,17 @@ def reduce_owned(
     owners: Sequence[Any],
     compression: Compression | str | None,
     group: dist.ProcessGroup | None,
-    transport: Transport | None,
+    transport: Transport | str | None,
     op: str,
 ) -> None:
     """`all_reduce_gradients`, with the objects whose residuals error feedback keeps, one for each array."""
     tensors = [as_tensor(array) for array in arrays]
     leaves = [t if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf) else _as_owner(t) for t in tensors]
     for kind in sorted({leaf.device.type for leaf in leaves}) or ["cpu"]:
-        chosen = transport or transport_of(group, "all_reduce_gradients", kind)
+        if transport is None or isinstance(transport, str):
+            chosen = transport_of(group, "all_reduce_gradients", kind, transport)
+        else:
+            chosen = transport
         here = [i for i, leaf in enumerate(leaves) if leaf.device.type == kind]
         _average([leaves[i] for i in here], [owners[i] for i in here], chosen, compression, op)
 
@@ -245,7 +250,9 @@ def _as_owner(tensor: Tensor) -> Tensor:
     return owner
 
 
-def transport_of(group: dist.ProcessGroup | None, call: str, device: str = "cpu") -> Transport:
+def transport_of(
+    group: dist.ProcessGroup | None, call: str, device: str = "cpu", asked: str | None = None
+) -> Transport:
     """The transport that calls over `group` share for a type of device; `call` asks, and is named in errors.
 
     Raises:
@@ -255,6 +262,6 @@ def transport_of(group: dist.ProcessGroup | None, call: str, device: str = "cpu"
     if group is None:
         raise NotInitializedError(call)
     made = _transports.setdefault(group, {})
-    if device not in made:
-        made[device] = make_transport(group, device)
-    return made[device]
+    if (device, asked) not in made:
+        made[device, asked] = make_transport(group, device, asked)
+    return made[device, asked]

@@ -32,6 +32,7 @@ REDUCTION = [
     {"events", "one_call"},
     {"reducer"},
 ]
+KERNELS_FOR_ALL = {"kernels.slots", "kernels.numba_cache"}
 HIJACKER = "top-level kernels"  # which would be the Hugging Face package of that name
 
 
@@ -41,7 +42,7 @@ def _refused(importer: str, imported: str) -> bool:
     if imported == HIJACKER:
         return True
     if "kernels" in (room[0], target[0]):
-        return target[0] != room[0] and not (room[0] == "ops" or imported == "kernels.slots")
+        return target[0] != room[0] and not (room[0] == "ops" or imported in KERNELS_FOR_ALL)
     if room[0] == target[0]:
         return room[0] == "reduction" and _floor(REDUCTION, room[-1]) <= _floor(REDUCTION, target[-1])
     return _floor(HOUSE, room[0]) <= _floor(HOUSE, target[0])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fastreduce.transports.shm import ShmTransport
 from tests.support.models import assert_same_bits
-from tests.support.ranks import RankPool, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.transport_cases import collect, expected
 
 

@@ -9,7 +9,9 @@ import torch
 
 from ... import FastreduceError
 from ...ops import backends
+from ...transports import ENVIRONMENT_VARIABLE, TRANSPORTS
 from ...transports.nccl.library import why_no_nccl
+from ...transports.shm import why_no_shm
 from .rows import FAILED, MISSING, OK, Row
 
 CHOSEN = "chosen"
@@ -48,7 +50,18 @@ def transport_rows(device: torch.device) -> list[Row]:
         mpi = Row("mpi", 'by init_process_group("mpi") under mpirun, where an MPI library is listed above')
         if find_spec("mpi4py") is None:
             mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install mpi4py")
-        return [Row(CHOSEN, "gloo"), mpi, Row("nccl", "moves CUDA tensors only", MISSING)]
+        no_shm = why_no_shm()
+        shm = Row("shm", f"can run, for ranks of one host: {ENVIRONMENT_VARIABLE}=shm")
+        if no_shm is not None:
+            shm = Row("shm", no_shm, MISSING)
+        asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
+        chosen = Row(CHOSEN, asked if asked in ("gloo", "shm") else "gloo")
+        if asked == "shm" and no_shm is not None:
+            chosen = Row(CHOSEN, f"none: {no_shm}", FAILED, f"unset {ENVIRONMENT_VARIABLE}")
+        if asked and asked not in TRANSPORTS:
+            allowed = ", ".join(TRANSPORTS)
+            chosen = Row(CHOSEN, f"none: {ENVIRONMENT_VARIABLE}={asked}: allowed: {allowed}", FAILED)
+        return [chosen, mpi, shm, Row("nccl", "moves CUDA tensors only", MISSING)]
     if nccl is None:
         return [Row(CHOSEN, "nccl"), Row("gloo", "moves CPU tensors", MISSING)]
     return [Row(CHOSEN, f"none: {nccl}", FAILED if torch.cuda.is_available() else MISSING)]

@@ -24,7 +24,7 @@ from ..connections import timeout_of
 from ..meeting import AbsentError, clear, meet, notes
 from ..store_client import StoreClient, client_of
 from . import ring
-from .flags import NUMBERS
+from .flags import NUMBERS, wake
 from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host
 
 GEOMETRY = Geometry(slots=8, slot_bytes=256 << 10)
@@ -103,7 +103,7 @@ class Connection:
         if away:
             raise BackendUnavailableError(
                 f"rank {self.rank} of {self.size}: ranks share no memory over hosts: rank 0 runs on "
-                f"{hosts[0]['name']}, rank {', '.join(map(str, away))} on {hosts[away[0]]['name']}; use transport='gloo'"
+                f"{hosts[0]['name']}, rank {_list(away)} on {hosts[away[0]]['name']}; use transport='gloo'"
             )
         place, path = str(hosts[0]["place"]), None
         segments: list[Segment | None] = [None] * self.size
@@ -278,7 +278,7 @@ class Connection:
             if self._segments and self._process == os.getpid():  # no child of a fork
                 self._segments[self.rank].set_word(FAILED, how)
                 for segment in self._segments:
-                    ring.wake(self._futex, segment.address + ASLEEP)
+                    wake(self._futex, segment.address + ASLEEP)
         return self._error(operation)
 
     def _who(self, patience: float) -> str:

@@ -13,16 +13,8 @@ it is still in the cache, and later ones are sent only where a rank would wait e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
-
-from .flags import Emitted, compiled, fall_asleep, load_acquire, pause, sleep, stay_awake, store_release, wake
+from .elements import LINE, add, copy
+from .flags import compiled, fall_asleep, load_acquire, pause, sleep, stay_awake, store_release, wake
 from .segments import ASLEEP, BEAT, DATA, FAILED, SENT, SUMMED, TAG_BYTES, TAGS, TAKEN
 
 # Kinds of collectives.
@@ -30,113 +22,12 @@ ALL_REDUCE, ONE_SHOT, ALL_TO_ALL, ALL_GATHER = 1, 2, 3, 4
 # What `advance` returns.
 DONE, BLOCKED, FAILED_RANK, OTHER_CALL = 0, 1, 2, 3
 
-LINE = 64
 _BLOCK = 4096  # bytes that are summed while they lie in L1
-_HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-# Tags, whose types say what is summed: FP16 is tagged int16, BF16 uint16.
-_FP32, _FP64, _FP16, _BF16 = np.float32(0), np.float64(0), np.int16(0), np.uint16(0)
-_MEMORY = {types.float32: (_FLOAT, 4), types.float64: (_DOUBLE, 8), types.int16: (_HALF, 2), types.uint16: (_I16, 2)}
-
-
-@intrinsic
-def _copy(_typing: Any, to: types.Type, source: types.Type, count: types.Type) -> Emitted:
-    """Copy bytes that do not overlap."""
-
-    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        pointers = [builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2]]
-        cgutils.raw_memcpy(builder, *pointers, args[2], 1)
-        return target.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
-
-
-def _splat(kind: ir.Type, number: int) -> ir.Constant:
-    return ir.Constant(kind, [number] * kind.count)
-
-
-def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
-    lanes = value.type.count
-    if tag == types.int16:
-        return builder.fpext(value, ir.VectorType(_FLOAT, lanes))
-    if tag == types.uint16:
-        wide = ir.VectorType(_I32, lanes)
-        return builder.bitcast(builder.shl(builder.zext(value, wide), _splat(wide, 16)), ir.VectorType(_FLOAT, lanes))
-    return value
-
-
-def _narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
-    """Round to nearest, ties to even."""
-    lanes = value.type.count
-    if tag == types.int16:
-        return builder.fptrunc(value, ir.VectorType(_HALF, lanes))
-    if tag == types.uint16:
-        wide = ir.VectorType(_I32, lanes)
-        bits = builder.bitcast(value, wide)
-        high = builder.lshr(bits, _splat(wide, 16))
-        half = builder.add(builder.and_(high, _splat(wide, 1)), _splat(wide, 0x7FFF))
-        rounded = builder.lshr(builder.add(bits, half), _splat(wide, 16))
-        nan = builder.or_(high, _splat(wide, 0x40))
-        return builder.trunc(
-            builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded), ir.VectorType(_I16, lanes)
-        )
-    return value
-
-
-def _adder(nbytes: int) -> Any:
-    """The sum of `nbytes` bytes of elements, or of one element where that is 0; written by hand, as it is in place."""
-
-    @intrinsic
-    def add(_typing: Any, to: types.Type, first: types.Type, second: types.Type, tag: types.Type) -> Emitted:
-        scalar, size = _MEMORY[tag]
-
-        def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            vector = ir.VectorType(scalar, max(1, nbytes // size))
-            pointers = [builder.inttoptr(address, ir.PointerType(vector)) for address in args[:3]]
-            terms = [_widen(builder, builder.load(p, align=1, typ=vector), tag) for p in pointers[1:]]
-            builder.store(_narrow(builder, builder.fadd(*terms), tag), pointers[0], align=1)
-            return target.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, tag), emit
-
-    return add
-
-
-_add_line, _add_element = _adder(LINE), _adder(0)
-
-
-@intrinsic
-def _size_of(_typing: Any, tag: types.Type) -> Emitted:
-    return types.int64(tag), lambda _target, _builder, _signature, _args: _I64(_MEMORY[tag][1])
-
-
-@compiled
-def _add_as(to, first, second, count, tag):
-    done = np.int64(0)
-    while done + LINE <= count:
-        _add_line(to + done, first + done, second + done, tag)
-        done += LINE
-    while done < count:
-        _add_element(to + done, first + done, second + done, tag)
-        done += _size_of(tag)
-
-
-@compiled
-def add(to, first, second, count, dtype):
-    """The sum of two runs of `count` bytes, rounded once to their dtype: FP32, FP64, FP16 or BF16 by its number."""
-    if dtype == 0:
-        _add_as(to, first, second, count, _FP32)
-    elif dtype == 1:
-        _add_as(to, first, second, count, _FP64)
-    elif dtype == 2:
-        _add_as(to, first, second, count, _FP16)
-    else:
-        _add_as(to, first, second, count, _BF16)
 
 
 @compiled
 def _part(number, total, part, ranks, index):
-    """Where the part of rank `index` of a piece begins in the tensor, and its bytes; the last piece is cut evenly too."""
+    """Where the part of rank `index` of a piece begins in the tensor, and its bytes; the last piece is cut evenly."""
     start = number * part * ranks
     length = min(part * ranks, total - start)
     share = -(-length // (ranks * LINE)) * LINE
@@ -172,16 +63,16 @@ def _send(bases, rank, slot, kind, number, source, target, total, slot_bytes, pa
         count = min(part, total - start)
         for other in range(ranks):
             shard = source + other * total + start
-            _copy(target + other * total + start if other == rank else to + other * part, shard, count)
+            copy(target + other * total + start if other == rank else to + other * part, shard, count)
     elif kind == ALL_REDUCE:
         for other in range(ranks):
             if other != rank:
                 start, count = _part(number, total, part, ranks, other)
-                _copy(to + other * part, source + start, count)
+                copy(to + other * part, source + start, count)
     else:  # everything, to everybody
         shard = source + rank * total if kind == ALL_GATHER else source
         start = number * slot_bytes
-        _copy(to, shard + start, min(slot_bytes, total - start))
+        copy(to, shard + start, min(slot_bytes, total - start))
 
 
 @compiled
@@ -190,7 +81,7 @@ def _sum(bases, rank, slot, number, source, total, part, dtype):
     start, count = _part(number, total, part, ranks, rank)
     to = bases[rank] + slot + rank * part
     _sum_parts(bases, rank, slot, rank * part, source + start, count, to, dtype)
-    _copy(source + start, to, count)
+    copy(source + start, to, count)
 
 
 @compiled
@@ -208,19 +99,19 @@ def _take(bases, rank, slot, kind, number, source, target, total, slot_bytes, pa
         slot_of = bases[other] + slot
         if kind == ALL_TO_ALL:
             start = number * part
-            _copy(target + other * total + start, slot_of + rank * part, min(part, total - start))
+            copy(target + other * total + start, slot_of + rank * part, min(part, total - start))
         elif kind == ALL_GATHER:
             start = number * slot_bytes
-            _copy(source + other * total + start, slot_of, min(slot_bytes, total - start))
+            copy(source + other * total + start, slot_of, min(slot_bytes, total - start))
         else:
             start, count = _part(number, total, part, ranks, other)
-            _copy(source + start, slot_of + other * part, count)
+            copy(source + start, slot_of + other * part, count)
 
 
 @compiled
 def _have(bases, word, count):
     """Whether every rank's word has come to `count`."""
-    for base in bases:
+    for base in bases:  # noqa: SIM110 (Numba knows no all())
         if load_acquire(base + word) < count:
             return False
     return True

@@ -1,0 +1,116 @@
+"""Elements in shared memory, by address: copied as bytes, and summed, each sum rounded once to the elements' dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .flags import Emitted, compiled
+
+LINE = 64
+_HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+# Tags, whose types say what is summed: FP16 is tagged int16, BF16 uint16.
+_FP32, _FP64, _FP16, _BF16 = np.float32(0), np.float64(0), np.int16(0), np.uint16(0)
+_MEMORY = {types.float32: (_FLOAT, 4), types.float64: (_DOUBLE, 8), types.int16: (_HALF, 2), types.uint16: (_I16, 2)}
+
+
+@intrinsic
+def copy(_typing: Any, to: types.Type, source: types.Type, count: types.Type) -> Emitted:
+    """Copy bytes that do not overlap."""
+
+    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        to, source = (builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2])
+        cgutils.raw_memcpy(builder, to, source, args[2], 1)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+def _splat(kind: ir.Type, number: int) -> ir.Constant:
+    return ir.Constant(kind, [number] * kind.count)
+
+
+def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+    lanes = value.type.count
+    if tag == types.int16:
+        return builder.fpext(value, ir.VectorType(_FLOAT, lanes))
+    if tag == types.uint16:
+        wide = ir.VectorType(_I32, lanes)
+        return builder.bitcast(builder.shl(builder.zext(value, wide), _splat(wide, 16)), ir.VectorType(_FLOAT, lanes))
+    return value
+
+
+def _narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
+    """Round to nearest, ties to even."""
+    lanes = value.type.count
+    if tag == types.int16:
+        return builder.fptrunc(value, ir.VectorType(_HALF, lanes))
+    if tag == types.uint16:
+        wide = ir.VectorType(_I32, lanes)
+        bits = builder.bitcast(value, wide)
+        high = builder.lshr(bits, _splat(wide, 16))
+        half = builder.add(builder.and_(high, _splat(wide, 1)), _splat(wide, 0x7FFF))
+        rounded = builder.lshr(builder.add(bits, half), _splat(wide, 16))
+        nan = builder.or_(high, _splat(wide, 0x40))
+        return builder.trunc(
+            builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded), ir.VectorType(_I16, lanes)
+        )
+    return value
+
+
+def _adder(nbytes: int) -> Any:
+    """The sum of `nbytes` bytes of elements, or of one element where that is 0; written by hand, as it is in place."""
+
+    @intrinsic
+    def add(_typing: Any, to: types.Type, first: types.Type, second: types.Type, tag: types.Type) -> Emitted:
+        scalar, size = _MEMORY[tag]
+
+        def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            vector = ir.VectorType(scalar, max(1, nbytes // size))
+            pointers = [builder.inttoptr(address, ir.PointerType(vector)) for address in args[:3]]
+            terms = [_widen(builder, builder.load(p, align=1, typ=vector), tag) for p in pointers[1:]]
+            builder.store(_narrow(builder, builder.fadd(*terms), tag), pointers[0], align=1)
+            return target.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, tag), emit
+
+    return add
+
+
+_add_line, _add_element = _adder(LINE), _adder(0)
+
+
+@intrinsic
+def _size_of(_typing: Any, tag: types.Type) -> Emitted:
+    return types.int64(tag), lambda _target, _builder, _signature, _args: _I64(_MEMORY[tag][1])
+
+
+@compiled
+def _add_as(to, first, second, count, tag):
+    done = np.int64(0)
+    while done + LINE <= count:
+        _add_line(to + done, first + done, second + done, tag)
+        done += LINE
+    while done < count:
+        _add_element(to + done, first + done, second + done, tag)
+        done += _size_of(tag)
+
+
+@compiled
+def add(to, first, second, count, dtype):
+    """The sum of two runs of `count` bytes, rounded once to their dtype: FP32, FP64, FP16 or BF16 by its number."""
+    if dtype == 0:
+        _add_as(to, first, second, count, _FP32)
+    elif dtype == 1:
+        _add_as(to, first, second, count, _FP64)
+    elif dtype == 2:
+        _add_as(to, first, second, count, _FP16)
+    else:
+        _add_as(to, first, second, count, _BF16)

@@ -123,7 +123,7 @@ def _output(folder: Path, ranks: list[int], failed_at: float) -> Seen:
     return Seen({rank: float(found[-1]) - failed_at for rank, found in marks.items() if found}, output)
 
 
-def _over_gloo(folder: Path, case: Case) -> Seen:
+def _over_gloo(folder: Path, case: Case, transport: str = "gloo") -> Seen:
     """Three ranks over env://."""
     folder.mkdir()
     port = str(free_port())
@@ -131,7 +131,8 @@ def _over_gloo(folder: Path, case: Case) -> Seen:
         processes = {}
         for rank in range(3):
             where = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            env = with_environment(**where, LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+            where |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "FASTREDUCE_TRANSPORT": transport}
+            env = with_environment(**where)
             job = (JOBS, _arguments(folder, "gloo", case), str(folder / f"{rank}.out"))
             processes[rank] = server(rank).fork(run_as_script, *job, env=env)
             stack.callback(processes[rank].kill)
@@ -144,6 +145,14 @@ def _over_gloo(folder: Path, case: Case) -> Seen:
         return _output(folder, list(left), failed_at)
 
 
+def _over_shm(folder: Path, case: Case) -> Seen:
+    """The same in shared memory."""
+    seen = _over_gloo(folder, case, "shm")
+    for text in seen.output.values():
+        assert case.stage == "exit" or "over shm failed" in text, text
+    return seen
+
+
 def _check(case: Case, seen: Seen) -> None:
     assert len(seen.left) == 2, f"{case}: {seen.output}"
     for rank, seconds in seen.left.items():
@@ -152,7 +161,7 @@ def _check(case: Case, seen: Seen) -> None:
         if case.stage == "exit":  # nobody needs the one that is gone
             continue
         last = next(line for line in reversed(text.splitlines()) if "TransportError: " in line)
-        assert re.search(rf"rank {rank} of 3: (connecting|exchange|all_\w+) over (gloo|MPI) failed", last), last
+        assert re.search(rf"rank {rank} of 3: (connecting|exchange|all_\w+) over (gloo|MPI|shm) failed", last), last
         assert case.victim == 0 or f"rank {case.victim}" in last or "exited" in last, last
         assert case.victim != 0 or re.search(HOLDER, last) or "rank 0" in last, last
         if case.stage in ("forward", "backward", "collective"):
@@ -200,15 +209,20 @@ def _run_all(folder: Path, cases: list[Case], run: Callable[[Path, Case], Seen],
             check(case, run(folder / f"{i} alone", case))
 
 
-def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path):
-    _run_all(tmp_path, PICKED, _over_gloo, _check)
+RUNS = pytest.mark.parametrize("run", [_over_gloo, _over_shm], ids=["gloo", "shm"])
 
 
+@RUNS
+def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path, run: Callable[[Path, Case], Seen]):
+    _run_all(tmp_path, PICKED, run, _check)
+
+
+@RUNS
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", STAGES)
-def test_in_each_stage_each_rank_with_each_setting(tmp_path: Path, stage: str):
-    _run_all(tmp_path, [case for case in ALL if case.stage == stage], _over_gloo, _check)
+def test_in_each_stage_each_rank_with_each_setting(tmp_path: Path, stage: str, run: Callable[[Path, Case], Seen]):
+    _run_all(tmp_path, [case for case in ALL if case.stage == stage], run, _check)
 
 
 @needs_mpirun

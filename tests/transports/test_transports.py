@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastreduce import TransportError, all_reduce_gradients, transports
-from fastreduce.transports import GlooTransport, LocalTransport, gloo, local_ranks
+from fastreduce.transports import GlooTransport, LocalTransport, ShmTransport, gloo, local_ranks
 from fastreduce.transports.connections import Lease, drop_free
 from tests.support.models import assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool, message, run_ranks
@@ -30,15 +30,24 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
     return pool
 
 
-def _over_gloo(rank: int, world_size: int) -> list[Any]:
-    return collect(GlooTransport(dist.group.WORLD))  # type: ignore[arg-type]
+KINDS = {"gloo": GlooTransport, "shm": ShmTransport}
 
 
-def _closed(rank: int, world_size: int) -> list[str]:
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def _collected(rank: int, world_size: int, kind: str) -> list[Any]:
+    return collect(KINDS[kind](dist.group.WORLD))
+
+
+def _closed(rank: int, world_size: int, kind: str) -> list[str]:
     """What every call says after close and abort, and after a close without a use."""
     seen = []
     for end, used in (("close", True), ("abort", True), ("close", False)):
-        transport = GlooTransport(dist.group.WORLD)  # type: ignore[arg-type]
+        transport = KINDS[kind](dist.group.WORLD)
         if used:
             transport.exchange(0)
         getattr(transport, end)()
@@ -54,9 +63,9 @@ def _closed(rank: int, world_size: int) -> list[str]:
     return seen
 
 
-def test_a_closed_transport_says_so(ranks2: RankPool):
-    for rank, seen in enumerate(ranks2.run(_closed)):
-        assert seen == [f"TransportError: rank {rank} of 2: this gloo transport is closed"] * 12
+def test_a_closed_transport_says_so(ranks2: RankPool, kind: str):
+    for rank, seen in enumerate(ranks2.run(_closed, kind)):
+        assert seen == [f"TransportError: rank {rank} of 2: this {kind} transport is closed"] * 12
 
 
 def _connections_to_the_store(rank: int, world_size: int) -> list[int]:
@@ -107,9 +116,9 @@ def test_a_connection_that_is_made_again_in_the_same_store_asks_for_no_stale_add
     assert run_ranks(_again, 2) == [[[0, 1]] * 4] * 2
 
 
-def _two_under_way(rank: int, world_size: int) -> list[str]:
+def _two_under_way(rank: int, world_size: int, kind: str) -> list[str]:
     """What two collectives under way say on rank 0 when rank 1 does not come to them."""
-    transport = GlooTransport(dist.new_group(timeout=datetime.timedelta(seconds=2)))  # type: ignore[arg-type]
+    transport = KINDS[kind](dist.new_group(timeout=datetime.timedelta(seconds=2)))
     transport.exchange(rank)
     works = [] if rank else [transport.all_gather(torch.ones(2)) for _ in range(2)]
     told = [message(work.wait) for work in works]
@@ -117,14 +126,14 @@ def _two_under_way(rank: int, world_size: int) -> list[str]:
     return told
 
 
-def test_all_that_fails_with_the_first_names_who_is_missing_too():
-    first, _ = run_ranks(_two_under_way, 2, check_exit=False)
+def test_all_that_fails_with_the_first_names_who_is_missing_too(kind: str):
+    first, _ = run_ranks(_two_under_way, 2, kind, check_exit=False)
     assert len(first) == 2 and all("No word from rank 1: it has exited" in text for text in first), first
 
 
-def test_gloo_moves_what_it_should(ranks: RankPool):
-    for rank, (name, at, size, *seen) in enumerate(ranks.run(_over_gloo)):
-        assert (name, at, size) == ("gloo", rank, ranks.world_size)
+def test_what_moves_is_what_should(ranks: RankPool, kind: str):
+    for rank, (name, at, size, *seen) in enumerate(ranks.run(_collected, kind)):
+        assert (name, at, size) == (kind, rank, ranks.world_size)
         assert_same_bits(seen, expected(rank, size), f"rank {rank}")
 
 
@@ -160,14 +169,14 @@ def test_a_thread_that_does_not_come_is_a_transport_error():
 # gloo: our own group
 
 
-def test_our_collectives_do_not_mix_with_the_users(ranks2: RankPool):
-    for good in ranks2.run(_mixed):
+def test_our_collectives_do_not_mix_with_the_users(ranks2: RankPool, kind: str):
+    for good in ranks2.run(_mixed, kind):
         assert good
 
 
-def _mixed(rank: int, world_size: int) -> bool:
+def _mixed(rank: int, world_size: int, kind: str) -> bool:
     """Ours and the user's on two threads, in another order on each rank."""
-    transport = GlooTransport(dist.group.WORLD)  # type: ignore[arg-type]
+    transport = KINDS[kind](dist.group.WORLD)
     ours, users = torch.full((1000,), rank + 1.0), torch.full((1000,), rank + 10.0)
 
     def run_ours() -> None:
@@ -188,12 +197,12 @@ def _mixed(rank: int, world_size: int) -> bool:
     return bool((ours == 1.5).all() and (users == 10.5).all())
 
 
-def test_many_groups_of_ours_stand_beside_each_other(ranks3: RankPool):
-    assert ranks3.run(_many) == [[6.0 * (i + 1) for i in range(4)]] * 3
+def test_many_groups_of_ours_stand_beside_each_other(ranks3: RankPool, kind: str):
+    assert ranks3.run(_many, kind) == [[6.0 * (i + 1) for i in range(4)]] * 3
 
 
-def _many(rank: int, world_size: int) -> list[float]:
-    transports = [GlooTransport(dist.group.WORLD) for _ in range(4)]  # type: ignore[arg-type]
+def _many(rank: int, world_size: int, kind: str) -> list[float]:
+    transports = [KINDS[kind](dist.group.WORLD) for _ in range(4)]
     values = [torch.full((3,), (rank + 1.0) * (i + 1)) for i in range(4)]
     for value, transport in zip(values, transports, strict=True):
         transport.all_reduce(value).wait()
@@ -265,8 +274,9 @@ def _short_group(rank: int) -> Any:
     return dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
 
 
-def _absent(rank: int, world_size: int) -> list[tuple[str, float]]:
+def _absent(rank: int, world_size: int, kind: str) -> list[tuple[str, float]]:
     """One case after the other, each in a group of its own whose rank 1 stays away in the end."""
+    os.environ["FASTREDUCE_TRANSPORT"] = kind
     found = []
     for case in (_absent_from_construction, _absent_from_function, _absent_from_backward, _absent_from_two_shot):
         group = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
@@ -303,12 +313,12 @@ def _absent_from_two_shot(rank: int, group: Any) -> None:
     _absent_from_backward(rank, group, compression="int8", bucket_cap_mb=1e-6)
 
 
-def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters_and_processes_end():
-    here, elsewhere = run_ranks(_absent, 2, timeout=90)
+def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters_and_processes_end(kind: str):
+    here, elsewhere = run_ranks(_absent, 2, kind, timeout=90)
     assert [text for text, _ in elsewhere] == [""] * 4
     construction, function, backward, two_shot = (text for text, _ in here)
     for text, took in here:
-        assert "rank 0 of 2" in text, text
+        assert "rank 0 of 2" in text and f"over {kind} failed" in text, text
         assert "No word from rank 1: it has exited, takes no part" in text, text
         assert took < SHORT + 15
     assert "connecting" in construction
@@ -318,7 +328,8 @@ def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters
     assert "all_to_all" in two_shot and "Bucket 0 holds 1." in two_shot
 
 
-def _one_of_three_is_absent(rank: int, world_size: int) -> str:
+def _one_of_three_is_absent(rank: int, world_size: int, kind: str) -> str:
+    os.environ["FASTREDUCE_TRANSPORT"] = kind
     model = wrap("ours", nn.Linear(20, 30), process_group=_short_group(rank), compression="int8")
     text = ""
     try:
@@ -331,14 +342,15 @@ def _one_of_three_is_absent(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.long
-def test_of_three_ranks_only_the_absent_one_is_named():
-    first, absent, third = run_ranks(_one_of_three_is_absent, 3, timeout=60)
+def test_of_three_ranks_only_the_absent_one_is_named(kind: str):
+    first, absent, third = run_ranks(_one_of_three_is_absent, 3, kind, timeout=60)
     assert absent == ""
     for text in (first, third):
         assert "No word from rank 1: it has exited" in text, text
 
 
-def _dies(rank: int, world_size: int) -> str:
+def _dies(rank: int, world_size: int, kind: str) -> str:
+    os.environ["FASTREDUCE_TRANSPORT"] = kind
     model = wrap("ours", nn.Linear(20, 30), compression="int8")
     for step in range(3):
         model(batch(rank, step, 4, 20)).sum().backward()
@@ -351,17 +363,18 @@ def _dies(rank: int, world_size: int) -> str:
     return "nothing"
 
 
-def test_a_peer_that_dies_is_a_transport_error_at_once():
+def test_a_peer_that_dies_is_a_transport_error_at_once(kind: str):
     pool = RankPool(2)
     try:
         with pytest.raises(AssertionError) as caught:
-            pool.run(_dies_and_tells, timeout=40)
+            pool.run(_dies_and_tells, kind, timeout=40)
     finally:
         pool.kill()
     assert "TransportError told" in str(caught.value), str(caught.value)
 
 
-def _dies_and_tells(rank: int, world_size: int) -> None:
-    text = _dies(rank, world_size)
+def _dies_and_tells(rank: int, world_size: int, kind: str) -> None:
+    text = _dies(rank, world_size, kind)
+    assert f"over {kind} failed" in text, text
     assert "Bucket 0 holds weight, bias" in text or "Bucket 0 holds bias, weight" in text, text
     raise AssertionError(f"TransportError told: {text}")

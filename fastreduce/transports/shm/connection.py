@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -202,7 +203,8 @@ class Connection:
             self._pieces += work.pieces
             self._under_way.append(work)
             if len(self._under_way) == 1:
-                self._advance(work, patient=False)
+                with contextlib.suppress(TransportError):  # `wait` tells it
+                    self._advance(work, patient=False)
         return work
 
     def wait(self, work: Collective) -> None:
@@ -294,7 +296,7 @@ class Connection:
             ended = [rank for rank, how in failures.items() if how == ENDED]
             gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
             if gone or ended:
-                return _no_word(gone) if gone else f"Rank {_list(ended)} has ended what was under way."
+                return _no_word(sorted({*gone, *ended}))
             silent = [rank for rank in silent if not failures[rank] and self._segments[rank].word(BEAT) == before[rank]]
         return _no_word(silent)
 

@@ -1,0 +1,56 @@
+"""The rings' own source under every interleaving of two and three ranks, and what is found when it is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastreduce.transports.shm.ring import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ONE_SHOT
+from tests.support.ring_model import Model, WrongError
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "calls"),
+    [
+        (2, 1, [(ALL_REDUCE, 2)]),
+        (2, 2, [(ALL_REDUCE, 3)]),
+        (2, 2, [(ALL_TO_ALL, 2), (ALL_GATHER, 1)]),
+        (2, 2, [(ALL_GATHER, 2), (ALL_REDUCE, 1), (ONE_SHOT, 1)]),
+        (3, 1, [(ONE_SHOT, 1)]),
+        pytest.param(2, 2, [(ALL_REDUCE, 4), (ALL_TO_ALL, 2)], marks=pytest.mark.long),
+        pytest.param(2, 3, [(ALL_REDUCE, 5)], marks=pytest.mark.long),
+        pytest.param(3, 1, [(ALL_TO_ALL, 2)], marks=pytest.mark.long),
+        pytest.param(3, 1, [(ALL_REDUCE, 1)], marks=pytest.mark.long),
+    ],
+)
+def test_no_interleaving_reads_too_early_overwrites_or_sleeps_for_ever(
+    ranks: int, slots: int, calls: list[tuple[int, int]]
+):
+    assert Model(calls, ranks, slots).run() > 1000
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "found"),
+    [
+        ("first + number + 1 - slots", "first + number - slots", "where another may read"),
+        ("_have(bases, SUMMED if summed else SENT,", "_have(bases, SENT,", "before it is there"),
+        ("number < at[0] and _have(bases, SENT, first + number + 1)", "number < at[0]", "status 3"),
+        ("wake(futex, bases[other] + ASLEEP)", "pass", "sleeps for ever"),
+        (
+            "asleep = True\n            fall_asleep(word)",
+            "fall_asleep(word)\n            sleep(futex, word, limit)",
+            "for ever",
+        ),
+    ],
+    ids=["a slot too few", "take unsummed", "sum unsent", "no wake", "no second look"],
+)
+def test_what_is_broken_is_found(good: str, bad: str, found: str):
+    changed = []
+
+    def change(source: str) -> str:
+        changed.append(good in source)
+        return source.replace(good, bad)
+
+    model = Model([(ALL_REDUCE, 3)], 2, 2, change)
+    assert any(changed)
+    with pytest.raises(WrongError, match=found):
+        model.run()

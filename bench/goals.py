@@ -80,6 +80,7 @@ def goals(results: Results) -> Iterator[Goal]:
             figure = results[name]["contestants"][best]["ratio"]
             what = f"step {compression} / {best}, 25 M parameters, 2 ranks: upper 95 % bound"
             yield Goal(what, False, limit, figure[2], f"median {figure[0]:.2f}, {interval(figure)}")
+    yield from _shared(results)
     if "test_mpi" in results:
         figure = results["test_mpi"]["contestants"]["mpi4py Allreduce"]["ratio"]
         what = "fp16 over MPI / mpi4py's FP32 Allreduce and division, 25 M gradients, 2 ranks"
@@ -95,6 +96,37 @@ def goals(results: Results) -> Iterator[Goal]:
         most = max(counts, key=lambda name: counts[name])
         where = f"most of {len(counts)}: {most}"
         yield Goal("gradient-sized allocations a step, beyond the model's own", False, 0, counts[most], where)
+
+
+def _shared(results: Results) -> Iterator[Goal]:
+    """Goals of shared memory on one host."""
+    for compression, limit in (("none", 0.85), ("fp16", 0.60)):
+        if (name := f"test_shared_step[{compression}]") in results:
+            best = results[name]["best_of_torch"]
+            figure = results[name]["contestants"][best]["ratio"]
+            what = f"shared memory: step {compression} / {best}, 25 M parameters, 2 ranks: upper 95 % bound"
+            yield Goal(what, False, limit, figure[2], f"median {figure[0]:.2f}, {interval(figure)}")
+        if (name := f"test_shared_crowded_step[{compression}]") in results:
+            best = results[name]["best_of_torch"]
+            figure = results[name]["contestants"][best]["ratio"]
+            what = f"shared memory: step {compression} / {best}, 4 ranks on 2 cores"
+            yield Goal(what, False, 1.0, figure[0], interval(figure))
+    if "test_shared_sum[100]" in results:
+        rows = results["test_shared_sum[100]"]["contestants"]
+        for name, limit in (("gloo", 0.35), ("copy", 2.5)):
+            yield Goal(
+                f"all-reduce of 100 MB: shared memory / {name}", False, limit, *_with_interval(rows[name]["ratio"])
+            )
+    if "test_shared_overhead" in results:
+        rows = results["test_shared_overhead"]["contestants"]
+        for name, limit in (("torch", 0.5), ("torch, batched copy", 0.9)):
+            figure = rows[name].get("overhead_ratio", [math.nan] * 3)
+            what = f"host overhead over shared memory / {name}, 1,000 parameters, world size 2"
+            yield Goal(what, False, limit, *_with_interval(figure))
+
+
+def _with_interval(figure: list[float]) -> tuple[float, str]:
+    return figure[0], interval(figure)
 
 
 def with_statistics(backend: str, found: dict[str, dict[str, Any]]) -> Goal:

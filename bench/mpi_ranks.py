@@ -20,23 +20,38 @@ from torch import Tensor
 
 from fastreduce import all_reduce_gradients
 from fastreduce.distributed.mpi import init_mpi
-from fastreduce.transports import GlooTransport
+from fastreduce.transports import GlooTransport, ShmTransport
 
 from . import shapes
 
 # Relative to the norm of the average that mpi4py computes; 0 is bit for bit.
-TOLERANCES = {"fp16": 2.0**-10, "none": 0.0, "int8": 2.0**-5, "fp16 over gloo": 2.0**-10}
+TOLERANCES = {
+    "fp16": 2.0**-10,
+    "none": 0.0,
+    "int8": 2.0**-5,
+    "fp16 over gloo": 2.0**-10,
+    "fp16, shared memory": 2.0**-10,
+    "none, shared memory": 0.0,
+    "int8, shared memory": 2.0**-5,
+    "mpi4py Iallreduce per parameter": 0.0,
+}
 
 
 def contestants(gradients: list[Tensor], flat: Tensor) -> dict[str, Callable[[], Any]]:
     """Averages of the same gradients, in place: ours, of the separate tensors, and mpi4py's."""
     world, group = MPI.COMM_WORLD, dist.group.WORLD
     assert group is not None
-    gloo, whole, parts = GlooTransport(group), flat.numpy(), [gradient.numpy() for gradient in gradients]
+    gloo, shm = GlooTransport(group), ShmTransport(group)
+    whole, parts = flat.numpy(), [gradient.numpy() for gradient in gradients]
 
     def allreduce(*arrays: Any) -> None:
         for array in arrays:
             world.Allreduce(MPI.IN_PLACE, array, op=MPI.SUM)
+            array /= world.size
+
+    def iallreduce() -> None:
+        MPI.Request.Waitall([world.Iallreduce(MPI.IN_PLACE, array, op=MPI.SUM) for array in parts])
+        for array in parts:
             array /= world.size
 
     return {
@@ -44,8 +59,12 @@ def contestants(gradients: list[Tensor], flat: Tensor) -> dict[str, Callable[[],
         "none": lambda: all_reduce_gradients(gradients, "none"),
         "int8": lambda: all_reduce_gradients(gradients, "int8"),
         "fp16 over gloo": lambda: all_reduce_gradients(gradients, "fp16", transport=gloo),
+        "fp16, shared memory": lambda: all_reduce_gradients(gradients, "fp16", transport=shm),
+        "none, shared memory": lambda: all_reduce_gradients(gradients, "none", transport=shm),
+        "int8, shared memory": lambda: all_reduce_gradients(gradients, "int8", transport=shm),
         "mpi4py Allreduce": lambda: allreduce(whole),
         "mpi4py Allreduce per parameter": lambda: allreduce(*parts),
+        "mpi4py Iallreduce per parameter": iallreduce,
     }
 
 

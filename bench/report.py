@@ -102,10 +102,17 @@ def tables(results: Results) -> Iterator[Table]:
     mpi = Table("25 M gradients, 2 ranks", "ms", "fp16 / it", title="MPI")
     for name, row in results.get("test_mpi", {}).get("contestants", {}).items():
         mpi.add_row(name, f"{1e3 * row['median_s']:.1f}", _figure(row.get("ratio")))
+    shared = Table("", "contestant", "ms", "shared memory / it", title="Shared memory")
+    for name, info in results.items():
+        if name.startswith("test_shared"):
+            for contestant, row in info["contestants"].items():
+                ratio = row.get("overhead_ratio", row.get("ratio"))
+                shared.add_row(SHARED[name], contestant, f"{1e3 * row['median_s']:.2f}", _figure(ratio))
+            shared.add_section()
     reached = Table("goal", "", "measured", "", "", title="Goals")
     for goal in goals(results):
         add_goal(reached, goal)
-    for table in (kernels, steps, links, overheads, mpi, reached):
+    for table in (kernels, steps, links, overheads, mpi, shared, reached):
         if table.row_count:
             yield table
 
@@ -115,6 +122,15 @@ OVERHEADS = {
     "test_overhead[2]": "1,000, 2 ranks",
     "test_overhead_of_hooks": "1,000, world size 1, no_sync",
     "test_overhead_of_launches": "300 in 20 buckets, launches that do nothing",
+}
+SHARED = {
+    "test_shared_step[none]": "25 M parameters, 2 ranks: none / it",
+    "test_shared_step[fp16]": "25 M parameters, 2 ranks: fp16 / it",
+    "test_shared_crowded_step[none]": "6 M parameters, 4 ranks on 2 cores: none / it",
+    "test_shared_crowded_step[fp16]": "6 M parameters, 4 ranks on 2 cores: fp16 / it",
+    "test_shared_overhead": "1,000 parameters of 64, 2 ranks, what is added",
+    "test_shared_sum[100]": "all-reduce of 100 MB, 2 ranks",
+    "test_shared_sum[1]": "all-reduce of 1 MB, 2 ranks",
 }
 
 

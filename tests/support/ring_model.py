@@ -35,8 +35,8 @@ def generators(change: Callable[[str], str] = lambda source: source) -> dict[str
     for module in (flags, ring):
         for name, value in vars(module).items():
             if hasattr(value, "py_func") and value.py_func.__module__ == module.__name__:
-                tree = ast.parse(change(textwrap.dedent(inspect.getsource(value.py_func))))
-                found[name] = tree.body[0]
+                source = change(textwrap.dedent(inspect.getsource(value.py_func)))
+                found[name] = ast.parse(source).body[0]
     stepping = set(PRIMITIVES)
     while True:  # who calls what steps, steps
         more = {n for n, tree in found.items() if n not in stepping and _calls(tree) & stepping}

@@ -231,23 +231,30 @@ class BucketPipeline:
         mark(_START)
         if unused:
             self.used.index_fill_(0, self._on_device(unused), 0)
-        self.compress(grads)
-        if unused:
-            self.used.fill_(1)
+        with self._naming:
+            direct = self._reduce_in_place(grads, averaged)
+        if direct is None:
+            self.compress(grads)
+            if unused:
+                self.used.fill_(1)
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
         with self._naming:
-            work = self.reduce()
+            work = direct or self.reduce()
         mark(_STARTED)
-        return lambda: self._finish(work, averaged)
+        return lambda: self._finish(work, averaged, direct is not None)
 
-    def _finish(self, work: Work, averaged: Sequence[Tensor]) -> None:
+    def _finish(self, work: Work, averaged: Sequence[Tensor], direct: bool) -> None:
         mark = self._clock.mark
         mark(_RESUMED)
         with self._naming:
             work.wait()
         mark(_REDUCED)
-        self.decompress(averaged)
+        if direct:
+            self.used.fill_(1)  # the transport has read it until now
+            self.has_statistics, self.reduced = False, {}
+        else:
+            self.decompress(averaged)
         self.finite = self._verdict
         if self.kept is not None and self.finite is not None:
             self.kept.finite = self.finite
@@ -257,6 +264,16 @@ class BucketPipeline:
         """Positions as an index, for which the host does not wait."""
         host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
         return host.to(self.used.device, non_blocking=True)
+
+    def _reduce_in_place(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> Work | None:
+        """All three stages in one, where nothing is to be compressed and the transport takes tensors as they lie."""
+        plain = self._in_place and self._received is None and self._scale_after == 1
+        if not plain or self.statistics is not None or self.transport.world_size == 1 or not grads:
+            return None
+        if grads[0].dtype != self.bucket.dtype or averaged[0].dtype != self.bucket.dtype:
+            return None
+        tensors, into = [*grads, self.used], [*averaged, self.used_by_any]
+        return self.transport.all_reduce_slots(tensors, self.bucket.table, self._scale_before, into)
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""

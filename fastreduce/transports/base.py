@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from ..kernels.slots import SlotTable
 
 
 class Work(Protocol):
@@ -37,6 +40,22 @@ class Transport(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum a floating-point tensor over the ranks, in place and in its dtype."""
+
+    def all_reduce_slots(
+        self, tensors: Sequence[Tensor], slots: SlotTable, scale: float, into: Sequence[Tensor]
+    ) -> Work | None:
+        """`all_reduce` of the flat that tensors of one floating-point dtype make, each multiplied by `scale`.
+
+        The sums go into the tensors `into`, which may be the same. Who needs a flat for that returns None, on every
+        rank, and has done nothing.
+
+        Args:
+            tensors: dense, one for each slot.
+            slots: where each lies in the flat.
+            scale: by which they are multiplied, in FP64 for FP64, else in FP32.
+            into: of the same sizes.
+        """
+        return None
 
     @abstractmethod
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:

@@ -4,7 +4,7 @@
 touches a word that ranks share, or moves data. A rank is then an automaton: where it stands is where its generators
 stand, with their variables. All states that ranks can be in together are visited, once each.
 
-Moves of data are not steps of their own: they are made at once, and looked at then. Who writes into a slot must have
+Moves of data are not steps of their own: they are made at once, and looked at then. Who writes into a cell must have
 *loaded by itself* that every other rank has taken what was there; who reads, that its owner has sent or summed it. So
 what is shown does not rest on the order in which a processor makes stores visible: a load that acquires what was stored
 with release is all that is used. A move that comes later in truth finds words that are no smaller.
@@ -23,7 +23,7 @@ from fastreduce.transports.shm import elements, flags, ring, segments
 
 UNIT = elements.LINE  # bytes; parts of pieces are this long here
 SEGMENT, TENSORS = 1 << 20, 1 << 30  # apart: rank r's segment begins at (r + 1) · SEGMENT, its tensor behind TENSORS
-PRIMITIVES = {"load_acquire", "store_release", "_load_sleep", "_store_sleep", "_futex", "copy", "add"}
+PRIMITIVES = {"load_acquire", "store_release", "_load_sleep", "_store_sleep", "_futex", "copy", "add", "multiply"}
 NOTHING = {"_fence", "pause"}  # words are stored in order here
 
 Operation = tuple[Any, ...]
@@ -44,7 +44,7 @@ def generators(change: Callable[[str], str] = lambda source: source) -> dict[str
             break
         stepping |= more
     constants = {n: v for module in (segments, elements, flags, ring) for n, v in vars(module).items() if n.isupper()}
-    names: dict[str, Any] = {**constants, "_BLOCK": ring._BLOCK}
+    names: dict[str, Any] = dict(constants)
     for tree in found.values():
         tree.decorator_list = []  # type: ignore[attr-defined]
         changed = ast.fix_missing_locations(_Steps(stepping).visit(tree))
@@ -90,16 +90,16 @@ class Model:
     Args:
         calls: kind of each collective, and how many pieces it has.
         ranks: their number.
-        slots: of each ring.
+        cells: of each ring.
         change: what breaks the source.
     """
 
     def __init__(
-        self, calls: list[tuple[int, int]], ranks: int, slots: int, change: Callable[[str], str] = lambda s: s
+        self, calls: list[tuple[int, int]], ranks: int, cells: int, change: Callable[[str], str] = lambda s: s
     ) -> None:
-        self.ranks, self.slots, self.calls = ranks, slots, calls
+        self.ranks, self.cells, self.calls = ranks, cells, calls
         self._names = generators(change)
-        self._slot_bytes = UNIT * ranks
+        self._cell_bytes = UNIT * ranks
         self._bases = tuple((r + 1) * SEGMENT for r in range(ranks))
         self._locals: list[list[_Local]] = [[] for _ in range(ranks)]
         self._known: list[dict[Any, int]] = [{} for _ in range(ranks)]
@@ -108,10 +108,11 @@ class Model:
         first = 0
         for kind, pieces in self.calls:
             at, part = [0, 0, 0, -1], UNIT
-            whole = {ring.ALL_REDUCE: part * self.ranks, ring.ALL_TO_ALL: part}.get(kind, self._slot_bytes)
-            tensor = TENSORS * (rank + 1)
-            arguments = (kind, first, pieces, tensor, tensor + TENSORS // 2, pieces * whole, 0, at)
-            sizes = (self.slots, self._slot_bytes, 0, 0, 1)
+            whole = {ring.ALL_REDUCE: part * self.ranks, ring.ALL_TO_ALL: part}.get(kind, self._cell_bytes)
+            tensor, total = TENSORS * (rank + 1), pieces * whole
+            tensors = ((tensor,), (tensor + TENSORS // 4,), (0,), (total,), 1, tensor + TENSORS // 2)
+            arguments = (kind, first, pieces, tensors, total, 0, at)
+            sizes = (self.cells, self._cell_bytes, 0, 0, 1)
             status = yield from self._names["advance"](self._bases, rank, *sizes, *arguments)
             if status != ring.DONE:
                 raise WrongError(f"rank {rank} ends with status {status}")
@@ -144,7 +145,7 @@ class Model:
         """Visit every state; returns their number.
 
         Raises:
-            WrongError: if a rank touches a slot too early, or all that have not ended sleep.
+            WrongError: if a rank touches a cell too early, or all that have not ended sleep.
         """
         memory: dict[int, int] = {}
         start = (tuple(self._step(r, -1, None) for r in range(self.ranks)), (), frozenset[int]())
@@ -188,12 +189,12 @@ class Model:
             elif name == "_futex":
                 woken = arguments[1] // SEGMENT - 1
                 sleepers -= {woken}
-            elif name in ("copy", "add"):
+            elif name in ("copy", "add", "multiply"):
                 self._look(rank, local)
             number = self._step(rank, number, answer)
             name, *arguments = self._locals[rank][number].operation
             own = name == "load_acquire" and arguments[0] // SEGMENT == rank + 1
-            if not own and name not in ("copy", "add"):
+            if not own and name not in ("copy", "add", "multiply"):
                 return self._state(places, rank, number, memory, sleepers)
 
     def _state(self, places: Any, rank: int, number: int, memory: dict[int, int], sleepers: frozenset[int]) -> Any:
@@ -209,14 +210,14 @@ class Model:
         def has(owner: int, word: int, count: int) -> bool:
             return owner == rank or seen.get(self._bases[owner] + word, 0) >= count
 
-        for address in (to, *sources[: 1 if name == "copy" else 2]):
+        for address in (to, *sources[: 2 if name == "add" else 1]):
             owner = address // SEGMENT - 1
             if not 0 <= owner < self.ranks:
                 continue  # a tensor, which is this rank's
-            assert (address % SEGMENT - segments.DATA) // self._slot_bytes == piece % self.slots
+            assert (address % SEGMENT - segments.DATA) // self._cell_bytes == piece % self.cells
             if address == to and owner != rank:
                 raise WrongError(f"rank {rank} writes into the segment of rank {owner}")
-            if address == to and not all(has(r, segments.TAKEN, piece + 1 - self.slots) for r in range(self.ranks)):
+            if address == to and not all(has(r, segments.TAKEN, piece + 1 - self.cells) for r in range(self.ranks)):
                 raise WrongError(f"rank {rank} writes piece {piece} where another may read the one before")
             word = segments.SUMMED if stage == "_take" and kind == ring.ALL_REDUCE else segments.SENT
             if address != to and not has(owner, word, piece + 1):

@@ -9,7 +9,7 @@ from tests.support.ring_model import Model, WrongError
 
 
 @pytest.mark.parametrize(
-    ("ranks", "slots", "calls"),
+    ("ranks", "cells", "calls"),
     [
         (2, 1, [(ALL_REDUCE, 2)]),
         (2, 2, [(ALL_REDUCE, 3)]),
@@ -23,15 +23,15 @@ from tests.support.ring_model import Model, WrongError
     ],
 )
 def test_no_interleaving_reads_too_early_overwrites_or_sleeps_for_ever(
-    ranks: int, slots: int, calls: list[tuple[int, int]]
+    ranks: int, cells: int, calls: list[tuple[int, int]]
 ):
-    assert Model(calls, ranks, slots).run() > 1000
+    assert Model(calls, ranks, cells).run() > 1000
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "found"),
     [
-        ("first + number + 1 - slots", "first + number - slots", "where another may read"),
+        ("first + number + 1 - cells", "first + number - cells", "where another may read"),
         ("_have(bases, SUMMED if summed else SENT,", "_have(bases, SENT,", "before it is there"),
         ("number < at[0] and _have(bases, SENT, first + number + 1)", "number < at[0]", "status 3"),
         ("wake(futex, bases[other] + ASLEEP)", "pass", "sleeps for ever"),
@@ -41,7 +41,7 @@ def test_no_interleaving_reads_too_early_overwrites_or_sleeps_for_ever(
             "for ever",
         ),
     ],
-    ids=["a slot too few", "take unsummed", "sum unsent", "no wake", "no second look"],
+    ids=["a cell too few", "take unsummed", "sum unsent", "no wake", "no second look"],
 )
 def test_what_is_broken_is_found(good: str, bad: str, found: str):
     changed = []

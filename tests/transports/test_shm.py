@@ -27,8 +27,8 @@ from tests.support.models import assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool, message, run_ranks
 from tests.support.transport_cases import collect, expected
 
-PIECE = connection.GEOMETRY.slot_bytes
-RING = PIECE * connection.GEOMETRY.slots
+PIECE = connection.GEOMETRY.cell_bytes
+RING = PIECE * connection.GEOMETRY.cells
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

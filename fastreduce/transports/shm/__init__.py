@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ...environment import caches
 from ...errors import BackendUnavailableError, DeviceError
+from ...kernels.slots import SlotTable
 from ..base import Transport, Work
 from ..connections import Lease
 from .segments import FOLDER
@@ -74,6 +76,14 @@ class ShmTransport(Transport):
         """The sum in rank order, in place: each rank sums a part of every piece, small tensors whole."""
         self._check("all_reduce", tensor)
         return self._lease.connection.all_reduce(tensor)
+
+    def all_reduce_slots(
+        self, tensors: Sequence[Tensor], slots: SlotTable, scale: float, into: Sequence[Tensor]
+    ) -> Work | None:
+        """Straight from the tensors into the ring, and from there to where they belong: no flat."""
+        for tensor in (tensors[0], into[0]):
+            self._check("all_reduce", tensor)
+        return self._lease.connection.all_reduce_slots(tensors, slots, scale, into)
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Each rank copies what is for it out of the others' rings."""

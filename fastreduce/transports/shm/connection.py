@@ -10,15 +10,17 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, TransportError
+from ...kernels.slots import SlotTable
 from .. import messages
 from ..base import Work
 from ..connections import timeout_of
@@ -28,14 +30,18 @@ from . import ring
 from .flags import NUMBERS, wake
 from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host
 
-GEOMETRY = Geometry(slots=8, slot_bytes=256 << 10)
-CONTROL = Geometry(slots=2, slot_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
+GEOMETRY = Geometry(cells=8, cell_bytes=256 << 10)
+CONTROL = Geometry(cells=2, cell_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
 ONE_SHOT_BYTES = 32 << 10  # up to which every rank sums all of a tensor: ranks wait once, not twice
 SLICE_NANOSECONDS = 20_000_000  # of sleep, after which a rank looks up
 LOOK_SECONDS = 0.1  # of waiting, after which a rank looks whether others have ended
 SPINS = 60  # some microseconds; backward, or another rank, may want the core
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 GAVE_UP, ENDED = 1, 2  # what the word FAILED says: this rank waited in vain, or ended what was under way
+
+_NOWHERE = np.zeros(1, np.int64)
+Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], float]
+Arguments = tuple[int, Places, int, int]  # kind, tensors without scratch, bytes, dtype: those of `ring.advance`
 
 
 class Collective:
@@ -45,9 +51,9 @@ class Collective:
         self,
         connection: Connection,
         operation: str,
-        arguments: tuple[int, ...],
+        arguments: Arguments,
         pieces: int,
-        keep: list[Tensor],
+        keep: Sequence[Tensor],
         after: Callable[[], object] | None,
     ) -> None:
         self.operation, self.arguments, self.pieces = operation, arguments, pieces
@@ -91,6 +97,7 @@ class Connection:
         except TransportError as error:  # the store's
             raise self._fail("connecting", f"{error}. {_no_word([])}") from error
         self._bases = np.array([segment.address for segment in self._segments], np.int64)
+        self._scratch = np.empty(ring.BLOCK // 8)
         self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
         # Ranks that share cores do not spin: who is waited for may need this one's.
         self._spins = SPINS if len(os.sched_getaffinity(0)) >= self.size else 0
@@ -156,23 +163,34 @@ class Connection:
             rows = tensor.new_empty(self.size, tensor.numel())
             rows[self.rank] = tensor.view(-1)
             return self.all_gather(rows, "all_reduce", lambda: tensor.copy_(_sum(rows).view_as(tensor)))
-        nbytes, kind, piece = tensor.nbytes, ring.ONE_SHOT, self._geometry.slot_bytes
+        whole = SlotTable(_NOWHERE, np.array([tensor.numel()]), tensor.numel())
+        return self.all_reduce_slots([tensor], whole, 1.0, [tensor])
+
+    def all_reduce_slots(
+        self, tensors: Sequence[Tensor], slots: SlotTable, scale: float, into: Sequence[Tensor]
+    ) -> Work:
+        """The sum in rank order of the flats that tensors of one dtype make, each scaled, to where it belongs."""
+        dtype = tensors[0].dtype
+        nbytes, kind, piece = slots.total * dtype.itemsize, ring.ONE_SHOT, self._geometry.cell_bytes
         if nbytes * (self.size - 1) > ONE_SHOT_BYTES:
             kind, piece = ring.ALL_REDUCE, self._part * self.size
-        arguments = (kind, tensor.data_ptr(), 0, nbytes, DTYPES[tensor.dtype])
-        return self._start("all_reduce", arguments, piece, [tensor])
+        places = (slots.offsets * dtype.itemsize, slots.numels * dtype.itemsize, scale)
+        arguments = (kind, (_addresses(tensors), _addresses(into), *places), nbytes, DTYPES[dtype])
+        return self._start("all_reduce", arguments, piece, [*tensors, *into])
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Row r of `received` from rank r's own shard of bytes."""
-        arguments = (ring.ALL_TO_ALL, wire.data_ptr(), received.data_ptr(), wire.nbytes // self.size, 0)
+        places = (_addresses([wire]), _addresses([received]), _NOWHERE, _NOWHERE, 1.0)
+        arguments = (ring.ALL_TO_ALL, places, wire.nbytes // self.size, 0)
         return self._start("all_to_all", arguments, self._part, [received, wire])
 
     def all_gather(
         self, wire: Tensor, operation: str = "all_gather", after: Callable[[], object] | None = None
     ) -> Work:
         """Shard r of `wire` from rank r, in place, as bytes; then call `after`."""
-        arguments = (ring.ALL_GATHER, wire.data_ptr(), 0, wire.nbytes // self.size, 0)
-        return self._start(operation, arguments, self._geometry.slot_bytes, [wire], after)
+        places = (_addresses([wire]), _addresses([wire]), _NOWHERE, _NOWHERE, 1.0)
+        arguments = (ring.ALL_GATHER, places, wire.nbytes // self.size, 0)
+        return self._start(operation, arguments, self._geometry.cell_bytes, [wire], after)
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
@@ -187,17 +205,17 @@ class Connection:
 
     @property
     def _part(self) -> int:
-        return int(ring.part_bytes(self._geometry.slot_bytes, self.size))
+        return int(ring.part_bytes(self._geometry.cell_bytes, self.size))
 
     def _start(
         self,
         operation: str,
-        arguments: tuple[int, ...],
+        arguments: Arguments,
         piece: int,
-        keep: list[Tensor],
+        keep: Sequence[Tensor],
         after: Callable[[], object] | None = None,
     ) -> Collective:
-        work = Collective(self, operation, arguments, -(-arguments[3] // piece), keep, after)
+        work = Collective(self, operation, arguments, -(-arguments[2] // piece), keep, after)
         with self._lock:
             work.first = self._pieces
             self._pieces += work.pieces
@@ -243,6 +261,7 @@ class Connection:
         """Whether it is done."""
         if self.failed:
             raise self._error(work.operation)
+        kind, places, *sizes = work.arguments
         status = ring.advance(
             self._bases,
             self.rank,
@@ -250,10 +269,11 @@ class Connection:
             self._futex,
             self._spins,
             self._limit.ctypes.data if patient else 0,
-            work.arguments[0],
+            kind,
             work.first,
             work.pieces,
-            *work.arguments[1:],
+            (*places, self._scratch.ctypes.data),
+            *sizes,
             work.at,
         )
         if status == ring.DONE:
@@ -313,6 +333,10 @@ class Connection:
     def abort(self) -> None:
         """End what is under way, here and on the peers."""
         self._fail("abort", "It was ended here.", ENDED)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
 def _sum(rows: Tensor) -> Tensor:

@@ -70,13 +70,9 @@ def _adder(nbytes: int) -> Any:
 
     @intrinsic
     def add(_typing: Any, to: types.Type, first: types.Type, second: types.Type, tag: types.Type) -> Emitted:
-        scalar, size = _MEMORY[tag]
-
         def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            vector = ir.VectorType(scalar, max(1, nbytes // size))
-            pointers = [builder.inttoptr(address, ir.PointerType(vector)) for address in args[:3]]
-            terms = [_widen(builder, builder.load(p, align=1, typ=vector), tag) for p in pointers[1:]]
-            builder.store(_narrow(builder, builder.fadd(*terms), tag), pointers[0], align=1)
+            first, second = (_load(builder, address, tag, nbytes) for address in args[1:3])
+            _store(builder, builder.fadd(first, second), args[0], tag)
             return target.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64, tag), emit
@@ -84,7 +80,37 @@ def _adder(nbytes: int) -> Any:
     return add
 
 
+def _multiplier(nbytes: int) -> Any:
+    """The same of products with one number."""
+
+    @intrinsic
+    def multiply(_typing: Any, to: types.Type, source: types.Type, factor: types.Type, tag: types.Type) -> Emitted:
+        def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            value = _load(builder, args[1], tag, nbytes)
+            factors, lanes = ir.Constant(value.type, ir.Undefined), value.type.count
+            for lane in range(lanes):
+                factors = builder.insert_element(factors, args[2], _I32(lane))
+            _store(builder, builder.fmul(value, factors), args[0], tag)
+            return target.get_dummy_value()
+
+        return types.void(types.int64, types.int64, factor, tag), emit
+
+    return multiply
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, tag: types.Type, nbytes: int) -> ir.Value:
+    scalar, size = _MEMORY[tag]
+    vector = ir.VectorType(scalar, max(1, nbytes // size))
+    return _widen(builder, builder.load(builder.inttoptr(address, ir.PointerType(vector)), align=1, typ=vector), tag)
+
+
+def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, tag: types.Type) -> None:
+    value = _narrow(builder, value, tag)
+    builder.store(value, builder.inttoptr(address, ir.PointerType(value.type)), align=1)
+
+
 _add_line, _add_element = _adder(LINE), _adder(0)
+_multiply_line, _multiply_element = _multiplier(LINE), _multiplier(0)
 
 
 @intrinsic
@@ -114,3 +140,27 @@ def add(to, first, second, count, dtype):
         _add_as(to, first, second, count, _FP16)
     else:
         _add_as(to, first, second, count, _BF16)
+
+
+@compiled
+def _multiply_as(to, source, count, factor, tag):
+    done = np.int64(0)
+    while done + LINE <= count:
+        _multiply_line(to + done, source + done, factor, tag)
+        done += LINE
+    while done < count:
+        _multiply_element(to + done, source + done, factor, tag)
+        done += _size_of(tag)
+
+
+@compiled
+def multiply(to, source, count, factor, dtype):
+    """A run of `count` bytes times an FP64 number: in FP64 for FP64, else in FP32, rounded once to their dtype."""
+    if dtype == 0:
+        _multiply_as(to, source, count, np.float32(factor), _FP32)
+    elif dtype == 1:
+        _multiply_as(to, source, count, factor, _FP64)
+    elif dtype == 2:
+        _multiply_as(to, source, count, np.float32(factor), _FP16)
+    else:
+        _multiply_as(to, source, count, np.float32(factor), _BF16)

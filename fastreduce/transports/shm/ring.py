@@ -1,9 +1,9 @@
 """Collectives over rings in shared memory, piece by piece, as one compiled function that can be called again.
 
-Each rank owns a segment: a header of words that it alone writes, and a ring of slots. A collective is cut into pieces
-that fit a slot, numbered on from the collective before, and every rank goes through three stages with each piece:
+Each rank owns a segment: a header of words that it alone writes, and a ring of cells. A collective is cut into pieces
+that fit a cell, numbered on from the collective before, and every rank goes through three stages with each piece:
 
-    send   copy what others are to read into the own slot         needs: every rank has taken what the slot held before
+    send   copy what others are to read into the own cell         needs: every rank has taken what the cell held before
     sum    (all-reduce) the own part of everybody's piece         needs: every rank has sent the piece
     take   copy what others hold for this rank                    needs: every rank has sent it, or summed it
 
@@ -13,7 +13,7 @@ it is still in the cache, and later ones are sent only where a rank would wait e
 
 from __future__ import annotations
 
-from .elements import LINE, add, copy
+from .elements import LINE, add, copy, multiply
 from .flags import compiled, fall_asleep, load_acquire, pause, sleep, stay_awake, store_release, wake
 from .segments import ASLEEP, BEAT, DATA, FAILED, SENT, SUMMED, TAG_BYTES, TAGS, TAKEN
 
@@ -22,7 +22,7 @@ ALL_REDUCE, ONE_SHOT, ALL_TO_ALL, ALL_GATHER = 1, 2, 3, 4
 # What `advance` returns.
 DONE, BLOCKED, FAILED_RANK, OTHER_CALL = 0, 1, 2, 3
 
-_BLOCK = 4096  # bytes that are summed while they lie in L1
+BLOCK = 4096  # bytes that are summed while they lie in L1
 
 
 @compiled
@@ -36,76 +36,119 @@ def _part(number, total, part, ranks, index):
 
 
 @compiled
-def part_bytes(slot_bytes, ranks):
+def part_bytes(cell_bytes, ranks):
     """The largest part of a piece that each of `ranks` ranks can have."""
-    return slot_bytes // ranks // LINE * LINE
+    return cell_bytes // ranks // LINE * LINE
 
 
 @compiled
-def _sum_parts(bases, rank, slot, offset, own, length, to, dtype):
-    """Everybody's part in the order of ranks into `to`; the own one is at `own`, others' at `offset` of their slots."""
-    for start in range(0, length, _BLOCK):
-        count = min(_BLOCK, length - start)
-        total = to + start
-        first = (own if rank == 0 else bases[0] + slot + offset) + start
-        for other in range(1, len(bases)):
-            term = (own if rank == other else bases[other] + slot + offset) + start
-            add(total, first, term, count, dtype)
-            first = total
+def _slot_at(offsets, place):
+    """The last slot that begins at a place of the flat, or before it."""
+    low, high = 0, len(offsets)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if offsets[middle] <= place:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @compiled
-def _send(bases, rank, slot, kind, number, source, target, total, slot_bytes, part):
+def _flatten(to, tensors, offsets, lengths, start, count, scale, dtype):
+    """Some bytes of the flat that tensors make, scaled; what lies between slots is left as it is."""
+    end, slot = start + count, _slot_at(offsets, start)
+    while slot < len(offsets) and offsets[slot] < end:
+        low, high = max(start, offsets[slot]), min(end, offsets[slot] + lengths[slot])
+        if low < high and scale == 1:
+            copy(to + low - start, tensors[slot] + low - offsets[slot], high - low)
+        elif low < high:
+            multiply(to + low - start, tensors[slot] + low - offsets[slot], high - low, scale, dtype)
+        slot += 1
+
+
+@compiled
+def _unflatten(source, tensors, offsets, lengths, start, count):
+    """Some bytes of a flat, to where they belong."""
+    end, slot = start + count, _slot_at(offsets, start)
+    while slot < len(offsets) and offsets[slot] < end:
+        low, high = max(start, offsets[slot]), min(end, offsets[slot] + lengths[slot])
+        if low < high:
+            copy(tensors[slot] + low - offsets[slot], source + low - start, high - low)
+        slot += 1
+
+
+@compiled
+def _add_up(bases, rank, at, own, count, to, dtype):
+    """Everybody's bytes in the order of ranks; the own ones are at `own`, others' at `at` of their segments."""
+    first = own if rank == 0 else bases[0] + at
+    for other in range(1, len(bases)):
+        add(to, first, own if rank == other else bases[other] + at, count, dtype)
+        first = to
+
+
+@compiled
+def _send(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dtype):
+    sources, targets, offsets, lengths, scale, _ = tensors
     ranks = len(bases)
-    to = bases[rank] + slot
+    to = bases[rank] + cell
     if kind == ALL_TO_ALL:
         start = number * part
         count = min(part, total - start)
         for other in range(ranks):
-            shard = source + other * total + start
-            copy(target + other * total + start if other == rank else to + other * part, shard, count)
+            shard = sources[0] + other * total + start
+            copy(targets[0] + other * total + start if other == rank else to + other * part, shard, count)
     elif kind == ALL_REDUCE:
         for other in range(ranks):
             if other != rank:
                 start, count = _part(number, total, part, ranks, other)
-                copy(to + other * part, source + start, count)
+                _flatten(to + other * part, sources, offsets, lengths, start, count, scale, dtype)
     else:  # everything, to everybody
-        shard = source + rank * total if kind == ALL_GATHER else source
-        start = number * slot_bytes
-        copy(to, shard + start, min(slot_bytes, total - start))
+        start = number * cell_bytes
+        count = min(cell_bytes, total - start)
+        if kind == ALL_GATHER:
+            copy(to, sources[0] + rank * total + start, count)
+        else:
+            _flatten(to, sources, offsets, lengths, start, count, scale, dtype)
 
 
 @compiled
-def _sum(bases, rank, slot, number, source, total, part, dtype):
-    ranks = len(bases)
-    start, count = _part(number, total, part, ranks, rank)
-    to = bases[rank] + slot + rank * part
-    _sum_parts(bases, rank, slot, rank * part, source + start, count, to, dtype)
-    copy(source + start, to, count)
+def _sum(bases, rank, cell, number, tensors, total, part, dtype):
+    sources, targets, offsets, lengths, scale, scratch = tensors
+    first, length = _part(number, total, part, len(bases), rank)
+    at = cell + rank * part
+    for start in range(0, length, BLOCK):
+        count = min(BLOCK, length - start)
+        _flatten(scratch, sources, offsets, lengths, first + start, count, scale, dtype)
+        _add_up(bases, rank, at + start, scratch, count, bases[rank] + at + start, dtype)
+        _unflatten(bases[rank] + at + start, targets, offsets, lengths, first + start, count)
 
 
 @compiled
-def _take(bases, rank, slot, kind, number, source, target, total, slot_bytes, part, dtype):
+def _take(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dtype):
+    _, targets, offsets, lengths, _, scratch = tensors
     ranks = len(bases)
     if kind == ONE_SHOT:
-        start = number * slot_bytes
-        count = min(slot_bytes, total - start)
-        own = bases[rank] + slot
-        _sum_parts(bases, rank, slot, 0, own, count, source + start, dtype)
+        first = number * cell_bytes
+        length = min(cell_bytes, total - first)
+        for start in range(0, length, BLOCK):
+            count = min(BLOCK, length - start)
+            _add_up(bases, rank, cell + start, bases[rank] + cell + start, count, scratch, dtype)
+            _unflatten(scratch, targets, offsets, lengths, first + start, count)
         return
     for other in range(ranks):
         if other == rank:
             continue
-        slot_of = bases[other] + slot
+        source = bases[other] + cell
         if kind == ALL_TO_ALL:
             start = number * part
-            copy(target + other * total + start, slot_of + rank * part, min(part, total - start))
+            copy(targets[0] + other * total + start, source + rank * part, min(part, total - start))
         elif kind == ALL_GATHER:
-            start = number * slot_bytes
-            copy(source + other * total + start, slot_of, min(slot_bytes, total - start))
+            start = number * cell_bytes
+            copy(targets[0] + other * total + start, source, min(cell_bytes, total - start))
         else:
             start, count = _part(number, total, part, ranks, other)
-            copy(source + start, slot_of + other * part, count)
+            _unflatten(source + other * part, targets, offsets, lengths, start, count)
 
 
 @compiled
@@ -137,65 +180,65 @@ def _another_call(bases, tag, kind, total, dtype):
 
 
 @compiled
-def advance(bases, rank, slots, slot_bytes, futex, spins, limit, kind, first, pieces, source, target, total, dtype, at):
+def advance(bases, rank, cells, cell_bytes, futex, spins, limit, kind, first, pieces, tensors, total, dtype, at):
     """Bring a collective forward until it is done, or as far as it goes.
 
     Args:
         bases: address of each rank's segment.
         rank: this one.
-        slots: of each ring.
-        slot_bytes: of each slot.
+        cells: of each ring.
+        cell_bytes: of each cell.
         futex: the number of futex(2).
         spins: how often to look before it sleeps.
         limit: address of a timespec, for which it sleeps at most; 0 means that it does not wait.
         kind: of the collective.
         first: the number of its first piece.
         pieces: their number.
-        source: address of the tensor, or of the wire.
-        target: address of what an all-to-all receives.
-        total: bytes of the tensor, or of a shard of the wire.
+        tensors: addresses of what is read and of what is written, where each begins in the flat that is summed and how
+            long it is there, in bytes, by what they are multiplied first, and the address of `BLOCK` bytes of scratch.
+        total: bytes of the flat, or of a shard of the wire.
         dtype: its number, for `add`.
         at: how many pieces have been sent, summed and taken, and the rank that came with another call.
     """
-    part = part_bytes(slot_bytes, len(bases))
+    part = part_bytes(cell_bytes, len(bases))
     summed = kind == ALL_REDUCE
     idle, asleep, slept = 0, False, 0
     word = bases[rank] + ASLEEP
     while True:
         moved = False
         number = at[2]
-        slot = (first + number) % slots
+        cell = (first + number) % cells
         if number == pieces:
             return DONE
         if number < at[1 if summed else 0] and _have(bases, SUMMED if summed else SENT, first + number + 1):
             if not summed:
-                at[3] = _another_call(bases, TAGS + slot * TAG_BYTES, kind, total, dtype)
+                at[3] = _another_call(bases, TAGS + cell * TAG_BYTES, kind, total, dtype)
                 if at[3] >= 0:
                     return OTHER_CALL
-            place = DATA + slot * slot_bytes
-            _take(bases, rank, place, kind, number, source, target, total, slot_bytes, part, dtype)
+            place = DATA + cell * cell_bytes
+            _take(bases, rank, place, kind, number, tensors, total, cell_bytes, part, dtype)
             at[2] = number + 1
             _tell(futex, bases, rank, TAKEN, first + number + 1)
             moved = True
         number = at[1]
-        slot = (first + number) % slots
+        cell = (first + number) % cells
         if summed and number < at[0] and _have(bases, SENT, first + number + 1):
-            at[3] = _another_call(bases, TAGS + slot * TAG_BYTES, kind, total, dtype)
+            at[3] = _another_call(bases, TAGS + cell * TAG_BYTES, kind, total, dtype)
             if at[3] >= 0:
                 return OTHER_CALL
-            _sum(bases, rank, DATA + slot * slot_bytes, number, source, total, part, dtype)
+            _sum(bases, rank, DATA + cell * cell_bytes, number, tensors, total, part, dtype)
             at[1] = number + 1
             _tell(futex, bases, rank, SUMMED, first + number + 1)
             moved = True
         number = at[0]
-        slot = (first + number) % slots
-        if not moved and number < pieces and _have(bases, TAKEN, first + number + 1 - slots):
-            tag = bases[rank] + TAGS + slot * TAG_BYTES
+        cell = (first + number) % cells
+        if not moved and number < pieces and _have(bases, TAKEN, first + number + 1 - cells):
+            tag = bases[rank] + TAGS + cell * TAG_BYTES
             store_release(tag, kind)
             store_release(tag + 8, total)
             store_release(tag + 16, dtype)
-            place = DATA + slot * slot_bytes
-            _send(bases, rank, place, kind, number, source, target, total, slot_bytes, part)
+            place = DATA + cell * cell_bytes
+            _send(bases, rank, place, kind, number, tensors, total, cell_bytes, part, dtype)
             at[0] = number + 1
             _tell(futex, bases, rank, SENT, first + number + 1)
             moved = True

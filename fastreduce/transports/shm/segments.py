@@ -25,24 +25,24 @@ PREFIX = "fastreduce-"
 
 # Where words lie in the header, each on two lines of its own: processors fetch lines in pairs.
 MAGIC, SENT, SUMMED, TAKEN, BEAT, FAILED, ASLEEP, TAGS = 0, 128, 256, 384, 512, 640, 768, 1024
-TAG_BYTES = 64  # of what a slot's piece belongs to: kind, bytes, dtype
+TAG_BYTES = 64  # of what the piece in a cell belongs to: kind, bytes, dtype
 DATA = 4096
-MOST_SLOTS = (DATA - TAGS) // TAG_BYTES
+MOST_CELLS = (DATA - TAGS) // TAG_BYTES
 VERSION = 1
 _WORD = struct.Struct("=q")
-_HEADER = struct.Struct("=8s5q")  # name, version, rank, ranks, slots, bytes of a slot
+_HEADER = struct.Struct("=8s5q")  # name, version, rank, ranks, cells, bytes of a cell
 
 
 class Geometry(NamedTuple):
     """The sizes of a ring; ranks of one version have the same."""
 
-    slots: int
-    slot_bytes: int
+    cells: int
+    cell_bytes: int
 
     @property
     def nbytes(self) -> int:
         """Of a segment."""
-        return DATA + self.slots * self.slot_bytes
+        return DATA + self.cells * self.cell_bytes
 
 
 class CannotShareError(Exception):

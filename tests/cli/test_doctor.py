@@ -184,6 +184,21 @@ def test_what_is_not_installed_says_so_with_the_command(monkeypatch: pytest.Monk
     assert choices.transport_rows(CPU)[1] == Row("mpi", "mpi4py is not installed", MISSING, found["mpi4py"].help)
 
 
+def test_shared_memory_is_chosen_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    def rows() -> dict[str, Row]:
+        return {r.name: r for r in choices.transport_rows(CPU)}
+
+    monkeypatch.delenv("FASTREDUCE_TRANSPORT", raising=False)
+    assert rows()["shm"] == Row("shm", "can run, for ranks of one host: FASTREDUCE_TRANSPORT=shm")
+    monkeypatch.setenv("FASTREDUCE_TRANSPORT", "shm")
+    assert rows()["chosen"] == Row("chosen", "shm")
+    monkeypatch.setattr(choices, "why_no_shm", lambda: "no room")
+    assert rows()["chosen"] == Row("chosen", "none: no room", FAILED, "unset FASTREDUCE_TRANSPORT")
+    assert rows()["shm"] == Row("shm", "no room", MISSING)
+    monkeypatch.setenv("FASTREDUCE_TRANSPORT", "tcp")
+    assert rows()["chosen"].state == FAILED and "allowed: gloo, shm, nccl" in rows()["chosen"].value
+
+
 def _no_package(name: str) -> str:
     raise PackageNotFoundError(name)
 

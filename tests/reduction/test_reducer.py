@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fastreduce import ReducerError, TransportError
 from fastreduce.reduction.gradients import Collected
 from fastreduce.reduction.pipeline import BucketPipeline
-from fastreduce.transports import GlooTransport, LocalTransport, Transport, Work
+from fastreduce.transports import GlooTransport, LocalTransport, ShmTransport, Transport, Work
 from tests.support import tolerances
 from tests.support.each_setting import EACH_SETTING
 from tests.support.models import (
@@ -52,23 +52,39 @@ def train_by_hand(transport: Transport, make: Callable[[], nn.Module], setting: 
     return seen
 
 
-def _by_hand_over_gloo(rank: int, world_size: int, setting: str) -> list[Grads]:
-    return train_by_hand(GlooTransport(torch.distributed.group.WORLD), mlp, setting)  # type: ignore[arg-type]
+OVER = {"gloo": GlooTransport, "shm": ShmTransport}
 
 
+def _by_hand(rank: int, world_size: int, over: str, model: str, setting: str) -> list[Grads]:
+    transport = OVER[over](torch.distributed.group.WORLD)
+    return train_by_hand(transport, {"mlp": mlp, "mixed dtypes": MixedDtypes}[model], setting)
+
+
+@pytest.mark.parametrize("over", list(OVER))
 @pytest.mark.parametrize("setting", TWO_SHOT)
-def test_two_shot_results_do_not_depend_on_the_transport(ranks3: RankPool, setting: str):
-    over_gloo = ranks3.run(_by_hand_over_gloo, setting)
+def test_two_shot_results_do_not_depend_on_the_transport(ranks3: RankPool, setting: str, over: str):
+    over_processes = ranks3.run(_by_hand, over, "mlp", setting)
     in_process = in_threads(3, lambda rank, transport: train_by_hand(transport, mlp, setting))
     for rank in range(3):
-        assert_same_bits(over_gloo[rank], in_process[0], f"{setting}: rank {rank} over gloo against threads")
+        assert_same_bits(over_processes[rank], in_process[0], f"{setting}: rank {rank} over {over} against threads")
         assert_same_bits(in_process[rank], in_process[0], f"{setting}: thread {rank} against thread 0")
 
 
+@pytest.mark.parametrize("over", list(OVER))
 @pytest.mark.parametrize("setting", ["none", "fp16:accumulate=wire", "bf16:accumulate=wire"])
-def test_two_ranks_do_not_depend_on_the_transport_under_any_setting(ranks2: RankPool, setting: str):
-    over_gloo = ranks2.run(_by_hand_over_gloo, setting)
-    assert_same_bits(over_gloo, in_threads(2, lambda _, transport: train_by_hand(transport, mlp, setting)), setting)
+def test_two_ranks_do_not_depend_on_the_transport_under_any_setting(ranks2: RankPool, setting: str, over: str):
+    over_processes = ranks2.run(_by_hand, over, "mlp", setting)
+    assert_same_bits(
+        over_processes, in_threads(2, lambda _, transport: train_by_hand(transport, mlp, setting)), setting
+    )
+
+
+@pytest.mark.parametrize("setting", ["none", "fp16:accumulate=wire", "bf16:accumulate=wire"])
+def test_three_ranks_sum_in_their_order_in_shared_memory_as_in_one_process(ranks3: RankPool, setting: str):
+    """Gradients of four dtypes, each multiplied by a third."""
+    over_processes = ranks3.run(_by_hand, "shm", "mixed dtypes", setting)
+    in_process = in_threads(3, lambda _, transport: train_by_hand(transport, MixedDtypes, setting))
+    assert_same_bits(over_processes, in_process, setting)
 
 
 @pytest.mark.parametrize("world_size", [4, 5, 8])

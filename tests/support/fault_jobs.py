@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,15 @@ def main() -> None:
     late = False
     if wrapper == "ours" and end.chosen and stage == "collective":
         transport = ddp._transport
-        started = transport.all_gather if setting != "none" else transport.all_reduce
 
-        def in_a_collective(wire: Any) -> Any:
-            work = started(wire)
-            if late:
+        def in_a_collective(started: Callable[..., Any], *arguments: Any) -> Any:
+            work = started(*arguments)
+            if late and work is not None:
                 end("collective")
             return work
 
-        setattr(transport, started.__name__, in_a_collective)
+        for name in ("all_gather",) if setting != "none" else ("all_reduce", "all_reduce_slots"):
+            setattr(transport, name, partial(in_a_collective, getattr(transport, name)))
     for step in range(STEPS):
         late = step >= 3
         if step == 3 and rank == 0:

@@ -266,9 +266,14 @@ class BucketPipeline:
         return host.to(self.used.device, non_blocking=True)
 
     def _reduce_in_place(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> Work | None:
-        """All three stages in one, where nothing is to be compressed and the transport takes tensors as they lie."""
+        """All three stages in one, where nothing is to be compressed and the transport takes tensors as they lie.
+
+        Ranks need not agree on that: the collective is the same as that of a flat.
+        """
         plain = self._in_place and self._received is None and self._scale_after == 1
-        if not plain or self.statistics is not None or self.transport.world_size == 1 or not grads:
+        if not plain or self.transport.world_size == 1 or not grads:
+            return None
+        if self.statistics is not None or self.remainder is not None:
             return None
         if grads[0].dtype != self.bucket.dtype or averaged[0].dtype != self.bucket.dtype:
             return None

@@ -323,6 +323,7 @@ def _asked(rank: int, world_size: int) -> list[str]:
         data = model._get_ddp_logging_data()
         return f"{model.reducer.transport.name} {data['transport']}"
 
+    os.environ.pop("FASTREDUCE_TRANSPORT", None)
     found = [name(transport="shm"), name(), name(transport="gloo")]
     os.environ["FASTREDUCE_TRANSPORT"] = "shm"
     found += [name(), name(transport="gloo")]

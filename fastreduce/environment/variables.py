@@ -49,7 +49,7 @@ VARIABLES = {
     ),
     "FASTREDUCE_TRANSPORT": Variable(
         "gloo, shm, nccl; unset: by device and launcher",
-        "what moves gradients of the devices that it knows, where no transport= says otherwise",
+        "what moves gradients, where no transport= says otherwise",
     ),
 }
 # What `fastreduce launch` tells its ranks, which take it out of their environment before the script runs.

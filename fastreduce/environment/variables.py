@@ -45,7 +45,7 @@ VARIABLES = {
     ),
     "FASTREDUCE_SEED": Variable(
         "a whole number below 2^32; unset: nothing is seeded",
-        "fastreduce run seeds Python, NumPy and torch with it before the script; fastreduce compare sets it",
+        "what fastreduce run seeds Python, NumPy and torch with, before the script",
     ),
     "FASTREDUCE_TRANSPORT": Variable(
         "gloo, shm, nccl; unset: by device and launcher",

@@ -163,3 +163,23 @@ def _by_environment(rank: int, world_size: int) -> list[str]:
 
 def test_a_warm_up_comes_by_the_environment_and_the_log_data_say_what_is_in_force(ranks2: RankPool):
     assert ranks2.run(_by_environment) == [["none", "none", "int8", "int8"]] * 2
+
+
+def _switched_over(rank: int, world_size: int, transport: str) -> list[Grads]:
+    torch.manual_seed(0)
+    ddp = wrap("ours", mlp(), compression="int8:error_feedback", transport=transport, bucket_cap_mb=0.002)
+    optimizer, found = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+    for step, setting in enumerate(["", "", "none", "", "fp16", "int4:error_feedback", "", "none", ""]):
+        if setting:
+            ddp.set_compression(setting)
+        found.append(_backward(ddp, rank, step, None, False, clips=step % 3 == 2))
+        optimizer.step()
+    return found
+
+
+def test_switching_over_shared_memory_gives_the_bits_of_gloo(ranks2: RankPool):
+    """Under `none` gradients go straight into the rings there, but for what an earlier setting has left."""
+    for rank, (shm, gloo) in enumerate(
+        zip(*(ranks2.run(_switched_over, name) for name in ("shm", "gloo")), strict=True)
+    ):
+        assert_same_bits(shm, gloo, f"rank {rank}")

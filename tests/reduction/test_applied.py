@@ -14,7 +14,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -29,6 +29,7 @@ from tests.support.histories import (
     Training,
     check_law,
     gradient,
+    of_trainings,
     train,
 )
 from tests.support.models import assert_same_bits
@@ -67,14 +68,7 @@ SETUPS = st.builds(
 
 
 def hunt(ranks: RankPool, examples: int) -> None:
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],  # every example takes a whole training: to shrink one takes minutes
-        suppress_health_check=list(HealthCheck),
-    )
+    @of_trainings(examples)
     @given(SETUPS, st.lists(steps(ranks.world_size), min_size=1, max_size=12))
     def search(setup: Setup, history: list[Step]) -> None:
         check_law(setup, ranks.run(train, setup, history))

@@ -11,12 +11,12 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
 from fastreduce import GradientReducer
 from tests.reduction.test_applied import FEW, SETUPS, steps
 from tests.reduction.test_saved_residuals import reducers_of, states_of
-from tests.support.histories import NAMES, Setup, Step, check_law, train
+from tests.support.histories import NAMES, Setup, Step, check_law, of_trainings, train
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 
@@ -44,14 +44,7 @@ def switching_steps(world_size: int) -> st.SearchStrategy[Step]:
 
 
 def hunt(ranks: RankPool, examples: int) -> None:
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],  # every example takes a whole training: to shrink one takes minutes
-        suppress_health_check=list(HealthCheck),
-    )
+    @of_trainings(examples)
     @given(SETUPS, st.lists(switching_steps(ranks.world_size), min_size=2, max_size=12))
     def search(setup: Setup, history: list[Step]) -> None:
         setup = dataclasses.replace(setup, way="ddp")

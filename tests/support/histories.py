@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -17,6 +18,18 @@ from tests.support import tolerances
 
 SIZES = (300, 7, 130)
 NAMES = ("a", "b", "c")
+
+
+def of_trainings(examples: int) -> settings:
+    """So many random histories, the same in every run."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],  # every example takes a whole training: to shrink one takes minutes
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -122,7 +122,7 @@ def _draw_losses(axes: Axes, qualities: Sequence[Quality]) -> None:
     _tidy(axes, "both")
 
 
-def _tidy(axes: Axes, grid: str) -> None:
-    axes.grid(axis=grid, alpha=0.3)  # type: ignore[arg-type]
+def _tidy(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
+    axes.grid(axis=grid, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

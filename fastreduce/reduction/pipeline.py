@@ -256,8 +256,8 @@ class BucketPipeline:
         else:
             self.decompress(averaged)
         self.finite = self._verdict
-        if self.kept is not None and self.finite is not None:
-            self.kept.finite = self.finite
+        if self.kept is not None:  # where nothing tells, the verdict of an earlier step is over
+            self.kept.finite = torch.ones_like(self.kept.finite) if self.finite is None else self.finite
         mark(_END)
 
     def _on_device(self, positions: Sequence[int]) -> Tensor:

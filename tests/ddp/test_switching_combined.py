@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastreduce import TransportError
@@ -183,3 +184,26 @@ def test_switching_over_shared_memory_gives_the_bits_of_gloo(ranks2: RankPool):
         zip(*(ranks2.run(_switched_over, name) for name in ("shm", "gloo")), strict=True)
     ):
         assert_same_bits(shm, gloo, f"rank {rank}")
+
+
+def _without_optimizer(rank: int, world_size: int) -> tuple[list[list[bool]], list[bool]]:
+    """Verdicts by step of an update by hand, in which an overflow follows a switch of one of two parameters."""
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    ddp = wrap("ours", module, compression="int8:error_feedback")
+    verdicts = []
+    for step in range(5):
+        if step == 2:
+            ddp.set_compression({"0.*": "none", "*": "int8:error_feedback"})
+        x = torch.randn(4, 8)
+        x[0, 0] = torch.inf if step == 2 else 1.0
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+        verdicts.append([bool(feedback.finite) for feedback in ddp.reducer.buckets.feedbacks])
+    return verdicts[2:], [pipeline.remainder is None for pipeline in ddp.reducer.pipelines]
+
+
+def test_an_overflow_counts_for_its_own_step_only(ranks2: RankPool):
+    for verdicts, over in ranks2.run(_without_optimizer):
+        assert verdicts == [[False, False], [True, True], [True]]
+        assert all(over), "what was kept has been added"

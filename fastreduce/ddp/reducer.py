@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ class TorchReducer(GradientReducer):
         self.logger.rebuilt(self.plan, self.arrival_order)
         return True
 
-    def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: int | None = None) -> None:
+    def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: float | None = None) -> None:
         """As in GradientReducer, where no communication hook averages.
 
         Raises:
@@ -191,16 +192,28 @@ class TorchReducer(GradientReducer):
         """Let `hook` reduce buckets from now on.
 
         Raises:
-            RuntimeError: if there is a hook or `mixed_precision=` already (torch's error), or a compression.
+            RuntimeError: if there is a hook or `mixed_precision=` already (torch's error), or a compression, also one
+                that is to come or has left residuals.
         """
         if self._hook is not None or self._low_precision is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self.switch_if_due()  # what was set for the next step comes before the hook
         for setting in self.schedule.settings:
             if not isinstance(setting, NoCompression):
                 raise RuntimeError(
                     f"compression={str(setting)!r} and a communication hook exclude each other: "
                     "both decide what goes on the wire"
                 )
+        if self.schedule.due < math.inf:
+            raise RuntimeError(
+                f"a change of compression in step {self.schedule.due} and a communication hook exclude each other: "
+                "both decide what goes on the wire"
+            )
+        if self.buckets.feedbacks:
+            raise RuntimeError(
+                "error feedback keeps residuals for the next step, which a communication hook would drop: register it "
+                "one step later"
+            )
         self._hook = UserHook(state, hook, self.used)
         self.average_with(self._hook)
         if self.buckets.as_views:

@@ -276,6 +276,35 @@ def test_what_cannot_be_combined_is_refused_by_both_names(ranks2: RankPool, how:
         assert len(found) == 1 and text in found[0], found
 
 
+def _hooked(rank: int, world_size: int, old: str, new: Any, at: int | None, steps: int) -> str:
+    ddp = wrap("ours", mlp(), compression=old)
+    _train(ddp, rank, 1)
+    ddp.set_compression(new, at=at, bucket_cap_mb=0.001)
+    _train(ddp, rank, steps)
+    try:
+        ddp.register_comm_hook(None, allreduce_hook)
+    except RuntimeError as error:
+        return str(error)
+    _train(ddp, rank, 3)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at", "steps", "text"),
+    [
+        ("int8", "none", None, 0, ""),
+        ("int8", "none", None, 1, ""),
+        (FEEDBACK, "none", None, 0, "error feedback keeps residuals"),
+        (FEEDBACK, "none", None, 2, ""),
+        ("none", "int8", 3, 0, "compression='int8' and a communication hook exclude each other"),
+        ("none", "none", 3, 0, "a change of compression in step 3 and a communication hook exclude each other"),
+    ],
+)
+def test_a_hook_comes_after_what_was_set(ranks2: RankPool, old: str, new: str, at: int | None, steps: int, text: str):
+    for found in ranks2.run(_hooked, old, new, at, steps):
+        assert found.startswith(text) and bool(found) == bool(text), found
+
+
 def _in_buckets(rank: int, world_size: int, cap: float, new: str) -> list[Any]:
     torch.manual_seed(0)
     ddp = wrap("ours", mlp(), compression=FEEDBACK, bucket_cap_mb=cap)

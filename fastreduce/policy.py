@@ -8,7 +8,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +41,7 @@ class Policy:
     """
 
     rules: tuple[tuple[str, Compression], ...] = ()
-    chooser: Chooser | None = None
+    chooser: Chooser | None = field(default=None, hash=False)  # an object that is called may have no hash
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -141,8 +141,8 @@ def assigned(setting: Compression | Policy, names: Sequence[str], parameters: Se
 
 
 def _parse(spec: str) -> Compression | Policy:
-    if spec in NAMED:
-        return Policy(_rules(NAMED[spec]), name=spec)
+    if (name := spec.strip()) in NAMED:
+        return Policy(_rules(NAMED[name]), name=name)
     return Policy(_rules(spec)) if _is_policy(spec) else Compression.parse(spec)
 
 

@@ -43,6 +43,7 @@ def test_what_a_policy_prints_it_reads_back(rules: list[tuple[str, Compression]]
         ({"out.weight": "int8", "[en]*": "none", "*": "fp16"}, [NONE, NONE, INT8(), FP16()]),
         (" *.bias : none ;*:int8:block=64, error_feedback; ", [INT8(64, True)] * 3 + [NONE]),
         ("auto4", [INT4_EF, FP16(), FP16(), FP16()]),
+        (" auto4 ", [INT4_EF, FP16(), FP16(), FP16()]),
     ],
 )
 def test_the_first_key_that_matches_holds(rules: Any, expected: list[Compression]):

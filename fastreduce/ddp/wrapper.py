@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
 from ..compression import Compression
-from ..errors import FastreduceError, ReducerError, SettingError
+from ..errors import ReducerError, SettingError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
@@ -99,7 +99,7 @@ class DistributedDataParallel(TorchDDP):
             self._schedule = Schedule(compression)
             check_module(module, arguments)
             description = describe_wrapping(module, self._schedule, arguments)
-        except (FastreduceError, RuntimeError, TypeError) as found:
+        except Exception as found:  # whatever it is, other ranks must not wait
             error = found
         check_agreement(self._transport, description, error)
         super().__init__(module, device_ids, output_device, *args, **kwargs)
@@ -178,8 +178,8 @@ class DistributedDataParallel(TorchDDP):
             bucket_cap_mb: the size of buckets from there on, in MiB; None leaves it as it is.
 
         Raises:
-            SettingError: if it is no setting, if the step has been already, within a backward or `join()`, or if a
-                communication hook or `delay_all_reduce_named_params` of all parameters does the averaging.
+            SettingError: if it is no setting or no size, if the step has been already, within a backward or `join()`,
+                or if a communication hook or `delay_all_reduce_named_params` of all parameters does the averaging.
             MismatchError: on every rank, if ranks differ in the setting, the step, or in how many steps they have
                 reduced. Nothing has changed then.
             TransportError: within the group's timeout, if a rank does not call it.
@@ -188,12 +188,12 @@ class DistributedDataParallel(TorchDDP):
             raise SettingError(
                 "set_compression and delay_all_reduce_named_params of all parameters: torch reduces them"
             )
-        if self._joining:
+        if self._joining and self._join_config.enable:
             raise SettingError(
                 f"set_compression({setting!r}) within join(): ranks that have joined cannot take part; call it before, "
                 "with at=step"
             )
-        size = None if bucket_cap_mb is None else int(bucket_cap_mb * 1024 * 1024)
+        size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
         self.reducer.set_compression(setting, at, size)
 
     def compression_by_parameter(self) -> dict[str, str]:

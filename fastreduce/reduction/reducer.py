@@ -244,7 +244,7 @@ class GradientReducer:
 
     # Settings
 
-    def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: int | None = None) -> None:
+    def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: float | None = None) -> None:
         """Reduce under another setting from step `at` on (None: the next); every rank calls it between two steps.
 
         Steps are reduced backwards, counted from 0 (`step`). The setting takes the place of what was to come from that
@@ -263,17 +263,20 @@ class GradientReducer:
             bucket_bytes: the size of buckets from there on; None leaves it as it is.
 
         Raises:
-            SettingError: if it is no setting, or the step has been already; called in a backward.
+            SettingError: if it is no setting or no size, or the step has been already; called in a backward.
             MismatchError: on every rank, if ranks differ in the setting, the step, or in how many steps they have
                 reduced. Nothing has changed then.
             TransportError: within the group's timeout, if a rank does not call it.
         """
-        error = changed = None
+        error: Exception | None = None
+        changed = None
+        if torch._C._current_graph_task_id() == -1:
+            self.drop_broken_backward()  # which other ranks are in still
         try:
             if self._in_backward:
                 raise SettingError(f"set_compression({setting!r}) in a backward: call it between two steps")
             changed = self.schedule.with_setting(self.step if at is None else at, setting, bucket_bytes)
-        except SettingError as found:
+        except Exception as found:  # whatever it is, other ranks must not wait
             error = found
         self._adopt(changed, error)
 
@@ -283,7 +286,7 @@ class GradientReducer:
         try:
             if schedule is not None:
                 told |= schedule.description(self.buckets.gradients.names, self.buckets.gradients.parameters)
-        except SettingError as found:
+        except Exception as found:
             error = found
         try:
             check_agreement(self.transport, told, error)

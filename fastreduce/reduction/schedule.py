@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compression import Compression, NoCompression
+from ..compression import Compression, NoCompression, brief
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, chooses_by_parameter
 
@@ -156,7 +156,7 @@ class Schedule:
             found[f"compression of {name!r}"] = ", ".join(map(str, settings))
         return found
 
-    def with_setting(self, at: int, setting: Setting, bucket_bytes: int | None = None) -> Schedule:
+    def with_setting(self, at: int, setting: Setting, bucket_bytes: float | None = None) -> Schedule:
         """One that has another setting from step `at` on, in place of what was to come there.
 
         Args:
@@ -165,12 +165,17 @@ class Schedule:
             bucket_bytes: the size of buckets from there on; None leaves it as it is.
 
         Raises:
-            SettingError: if it is no setting, or the step has been already.
+            SettingError: if it is no setting, or no size, or the step has been already.
         """
         if not isinstance(at, int) or at < self.step:
             raise SettingError(f"at={at!r}: {self.step} steps have been reduced; allowed: {self.step} and later ones")
         before = [stretch for stretch in self._stretches if stretch.start < at]
-        size = bucket_bytes or [None, *(stretch.bucket_bytes for stretch in self._stretches if stretch.start <= at)][-1]
+        if bucket_bytes is None:
+            size = [None, *(stretch.bucket_bytes for stretch in self._stretches if stretch.start <= at)][-1]
+        elif isinstance(bucket_bytes, (int, float)) and 0 <= bucket_bytes < math.inf:
+            size = int(bucket_bytes)
+        else:
+            raise SettingError(f"buckets of {brief(bucket_bytes)} bytes; allowed: finite numbers from 0 on")
         (stretch,) = Schedule(setting)._stretches
         return self._copy([*before, replace(stretch, start=at, bucket_bytes=size)])
 

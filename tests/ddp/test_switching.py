@@ -305,6 +305,45 @@ def test_a_hook_comes_after_what_was_set(ranks2: RankPool, old: str, new: str, a
         assert found.startswith(text) and bool(found) == bool(text), found
 
 
+class _Unhashable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, name: str, parameter: torch.Tensor) -> str:
+        return "int8"
+
+
+def _odd(rank: int, world_size: int, how: str) -> tuple[str, int]:
+    first = {f"ndim<{'9' * 5000}": "int8"} if how == "many digits" and rank else "none"
+    try:
+        ddp = wrap("ours", mlp(), compression=first)
+        if how == "object":
+            ddp.set_compression(_Unhashable())
+        elif how == "object on one rank":
+            ddp.set_compression(_Unhashable() if rank else "int8")
+        else:
+            ddp.set_compression("int8", bucket_cap_mb=float(how) if rank else 1)
+    except (FastreduceError, ValueError) as error:
+        return str(error), 0
+    _train(ddp, rank, 1)
+    return str(ddp.compression), len(ddp.reducer.plan.buckets)
+
+
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        ("object", ["callable _Unhashable"] * 2),
+        ("object on one rank", ["ranks differ in compression: rank 0 has int8, rank 1 has callable _Unhashable"] * 2),
+        ("nan", ["rank 1 could not be set up: SettingError: buckets of nan bytes", "buckets of nan bytes"]),
+        ("-1", ["rank 1 could not be set up: SettingError: buckets of -1048576", "buckets of -1048576.0 bytes"]),
+        ("many digits", ["rank 1 could not be set up: ValueError: Exceeds the limit", "Exceeds the limit"]),
+        ("0", ["ranks differ in compression: rank 0 has int8 in buckets of 1048576 B, rank 1 has int8 in"] * 2),
+    ],
+)
+def test_odd_arguments_of_one_rank_keep_nobody_waiting(ranks2: RankPool, how: str, texts: list[str]):
+    for (found, _), text in zip(ranks2.run(_odd, how), texts, strict=True):
+        assert found.startswith(text), found
+
+
 def _in_buckets(rank: int, world_size: int, cap: float, new: str) -> list[Any]:
     torch.manual_seed(0)
     ddp = wrap("ours", mlp(), compression=FEEDBACK, bucket_cap_mb=cap)

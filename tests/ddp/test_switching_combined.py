@@ -186,6 +186,43 @@ def test_switching_over_shared_memory_gives_the_bits_of_gloo(ranks2: RankPool):
         assert_same_bits(shm, gloo, f"rank {rank}")
 
 
+def _after_a_broken_one(rank: int, world_size: int) -> Grads:
+    """A call between a backward that raised on one rank and the next forward: the others are in their reduction yet."""
+    torch.manual_seed(0)
+    ddp = wrap("ours", mlp(), compression="none", bucket_cap_mb=0.001)
+    for step in range(3):
+        ddp.zero_grad()
+        loss = ddp(batch(rank, step, 4, 20)).square().mean()
+        handle = ddp.module[0].weight.register_hook(_raise) if step == 1 and rank == 1 else None
+        with contextlib.suppress(ZeroDivisionError):
+            loss.backward()
+        if handle is not None:
+            handle.remove()
+        if step == 1:
+            ddp.set_compression("int8")
+    assert (ddp.reducer.step, str(ddp.reducer.buckets.compression)) == (3, "int8")
+    return grads_of(ddp.module)
+
+
+def test_after_a_backward_that_raised_it_can_be_called(ranks2: RankPool):
+    first, second = ranks2.run(_after_a_broken_one)
+    assert_same_bits(first, second)
+
+
+def _join_switched_off(rank: int, world_size: int) -> list[str]:
+    ddp = wrap("ours", mlp())
+    found = []
+    with ddp.join(enable=False):
+        ddp.set_compression("int8")
+        found.append(str(ddp.compression))
+    ddp.set_compression("bf16")
+    return [*found, str(ddp.compression)]
+
+
+def test_a_join_that_is_switched_off_does_not_count(ranks2: RankPool):
+    assert ranks2.run(_join_switched_off) == [["int8", "bf16"]] * 2
+
+
 def _without_optimizer(rank: int, world_size: int) -> tuple[list[list[bool]], list[bool]]:
     """Verdicts by step of an update by hand, in which an overflow follows a switch of one of two parameters."""
     torch.manual_seed(rank)

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class Training:
         self._orders, self._turns = orders, orders.turns
         self._models: weakref.WeakSet[TorchDDP] = weakref.WeakSet()
         self._lead: weakref.ref[TorchDDP] | None = None  # the wrapper whose reductions are steps
+        self._place = open(f"{orders.record}.{model.process_group.rank()}", "wb", buffering=0)  # noqa: SIM115
         self._transport = make_transport(model.process_group, "cpu")
         self._cuda = model.device_type == "cuda"
         self._steps = 0
@@ -90,17 +91,21 @@ class Training:
             raise SettingError(
                 "the script registers a communication hook, which decides what goes on the wire, whatever the setting"
             )
-        if len(self._turns) > 1 and (why := contestants.why_fixed(model)):
+        if len(self._turns) > 1 and (why := self._why_fixed(model)):
             self._write(fixed=why)
             self._leave()
         if self._due is not None and (self._lead is None or self._lead() in (None, model)):
             name, self._due = self._turns[self._due], None
-            for each in self._models if len(self._turns) > 1 else ():
-                contestants.take(each, name)
+            if len(self._turns) > 1:
+                contestants.take(model, name)
         if model.require_backward_grad_sync:
             if self._lead is None or self._lead() is None:
                 self._lead = weakref.ref(model)
             self._armed = self._armed or self._lead() is model
+
+    def _why_fixed(self, model: TorchDDP) -> str:
+        """Between one wrapper's steps another's backward may be pending, as in a GAN."""
+        return "the script wraps several modules" if len(self._models) > 1 else contestants.why_fixed(model)
 
     def after_backward(self, roots: Any) -> None:
         """Called after each outermost backward."""
@@ -110,6 +115,8 @@ class Training:
             return
         self._armed = False
         self._steps += 1
+        self._place.seek(0)
+        self._place.write(b"%d" % self._steps)
         if self._turns:
             self._time_step()
         else:
@@ -122,8 +129,7 @@ class Training:
         """
         loss = torch.tensor([math.fsum(self._roots) / len(self._roots)], dtype=torch.float64)
         self._roots.clear()
-        lead = None if self._lead is None else self._lead()
-        if lead is None or not lead._join_config.enable:
+        if not self._in_join:
             self._transport.all_reduce(loss).wait()
             loss /= self._transport.world_size
         now = time.perf_counter()
@@ -139,7 +145,7 @@ class Training:
         if place <= 0:
             return
         turn, at = divmod(place - 1, self._orders.settle + self._orders.steps)
-        if at < self._orders.settle - 1:
+        if at < self._orders.settle - 1 or turn >= len(self._turns):
             return
         if self._cuda:
             torch.cuda.synchronize()
@@ -151,14 +157,22 @@ class Training:
         self._seconds.append(now - self._clock)
         self._clock = now
         if len(self._seconds) == self._orders.steps:
-            seconds = self._transport.exchange(self._seconds)
+            seconds = [self._seconds] if self._in_join else self._transport.exchange(self._seconds)
             self._write(turn=turn, contestant=self._turns[turn], seconds=seconds)
             self._seconds = []
             self._due = turn + 1
             if self._due == len(self._turns):
                 self._leave()
 
+    @property
+    def _in_join(self) -> bool:
+        """Whether other ranks may have no step any more: then nobody waits for them."""
+        lead = None if self._lead is None else self._lead()
+        return lead is not None and lead._join_config.enable
+
     def _meet(self) -> None:
+        if self._in_join:
+            return
         self._transport.all_reduce(torch.zeros(1)).wait()
 
     def _write(self, **line: Any) -> None:
@@ -166,12 +180,14 @@ class Training:
             with open(self._orders.record, "a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def _leave(self) -> NoReturn:
+    def _leave(self) -> None:
         """End the training: everything has been measured.
 
         At once, since a script may catch what is raised, and torch's own class over gloo aborts now and then in the
-        interpreter's end.
+        interpreter's end. In `join()`, where rank 0 alone is measured, the others stay until it has left.
         """
+        if self._in_join and self._transport.rank:
+            return
         self._write(done=True)
         for _ in range(2):  # nobody is gone while another waits for it
             self._meet()

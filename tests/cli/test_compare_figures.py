@@ -30,6 +30,7 @@ PLAN = Plan(
     seeds=(0, 1, 2),
     margin=0.01,
     target=None,
+    timeout=300.0,
     metric_line=None,
     metric_file=None,
 )

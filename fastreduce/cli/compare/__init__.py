@@ -114,6 +114,14 @@ def compare(
     target: Annotated[
         float | None, typer.Option(help="A loss: how soon is it reached?", rich_help_panel=SCRIPT)
     ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="Seconds after which a training that takes no step and prints nothing is ended.",
+            rich_help_panel=SCRIPT,
+        ),
+    ] = 300.0,
     metric_line: Annotated[
         str | None,
         typer.Option(
@@ -161,7 +169,7 @@ def compare(
     Prints a table and a verdict for each setting, and writes results.json and compare.png.
     """
     wrong = [name for name in ("device", "width", "batch") if words and _given(context, name)]
-    own = ("train", "seeds", "margin", "target", "metric_line", "metric_file")
+    own = ("train", "seeds", "margin", "target", "timeout", "metric_line", "metric_file")
     wrong += [name for name in own if not words and _given(context, name)]
     if wrong:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
@@ -184,6 +192,7 @@ def compare(
             seeds,
             margin,
             target,
+            timeout,
             metric_line,
             metric_file,
         )

@@ -40,6 +40,7 @@ class Plan:
         seeds: those of the trainings.
         margin: a fraction of none's loss.
         target: a loss, or None.
+        timeout: seconds after which a training that takes no step and prints nothing is ended.
         metric_line: a regular expression with one group, or None.
         metric_file: a path, or None; behind it a colon and a key of JSON.
     """
@@ -56,6 +57,7 @@ class Plan:
     seeds: tuple[int, ...]
     margin: float
     target: float | None
+    timeout: float
     metric_line: str | None
     metric_file: str | None
 
@@ -93,6 +95,7 @@ def make_plan(
     seeds: int,
     margin: float,
     target: float | None,
+    timeout: float,
     metric_line: str | None,
     metric_file: str | None,
 ) -> Plan:
@@ -137,6 +140,7 @@ def make_plan(
         seeds=tuple(range(seed, seed + seeds)),
         margin=margin / 100,
         target=target,
+        timeout=timeout,
         metric_line=metric_line,
         metric_file=metric_file,
     )

@@ -102,12 +102,24 @@ def run(plan: Plan, training: Training, on_line: OnLine) -> list[Line]:
         )
         try:
             with record.open() as file:
-                running = True
+                running, news, heard = True, "", time.monotonic()
                 while running:
                     running = process.poll() is None
                     for line in _new_lines(file):
                         lines.append(line)
                         on_line(line)
+                    seen = f"{len(lines)} {log.stat().st_size} {_places(record, plan.ranks)}"
+                    if seen != news:
+                        news, heard = seen, time.monotonic()
+                    silence = time.monotonic() - heard
+                    if lines and "done" in lines[-1] and silence > END_SECONDS:
+                        break  # what has started the ranks waits for them, or goes on
+                    if running and silence > plan.timeout:
+                        raise TrainingError(
+                            f"{training.what} took no step for {plan.timeout:g} s (--timeout): "
+                            f"{_places(record, plan.ranks)}; {log} ends with\n{_tail(log)}",
+                            1,
+                        )
                     if running:
                         time.sleep(LOOK_SECONDS)
         finally:
@@ -123,6 +135,16 @@ def run(plan: Plan, training: Training, on_line: OnLine) -> list[Line]:
             2,
         )
     return lines
+
+
+def _places(record: Path, ranks: int) -> str:
+    """Where each rank is, as far as it has come to its DistributedDataParallel."""
+    notes = {int(note.suffix[1:]): note.read_text() for note in record.parent.glob(f"{record.name}.*")}
+    places = (
+        f"rank {rank} has ended {notes[rank] or '0'} steps" if rank in notes else f"rank {rank} has wrapped no module"
+        for rank in range(max([ranks, *(rank + 1 for rank in notes)]))
+    )
+    return ", ".join(places)
 
 
 def _command(plan: Plan, training: Training) -> list[str]:

@@ -101,7 +101,9 @@ class Training:
         if model.require_backward_grad_sync:
             if self._lead is None or self._lead() is None:
                 self._lead = weakref.ref(model)
-            self._armed = self._armed or self._lead() is model
+            if not self._armed and self._lead() is model:
+                self._armed = True
+                self._say_place(f"is in step {self._steps + 1}")
 
     def _why_fixed(self, model: TorchDDP) -> str:
         """Between one wrapper's steps another's backward may be pending, as in a GAN."""
@@ -115,8 +117,7 @@ class Training:
             return
         self._armed = False
         self._steps += 1
-        self._place.seek(0)
-        self._place.write(b"%d" % self._steps)
+        self._say_place(f"has ended step {self._steps}")
         if self._turns:
             self._time_step()
         else:
@@ -163,6 +164,10 @@ class Training:
             self._due = turn + 1
             if self._due == len(self._turns):
                 self._leave()
+
+    def _say_place(self, text: str) -> None:
+        self._place.seek(0)
+        self._place.write(text.ljust(40).encode())
 
     @property
     def _in_join(self) -> bool:
@@ -228,8 +233,9 @@ def _remembering_loss(scale: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(scale)
     def measured(self: Any, outputs: Any) -> Any:
         scaled = scale(self, outputs)
-        if isinstance(outputs, Tensor) and scaled is not outputs:
-            scaled._fastreduce_loss = outputs.detach()
+        for loss, each in [(outputs, scaled)] if isinstance(outputs, Tensor) else zip(outputs, scaled, strict=True):
+            if each is not loss:
+                each._fastreduce_loss = loss.detach()
         return scaled
 
     return measured

@@ -22,8 +22,8 @@ class Orders:
     """A training that is measured: losses step by step, or the seconds of steps under contestants in turn.
 
     Attributes:
-        record: a file of this machine, to which rank 0 appends JSON lines; beside it each rank keeps how many steps it
-            has ended, in a file with its rank behind a point.
+        record: a file of this machine, to which rank 0 appends JSON lines; beside it each rank keeps in a file, with
+            its rank behind a point, which step it is in.
         first: the contestant from the first step on.
         contestants: those that take turns in each round after `warm_up` steps, each for `settle` untimed and `steps`
             timed ones; none: losses are taken.

@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
-from fastreduce.cli.compare.script import measure, speed
+from fastreduce.cli.compare.script import measure, speed, trainings
 from fastreduce.cli.compare.script.plan import Plan
 from tests.support.commands import FASTREDUCE, ROOT, finish, started
 
@@ -139,6 +139,15 @@ def test_plot_shows_three_panels(finished: tuple[Result, Path]):
     assert len(np.unique(picture[..., :3].reshape(-1, 3), axis=0)) > 100
 
 
+def test_a_folder_with_the_name_of_a_setting_is_no_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[Plan]
+):
+    (tmp_path / "int8").mkdir()
+    monkeypatch.chdir(tmp_path)
+    _invoke(tmp_path / "out", "--settings", "none", "int8", SCRIPT, "int8")
+    assert [(plan.settings, plan.words) for plan in asked] == [(("none", "int8"), (SCRIPT, "int8"))]
+
+
 def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path: Path):
     options = ["--rounds", 0, "--train", 5, "--seeds", 2, "--seed", 3, "--settings", "none", "int8"]
     result = _invoke(tmp_path, "--ranks", 2, *options, SCRIPT, 9, "failing")
@@ -179,6 +188,63 @@ def test_a_script_with_nothing_to_compare_is_an_error(tmp_path: Path, code: str,
     result = _invoke(tmp_path, "--ranks", 2, script)
     assert result.exit_code == 2 and message in result.stderr, result.output
     assert not (tmp_path / "results.json").exists()
+
+
+HANGING = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+for step in range(9):
+    if step == 3 and dist.get_rank() == 1:
+        time.sleep(1000)
+    ddp(torch.ones(1, 2)).sum().backward()
+"""
+SPAWNING = """
+import os, torch, torch.distributed as dist
+def train(queue):
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo")
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    for step in range(9):
+        ddp(torch.ones(1, 2)).sum().backward()
+    queue.put(1)
+if __name__ == "__main__":
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    context.Process(target=train, args=[queue]).start()
+    queue.get()
+"""
+
+
+def test_a_training_that_takes_no_step_is_ended_and_says_which_rank_is_missing(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(HANGING)
+    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "--timeout", 25, script)
+    assert result.exit_code == 1
+    said = "took no step for 25 s (--timeout): rank 0 is in step 4, rank 1 has ended step 3;"
+    assert said in result.stderr, result.output
+
+
+def test_nobody_waits_for_a_script_that_waits_for_its_ended_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trainings, "END_SECONDS", 2)
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNING)
+    result = _invoke(tmp_path, "--ranks", 1, "--settings", "none", "--rounds", 0, "--train", 5, "--seeds", 1, script)
+    assert result.exit_code == 0, result.output
+    outcomes = json.loads((tmp_path / "results.json").read_text())["quality"]["none"]["outcomes"]
+    assert [len(outcome["losses"]) for outcome in outcomes] == [5]
+
+
+def test_steps_that_the_script_does_not_take_are_missing_and_old_metrics_are_none(tmp_path: Path):
+    options = ["--ranks", 2, "--settings", "none", "--rounds", 0, "--seeds", 1]
+    result = _invoke(tmp_path, *options, "--train", 9, SCRIPT, 4)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert "Missing: steps of 1 of 1 trainings: the script ends after 4, --train asks for 9." in said
+    old = tmp_path / "metric"
+    old.write_text("0.9")
+    result = _invoke(tmp_path, *options, "--train", "whole", "--metric-file", old, SCRIPT, 4)
+    assert result.exit_code == 2 and f"{old} is older than the training" in result.stderr
 
 
 def test_a_script_with_a_hook_of_its_own_is_an_error(tmp_path: Path):

@@ -106,6 +106,62 @@ def test_the_loss_is_what_backward_was_called_on(tmp_path: Path, end: int):
     assert ("WENT ON" in done.stdout) == (end == 0)
 
 
+def test_a_losss_scale_is_taken_out_of_each_of_a_list(tmp_path: Path):
+    script = """
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+ddp = DDP(torch.nn.Linear(2, 1, bias=False))
+torch.nn.init.ones_(ddp.module.weight)
+loss = ddp(torch.ones(1, 2)).sum()
+torch.autograd.backward(scaler.scale([loss, 2 * loss]))
+"""
+    done, lines = measured(tmp_path, SHOW + script, 1)
+    assert done.returncode == 0, done.stderr
+    assert [line["loss"] for line in lines if "loss" in line] == [6.0]
+
+
+JOIN = """
+ddp = DDP(torch.nn.Linear(2, 1))
+with ddp.join():
+    for step in range([20, 5, 30][dist.get_rank()]):
+        ddp(torch.ones(1, 2)).sum().backward()
+print("WENT ON")
+"""
+
+
+@pytest.mark.parametrize(
+    ("orders", "last"),
+    [
+        ({"end": 12}, {"done": True}),
+        ({"contestants": ("none",), "rounds": 1, "warm_up": 2, "settle": 2, "steps": 6}, {"done": True}),
+        pytest.param({"end": 25}, {"loss"}, marks=pytest.mark.long),
+    ],
+    ids=["losses", "times", "rank 0 has fewer steps"],
+)
+def test_in_join_nobody_waits_for_ranks_that_have_no_step(tmp_path: Path, orders: dict[str, Any], last: Any):
+    _, lines = measured(tmp_path, SHOW + JOIN, 3, **orders)
+    assert lines[-1] == last or set(last) <= set(lines[-1])
+    assert len([line for line in lines if "loss" in line]) in (0, 12, 20)
+
+
+GAN = """
+critic, generator = DDP(torch.nn.Linear(2, 1)), DDP(torch.nn.Linear(2, 2))
+for step in range(9):
+    critic(torch.ones(1, 2)).sum().backward()
+    made = generator(torch.ones(1, 2))
+    critic(made.detach()).sum().backward()
+    critic(made).sum().backward()
+"""
+
+
+def test_contestants_do_not_change_between_a_wrappers_forward_and_its_backward(tmp_path: Path):
+    """Another wrapper's step may end there."""
+    done, lines = measured(
+        tmp_path, SHOW + GAN, 2, contestants=("none", "torch"), rounds=1, warm_up=5, settle=3, steps=3
+    )
+    assert done.returncode == 0, done.stderr
+    assert lines[1:] == [{"fixed": "the script wraps several modules"}, {"done": True}]
+
+
 def test_everything_is_seeded_before_the_script(tmp_path: Path):
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(()).item())"
     path = tmp_path / "draw.py"

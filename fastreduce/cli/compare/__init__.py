@@ -11,6 +11,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
+from ... import FastreduceError
+from ...policy import Policy
+from ...run.contestants import TORCHS
 from . import digits
 from .ending import fail, make_folder
 from .script.plan import ROUNDS, make_plan
@@ -46,7 +49,7 @@ class CompareCommand(TyperCommand):
                 following = args[place + 1] if place + 1 < len(args) else "-"
                 if word == "--settings" and following.startswith("-"):
                     ctx.fail("--settings needs at least one setting")
-            elif inside and not (word.endswith(".py") or Path(word).exists()):
+            elif inside and (_is_setting(word) or not (word.endswith(".py") or Path(word).exists())):
                 spread.append("--settings")
             else:
                 return super().parse_args(ctx, [*spread, "--", *args[place:]])
@@ -210,6 +213,15 @@ def compare(
         out,
         console,
     )
+
+
+def _is_setting(word: str) -> bool:
+    """Also where a folder has its name, as the checkpoints of a setting may."""
+    try:
+        Policy.of(word)
+    except FastreduceError:
+        return word in TORCHS
+    return True
 
 
 def _given(context: typer.Context, name: str) -> bool:

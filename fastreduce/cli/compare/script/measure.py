@@ -113,10 +113,14 @@ def _measure_quality(plan: Plan, findings: Findings, watch: _Watch) -> None:
             if "loss" in line and plan.length:
                 watch.step(text)
 
+        before = quality.stamp_metric(plan, training)
         lines = _train(plan, training, findings, on_line)
-        findings.outcomes.append(quality.read_outcome(plan, training, lines))
+        findings.outcomes.append(quality.read_outcome(plan, training, lines, before))
         if not plan.length:
             watch.step(text)
+    if short := [len(each.losses) for each in findings.outcomes if len(each.losses) < plan.length]:
+        steps = f"steps of {len(short)} of {len(planned)} trainings"
+        findings.missing.append(f"{steps}: the script ends after {min(short)}, --train asks for {plan.length}")
 
 
 def _train(plan: Plan, training: Training, findings: Findings, on_line: trainings.OnLine) -> list[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -14,6 +15,8 @@ import numpy as np
 from .equivalence import Equivalence, compare
 from .plan import BASE, Plan, contestant_of
 from .trainings import Line, Training, TrainingError, fill
+
+Stamp = tuple[int, int, int]
 
 FINAL = 0.1  # the part of a training, at its end, whose mean loss is its result
 SMOOTHED_STEPS = 10  # a target is reached by the mean loss of so many steps
@@ -86,8 +89,8 @@ def trainings(plan: Plan) -> list[Training]:
     ]
 
 
-def read_outcome(plan: Plan, training: Training, lines: Sequence[Line]) -> Outcome:
-    """What a training has left.
+def read_outcome(plan: Plan, training: Training, lines: Sequence[Line], before: Stamp | None = None) -> Outcome:
+    """What a training has left; `before` is what `stamp_metric` said when it began.
 
     Raises:
         TrainingError: if it took no step, or its metric is not where the user says.
@@ -98,10 +101,25 @@ def read_outcome(plan: Plan, training: Training, lines: Sequence[Line]) -> Outco
             f"{training.what} took no step: no backward through its DistributedDataParallel was seen", 2
         )
     seconds = [float(line["seconds"]) for line in lines if "loss" in line]
-    return Outcome(training.setting, training.seed, losses, seconds, _read_metric(plan, training))
+    return Outcome(training.setting, training.seed, losses, seconds, _read_metric(plan, training, before))
 
 
-def _read_metric(plan: Plan, training: Training) -> float | None:
+def stamp_metric(plan: Plan, training: Training) -> Stamp | None:
+    """The metric file's inode, size and time of change; None where there is none."""
+    if plan.metric_file is None:
+        return None
+    with contextlib.suppress(OSError):
+        found = _metric_path(plan, training)[0].stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return None
+
+
+def _metric_path(plan: Plan, training: Training) -> tuple[Path, str]:
+    path, _, key = fill(plan.metric_file or "", plan, training.setting, training.seed).partition(":")
+    return Path(path), key
+
+
+def _read_metric(plan: Plan, training: Training, before: Stamp | None) -> float | None:
     try:
         if plan.metric_line is not None:
             log = plan.out / "logs" / f"{training.label}.txt"
@@ -110,8 +128,10 @@ def _read_metric(plan: Plan, training: Training) -> float | None:
                 raise ValueError(f"no line of {log} matches --metric-line {plan.metric_line}")
             return float(found[-1])
         if plan.metric_file is not None:
-            path, _, key = fill(plan.metric_file, plan, training.setting, training.seed).partition(":")
-            text = Path(path).read_text()
+            path, key = _metric_path(plan, training)
+            if before is not None and stamp_metric(plan, training) == before:
+                raise ValueError(f"{path} is older than the training")
+            text = path.read_text()
             return float(json.loads(text)[key] if key else text)
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else f"{error!r:.200}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .. import results
 from ..intervals import Estimate
@@ -112,7 +113,7 @@ def _speed_table(summary: Summary) -> Table:
     for name, found in summary.speeds.items():
         torch = "–" if found.ratio_to_torch is None else "1" if name == "torch" else _ratio(found.ratio_to_torch)
         table.add_row(
-            name,
+            Text(name),
             f"{found.step:.1f} ({found.quartiles[0]:.0f}–{found.quartiles[1]:.0f})",
             "1" if name == BASE else _ratio(found.ratio),
             torch,
@@ -128,7 +129,7 @@ def _quality_table(plan: Plan, summary: Summary) -> Table:
     table = _make_table(columns)
     verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
     for name, found in summary.qualities.items():
-        table.add_row(name, *_losses(plan, found), style=_style(name, verbs))
+        table.add_row(Text(name), *_losses(plan, found), style=_style(name, verbs))
     return table
 
 

@@ -141,7 +141,7 @@ def _places(record: Path, ranks: int) -> str:
     """Where each rank is, as far as it has come to its DistributedDataParallel."""
     notes = {int(note.suffix[1:]): note.read_text() for note in record.parent.glob(f"{record.name}.*")}
     places = (
-        f"rank {rank} has ended {notes[rank] or '0'} steps" if rank in notes else f"rank {rank} has wrapped no module"
+        f"rank {rank} {notes.get(rank, 'has wrapped no module').strip() or 'has begun no step'}"
         for rank in range(max([ranks, *(rank + 1 for rank in notes)]))
     )
     return ", ".join(places)

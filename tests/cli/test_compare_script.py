@@ -105,6 +105,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_verdicts_that_are_known(finished: tuple[Result, Path]):
     result, _ = finished
     assert result.exit_code == 0, result.output
@@ -117,6 +118,7 @@ def test_verdicts_that_are_known(finished: tuple[Result, Path]):
     assert max(map(len, result.output.splitlines())) <= 120 and "\x1b" not in result.output
 
 
+@pytest.mark.long
 def test_results_hold_every_turn_and_training(finished: tuple[Result, Path]):
     results = json.loads((finished[1] / "results.json").read_text())
     turns = results["turns"]
@@ -133,6 +135,7 @@ def test_results_hold_every_turn_and_training(finished: tuple[Result, Path]):
     assert {verdict["setting"] for verdict in results["verdicts"]} == {"none again", "int8", "torch", "torch:fp16"}
 
 
+@pytest.mark.long
 def test_plot_shows_three_panels(finished: tuple[Result, Path]):
     picture = imread(finished[1] / "compare.png")
     assert picture.shape[0] > 400 and picture.shape[1] > 2000
@@ -158,6 +161,7 @@ def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path
     assert json.loads((tmp_path / "results.json").read_text())["missing"] == ["3 of 4 trainings for quality"]
 
 
+@pytest.mark.long
 def test_rounds_that_a_short_script_does_not_reach_are_said_to_be_missing(tmp_path: Path):
     """A round of five contestants is 20 steps, after 5."""
     options = ["--ranks", 2, "--settings", "none", "--rounds", 3, "--steps", 1]
@@ -216,15 +220,17 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_training_that_takes_no_step_is_ended_and_says_which_rank_is_missing(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(HANGING)
-    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "--timeout", 25, script)
+    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "--timeout", 60, script)
     assert result.exit_code == 1
-    said = "took no step for 25 s (--timeout): rank 0 is in step 4, rank 1 has ended step 3;"
+    said = "took no step for 60 s (--timeout): rank 0 is in step 4, rank 1 has ended step 3;"
     assert said in result.stderr, result.output
 
 
+@pytest.mark.long
 def test_nobody_waits_for_a_script_that_waits_for_its_ended_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trainings, "END_SECONDS", 2)
     script = tmp_path / "train.py"
@@ -235,6 +241,7 @@ def test_nobody_waits_for_a_script_that_waits_for_its_ended_ranks(tmp_path: Path
     assert [len(outcome["losses"]) for outcome in outcomes] == [5]
 
 
+@pytest.mark.long
 def test_steps_that_the_script_does_not_take_are_missing_and_old_metrics_are_none(tmp_path: Path):
     options = ["--ranks", 2, "--settings", "none", "--rounds", 0, "--seeds", 1]
     result = _invoke(tmp_path, *options, "--train", 9, SCRIPT, 4)
@@ -247,6 +254,7 @@ def test_steps_that_the_script_does_not_take_are_missing_and_old_metrics_are_non
     assert result.exit_code == 2 and f"{old} is older than the training" in result.stderr
 
 
+@pytest.mark.long
 def test_a_script_with_a_hook_of_its_own_is_an_error(tmp_path: Path):
     result = _invoke(tmp_path, "--ranks", 2, SCRIPT, 9, "hooked")
     assert result.exit_code == 1

@@ -153,6 +153,7 @@ for step in range(9):
 """
 
 
+@pytest.mark.long
 def test_contestants_do_not_change_between_a_wrappers_forward_and_its_backward(tmp_path: Path):
     """Another wrapper's step may end there."""
     done, lines = measured(

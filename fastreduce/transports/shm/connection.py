@@ -306,11 +306,14 @@ class Connection:
     def _who(self, patience: float) -> str:
         """Whom this rank waits for, as a sentence: those that neither wait themselves nor have failed.
 
-        A rank that waits counts its looks, in this collective or an earlier one.
+        A rank that waits counts its looks, in this collective or an earlier one, and here too: others may ask at the
+        same time.
         """
         before = {rank: self._segments[rank].word(BEAT) for rank in self._others}
         silent, start = self._others, time.monotonic()
+        own = self._segments[self.rank]
         while silent and time.monotonic() - start < patience:
+            own.set_word(BEAT, own.word(BEAT) + 1)
             time.sleep(SLICE_NANOSECONDS / 1e9)
             failures = {rank: self._segments[rank].word(FAILED) for rank in self._others}
             ended = [rank for rank, how in failures.items() if how == ENDED]

@@ -13,7 +13,7 @@ from .. import ops
 from ..compression import Compression
 from ..errors import TransportError
 from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, tile_elements
-from ..transports import Transport, Work
+from ..transports import SlotTransport, Transport, Work
 from .applied import norms_of
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
@@ -122,6 +122,8 @@ class BucketPipeline:
         self._in_place = self._block == 0 and wire_dtype == bucket.dtype
         # One rank's average in the gradients' own dtype is what it has.
         self.alone = shards == 1 and self._in_place
+        plain = self._in_place and not two_shot and shards > 1
+        self._direct = transport if plain and isinstance(transport, SlotTransport) else None
         self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
         self.feedback = (
             ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
@@ -231,8 +233,7 @@ class BucketPipeline:
         mark(_START)
         if unused:
             self.used.index_fill_(0, self._on_device(unused), 0)
-        with self._naming:
-            direct = self._reduce_in_place(grads, averaged)
+        direct = self._reduce_in_place(grads, averaged)
         if direct is None:
             self.compress(grads)
             if unused:
@@ -270,15 +271,13 @@ class BucketPipeline:
 
         Ranks need not agree on that: the collective is the same as that of a flat.
         """
-        plain = self._in_place and self._received is None and self._scale_after == 1
-        if not plain or self.transport.world_size == 1 or not grads:
-            return None
-        if self.statistics is not None or self.remainder is not None:
+        if self._direct is None or self.statistics is not None or self.remainder is not None or not grads:
             return None
         if grads[0].dtype != self.bucket.dtype or averaged[0].dtype != self.bucket.dtype:
             return None
         tensors, into = [*grads, self.used], [*averaged, self.used_by_any]
-        return self.transport.all_reduce_slots(tensors, self.bucket.table, self._scale_before, into)
+        with self._naming:
+            return self._direct.all_reduce_slots(tensors, self.bucket.table, self._scale_before, into)
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""

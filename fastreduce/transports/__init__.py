@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, SettingError
-from .base import Transport, Work
+from .base import SlotTransport, Transport, Work
 from .gloo import GlooTransport, TorchProcessGroup
 from .local import LocalTransport, local_ranks
 from .nccl import NcclTransport
@@ -21,6 +21,7 @@ __all__ = [
     "LocalTransport",
     "NcclTransport",
     "ShmTransport",
+    "SlotTransport",
     "TorchProcessGroup",
     "Transport",
     "Work",

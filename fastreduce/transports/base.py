@@ -41,22 +41,6 @@ class Transport(ABC):
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum a floating-point tensor over the ranks, in place and in its dtype."""
 
-    def all_reduce_slots(
-        self, tensors: Sequence[Tensor], slots: SlotTable, scale: float, into: Sequence[Tensor]
-    ) -> Work | None:
-        """`all_reduce` of the flat that tensors of one floating-point dtype make, each multiplied by `scale`.
-
-        The sums go into the tensors `into`, which may be the same. Who needs a flat for that returns None, on every
-        rank, and has done nothing.
-
-        Args:
-            tensors: dense, one for each slot.
-            slots: where each lies in the flat.
-            scale: by which they are multiplied, in FP64 for FP64, else in FP32.
-            into: of the same sizes.
-        """
-        return None
-
     @abstractmethod
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Send shard r of `wire` to rank r; row r of `received` comes from rank r. Any dtype: bytes move."""
@@ -87,3 +71,22 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the transport made; collectives fail afterwards."""
+
+
+class SlotTransport(Transport):
+    """A transport that also sums tensors where they lie: no flat."""
+
+    @abstractmethod
+    def all_reduce_slots(
+        self, tensors: Sequence[Tensor], slots: SlotTable, scale: float, into: Sequence[Tensor]
+    ) -> Work:
+        """`all_reduce` of the flat that tensors of one floating-point dtype make, each multiplied by `scale`.
+
+        The sums go into the tensors `into`, which may be the same. To the other ranks it is the `all_reduce` of a flat.
+
+        Args:
+            tensors: dense, one for each slot.
+            slots: where each lies in the flat.
+            scale: by which they are multiplied, in FP64 for FP64, else in FP32.
+            into: of the same sizes.
+        """

@@ -126,6 +126,18 @@ def gather_bytes(mine: bytes, gather: Callable[[Tensor], Sequence[Tensor]], limi
     return [part[:n].numpy().tobytes() for part, n in zip(gathered, lengths, strict=True)]
 
 
+def exchange_in_rows(value: Any, rank: int, ranks: int, all_gather: Callable[[Tensor], object]) -> list[Any]:
+    """Every rank's value, by an all-gather of the rows of a tensor, in place."""
+
+    def gather(mine: Tensor) -> list[Tensor]:
+        rows = mine.new_zeros(ranks, len(mine))
+        rows[rank] = mine
+        all_gather(rows)
+        return list(rows)
+
+    return exchange(value, gather)
+
+
 def exchange(value: Any, gather: Callable[[Tensor], Sequence[Tensor]]) -> list[Any]:
     """Every rank's value, by `gather` as above."""
     return [decode(data, rank, lambda told: told) for rank, data in enumerate(gather_bytes(encode(value), gather))]

@@ -32,7 +32,7 @@ REDUCTION = [
     {"events", "one_call"},
     {"reducer"},
 ]
-KERNELS_FOR_ALL = {"kernels.slots", "kernels.numba_cache"}
+KERNELS_FOR_ALL = {"kernels.slots", "kernels.numba_cache", "kernels.numba_cpu_elements"}
 HIJACKER = "top-level kernels"  # which would be the Hugging Face package of that name
 
 

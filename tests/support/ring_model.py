@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastreduce.kernels.numba_cpu_elements import LINE
 from fastreduce.transports.shm import elements, flags, ring, segments
 
-UNIT = elements.LINE  # bytes; parts of pieces are this long here
+UNIT = LINE  # bytes; parts of pieces are this long here
 SEGMENT, TENSORS = 1 << 20, 1 << 30  # apart: rank r's segment begins at (r + 1) · SEGMENT, its tensor behind TENSORS
 PRIMITIVES = {"load_acquire", "store_release", "_load_sleep", "_store_sleep", "_futex", "copy", "add", "multiply"}
 NOTHING = {"_fence", "pause"}  # words are stored in order here

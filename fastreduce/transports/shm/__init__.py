@@ -14,7 +14,7 @@ from torch import Tensor
 from ...environment import caches
 from ...errors import BackendUnavailableError, DeviceError
 from ...kernels.slots import SlotTable
-from ..base import Transport, Work
+from ..base import SlotTransport, Work
 from ..connections import Lease
 from .segments import FOLDER
 
@@ -50,7 +50,7 @@ def _connect(group: dist.ProcessGroup, name: str) -> Connection:
     return made
 
 
-class ShmTransport(Transport):
+class ShmTransport(SlotTransport):
     """Shared memory of the ranks of `group`, which must all run on one host.
 
     Each rank maps a ring of 2 MB of every other one (/dev/shm). Collectives go through it in pieces that stay in the
@@ -79,7 +79,7 @@ class ShmTransport(Transport):
 
     def all_reduce_slots(
         self, tensors: Sequence[Tensor], slots: SlotTable, scale: float, into: Sequence[Tensor]
-    ) -> Work | None:
+    ) -> Work:
         """Straight from the tensors into the ring, and from there to where they belong: no flat."""
         for tensor in (tensors[0], into[0]):
             self._check("all_reduce", tensor)

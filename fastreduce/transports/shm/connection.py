@@ -194,14 +194,9 @@ class Connection:
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
-
-        def gather(mine: Tensor) -> list[Tensor]:
-            rows = mine.new_zeros(self.size, len(mine))
-            rows[self.rank] = mine
-            self.all_gather(rows, operation).wait()
-            return list(rows)
-
-        return messages.exchange(value, gather)
+        return messages.exchange_in_rows(
+            value, self.rank, self.size, lambda rows: self.all_gather(rows, operation).wait()
+        )
 
     @property
     def _part(self) -> int:

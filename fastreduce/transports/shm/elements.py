@@ -11,14 +11,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ...kernels.numba_cpu_elements import LINE, MEMORY, narrow, size_of, splat, widen
 from .flags import Emitted, compiled
 
-LINE = 64
-_HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 # Tags, whose types say what is summed: FP16 is tagged int16, BF16 uint16.
 _FP32, _FP64, _FP16, _BF16 = np.float32(0), np.float64(0), np.int16(0), np.uint16(0)
-_MEMORY = {types.float32: (_FLOAT, 4), types.float64: (_DOUBLE, 8), types.int16: (_HALF, 2), types.uint16: (_I16, 2)}
 
 
 @intrinsic
@@ -31,38 +28,6 @@ def copy(_typing: Any, to: types.Type, source: types.Type, count: types.Type) ->
         return target.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), emit
-
-
-def _splat(kind: ir.Type, number: int) -> ir.Constant:
-    return ir.Constant(kind, [number] * kind.count)
-
-
-def _widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
-    lanes = value.type.count
-    if tag == types.int16:
-        return builder.fpext(value, ir.VectorType(_FLOAT, lanes))
-    if tag == types.uint16:
-        wide = ir.VectorType(_I32, lanes)
-        return builder.bitcast(builder.shl(builder.zext(value, wide), _splat(wide, 16)), ir.VectorType(_FLOAT, lanes))
-    return value
-
-
-def _narrow(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
-    """Round to nearest, ties to even."""
-    lanes = value.type.count
-    if tag == types.int16:
-        return builder.fptrunc(value, ir.VectorType(_HALF, lanes))
-    if tag == types.uint16:
-        wide = ir.VectorType(_I32, lanes)
-        bits = builder.bitcast(value, wide)
-        high = builder.lshr(bits, _splat(wide, 16))
-        half = builder.add(builder.and_(high, _splat(wide, 1)), _splat(wide, 0x7FFF))
-        rounded = builder.lshr(builder.add(bits, half), _splat(wide, 16))
-        nan = builder.or_(high, _splat(wide, 0x40))
-        return builder.trunc(
-            builder.select(builder.fcmp_unordered("uno", value, value), nan, rounded), ir.VectorType(_I16, lanes)
-        )
-    return value
 
 
 def _adder(nbytes: int) -> Any:
@@ -87,9 +52,7 @@ def _multiplier(nbytes: int) -> Any:
     def multiply(_typing: Any, to: types.Type, source: types.Type, factor: types.Type, tag: types.Type) -> Emitted:
         def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
             value = _load(builder, args[1], tag, nbytes)
-            factors, lanes = ir.Constant(value.type, ir.Undefined), value.type.count
-            for lane in range(lanes):
-                factors = builder.insert_element(factors, args[2], _I32(lane))
+            factors = splat(builder, args[2], value.type.count)
             _store(builder, builder.fmul(value, factors), args[0], tag)
             return target.get_dummy_value()
 
@@ -99,23 +62,18 @@ def _multiplier(nbytes: int) -> Any:
 
 
 def _load(builder: ir.IRBuilder, address: ir.Value, tag: types.Type, nbytes: int) -> ir.Value:
-    scalar, size = _MEMORY[tag]
+    scalar, size = MEMORY[tag]
     vector = ir.VectorType(scalar, max(1, nbytes // size))
-    return _widen(builder, builder.load(builder.inttoptr(address, ir.PointerType(vector)), align=1, typ=vector), tag)
+    return widen(builder, builder.load(builder.inttoptr(address, ir.PointerType(vector)), align=1, typ=vector), tag)
 
 
 def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, tag: types.Type) -> None:
-    value = _narrow(builder, value, tag)
+    value = narrow(builder, value, types.float64 if tag == types.float64 else types.float32, tag)
     builder.store(value, builder.inttoptr(address, ir.PointerType(value.type)), align=1)
 
 
 _add_line, _add_element = _adder(LINE), _adder(0)
 _multiply_line, _multiply_element = _multiplier(LINE), _multiplier(0)
-
-
-@intrinsic
-def _size_of(_typing: Any, tag: types.Type) -> Emitted:
-    return types.int64(tag), lambda _target, _builder, _signature, _args: _I64(_MEMORY[tag][1])
 
 
 @compiled
@@ -126,7 +84,7 @@ def _add_as(to, first, second, count, tag):
         done += LINE
     while done < count:
         _add_element(to + done, first + done, second + done, tag)
-        done += _size_of(tag)
+        done += size_of(tag)
 
 
 @compiled
@@ -150,7 +108,7 @@ def _multiply_as(to, source, count, factor, tag):
         done += LINE
     while done < count:
         _multiply_element(to + done, source + done, factor, tag)
-        done += _size_of(tag)
+        done += size_of(tag)
 
 
 @compiled

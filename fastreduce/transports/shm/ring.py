@@ -13,7 +13,8 @@ it is still in the cache, and later ones are sent only where a rank would wait e
 
 from __future__ import annotations
 
-from .elements import LINE, add, copy, multiply
+from ...kernels.numba_cpu_elements import LINE
+from .elements import add, copy, multiply
 from .flags import compiled, fall_asleep, load_acquire, pause, sleep, stay_awake, store_release, wake
 from .segments import ASLEEP, BEAT, DATA, FAILED, SENT, SUMMED, TAG_BYTES, TAGS, TAKEN
 

@@ -12,20 +12,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, TextColumn
 
 from .... import Compression, FastreduceError
 from ....distributed.processes import Group, run_ranks
 from ....errors import RanksFailedError
 from ....ops import backends
 from ..ending import SignalError, fail, signals_end_ranks
+from ..progress import make_bar
 from .training import BARE, Experiment, Record, train
 
 __all__ = ["Experiment", "check", "run"]
@@ -84,19 +78,7 @@ class _Watch:
 
     def __init__(self, experiment: Experiment, console: Console) -> None:
         self._experiment, self._console, self._round = experiment, console, 0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("steps,"),
-            TimeElapsedColumn(),
-            TextColumn("so far,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self._bar = make_bar(console, MofNCompleteColumn(), TextColumn("steps,"))
         total = len(experiment.contenders) * experiment.steps_each
         self._task = self._bar.add_task("starting ranks", total=total)
 

@@ -7,10 +7,11 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TaskID
 
 from ....run.contestants import TORCHS
 from ..ending import SignalError, fail, signals_end_ranks
+from ..progress import make_bar
 from . import plot, quality, report, speed, trainings
 from .plan import Plan
 from .report import Findings
@@ -158,17 +159,7 @@ class _Watch:
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self._plan, self._console, self._quarter = plan, console, 0
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("so far,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            disable=not console.is_terminal,
-            transient=True,
-        )
+        self._bar = make_bar(console)
         self._task: TaskID | None = None
 
     def __enter__(self) -> _Watch:

@@ -36,6 +36,10 @@ VARIABLES = {
     "FASTREDUCE_DEBUG": Variable(
         "1 or true, 0 or false; unset: 0", "1 compares calls, shapes and dtypes between ranks before each collective"
     ),
+    "FASTREDUCE_HOST": Variable(
+        "any name; unset: found by kernel, /dev/shm and network namespace",
+        "which ranks count as those of one host: those with the same name",
+    ),
     "FASTREDUCE_KERNELS": Variable(
         "triton, numba_cuda, numba_cpu, reference; unset: by device",
         "the kernel backend, in place of the one chosen by device",

@@ -26,7 +26,7 @@ TORCH = [name for name, setting in STEPS.items() if setting.wrapper == "torch" a
 
 def shared(name: str, settings: dict[str, Setting]) -> Setting:
     setting = settings[name]
-    return Setting(setting.wrapper, setting.options, transport=ShmTransport)
+    return Setting(setting.wrapper, setting.options, transport="shm")
 
 
 OVER_SHM = {f"{name}, shared memory": shared(name, STEPS) for name in SHARED}

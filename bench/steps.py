@@ -43,7 +43,7 @@ class Setting:
     node_hooks: bool = False  # a Python function on each parameter that does nothing
     clip: bool = False  # gradients by their norm, with what the wrapper offers for it
     kernels: str = "numba_cpu"
-    transport: Callable[[dist.ProcessGroup], Transport] | None = None  # else the default
+    transport: Callable[[dist.ProcessGroup], Transport] | str = "gloo"  # of our class
 
 
 class Contestant:
@@ -56,7 +56,8 @@ class Contestant:
         self.wrapped: Any = self.plain
         if setting.wrapper == "fastreduce":
             os.environ[ENVIRONMENT_VARIABLE] = setting.kernels  # still set in the first steps, which lay out buckets
-            transport = setting.transport and setting.transport(group)
+            asked = setting.transport
+            transport = asked if isinstance(asked, str) else asked(group)
             self.wrapped = fastreduce.DistributedDataParallel(
                 self.plain, process_group=group, transport=transport, **setting.options
             )

@@ -52,8 +52,8 @@ class DistributedDataParallel(TorchDDP):
             from 0); None means FASTREDUCE_COMPRESSION, or `none`.
         transport: what moves the data, or its name: `"gloo"`, `"shm"` (memory that the ranks of one host share) or
             `"nccl"`. None means FASTREDUCE_TRANSPORT; else MPI in a job that `init_process_group("mpi")` began, else
-            NCCL for GPUs and gloo for CPUs, in communicators of its own over the ranks of `process_group` (at world
-            size 1: nothing to move).
+            NCCL for GPUs, and for CPUs `"shm"` where all ranks run on one host and `"gloo"` otherwise, in communicators
+            of its own over the ranks of `process_group` (at world size 1: nothing to move).
         **kwargs: torch's other arguments.
 
     Raises:
@@ -363,5 +363,5 @@ class DistributedDataParallel(TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         device = module_device(state["_modules"]["module"])
-        self._transport = make_transport(group_asked_for(None, None), device, state["_transport_argument"])
+        self._transport = make_transport(group_asked_for(None, None), device, state["_transport_argument"], alone=True)
         super().__setstate__(state)

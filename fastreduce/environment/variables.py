@@ -52,7 +52,7 @@ VARIABLES = {
         "what fastreduce run seeds Python, NumPy and torch with, before the script",
     ),
     "FASTREDUCE_TRANSPORT": Variable(
-        "gloo, shm, nccl; unset: by device and launcher",
+        "gloo, shm, nccl; unset: by device, launcher and hosts",
         "what moves gradients, where no transport= says otherwise",
     ),
 }

@@ -152,8 +152,7 @@ def all_reduce_gradients(
             too, and whatever has `__dlpack__` or `__cuda_array_interface__`.
         compression: as in `DistributedDataParallel`.
         group: the ranks; None means the default group.
-        transport: what moves the data, or its name, in place of NCCL (for CUDA tensors), gloo or MPI over `group`: as
-            in `DistributedDataParallel`.
+        transport: what moves the data, or its name, over `group`: as in `DistributedDataParallel`.
         op: "mean", or "sum".
 
     Raises:

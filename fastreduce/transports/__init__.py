@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ..errors import BackendUnavailableError, SettingError
 from .base import SlotTransport, Transport, Work
 from .gloo import GlooTransport, TorchProcessGroup
+from .hosts import hosts_of
 from .local import LocalTransport, local_ranks
 from .nccl import NcclTransport
 from .shm import ShmTransport
@@ -30,6 +32,8 @@ __all__ = [
     "register_transport",
 ]
 
+logger = logging.getLogger(__name__)
+
 Factory = Callable[[dist.ProcessGroup], Transport]
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_TRANSPORT"
@@ -40,7 +44,10 @@ TRANSPORTS: dict[str, Factory] = {
 }
 _DEVICES = {"gloo": ("cpu",), "shm": ("cpu",), "nccl": ("cuda",)}  # whose tensors they move
 
+SPARE = 4  # times what shared memory takes must be free where nobody asked for it: data loaders want some too
+
 _factories: weakref.WeakKeyDictionary[dist.ProcessGroup, Factory] = weakref.WeakKeyDictionary()
+_last_choice: weakref.WeakKeyDictionary[dist.ProcessGroup, Factory] = weakref.WeakKeyDictionary()
 
 
 def register_transport(group: dist.ProcessGroup, factory: Factory) -> None:
@@ -49,17 +56,22 @@ def register_transport(group: dist.ProcessGroup, factory: Factory) -> None:
 
 
 def make_transport(
-    group: dist.ProcessGroup, device: torch.device | str = "cpu", asked: Transport | str | None = None
+    group: dist.ProcessGroup,
+    device: torch.device | str = "cpu",
+    asked: Transport | str | None = None,
+    alone: bool = False,
 ) -> Transport:
     """What moves wires on `device` between the ranks of `group`.
 
     What was asked for; else what FASTREDUCE_TRANSPORT names, unless it moves no tensors on `device`; else what was
-    registered, NCCL for CUDA, gloo for the CPU. One rank alone needs nobody.
+    registered; else NCCL for CUDA, and for the CPU shared memory where all ranks run on one host, or gloo. One rank
+    alone needs nobody.
 
     Args:
-        group: the ranks.
+        group: the ranks, which all call it.
         device: where the tensors are.
         asked: a transport, or the name of one.
+        alone: no other rank calls it: for the CPU what was chosen last, or gloo.
 
     Raises:
         SettingError: if no transport has that name.
@@ -83,5 +95,25 @@ def make_transport(
     if told is not None and kind in _DEVICES[told]:
         return TRANSPORTS[told](group)
     world = dist.group.WORLD
-    factory = _factories.get(group) or (world and _factories.get(world))
-    return (factory or (NcclTransport if kind == "cuda" else GlooTransport))(group)
+    registered = _factories.get(group) or (_factories.get(world) if world is not None else None)
+    if registered is not None:
+        return registered(group)
+    if kind == "cuda":
+        return NcclTransport(group)
+    if alone:
+        return _last_choice.get(group, GlooTransport)(group)
+    return _choose(group)
+
+
+def _choose(group: dist.ProcessGroup) -> Transport:
+    """Shared memory, or gloo; on all ranks the same."""
+    chosen: Transport = GlooTransport(group)
+    if len(set(hosts_of(group))) == 1:
+        shm = ShmTransport(group, SPARE)
+        try:
+            shm.connect()
+            chosen = shm
+        except BackendUnavailableError as error:  # on every rank
+            logger.info("gradients go over gloo: %s", error)
+    _last_choice[group] = type(chosen)
+    return chosen

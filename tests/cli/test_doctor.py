@@ -97,10 +97,13 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Done):
         "NCCL_IB_HCA": "not set  (the InfiniBand or RoCE adapters that NCCL uses)",
         "NCCL_OF_TOMORROW": "=7  (passed through)",
         "numba_cpu on cpu": "the reference's bits",
+        "shm, 2 ranks": "gradients averaged over shm",
         "gloo, 2 ranks": "gradients averaged over gloo",
     }.items():
         assert re.search(rf"^ +[✓–] {re.escape(name)} +{re.escape(value)}", out, re.MULTILINE), (name, value, out)
-    assert out.splitlines()[-1] == "Verdict: works. CPU tensors: numba_cpu kernels, gloo."
+    assert out.splitlines()[-1] == (
+        "Verdict: works. CPU tensors: numba_cpu kernels, shm where all ranks run on one host, else gloo."
+    )
 
 
 def test_json_holds_what_the_text_holds(healthy: Done, broken_kernels: Result):
@@ -184,17 +187,20 @@ def test_what_is_not_installed_says_so_with_the_command(monkeypatch: pytest.Monk
     assert choices.transport_rows(CPU)[1] == Row("mpi", "mpi4py is not installed", MISSING, found["mpi4py"].help)
 
 
-def test_shared_memory_is_chosen_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_shared_memory_is_chosen_where_it_can_be(monkeypatch: pytest.MonkeyPatch):
     def rows() -> dict[str, Row]:
         return {r.name: r for r in choices.transport_rows(CPU)}
 
     monkeypatch.delenv("FASTREDUCE_TRANSPORT", raising=False)
-    assert rows()["shm"] == Row("shm", "can run, for ranks of one host: FASTREDUCE_TRANSPORT=shm")
+    assert rows()["chosen"] == Row("chosen", "shm where all ranks run on one host, else gloo")
+    assert rows()["shm"] == Row("shm", "can run, for ranks of one host")
     monkeypatch.setenv("FASTREDUCE_TRANSPORT", "shm")
     assert rows()["chosen"] == Row("chosen", "shm")
     monkeypatch.setattr(choices, "why_no_shm", lambda: "no room")
     assert rows()["chosen"] == Row("chosen", "none: no room", FAILED, "unset FASTREDUCE_TRANSPORT")
     assert rows()["shm"] == Row("shm", "no room", MISSING)
+    monkeypatch.delenv("FASTREDUCE_TRANSPORT")
+    assert rows()["chosen"] == Row("chosen", "gloo")
     monkeypatch.setenv("FASTREDUCE_TRANSPORT", "tcp")
     assert rows()["chosen"].state == FAILED and "allowed: gloo, shm, nccl" in rows()["chosen"].value
 
@@ -241,7 +247,7 @@ def test_a_gpu_is_described_and_averages_over_nccl(healthy: Done):
     assert healthy.returncode == 0, out
     assert re.search(rf"✓ GPU 0 +{torch.cuda.get_device_name(0)}, \d+ GiB, sm_", out)
     assert re.search(r"✓ triton on cuda +the reference's bits", out)
-    assert re.search(r"✓ NCCL, 1 rank +gradients averaged over ", out)
+    assert re.search(r"✓ nccl, 1 rank +gradients averaged over ", out)
 
 
 def test_the_json_is_that_of_the_rows():

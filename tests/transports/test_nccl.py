@@ -446,6 +446,6 @@ def _chosen(rank: int, size: int, place: OnHost) -> list[str]:
 
 
 def test_the_device_chooses_the_transport(ranks2: RankPool, place: OnHost, alone: None):
-    expected = ["GlooTransport", "NcclTransport", "NcclTransport"]
+    expected = ["ShmTransport", "NcclTransport", "NcclTransport"]
     assert ranks2.run(run_case, _chosen, place) == [expected, expected]
     assert type(make_transport(world(), "cuda")) is LocalTransport

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastreduce import transports
 from fastreduce.transports import ShmTransport, make_transport
 from fastreduce.transports.shm import connection, segments
 from tests.support.commands import end, free_port, with_environment
@@ -313,7 +315,7 @@ def test_another_containers_memory_is_told():
         assert "not seen from here: it has a /dev/shm of its own, as containers do" in text, text
 
 
-# Asking for it
+# Asking for it, and where it is chosen
 
 
 def _asked(rank: int, world_size: int) -> list[str]:
@@ -323,7 +325,7 @@ def _asked(rank: int, world_size: int) -> list[str]:
         data = model._get_ddp_logging_data()
         return f"{model.reducer.transport.name} {data['transport']}"
 
-    os.environ.pop("FASTREDUCE_TRANSPORT", None)
+    os.environ["FASTREDUCE_TRANSPORT"] = "gloo"
     found = [name(transport="shm"), name(), name(transport="gloo")]
     os.environ["FASTREDUCE_TRANSPORT"] = "shm"
     found += [name(), name(transport="gloo")]
@@ -342,6 +344,38 @@ def test_transports_are_asked_for_by_name(ranks2: RankPool):
             "SettingError: FASTREDUCE_TRANSPORT=udp: allowed: gloo, shm, nccl",
             "SettingError: transport='tcp': allowed: gloo, shm, nccl",
         ]
+
+
+def _chosen(rank: int, world_size: int) -> list[str]:
+    """Over the ranks of one host; over those of two; where little memory is free; loaded by one rank; the log."""
+
+    def name(group: dist.ProcessGroup) -> str:
+        model = wrap("ours", nn.Linear(4, 4), process_group=group)
+        model(batch(rank, 0, 2, 4)).sum().backward()
+        return model.reducer.transport.name
+
+    os.environ.pop("FASTREDUCE_TRANSPORT", None)
+    one, two, full = dist.new_group(), dist.new_group(), dist.new_group()
+    found = [name(one)]
+    with patch.dict(os.environ, FASTREDUCE_HOST=f"node {rank}"):
+        found.append(name(two))
+    told: list[str] = []
+    with patch.object(transports, "SPARE", 1 << 40), patch.object(transports.logger, "info", _noted(told)):
+        found.append(name(full))
+    seen = [make_transport(group, "cpu", alone=True).name for group in (one, two, full)] if rank == 0 else []
+    return [*found, *seen, *told]
+
+
+def _noted(told: list[str]) -> Callable[..., None]:
+    return lambda text, *args: told.append(text % args)
+
+
+def test_it_is_chosen_where_ranks_share_a_host_with_room(ranks2: RankPool):
+    first, second = ranks2.run(_chosen)
+    for found in (first, second):
+        assert found[:3] == ["shm", "gloo", "gloo"]
+        assert re.search(r"go over gloo: .* says: \d+ bytes in /dev/shm: no room: \d+ bytes are free", found[-1])
+    assert first[3:-1] == ["shm", "gloo", "gloo"] and len(second) == 4
 
 
 def test_one_rank_alone_shares_nothing(group_of_one: None):

@@ -68,12 +68,16 @@ def self_test(sections: Sections) -> list[Row]:
         able = [name for name in backends.NAMES if backends.why_not(name, device) is None]
         tried = [name for name in able if name != "reference" or name == chosen]
         found += [kernel_test(name, device, name == chosen) for name in tried]
-    for title, ranks, device in (("gloo, 2 ranks", 2, CPU), ("NCCL, 1 rank", 1, CUDA)):
+    for name, ranks, device in (("shm", 2, CPU), ("gloo", 2, CPU), ("nccl", 1, CUDA)):
+        title = f"{name}, {ranks} rank{'s' if ranks > 1 else ''}"
         needed = [sections[f"{what} for {device.type.upper()} tensors"] for what in ("kernels", "transport")]
-        if all(map(works, needed)):
-            found.append(transport_test(title, ranks, device.type))
-        else:
+        cannot = next((r.value for r in needed[1] if r.name == name and r.state == MISSING), None)
+        if not all(map(works, needed)):
             found.append(Row(title, f"not tried: nothing is chosen for {device.type.upper()} tensors", MISSING))
+        elif cannot:
+            found.append(Row(title, f"not tried: {cannot}", MISSING))
+        else:
+            found.append(transport_test(title, name, ranks, device.type))
     return found
 
 

@@ -51,11 +51,10 @@ def transport_rows(device: torch.device) -> list[Row]:
         if find_spec("mpi4py") is None:
             mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install mpi4py")
         no_shm = why_no_shm()
-        shm = Row("shm", f"can run, for ranks of one host: {ENVIRONMENT_VARIABLE}=shm")
-        if no_shm is not None:
-            shm = Row("shm", no_shm, MISSING)
+        shm = Row("shm", "can run, for ranks of one host") if no_shm is None else Row("shm", no_shm, MISSING)
         asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
-        chosen = Row(CHOSEN, asked if asked in ("gloo", "shm") else "gloo")
+        by_itself = "shm where all ranks run on one host, else gloo" if no_shm is None else "gloo"
+        chosen = Row(CHOSEN, asked if asked in ("gloo", "shm") else by_itself)
         if asked == "shm" and no_shm is not None:
             chosen = Row(CHOSEN, f"none: {no_shm}", FAILED, f"unset {ENVIRONMENT_VARIABLE}")
         if asked and asked not in TRANSPORTS:

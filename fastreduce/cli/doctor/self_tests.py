@@ -80,11 +80,13 @@ def _bytes(tensor: Tensor) -> Tensor:
 # Transports
 
 
-def transport_test(title: str, ranks: int, device: str) -> Row:
+def transport_test(title: str, transport: str, ranks: int, device: str) -> Row:
     """Whether `ranks` processes of this machine get the average of a small model's gradients."""
     start = time.monotonic()
     try:
-        names = run_ranks(_average, Group(ranks, ranks), device, on_report=lambda _: None, stall_seconds=STALL_SECONDS)
+        names = run_ranks(
+            _average, Group(ranks, ranks), device, transport, on_report=lambda _: None, stall_seconds=STALL_SECONDS
+        )
     except RanksFailedError as error:
         lines = str(error).splitlines()
         said = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
@@ -98,7 +100,7 @@ def _help_with_gloo() -> str:
     return f"{f'unset {name}, or ' if name in os.environ else ''}export {name}=… with one of: {interfaces}"
 
 
-def _average(rank: int, report: Callable[[Any], None], device: str) -> str:
+def _average(rank: int, report: Callable[[Any], None], device: str, transport: str) -> str:
     """Whole numbers, so that the average is exact in every setting; every rank knows what all ranks' gradients are."""
     world_size = torch.distributed.get_world_size()
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1)).to(device)
@@ -110,7 +112,7 @@ def _average(rank: int, report: Callable[[Any], None], device: str) -> str:
     if device == "cuda":  # torch's own communicator too, which a wrapper of one rank may not need
         torch.distributed.all_reduce(torch.ones(1, device=device))
     for setting in SETTINGS:
-        ddp = DistributedDataParallel(copy.deepcopy(model), compression=setting)
+        ddp = DistributedDataParallel(copy.deepcopy(model), compression=setting, transport=transport)
         found = _gradients(ddp, rank)
         if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
             raise ValueError(f"the gradients under {setting} are not the average of the ranks'")

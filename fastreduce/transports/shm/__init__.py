@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ...environment import caches
-from ...errors import BackendUnavailableError, DeviceError
+from ...errors import DeviceError
 from ...kernels.slots import SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
-from .segments import FOLDER
+from .segments import why_no_shm
 
 if TYPE_CHECKING:
     from .connection import Connection
 
-MACHINES = ("x86_64", "aarch64", "ppc64le", "s390x", "riscv64")  # of which the number of futex(2) is known
-
-
-def why_no_shm() -> str | None:
-    """The reason why this process can share no memory with others, or None. Others may have reasons of their own."""
-    if os.uname().machine not in MACHINES:
-        return f"on {os.uname().machine} the number of futex(2) is not known; it is on {', '.join(MACHINES)}"
-    if not os.access(FOLDER, os.W_OK | os.X_OK):
-        return f"there is no {FOLDER} that this user may write to"
-    return None
+__all__ = ["ShmTransport", "why_no_shm"]
 
 
 @cache
@@ -45,8 +35,8 @@ def _load() -> Any:
             return importlib.import_module(".connection", __package__)
 
 
-def _connect(group: dist.ProcessGroup, name: str) -> Connection:
-    made: Connection = _load().Connection(group, name)
+def _connect(group: dist.ProcessGroup, name: str, times: int) -> Connection:
+    made: Connection = _load().Connection(group, name, times)
     return made
 
 
@@ -65,12 +55,13 @@ class ShmTransport(SlotTransport):
 
     name = "shm"
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        reason = why_no_shm()
-        if reason is not None:
-            raise BackendUnavailableError(f"ranks cannot share memory here: {reason}")
+    def __init__(self, group: dist.ProcessGroup, times: int = 1) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._lease: Lease[Connection] = Lease("shm", group, _connect)
+        self._lease: Lease[Connection] = Lease("shm", group, partial(_connect, times=times))
+
+    def connect(self) -> None:
+        """Do what the first collective would; every rank calls it."""
+        self._lease.connection  # noqa: B018
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """The sum in rank order, in place: each rank sums a part of every piece, small tensors whole."""

@@ -28,7 +28,7 @@ from ..meeting import AbsentError, clear, meet, notes
 from ..store_client import StoreClient, client_of
 from . import ring
 from .flags import NUMBERS, wake
-from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host
+from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host, why_no_shm
 
 GEOMETRY = Geometry(cells=8, cell_bytes=256 << 10)
 CONTROL = Geometry(cells=2, cell_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
@@ -73,12 +73,17 @@ class Collective:
 class Connection:
     """Shared memory of the ranks of `group`.
 
+    Args:
+        group: the ranks.
+        name: which no other connection of the group has.
+        times: as much as its segments take must be free.
+
     Raises:
         BackendUnavailableError: on every rank, if one of them cannot share memory with the others; it says why.
         TransportError: if ranks do not come within the timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, times: int) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.failed = False
         self._why = ""
@@ -88,10 +93,10 @@ class Connection:
         self._under_way: deque[Collective] = deque()
         self._pieces = 0  # of all collectives so far
         self._process = os.getpid()
-        self._futex = NUMBERS[os.uname().machine]
+        self._futex = NUMBERS.get(os.uname().machine, 0)
         self._segments: list[Segment] = []
         try:
-            self._segments = self._connect(client_of(group).at(f"fastreduce/shm/{name}"))
+            self._segments = self._connect(client_of(group).at(f"fastreduce/shm/{name}"), times)
         except AbsentError as error:
             raise self._fail("connecting", _no_word(error.ranks)) from error
         except TransportError as error:  # the store's
@@ -102,8 +107,8 @@ class Connection:
         # Ranks that share cores do not spin: who is waited for may need this one's.
         self._spins = SPINS if len(os.sched_getaffinity(0)) >= self.size else 0
 
-    def _connect(self, store: StoreClient) -> list[Segment]:
-        """Meet, make segments, meet, map the others', meet; then no name is needed any more."""
+    def _connect(self, store: StoreClient, times: int) -> list[Segment]:
+        """Meet, see what is free, meet, make segments, meet, map the others', meet; then no name is needed any more."""
         ranks = range(self.size)
         told = {"host": host(), "name": socket.gethostname(), "place": uuid.uuid4().hex}
         hosts = [json.loads(note) for note in self._meet(store.at("here"), json.dumps(told))]
@@ -118,6 +123,7 @@ class Connection:
         try:
             if len(place) != 32 or not place.isalnum():
                 raise TransportError(f"rank 0 sent {place!r:.40}, which is no name of a segment")
+            self._agree(store.at("can"), why_no_shm(times * self.size * self._geometry.nbytes) or "")
             path, reason = file_of(place, self.rank), ""
             try:
                 segments[self.rank] = Segment.make(path, self.rank, self.size, self._geometry)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 FOLDER = Path("/dev/shm")
 PREFIX = "fastreduce-"
+MACHINES = ("x86_64", "aarch64", "ppc64le", "s390x", "riscv64")  # of which the number of futex(2) is known
 
 # Where words lie in the header, each on two lines of its own: processors fetch lines in pairs.
 MAGIC, SENT, SUMMED, TAKEN, BEAT, FAILED, ASLEEP, TAGS = 0, 128, 256, 384, 512, 640, 768, 1024
@@ -47,6 +48,22 @@ class Geometry(NamedTuple):
 
 class CannotShareError(Exception):
     """Why ranks cannot share memory here."""
+
+
+def why_no_shm(nbytes: int = 0) -> str | None:
+    """The reason why this process can share no memory with others, or None. Others may have reasons of their own.
+
+    Args:
+        nbytes: what must be free.
+    """
+    if os.uname().machine not in MACHINES:
+        return f"on {os.uname().machine} the number of futex(2) is not known; it is on {', '.join(MACHINES)}"
+    if not os.access(FOLDER, os.W_OK | os.X_OK):
+        return f"there is no {FOLDER} that this user may write to"
+    free = os.statvfs(FOLDER)
+    if free.f_bavail * free.f_frsize < nbytes:
+        return f"{nbytes} bytes in {FOLDER}: {_no_room()}"
+    return None
 
 
 def file_of(place: str, rank: int) -> Path:
@@ -156,11 +173,15 @@ def _reasons(what: str) -> Iterator[None]:
 
 def _why(error: OSError) -> str:
     if error.errno == errno.ENOSPC:
-        free = os.statvfs(FOLDER)
-        return f"no room: {free.f_bavail * free.f_frsize} bytes are free (docker run --shm-size=256m gives more)"
+        return _no_room()
     if error.errno == errno.ENOENT and FOLDER.is_dir():
         return f"not seen from here: it has a {FOLDER} of its own, as containers do (docker run --ipc=host shares one)"
     return os.strerror(error.errno or 0)
+
+
+def _no_room() -> str:
+    free = os.statvfs(FOLDER)
+    return f"no room: {free.f_bavail * free.f_frsize} bytes are free (docker run --shm-size=256m gives more)"
 
 
 @cache

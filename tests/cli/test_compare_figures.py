@@ -155,7 +155,8 @@ def _turns(seconds: dict[str, float], rounds: int = 6) -> list[Turn]:
 
 
 def test_ratios_are_paired_by_round_and_take_the_slowest_rank():
-    none, again, int8, torch = speed.summarise(PLAN, _turns({BASE: 0.1, AGAIN: 0.1, "int8": 0.06, "torch": 0.12}))
+    turns = _turns({BASE: 0.1, AGAIN: 0.1, "int8": 0.06, "torch": 0.12})
+    none, again, int8, torch = speed.summarise(PLAN.contestants, turns)
     assert [each.contestant for each in (none, again, int8, torch)] == [BASE, AGAIN, "int8", "torch"]
     assert none.step == pytest.approx(350)
     assert (int8.ratio.low, int8.ratio.median, int8.ratio.high) == pytest.approx((0.6,) * 3)

@@ -56,7 +56,7 @@ class Summary:
 
 def summarise(plan: Plan, findings: Findings) -> Summary:
     """What the findings say."""
-    speeds = {each.contestant: each for each in speed.summarise(plan, findings.turns)}
+    speeds = {each.contestant: each for each in speed.summarise(plan.contestants, findings.turns)}
     qualities = {each.setting: each for each in quality.summarise(plan, findings.outcomes) if each.outcomes}
     return Summary(speeds, qualities, judge(plan, speeds, qualities))
 

@@ -104,15 +104,15 @@ def steps_needed(plan: Plan, gone: Iterable[str], rounds: int) -> int:
     return WARM_UP_STEPS + rounds * contestants * (SETTLE_STEPS + plan.steps)
 
 
-def summarise(plan: Plan, measured: Sequence[Turn]) -> list[Speed]:
-    """Figures of each contestant that has taken turns, the control behind `none`."""
+def summarise(contestants: Sequence[str], measured: Sequence[Turn]) -> list[Speed]:
+    """Figures of each contestant that has taken turns, in the order given."""
     by_name: dict[str, dict[int, list[float]]] = {}
     for turn in measured:
         by_name.setdefault(turn.contestant, {})[turn.round] = turn.steps
     whole = set.intersection(*(set(rounds) for rounds in by_name.values())) if by_name else set()
     medians = {name: {r: float(np.median(rounds[r])) for r in whole} for name, rounds in by_name.items()}
     found = []
-    for name in plan.contestants:
+    for name in contestants:
         if name not in by_name or not whole or BASE not in by_name:
             continue
         steps = np.concatenate([by_name[name][r] for r in sorted(whole)]) * 1e3

@@ -222,7 +222,7 @@ OPTIONS = ["--batch_size=128", f"--compression={FEEDBACK}"]
 @pytest.mark.timeout(240)
 def test_the_example_goes_on_after_its_ranks_were_killed_as_if_nothing_had_happened(ranks2: RankPool, tmp_path: Path):
     whole, killed = (tmp_path / name / "snapshot.pt" for name in ("whole", "killed"))
-    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", EXAMPLE, *OPTIONS]
+    command = [TORCHRUN, "--standalone", "--nproc_per_node=2", EXAMPLE, *OPTIONS]
     command += ["--max_epochs=100000", f"--snapshot_path={killed}"]
     with started(*command, env=with_environment(GLOO_SOCKET_IFNAME="lo"), together=True) as process:
         assert process.stdout is not None

@@ -311,7 +311,7 @@ def _ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ranks_end_with_the_command(tmp_path: Path, received: signal.Signals):
     sizes = ["--ranks", 2, "--width", 4, "--settings", "none", "--rounds", 100000, "--out", tmp_path]
-    with started(*FASTREDUCE, "compare", *sizes) as process:
+    with started(FASTREDUCE, "compare", *sizes) as process:
         launcher, deadline = psutil.Process(process.pid), time.monotonic() + 60
         while len(ranks := _ranks_of(launcher)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -24,7 +24,7 @@ from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
 from fastreduce.ops import backends
 from fastreduce.transports.nccl import library
-from tests.support.commands import FASTREDUCE, ROOT, Done, run
+from tests.support.commands import ROOT, Done, run
 
 CPU = torch.device("cpu")
 SECTIONS = [
@@ -44,7 +44,8 @@ def _run(*arguments: str, **more: str) -> Done:
     """The command, in a process without settings of this one's."""
     ours = ("FASTREDUCE_", "NCCL_", "GLOO_", "TRITON_", "NUMBA_ENABLE_CUDASIM")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return run(*FASTREDUCE, "doctor", *arguments, env={**kept, "PYTHONPATH": str(ROOT), **more})
+    command = [sys.executable, "-c", "from fastreduce.cli import main; main()", "doctor"]
+    return run(*command, *arguments, env={**kept, "PYTHONPATH": str(ROOT), **more})
 
 
 def _squeezed(text: str) -> str:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from fastreduce.cli import main
 from tests.support.commands import FASTREDUCE, ROOT, Done, end, finish, free_port, run, started, with_environment
 
-LAUNCH = [*FASTREDUCE, "launch"]
+LAUNCH = [FASTREDUCE, "launch"]
 WORKER = ROOT / "fastreduce" / "run" / "worker.py"
 TRAIN = """
 import argparse, os, sys

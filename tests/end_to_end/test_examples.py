@@ -62,7 +62,7 @@ def test_genesis_program_falls_back_to_gloo_and_learns(compression: str):
 def test_the_gpu_example_trains_a_tiny_model_where_there_is_no_gpu(model: str, items: str):
     script = ROOT / "examples" / "gpu_train.py"
     options = ["--model", model, "--size", "tiny", "--compression", "fp16", "--steps", "10"]
-    done = run(*FASTREDUCE, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
+    done = run(FASTREDUCE, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
     assert done.returncode == 0, done.stderr
     start = rf"{model} \(tiny\), 2 ranks on (?:cpu|cuda), compression fp16: loss"
     found = re.fullmatch(rf"{start} (\S+) to (\S+), (\S+) ms per step, \S+ {items} per second\n", done.stdout)

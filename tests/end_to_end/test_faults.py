@@ -26,7 +26,7 @@ import fastreduce.distributed as dist
 from fastreduce import TransportError
 from fastreduce.cli.launch.nodes import Nodes
 from fastreduce.transports.store_client import StoreClient
-from tests.support.commands import TORCHRUN, end, free_port, started, with_environment
+from tests.support.commands import end, free_port, started, with_environment
 from tests.support.fault_jobs import STAGES
 from tests.support.fork_server import Forked, run_as_script, server
 from tests.support.mpirun import MPIRUN, environment, needs_mpirun
@@ -256,7 +256,8 @@ def test_a_cut_link_between_two_nodes_ends_both(tmp_path: Path, launcher: str):
                     env.update(where, LOCAL_RANK="0")
                 else:
                     where_words = ["--nnodes=2", f"--node_rank={rank}", f"--master_addr={ADDRESSES[0]}"]
-                    job = [*map(str, TORCHRUN), *where_words, "--nproc_per_node=1", *job[1:]]
+                    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+                    job = [*torchrun, *where_words, "--nproc_per_node=1", *job[1:]]
                 out = stack.enter_context(tmp_path.joinpath(f"{rank}.out").open("w"))
                 processes[rank] = subprocess.Popen(
                     [*inside, *job], env=env, stdout=out, stderr=out, text=True, start_new_session=True

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(400)
     ("command", "setting"),
     [
         pytest.param(
-            [*FASTREDUCE, "run", "--standalone", "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"],
+            [FASTREDUCE, "run", "--standalone", "--nproc_per_node=2", "--compression=fp16", "accelerate_train.py"],
             "fp16",
             marks=pytest.mark.long,
         ),
@@ -51,7 +51,7 @@ pytestmark = pytest.mark.timeout(400)
             marks=pytest.mark.long,
         ),
         pytest.param(
-            [*TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"],
+            [TORCHRUN, "--standalone", "--nproc_per_node=2", "-m", "fastreduce.run", "transformers_train.py"],
             "int8:error_feedback",
             marks=pytest.mark.long,
         ),

@@ -126,7 +126,7 @@ def test_a_job_with_a_misspelt_name_says_so_in_one_line(tmp_path: Path):
         "dist.destroy_process_group()\n"
     )
     env = with_environment(FASTREDUCE_COMPRESION="fp16", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    done = run(*TORCHRUN, "--standalone", "--nproc_per_node=2", script, env=env, together=True)
+    done = run(TORCHRUN, "--standalone", "--nproc_per_node=2", script, env=env, together=True)
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if "FASTREDUCE" in line]
     assert len(lines) == 1 and lines[0].endswith("did you mean FASTREDUCE_COMPRESSION?"), done.stdout

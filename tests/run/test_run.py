@@ -29,7 +29,7 @@ def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, lau
     if launcher == "fastreduce run":
         done = run(*RUN, "--compression", "bf16", *torchrun, script, *own)
     else:
-        done = run(*TORCHRUN, *torchrun, "-m", "fastreduce.run", "--compression", "bf16", script, *own)
+        done = run(TORCHRUN, *torchrun, "-m", "fastreduce.run", "--compression", "bf16", script, *own)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"CLASS fastreduce.ddp bf16 0.5 {own} 7" in done.stdout
     processes = "2 modules in 2 processes" if launcher == "fastreduce run" else "1 module in 1 process"

@@ -182,7 +182,7 @@ dist.destroy_process_group()
 def test_beside_tensor_parallelism_ours_gives_torchs_gradients(tmp_path: Path):
     path = tmp_path / "train.py"
     path.write_text(TENSOR_PARALLEL)
-    ours, torchs = (run(*FASTREDUCE, command, "--nproc-per-node", 2, path) for command in ("run", "launch"))
+    ours, torchs = (run(FASTREDUCE, command, "--nproc-per-node", 2, path) for command in ("run", "launch"))
     assert ours.returncode == 0, ours.stderr
     assert said(ours)[-1] == "fastreduce run: 2 modules in 2 processes wrapped by fastreduce, compression none"
     assert ours.stdout == torchs.stdout and len(json.loads(ours.stdout)) == 4

@@ -1,4 +1,8 @@
-"""Commands for tests: started in a process group of their own, ended with all that they started."""
+"""Commands for tests: started in a session of their own, ended with all that they started.
+
+`fastreduce` and `torchrun` as a first word are begun by a fork server, with torch imported; the ranks that they start
+begin as anywhere. Tests of how a command itself begins name an interpreter.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,41 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.support.fork_server import run_code, server
+
 ROOT = Path(__file__).parents[2]
-FASTREDUCE = (sys.executable, "-c", "from fastreduce.cli import main; main()")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+FASTREDUCE, TORCHRUN = "fastreduce", "torchrun"
+FORKED = {FASTREDUCE: "from fastreduce.cli import main", TORCHRUN: "from torch.distributed.run import main"}
 
 Done = subprocess.CompletedProcess[str]
+
+
+class Forked(subprocess.Popen[str]):
+    """A running command that a fork server has begun, which alone can wait for it."""
+
+    def _execute_child(self, args: list[str], *more: Any) -> None:
+        code, cwd, env, out, error = f"{FORKED[args[0]]}; main()", more[4], more[5], more[12], more[14]
+        self._forked = server().fork(run_code, code, args[1:], cwd, env=env, output=(out, error))
+        self._forked.pipe.recv()
+        self.pid, self._child_created = self._forked.pid, True
+        self._close_pipe_fds(*more[9:15])  # type: ignore[attr-defined]
+
+    def _internal_poll(self, **_: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forked.poll()
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None and self._forked.poll(timeout) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._internal_poll()
 
 
 @contextlib.contextmanager
@@ -29,8 +56,9 @@ def started(
 
     It gets `env`, or this process's environment with this tree as its Python path.
     """
-    process = subprocess.Popen(
-        [str(word) for word in command],
+    words = [str(word) for word in command]
+    process = (Forked if words[0] in FORKED else subprocess.Popen)(
+        words,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)} if env is None else env,
         text=True,
@@ -50,12 +78,13 @@ def started(
 
 def end(process: subprocess.Popen[str]) -> None:
     """End a command and what it started, in whatever groups."""
-    if process.poll() is None:
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        os.killpg(process.pid, signal.SIGKILL)  # what outlived its own parent, too
-        process.wait()
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it may end at any time
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # what outlived its own parent, too
+    process.wait()
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> Done:

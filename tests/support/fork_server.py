@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numba
@@ -72,10 +73,16 @@ class ForkServer:
         )
         theirs.close()
 
-    def fork(self, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> Forked:
+    def fork(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        output: tuple[int, int] = (1, 2),
+    ) -> Forked:
         """A process that calls `function(pipe, *args)`, defined at module level, and ends with what it returns.
 
-        It gets `env`, or this process's environment.
+        It gets `env`, or this process's environment, and writes into the files `output`, or where this one writes.
         """
         ours, theirs = Pipe()
         status, to_status = os.pipe()
@@ -83,7 +90,7 @@ class ForkServer:
             (dict(os.environ if env is None else env), os.getcwd(), sys.path, pickle.dumps((function, args)))
         )
         with self._lock:
-            socket.send_fds(self._channel, [LENGTH.pack(len(job))], [theirs.fileno(), to_status])
+            socket.send_fds(self._channel, [LENGTH.pack(len(job))], [theirs.fileno(), to_status, *output])
             self._channel.sendall(job)
             (pid,) = LENGTH.unpack(_read(self._channel.fileno(), LENGTH.size))
         theirs.close()
@@ -117,6 +124,7 @@ def _end_servers() -> None:
 class _Job(NamedTuple):
     data: bytes
     pipe: int
+    output: list[int]
 
 
 def _read(file: int, size: int) -> bytes:
@@ -142,30 +150,38 @@ def _serve(channel: socket.socket) -> _Job | None:
             os.close(file)
             os.close(to_status)
         if channel.fileno() in ready:
-            header, files, _, _ = socket.recv_fds(channel, LENGTH.size, 2)
+            header, files, _, _ = socket.recv_fds(channel, LENGTH.size, 4)
             if not header:
                 return None
-            pipe, to_status = files
+            pipe, to_status, *output = files
             data = _read(channel.fileno(), *LENGTH.unpack(header))
             pid = os.fork()
             if not pid:
                 for file in (to_status, *running, *(each for _, each in running.values())):
                     os.close(file)
-                return _Job(data, pipe)
-            os.close(pipe)
+                return _Job(data, pipe, output)
+            for file in (pipe, *output):
+                os.close(file)
             running[os.pidfd_open(pid)] = pid, to_status
             channel.sendall(LENGTH.pack(pid))
 
 
 def _get_ready() -> None:
     """What a rank would import and read until its first wrapper stands."""
-    for name in ("torch._dynamo", "fastreduce.distributed", "fastreduce.kernels.numba_cpu_elements"):
+    for name in (
+        "torch._dynamo",
+        "torch.distributed.run",
+        "fastreduce.distributed",
+        "fastreduce.kernels.numba_cpu_elements",
+        "fastreduce.cli",
+    ):
         importlib.import_module(name)
     target = importlib.import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()
     target.target_context.refresh()
     gc.collect()
     gc.freeze()  # nobody walks through all that when a fork ends
+    gc.enable()
 
 
 def _hush() -> None:
@@ -187,8 +203,23 @@ def run_as_script(pipe: object, script: str, arguments: list[str], output: str) 
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
+def run_code(pipe: Connection, code: str, arguments: list[str], folder: str | None) -> None:
+    """For `ForkServer.fork`: what `python -c CODE` does, in `folder` and a session of its own, of which it tells."""
+    os.setsid()
+    pipe.send(None)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if folder is not None:
+        os.chdir(folder)
+    sys.argv = ["-c", *arguments]
+    sys.modules["__main__"] = main_module = ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), main_module.__dict__)
+
+
 def _begin(job: _Job) -> object:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, file in enumerate(job.output, 1):
+        os.dup2(file, number)
+        os.close(file)
     atexit.register(_hush)  # called last
     environment, folder, path, call = pickle.loads(job.data)
     os.environ.clear()
@@ -205,6 +236,7 @@ def _begin(job: _Job) -> object:
 def main() -> object:
     """The exit status of each process that it forks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # a fifth of what importing takes
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         _get_ready()
         job = _serve(channel)

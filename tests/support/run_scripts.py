@@ -8,7 +8,7 @@ from pathlib import Path
 from fastreduce.run import replacement
 from tests.support.commands import FASTREDUCE, Done, run, with_environment
 
-RUN = [*FASTREDUCE, "run"]
+RUN = [FASTREDUCE, "run"]
 MODULE = [sys.executable, "-m", "fastreduce.run"]
 SCRIPT = """
 import sys

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
 # Lightning asks MPI whether it runs under mpirun; a process alone, with Open MPI from a wheel, ends there without this.
@@ -20,6 +22,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its own functions look at it then
 
+from tests.support.compiled import compile_kernels
 from tests.support.ranks import RankPool, one_thread_and_poison
 
 one_thread_and_poison()
@@ -58,6 +61,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Before tests run beside each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        compile_kernels(tmp_path_factory.getbasetemp().parent)
+
+
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
     """Two ranks that live as long as the test session: `ranks2.run(fn, *args)`."""
@@ -77,6 +87,13 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
     """Two ranks, then three."""
     pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
     return pool
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> None:
+    """The server behind start_method="forkserver" has imported torch: such ranks begin in no time."""
+    multiprocessing.set_forkserver_preload(["fastreduce.distributed", "pytest"])
+    forkserver.ensure_running()
 
 
 @pytest.fixture

@@ -31,7 +31,14 @@ EXAMPLE = ROOT / "examples" / "snapshot_train.py"
 
 
 @pytest.mark.parametrize(
-    ("setting", "clips"), [("none", True), ("fp16", False), ("fp16", True), (FEEDBACK, False), (FEEDBACK, True)]
+    ("setting", "clips"),
+    [
+        ("none", True),
+        pytest.param("fp16", False, marks=pytest.mark.long),
+        ("fp16", True),
+        pytest.param(FEEDBACK, False, marks=pytest.mark.long),
+        (FEEDBACK, True),
+    ],
 )
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
     ranks: RankPool, setting: str, clips: bool, tmp_path: Path

@@ -289,17 +289,19 @@ def test_a_rank_that_raises_ends_the_command_with_its_traceback(tmp_path: Path, 
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_a_rank_that_dies_is_named():
     before = set(multiprocessing.active_children())
     with pytest.raises(RanksFailedError, match="rank 1 ended with exit code 3"):
-        run_ranks(_die_on_one, Group(2, 2), on_report=print)
+        run_ranks(_die_on_one, Group(2, 2), on_report=print, start_method="forkserver")
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_ranks_that_hang_are_ended():
     before = set(multiprocessing.active_children())
     with pytest.raises(RanksFailedError, match="no rank has reported anything for 2 s"):
-        run_ranks(_hang, Group(2, 2), on_report=print, stall_seconds=2)
+        run_ranks(_hang, Group(2, 2), on_report=print, stall_seconds=2, start_method="forkserver")
     assert set(multiprocessing.active_children()) <= before
 
 

@@ -153,7 +153,7 @@ def test_a_folder_with_the_name_of_a_setting_is_no_script(
 
 def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path: Path):
     options = ["--rounds", 0, "--train", 5, "--seeds", 2, "--seed", 3, "--settings", "none", "int8"]
-    result = _invoke(tmp_path, "--ranks", 2, *options, SCRIPT, 9, "failing")
+    result = _invoke(tmp_path, "--ranks", 1, *options, SCRIPT, 9, "failing")
     assert result.exit_code == 7
     assert "fastreduce compare: the training under int8 with seed 3 failed with exit code 7; " in result.stderr
     assert "failed with exit code 7\n" in result.stderr.split("ends with")[1]
@@ -189,7 +189,7 @@ def test_rounds_that_a_short_script_does_not_reach_are_said_to_be_missing(tmp_pa
 def test_a_script_with_nothing_to_compare_is_an_error(tmp_path: Path, code: str, message: str):
     script = tmp_path / "train.py"
     script.write_text(code)
-    result = _invoke(tmp_path, "--ranks", 2, script)
+    result = _invoke(tmp_path, "--ranks", 1, script)
     assert result.exit_code == 2 and message in result.stderr, result.output
     assert not (tmp_path / "results.json").exists()
 
@@ -224,9 +224,9 @@ if __name__ == "__main__":
 def test_a_training_that_takes_no_step_is_ended_and_says_which_rank_is_missing(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(HANGING)
-    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "--timeout", 60, script)
+    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "--timeout", 30, script)
     assert result.exit_code == 1
-    said = "took no step for 60 s (--timeout): rank 0 is in step 4, rank 1 has ended step 3;"
+    said = "took no step for 30 s (--timeout): rank 0 is in step 4, rank 1 has ended step 3;"
     assert said in result.stderr, result.output
 
 

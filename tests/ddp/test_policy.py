@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -40,18 +41,20 @@ def _of(rank: int, world_size: int, setting: Any, options: dict[str, Any]) -> tu
     return found, ddp.compression_by_parameter(), ddp._get_ddp_logging_data()["compression_by_parameter"]
 
 
-@pytest.mark.parametrize("given", [BY_NAME, _choose, "*.bias: none:accumulate=fp32; 0.*|2.*: bf16; *: int8"])
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True}])
-def test_each_parameter_has_the_bits_of_its_setting(ranks: RankPool, given: Any, options: dict[str, Any]):
-    found = ranks.run(_of, given, options)
+def test_each_parameter_has_the_bits_of_its_setting(ranks: RankPool):
     alone = {setting: ranks.run(_of, setting, {}) for setting in ("none:accumulate=fp32", "bf16", "int8")}
-    for rank, (grads, settings, text) in enumerate(found):
-        assert set(settings.values()) == set(alone)
-        for step, of in enumerate(grads):
-            for name, grad in of.items():
-                assert settings[name] == _choose(name, torch.zeros(()))
-                assert_same_bits(grad, alone[settings[name]][rank][0][step][name], f"{name}, step {step}")
-        assert "bf16: " in text and "0.weight" in text
+    policies = (BY_NAME, _choose, "*.bias: none:accumulate=fp32; 0.*|2.*: bf16; *: int8")
+    for given, options in itertools.product(
+        policies, ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True})
+    ):
+        for rank, (grads, settings, text) in enumerate(ranks.run(_of, given, options)):
+            assert set(settings.values()) == set(alone)
+            for step, of in enumerate(grads):
+                for name, grad in of.items():
+                    assert settings[name] == _choose(name, torch.zeros(()))
+                    where = f"{given}, {options}: {name}, step {step}"
+                    assert_same_bits(grad, alone[settings[name]][rank][0][step][name], where)
+            assert "bf16: " in text and "0.weight" in text
 
 
 def _differing(rank: int, world_size: int, given: Any, later: bool) -> str:

@@ -17,22 +17,26 @@ from tests.support.ranks import RankPool
 from tests.support.snapshots import FEEDBACK, Training
 
 PAIRS = [
-    ("none", "int8"),
     ("none", FEEDBACK),
     (FEEDBACK, "none"),
+    (FEEDBACK, "int4:error_feedback"),
+    ("fp16:accumulate=wire", "none:accumulate=fp32"),
+]
+MORE_PAIRS = [
+    ("none", "int8"),
     (FEEDBACK, "bf16"),
     (FEEDBACK, "fp16"),
     (FEEDBACK, "int8"),
-    (FEEDBACK, "int4:error_feedback"),
     ("fp8:block=16,error_feedback", FEEDBACK),
-    ("fp16:accumulate=wire", "none:accumulate=fp32"),
 ]
 
 
 # Bits of a checkpoint
 
 
-@pytest.mark.parametrize(("old", "new"), PAIRS)
+@pytest.mark.parametrize(
+    ("old", "new"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE_PAIRS)]
+)
 def test_a_switch_has_the_bits_of_a_checkpoint_resumed_under_the_new_setting(
     ranks: RankPool, old: str, new: str, tmp_path: Path
 ):

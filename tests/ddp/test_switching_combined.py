@@ -60,19 +60,25 @@ def _beside(rank: int, world_size: int, new: str, how: str, options: dict[str, A
     return found
 
 
-@pytest.mark.parametrize("new", ["int8", "fp16", "none:accumulate=fp32"])
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {"bucket_cap_mb": 0.001}),
+    ("views", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
+    ("static graph", {"static_graph": True}),
+    ("unused", {"find_unused_parameters": True}),
+    ("accumulates", {"bucket_cap_mb": 0.001}),
+    ("accumulates", {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}),
+    ("clips", {"bucket_cap_mb": 0.001}),
+    ("mixed precision", {"mixed_precision": LOW}),
+    ("one by one", {"bucket_cap_mb": 0.001}),
+]
+
+
 @pytest.mark.parametrize(
-    ("how", "options"),
+    ("how", "options", "new"),
     [
-        ("plain", {"bucket_cap_mb": 0.001}),
-        ("views", {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}),
-        ("static graph", {"static_graph": True}),
-        ("unused", {"find_unused_parameters": True}),
-        ("accumulates", {"bucket_cap_mb": 0.001}),
-        ("accumulates", {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}),
-        ("clips", {"bucket_cap_mb": 0.001}),
-        ("mixed precision", {"mixed_precision": LOW}),
-        ("one by one", {"bucket_cap_mb": 0.001}),
+        pytest.param(how, options, new, marks=[pytest.mark.long] * (new != "int8" and how != "plain"))
+        for how, options in WAYS
+        for new in ("int8", "fp16", "none:accumulate=fp32")
     ],
 )
 def test_after_a_switch_gradients_are_those_of_a_wrapper_under_the_new_setting(

@@ -271,6 +271,7 @@ def _spawned(rank: int, path: str, results: Any) -> None:
     results.put((rank, buffer.getvalue()))
 
 
+@pytest.mark.long
 def test_mp_spawn_starts_it_and_it_ends_cleanly(tmp_path):
     context = mp.get_context("spawn")
     results = context.SimpleQueue()

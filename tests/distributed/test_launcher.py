@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 from fastreduce import RanksFailedError, SettingError
 from fastreduce import distributed as frdist
-from tests.support.commands import ROOT, Done, finish, free_port, run, started, with_environment
+from tests.support.commands import PYTHON, ROOT, Done, finish, free_port, run, started, with_environment
 
 launcher, spawn = frdist.launcher, frdist.spawn
+
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +39,6 @@ def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-@launcher(n_gpus=2)
 def _sums_and_bytes(x: float, *, size: int) -> tuple[float, bytes, torch.Tensor]:
     """Large values, tensors, keyword arguments; destroying the group is allowed."""
     total = torch.tensor(x + dist.get_rank())
@@ -49,8 +50,12 @@ def _sums_and_bytes(x: float, *, size: int) -> tuple[float, bytes, torch.Tensor]
     return total.item(), bytes([rank]) * size, torch.full((1000,), rank)
 
 
-def test_values_come_back_in_rank_order_and_large_ones_do_not_block():
-    first, second = _sums_and_bytes(2.0, size=20_000_000)
+METHODS = pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
+
+
+@METHODS
+def test_values_come_back_in_rank_order_and_large_ones_do_not_block(method: str):
+    first, second = launcher(_sums_and_bytes, n_gpus=2, start_method=method)(2.0, size=20_000_000)
     assert first[0] == second[0] == 5.0
     assert first[1] == bytes(20_000_000) and second[1] == b"\1" * 20_000_000
     assert torch.equal(second[2], torch.full((1000,), 1))
@@ -70,27 +75,24 @@ def nothing_left() -> Iterator[None]:
 
 
 @_twice
-@launcher(n_gpus=1)
+@launcher(n_gpus=1, start_method="forkserver")
 @_twice
 def _decorated(x: int) -> tuple[int, str]:
     return x, __name__
 
 
-@launcher(n_gpus=2)
 def _one_raises() -> None:
     if dist.get_rank() == 1:
         raise ValueError("boom on one")
     dist.barrier()
 
 
-@launcher(n_gpus=2)
 def _one_dies() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
 
-@launcher(n_gpus=1)
 def _value_that_cannot_travel() -> Any:
     return lambda: None
 
@@ -100,25 +102,27 @@ def test_decorators_on_both_sides_of_launcher_apply_where_they_stand():
     assert _decorated(3) == [[[value, value]], [[value, value]]]
 
 
+@METHODS
 @pytest.mark.usefixtures("nothing_left")
-def test_a_rank_that_raises_ends_the_others_and_is_raised_here():
+def test_a_rank_that_raises_ends_the_others_and_is_raised_here(method: str):
     start = time.monotonic()
     with pytest.raises(RanksFailedError, match=r"rank 1 failed:\n[^~]*in _one_raises[^~]*boom on one") as error:
-        _one_raises()
+        launcher(_one_raises, n_gpus=2, start_method=method)()
     assert str(error.value).count("Traceback") == 1
     assert isinstance(error.value.__cause__, ValueError) and error.value.__cause__.args == ("boom on one",)
     assert time.monotonic() - start < 60
 
 
+@METHODS
 @pytest.mark.usefixtures("nothing_left")
-def test_a_rank_that_dies_is_named_and_the_others_end():
+def test_a_rank_that_dies_is_named_and_the_others_end(method: str):
     with pytest.raises(RanksFailedError, match=r"^rank 1 was ended by SIGKILL$"):
-        _one_dies()
+        launcher(_one_dies, n_gpus=2, start_method=method)()
 
 
 def test_a_value_that_cannot_be_pickled_is_an_error_of_that_rank():
     with pytest.raises(RanksFailedError, match=r"rank 0 failed:\n[^~]*pickle"):
-        _value_that_cannot_travel()
+        launcher(_value_that_cannot_travel, n_gpus=1, start_method="forkserver")()
 
 
 def _rank_and_sum(rank: int, x: float) -> tuple[int, float]:
@@ -145,7 +149,7 @@ def _late_peer(seconds: float) -> list[str]:
 
 
 def test_no_rank_leaves_before_the_others():
-    first, second = launcher(_late_peer, n_gpus=2)(2.0)
+    first, second = launcher(_late_peer, n_gpus=2, start_method="forkserver")(2.0)
     assert first == [] and second and not {"gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} & set(second)
 
 
@@ -201,17 +205,19 @@ def work(rank, box):
 NOT_AGAIN = 'come to this call again: put the script\'s own work under if __name__ == "__main__":'
 
 
-def _run_unguarded(folder: Path, function: str, call: str, call_again: str = "0", module: bool = False) -> Done:
+def _run_unguarded(
+    folder: Path, function: str, call: str, call_again: str = "0", module: bool = False, python: str = sys.executable
+) -> Done:
     path = folder / "tutorial.py"
     path.write_text(UNGUARDED.format(function=function, call=call, call_again=call_again))
     command = ["-m", "tutorial"] if module else [path]
-    return run(sys.executable, *command, "argument", cwd=folder, env=with_environment(PYTHONPATH=f"{folder}:{ROOT}"))
+    return run(python, *command, "argument", cwd=folder, env=with_environment(PYTHONPATH=f"{folder}:{ROOT}"))
 
 
 @pytest.mark.parametrize(
     ("function", "call", "module"),
     [
-        (DECORATED.format(method="spawn"), "work(Box(7))", False),
+        pytest.param(DECORATED.format(method="spawn"), "work(Box(7))", False, marks=pytest.mark.long),
         pytest.param(DECORATED.format(method="spawn"), "work(Box(7))", True, marks=pytest.mark.long),
         pytest.param(DECORATED.format(method="forkserver"), "work(Box(7))", False, marks=pytest.mark.long),
         (DECORATED.format(method="fork"), "work(Box(7))", False),
@@ -231,7 +237,7 @@ def test_a_script_without_a_guard_runs_up_to_its_call_on_every_rank(
 
 def test_a_second_call_without_a_guard_says_what_to_write(tmp_path: Path):
     call = "work(Box(7))"
-    done = _run_unguarded(tmp_path, DECORATED.format(method="spawn"), call, call)
+    done = _run_unguarded(tmp_path, DECORATED.format(method="spawn"), call, call, python=PYTHON)
     assert done.returncode == 1 and "value [14, 1, 'argument']" in done.stdout and "after" not in done.stdout
     assert f"work() starts ranks, which import the script and {NOT_AGAIN}" in done.stderr
 
@@ -239,7 +245,7 @@ def test_a_second_call_without_a_guard_says_what_to_write(tmp_path: Path):
 def test_a_process_that_did_not_begin_as_spawned_ones_do_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(SettingError, match=re.escape(NOT_AGAIN)):
-        _one_raises()
+        launcher(_one_raises, n_gpus=2)()
     with pytest.raises(SettingError, match=re.escape(NOT_AGAIN)):
         spawn(_rank_and_sum, (2.0,), nprocs=2)
 
@@ -248,7 +254,7 @@ def test_the_tutorial_in_the_docs(tmp_path: Path):
     text = (ROOT / "docs" / "from-megengine.md").read_text()
     path = tmp_path / "tutorial.py"
     path.write_text(text.partition("```python\n")[2].partition("```")[0])
-    done = run(sys.executable, path)
+    done = run(PYTHON, path)
     assert done.stdout == "[6.0, 6.0]\n", done.stderr
 
 

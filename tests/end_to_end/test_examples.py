@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
-import sys
 
 import pytest
 import torch
 
-from tests.support.commands import FASTREDUCE, ROOT, finish, free_port, run, started, with_environment
+from tests.support.commands import FASTREDUCE, PYTHON, ROOT, finish, free_port, run, started, with_environment
 
 SECONDS = 60
 LOSS = r"^epoch \d+: loss ([\d.]+)$"
@@ -20,7 +19,7 @@ def losses(script: str, world_size: int, *arguments: str) -> tuple[list[str], st
     """What the ranks of a script print as losses, and all that they print."""
     where = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     where |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, ROOT / "examples" / script, *arguments]
+    command = [PYTHON, ROOT / "examples" / script, *arguments]
     with contextlib.ExitStack() as stack:
         processes = []
         for rank in map(str, range(world_size)):
@@ -38,7 +37,7 @@ def losses(script: str, world_size: int, *arguments: str) -> tuple[list[str], st
 )
 def test_megengines_program_gives_the_reference_run(world_size: int, reference: str):
     """It starts its ranks itself, with the launcher's decorator."""
-    done = run(sys.executable, ROOT / "examples" / "megengine_train.py", world_size, together=True, seconds=SECONDS)
+    done = run(PYTHON, ROOT / "examples" / "megengine_train.py", world_size, together=True, seconds=SECONDS)
     assert done.returncode == 0, done.stdout
     assert re.findall(LOSS, done.stdout, flags=re.MULTILINE) == reference.split()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.fork_server import ForkServer
+from tests.support.fork_server import server
 from tests.support.ranks import RankError, RankPool, run_ranks
 
 
@@ -71,15 +71,12 @@ def _begun_with(pipe: Connection, folder: str) -> int:
 
 
 def test_a_fork_has_its_owners_environment_and_ends_as_a_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    server()  # which stands before the environment changes
     monkeypatch.setenv("LEFT_BEHIND", "1")
     monkeypatch.chdir(tmp_path)
-    server = ForkServer()
-    try:
-        processes = [server.fork(_begun_with, str(tmp_path)) for _ in range(2)]
-        (variable, folder, first), (_, _, second) = (process.pipe.recv() for process in processes)
-        assert [process.poll(20) for process in processes] == [3, 3]
-    finally:
-        server.close()
+    processes = [server().fork(_begun_with, str(tmp_path)) for _ in range(2)]
+    (variable, folder, first), (_, _, second) = (process.pipe.recv() for process in processes)
+    assert [process.poll(20) for process in processes] == [3, 3]
     assert (variable, folder) == ("1", str(tmp_path)) and first != second
     assert tmp_path.joinpath("ended").exists()
 

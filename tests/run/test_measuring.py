@@ -51,7 +51,7 @@ def measured(tmp_path: Path, script: str, ranks: int, *arguments: str, **orders:
     "wrapping",
     [
         "DDP, {}",
-        "DDP, dict(gradient_as_bucket_view=True, static_graph=True)",
+        pytest.param("DDP, dict(gradient_as_bucket_view=True, static_graph=True)", marks=pytest.mark.long),
         pytest.param("Own, dict(find_unused_parameters=True)", marks=pytest.mark.long),
     ],
 )
@@ -92,31 +92,20 @@ for step in range(3):
             scaler.scale(torch.utils.checkpoint.checkpoint(ddp, x, use_reentrant=False).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
+loss = ddp(torch.ones(1, 2)).sum()
+torch.autograd.backward(scaler.scale([loss, 2 * loss]))
 print("WENT ON")
 """
 
 
 @pytest.mark.parametrize("end", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_the_loss_is_what_backward_was_called_on(tmp_path: Path, end: int):
-    """Without the scale, the mean over two micro-steps and two ranks: 2 · (1 + step + 5 + 50)."""
+    """Without the scale, the mean over two micro-steps and two ranks: 2 · (1 + step + 5 + 50); then a list of two."""
     done, lines = measured(tmp_path, SHOW + "import torch.utils.checkpoint\n" + LOSSES, 2, end=end)
     assert done.returncode == 0, done.stderr
     losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses == [2.0 * (56 + step) for step in range(end or 3)]
+    assert losses == [*(2.0 * (56 + step) for step in range(end or 3)), *[2.0 + 4.0] * (end == 0)]
     assert ("WENT ON" in done.stdout) == (end == 0)
-
-
-def test_a_losss_scale_is_taken_out_of_each_of_a_list(tmp_path: Path):
-    script = """
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-ddp = DDP(torch.nn.Linear(2, 1, bias=False))
-torch.nn.init.ones_(ddp.module.weight)
-loss = ddp(torch.ones(1, 2)).sum()
-torch.autograd.backward(scaler.scale([loss, 2 * loss]))
-"""
-    done, lines = measured(tmp_path, SHOW + script, 1)
-    assert done.returncode == 0, done.stderr
-    assert [line["loss"] for line in lines if "loss" in line] == [6.0]
 
 
 JOIN = """
@@ -129,16 +118,18 @@ print("WENT ON")
 
 
 @pytest.mark.parametrize(
-    ("orders", "last"),
+    ("ranks", "orders", "last"),
     [
-        ({"end": 12}, {"done": True}),
-        ({"contestants": ("none",), "rounds": 1, "warm_up": 2, "settle": 2, "steps": 6}, {"done": True}),
-        pytest.param({"end": 25}, {"loss"}, marks=pytest.mark.long),
+        pytest.param(3, {"end": 12}, {"done": True}, marks=pytest.mark.long),
+        (2, {"contestants": ("none",), "rounds": 1, "warm_up": 2, "settle": 2, "steps": 6}, {"done": True}),
+        pytest.param(3, {"end": 25}, {"loss"}, marks=pytest.mark.long),
     ],
     ids=["losses", "times", "rank 0 has fewer steps"],
 )
-def test_in_join_nobody_waits_for_ranks_that_have_no_step(tmp_path: Path, orders: dict[str, Any], last: Any):
-    _, lines = measured(tmp_path, SHOW + JOIN, 3, **orders)
+def test_in_join_nobody_waits_for_ranks_that_have_no_step(
+    tmp_path: Path, ranks: int, orders: dict[str, Any], last: Any
+):
+    _, lines = measured(tmp_path, SHOW + JOIN, ranks, **orders)
     assert lines[-1] == last or set(last) <= set(lines[-1])
     assert len([line for line in lines if "loss" in line]) in (0, 12, 20)
 

@@ -41,13 +41,7 @@ assert list(inspect.signature(Direct).parameters)[:2] == ["module", "device_ids"
 """
 
 
-def test_every_name_and_subclass_of_torchs_class_is_ours(tmp_path: Path):
-    done = child(ALONE + NAMES, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert replacement.summary(tmp_path / "record") == "5 modules in 1 process wrapped by fastreduce, compression none"
-
-
-def test_what_stays_torchs_is_said_when_it_is_made_and_at_the_end(tmp_path: Path):
+def test_every_name_and_subclass_is_ours_and_what_stays_torchs_is_said_when_it_is_made_and_at_the_end(tmp_path: Path):
     more = """
 Own(torch.nn.Linear(1, 1))
 torch._dynamo.config.optimize_ddp = "python_reducer"

@@ -1,7 +1,7 @@
 """Commands for tests: started in a session of their own, ended with all that they started.
 
-`fastreduce` and `torchrun` as a first word are begun by a fork server, with torch imported; the ranks that they start
-begin as anywhere. Tests of how a command itself begins name an interpreter.
+Those whose first word is `fastreduce`, `torchrun` or `python` (with a script) are begun by a fork server, with torch
+imported; what they start themselves begins as anywhere. Tests of how a command begins name an interpreter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.fork_server import run_code, server
+from tests.support.fork_server import run_command, server
 
 ROOT = Path(__file__).parents[2]
-FASTREDUCE, TORCHRUN = "fastreduce", "torchrun"
-FORKED = {FASTREDUCE: "from fastreduce.cli import main", TORCHRUN: "from torch.distributed.run import main"}
+FASTREDUCE, TORCHRUN, PYTHON = "fastreduce", "torchrun", "python"
 
 Done = subprocess.CompletedProcess[str]
 
@@ -31,8 +30,8 @@ class Forked(subprocess.Popen[str]):
     """A running command that a fork server has begun, which alone can wait for it."""
 
     def _execute_child(self, args: list[str], *more: Any) -> None:
-        code, cwd, env, out, error = f"{FORKED[args[0]]}; main()", more[4], more[5], more[12], more[14]
-        self._forked = server().fork(run_code, code, args[1:], cwd, env=env, output=(out, error))
+        cwd, env, out, error = more[4], more[5], more[12], more[14]
+        self._forked = server().fork(run_command, args[0], args[1:], cwd, env=env, output=(out, error))
         self._forked.pipe.recv()
         self.pid, self._child_created = self._forked.pid, True
         self._close_pipe_fds(*more[9:15])  # type: ignore[attr-defined]
@@ -43,9 +42,11 @@ class Forked(subprocess.Popen[str]):
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
-        if self.returncode is None and self._forked.poll(timeout) is None:
+        if self.returncode is None:
+            self.returncode = self._forked.poll(timeout)
+        if self.returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self._internal_poll()
+        return self.returncode
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def started(
     It gets `env`, or this process's environment with this tree as its Python path.
     """
     words = [str(word) for word in command]
-    process = (Forked if words[0] in FORKED else subprocess.Popen)(
+    process = (Forked if words[0] in (FASTREDUCE, TORCHRUN, PYTHON) else subprocess.Popen)(
         words,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)} if env is None else env,

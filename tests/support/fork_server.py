@@ -166,6 +166,21 @@ def _serve(channel: socket.socket) -> _Job | None:
             channel.sendall(LENGTH.pack(pid))
 
 
+def _fastreduce() -> None:
+    from fastreduce.cli import main
+
+    main()
+
+
+def _torchrun() -> None:
+    from torch.distributed.run import main
+
+    main()
+
+
+COMMANDS = {"fastreduce": _fastreduce, "torchrun": _torchrun}
+
+
 def _get_ready() -> None:
     """What a rank would import and read until its first wrapper stands."""
     for name in (
@@ -195,7 +210,11 @@ def run_as_script(pipe: object, script: str, arguments: list[str], output: str) 
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.argv = [script, *arguments]
+    _run_script([script, *arguments])
+
+
+def _run_script(words: list[str]) -> None:
+    sys.argv, (script, *_) = words, words
     if script.endswith(".py"):
         sys.path.insert(0, os.path.dirname(script))
         runpy.run_path(script, run_name="__main__")
@@ -203,16 +222,19 @@ def run_as_script(pipe: object, script: str, arguments: list[str], output: str) 
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 
-def run_code(pipe: Connection, code: str, arguments: list[str], folder: str | None) -> None:
-    """For `ForkServer.fork`: what `python -c CODE` does, in `folder` and a session of its own, of which it tells."""
+def run_command(pipe: Connection, command: str, arguments: list[str], folder: str | None) -> None:
+    """For `ForkServer.fork`: a command in `folder`, in a session of its own, of which it tells its owner."""
     os.setsid()
     pipe.send(None)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if folder is not None:
         os.chdir(folder)
-    sys.argv = ["-c", *arguments]
-    sys.modules["__main__"] = main_module = ModuleType("__main__")
-    exec(compile(code, "<string>", "exec"), main_module.__dict__)
+    if command == "python":
+        _run_script(arguments)
+    else:
+        sys.argv = ["-c", *arguments]
+        sys.modules["__main__"] = ModuleType("__main__")
+        COMMANDS[command]()
 
 
 def _begin(job: _Job) -> object:

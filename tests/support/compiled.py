@@ -1,0 +1,37 @@
+"""The kernels of most settings, compiled once: else all ranks of the first tests would compile the same ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastreduce import DistributedDataParallel
+from tests.support.fork_server import server
+
+PARTS = (("int8", "fp16"), ("int4", "bf16"), ("fp8:error_feedback", "none"))
+SECONDS = 180.0
+
+
+def compile_kernels(folder: Path) -> None:
+    """Compile the part of this worker of pytest-xdist's, and wait for the others', which share `folder`."""
+    worker, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    compiling = [server().fork(_wrap, settings) for settings in PARTS[worker::workers]]
+    deadline = time.monotonic() + SECONDS
+    for process in compiling:
+        process.poll(SECONDS)
+        process.kill()
+    folder.joinpath(f"{worker}.compiled").touch()
+    while len(list(folder.glob("*.compiled"))) < workers and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _wrap(pipe: object, settings: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for setting in settings:
+        DistributedDataParallel(nn.Linear(3, 2), compression=setting).reducer.close()

@@ -72,14 +72,6 @@ ALL = [
 ]
 
 
-# Half of them, in which every stage, victim, signal and setting meets every other.
-HALF = [
-    case
-    for case in ALL
-    if (STAGES.index(case.stage) + case.victim + (case.what == "SIGKILL") + (case.setting == "int8")) % 2
-]
-
-
 class Seen(NamedTuple):
     """What survivors did, by rank: seconds from the failure until the last exit handler, and their output."""
 
@@ -230,7 +222,7 @@ def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path, run: Callable
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_each_stage_each_rank_with_each_setting(tmp_path: Path, stage: str, run: Callable[[Path, Case], Seen]):
-    _run_all(tmp_path, [case for case in (ALL if run is _over_gloo else HALF) if case.stage == stage], run, _check)
+    _run_all(tmp_path, [case for case in ALL if case.stage == stage], run, _check)
 
 
 @needs_mpirun
@@ -244,7 +236,7 @@ def test_a_stopped_rank_under_mpirun_ends_the_job(tmp_path: Path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "exit"])
 def test_under_mpirun_in_each_stage_each_rank_with_each_setting(tmp_path: Path, stage: str):
-    cases = [case for case in HALF if case.what == "SIGSTOP" and case.stage == stage]
+    cases = [case for case in ALL if case.what == "SIGSTOP" and case.stage == stage]
     _run_all(tmp_path, cases, _under_mpirun, _check_mpi)
 
 

@@ -62,7 +62,7 @@ def test_nothing_is_lost_by_switching(request: pytest.FixtureRequest, world_size
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_over_many_histories(request: pytest.FixtureRequest, world_size: int):
-    hunt(request.getfixturevalue(f"ranks{world_size}"), 100)
+    hunt(request.getfixturevalue(f"ranks{world_size}"), 250)
 
 
 @pytest.mark.parametrize(

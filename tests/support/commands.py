@@ -27,7 +27,11 @@ Done = subprocess.CompletedProcess[str]
 
 
 class Forked(subprocess.Popen[str]):
-    """A running command that a fork server has begun, which alone can wait for it."""
+    """A running command that a fork server has begun, which alone can wait for it.
+
+    What `Popen` does with pipes is wanted, and only by its own methods can it be had: their arguments here are those of
+    Python 3.10 to 3.14.
+    """
 
     def _execute_child(self, args: list[str], *more: Any) -> None:
         cwd, env, out, error = more[4], more[5], more[12], more[14]

@@ -205,13 +205,11 @@ def work(rank, box):
 NOT_AGAIN = 'come to this call again: put the script\'s own work under if __name__ == "__main__":'
 
 
-def _run_unguarded(
-    folder: Path, function: str, call: str, call_again: str = "0", module: bool = False, python: str = sys.executable
-) -> Done:
+def _run_unguarded(folder: Path, function: str, call: str, call_again: str = "0", module: bool = False) -> Done:
     path = folder / "tutorial.py"
     path.write_text(UNGUARDED.format(function=function, call=call, call_again=call_again))
     command = ["-m", "tutorial"] if module else [path]
-    return run(python, *command, "argument", cwd=folder, env=with_environment(PYTHONPATH=f"{folder}:{ROOT}"))
+    return run(sys.executable, *command, "argument", cwd=folder, env=with_environment(PYTHONPATH=f"{folder}:{ROOT}"))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +235,7 @@ def test_a_script_without_a_guard_runs_up_to_its_call_on_every_rank(
 
 def test_a_second_call_without_a_guard_says_what_to_write(tmp_path: Path):
     call = "work(Box(7))"
-    done = _run_unguarded(tmp_path, DECORATED.format(method="spawn"), call, call, python=PYTHON)
+    done = _run_unguarded(tmp_path, DECORATED.format(method="spawn"), call, call)
     assert done.returncode == 1 and "value [14, 1, 'argument']" in done.stdout and "after" not in done.stdout
     assert f"work() starts ranks, which import the script and {NOT_AGAIN}" in done.stderr
 

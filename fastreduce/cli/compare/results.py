@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,29 @@ import torch
 
 from ... import __version__
 from ...ops import backends
+
+FORMAT = 1  # of results.json: a larger number where `fastreduce report` must read it in another way
+
+
+def describe(device: str) -> dict[str, Any]:
+    """With what, on what and when it was measured."""
+    return {
+        "format": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions(),
+        "machine": machine(device),
+    }
+
+
+def commit() -> str:
+    """Git's commit of the working directory, with "+changes" where files differ from it; "" where there is none."""
+    try:
+        command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def versions() -> dict[str, str]:
@@ -48,12 +73,13 @@ def processor() -> str:
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Write JSON, with null for NaN and infinity, which it has no words for."""
-    path.write_text(json.dumps(_finite(dict(results)), indent=1) + "\n")
+    path.write_text(json.dumps(finite(dict(results)), indent=1) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinity."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value

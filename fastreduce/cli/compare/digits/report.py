@@ -97,12 +97,11 @@ def write_results(
 ) -> None:
     """Everything measured, with what is needed to measure it again."""
     measured = {
+        **results.describe(experiment.device),
         "command": list(command),
         "seconds": seconds,
         "experiment": asdict(experiment),
         "parameters": ranks[0][BARE].parameters,
-        "versions": results.versions(),
-        "machine": results.machine(experiment.device),
         "conclusion": conclude(figures),
         "settings": {
             f.name: {

@@ -167,12 +167,11 @@ def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Find
     """Everything measured, with what is needed to measure it again."""
     device = findings.wrapped.get("device", "cpu")
     measured: Mapping[str, object] = {
+        **results.describe(device),
         "command": list(command),
         "seconds": findings.seconds,
         "plan": {**asdict(plan), "out": str(plan.out)},
         "wrapped": findings.wrapped,
-        "versions": results.versions(),
-        "machine": results.machine(device),
         "verdicts": [asdict(verdict) for verdict in summary.verdicts],
         "warnings": warnings(summary),
         "missing": findings.missing,

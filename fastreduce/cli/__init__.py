@@ -10,6 +10,7 @@ from .. import __version__
 from .compare import CompareCommand, compare
 from .doctor import doctor
 from .launch import LaunchCommand, launch
+from .report import report
 from .run import run
 
 main = typer.Typer(
@@ -21,6 +22,7 @@ main = typer.Typer(
 )
 main.command(cls=CompareCommand)(compare)
 main.command()(doctor)
+main.command()(report)
 main.command(cls=LaunchCommand)(run)
 main.command(cls=LaunchCommand)(launch)
 

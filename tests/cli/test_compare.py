@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
-from fastreduce.cli.compare import digits
+from fastreduce.cli.compare import digits, ending
 from fastreduce.cli.compare.digits.statistics import chance_of_disagreement, conclude, summarise
 from fastreduce.cli.compare.digits.training import (
     BARE,
@@ -37,6 +38,7 @@ from fastreduce.cli.compare.digits.training import (
     load_digits,
 )
 from fastreduce.cli.compare.intervals import Estimate, estimate_median
+from fastreduce.cli.compare.results import FORMAT
 from fastreduce.distributed.processes import Group, run_ranks
 from fastreduce.errors import RanksFailedError
 from fastreduce.run.orders import order
@@ -113,7 +115,7 @@ def test_a_bad_setting_is_one_line():
 
 
 def test_missing_packages_are_named(asked: list[Experiment], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(digits, "find_spec", lambda name: None if name == "sklearn" else name)
+    monkeypatch.setattr(ending, "find_spec", lambda name: None if name == "sklearn" else name)
     result = _invoke()
     assert result.exit_code == 2
     assert result.output == "fastreduce compare: scikit-learn is missing: pip install scikit-learn\n"
@@ -380,6 +382,8 @@ def test_results_hold_what_was_measured(finished: tuple[Result, Path]):
     assert list(settings) == [*SETTINGS, TORCH, TORCH_FP16]
     assert results["experiment"]["seed"] == 0 and results["command"] and results["conclusion"]
     assert {"fastreduce", "torch", "numpy", "numba", "python"} == set(results["versions"])
+    assert results["format"] == FORMAT and datetime.fromisoformat(results["date"]).tzinfo is not None
+    assert re.fullmatch(r"([0-9a-f]{40}(\+changes)?)?", results["commit"])
     assert results["machine"]["cores"] >= 1 and results["machine"]["processor"]
     for figures in [*settings.values(), results["bare"]]:
         assert np.shape(figures["step_seconds"]) == (ROUNDS, STEPS)
@@ -400,6 +404,13 @@ def test_compression_sends_less_and_changes_gradients_no_more_than_its_format(fi
     for name, bound in {"none": 1e-6, TORCH: 1e-6, "fp16": 1e-3, TORCH_FP16: 2e-3, "int8": 5e-2}.items():
         assert max(settings[name]["gradient_errors"]) < bound, name
     assert settings["int8"]["gradient_error"] > settings["fp16"]["gradient_error"] > 1e-6
+
+
+def test_a_report_is_beside_the_results(finished: tuple[Result, Path]):
+    result, out = finished
+    assert f"Wrote {out}/results.json, compare.png and report.html." in result.output
+    page = (out / "report.html").read_text()
+    assert "<h1>Fastest here was " in page
 
 
 def test_plot_shows_something(finished: tuple[Result, Path]):

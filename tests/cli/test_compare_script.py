@@ -136,6 +136,12 @@ def test_results_hold_every_turn_and_training(finished: tuple[Result, Path]):
 
 
 @pytest.mark.long
+def test_a_report_is_beside_the_results(finished: tuple[Result, Path]):
+    page = (finished[1] / "report.html").read_text()
+    assert "<h1>int8 does not pay.</h1>" in page and 'id="differences"' in page
+
+
+@pytest.mark.long
 def test_plot_shows_three_panels(finished: tuple[Result, Path]):
     picture = imread(finished[1] / "compare.png")
     assert picture.shape[0] > 400 and picture.shape[1] > 2000
@@ -159,6 +165,7 @@ def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path
     assert "failed with exit code 7\n" in result.stderr.split("ends with")[1]
     assert "Missing: 3 of 4 trainings for quality." in result.stdout
     assert json.loads((tmp_path / "results.json").read_text())["missing"] == ["3 of 4 trainings for quality"]
+    assert "Missing: 3 of 4 trainings for quality." in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.long

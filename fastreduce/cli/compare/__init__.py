@@ -97,7 +97,9 @@ def compare(
         int,
         typer.Option(min=0, max=2**32 - 1, help="The first seed; of the built-in network also that of its digits."),
     ] = 0,
-    out: Annotated[Path, typer.Option(help="Where results.json and compare.png go.")] = Path("out/compare"),
+    out: Annotated[Path, typer.Option(help="Where results.json, compare.png and report.html go.")] = Path(
+        "out/compare"
+    ),
     train: Annotated[
         str | None,
         typer.Option(
@@ -169,7 +171,7 @@ def compare(
     Without: a small convolutional network on scikit-learn's handwritten digits under each setting, beside torch's own
     class (plain, and with its fp16 hook), with gradient errors and accuracy.
 
-    Prints a table and a verdict for each setting, and writes results.json and compare.png.
+    Prints a table and a verdict for each setting, and writes results.json, compare.png and report.html.
     """
     wrong = [name for name in ("device", "width", "batch") if words and _given(context, name)]
     own = ("train", "seeds", "margin", "target", "timeout", "metric_line", "metric_file")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 import typer
+
+FOR_PAGES = ("jinja2", "plotly")  # which a comparison does without, for it makes other files too
 
 
 class SignalError(Exception):
@@ -36,10 +40,30 @@ def signals_end_ranks() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def fail(message: str, code: int = 2) -> NoReturn:
+def fail(message: str, code: int = 2, command: str = "compare") -> NoReturn:
     """End the command with a message."""
-    typer.echo(f"fastreduce compare: {message}", err=True)
+    typer.echo(f"fastreduce {command}: {message}", err=True)
     raise typer.Exit(code)
+
+
+def need(*modules: str, command: str = "compare") -> None:
+    """End the command if one of the modules is not installed."""
+    for module in modules:
+        if find_spec(module) is None:
+            package = "scikit-learn" if module == "sklearn" else module
+            fail(f"{package} is missing: pip install {package}", command=command)
+
+
+def write_page(out: Path) -> str:
+    """Make report.html of results.json if the packages for it are there; say what was written, or what to install."""
+    lacking = [module for module in FOR_PAGES if find_spec(module) is None]
+    if lacking:
+        get = f"pip install {' '.join(lacking)}, then {shlex.join(['fastreduce', 'report', f'{out}/results.json'])}"
+        return f"Wrote {out}/results.json and compare.png. For report.html: {get}."
+    from ..report import page
+
+    page.write(out / "results.json", out / "report.html")
+    return f"Wrote {out}/results.json, compare.png and report.html."
 
 
 def make_folder(out: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from .... import Compression, FastreduceError
 from ....distributed.processes import Group, run_ranks
 from ....errors import RanksFailedError
 from ....ops import backends
-from ..ending import SignalError, fail, signals_end_ranks
+from ..ending import SignalError, fail, need, signals_end_ranks, write_page
 from ..progress import make_bar
 from .training import BARE, Experiment, Record, train
 
@@ -52,14 +51,12 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     report.print_table(console, figures)
     report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
     plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
-    console.print(f"\n{seconds:.0f} s. Wrote {out / 'results.json'} and {out / 'compare.png'}.", highlight=False)
+    console.print(f"\n{seconds:.0f} s. {write_page(out)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:
     """The settings in canonical form, with `none`, which the others are held against; or an error and exit code 2."""
-    for module, package in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")):
-        if find_spec(module) is None:
-            fail(f"{package} is missing: pip install {package}")
+    need("sklearn", "scipy", "matplotlib")
     try:
         specs = list(dict.fromkeys(str(Compression.parse(spec)) for spec in settings))
         backends.choose(torch.device(device))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import TaskID
 
 from ....run.contestants import TORCHS
-from ..ending import SignalError, fail, signals_end_ranks
+from ..ending import SignalError, fail, signals_end_ranks, write_page
 from ..progress import make_bar
 from . import plot, quality, report, speed, trainings
 from .plan import Plan
@@ -45,8 +45,8 @@ def run(plan: Plan, console: Console) -> None:
         report.write_results(plan.out / "results.json", sys.argv, plan, findings, summary)
         plot.draw(plan.out / "compare.png", summary, plan.margin, _title(plan, findings))
         report.print_report(console, plan, findings, summary)
-        files = f"{plan.out / 'results.json'} and {plan.out / 'compare.png'}"
-        console.print(f"\n{findings.seconds:.0f} s. Wrote {files}.", highlight=False)
+        said = f"\n{findings.seconds:.0f} s. {write_page(plan.out)}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
     if ended is not None:
         fail(*ended)
 

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from .... import FastreduceError
 from ....run.contestants import NO_REDUCTION, TORCHS, canonical
-from ..ending import fail
+from ..ending import fail, need
 
 BASE = "none"
 AGAIN = "none again"  # the control
@@ -100,9 +99,7 @@ def make_plan(
     metric_file: str | None,
 ) -> Plan:
     """The plan, or an error and exit code 2 before anything starts."""
-    for package in ("scipy", "matplotlib"):
-        if find_spec(package) is None:
-            fail(f"{package} is missing: pip install {package}")
+    need("scipy", "matplotlib")
     module = words[0] == "-m"
     words = words[1:] if module else words
     if not words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,8 @@ from .quality import Quality
 from .speed import Speed
 
 Gain = Literal["faster", "not faster", "undecided"]
+GOOD = ("pays", "is faster", "is better", "is equal")
+BAD = ("is not faster", "does not pay", "is worse")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,24 @@ def judge(plan: Plan, speeds: Mapping[str, Speed], qualities: Mapping[str, Quali
     tested = {name: q for name, q in qualities.items() if q.loss is not None or q.note}
     names = [name for name in plan.contestants if name in timed or name in tested]
     return [_judge(plan, name, timed.get(name), control, tested.get(name)) for name in names]
+
+
+def headline(verdicts: Sequence[Verdict]) -> str:
+    """All verbs in one sentence, the best first; torch's own and the control are in it where there is nobody else."""
+    ours = [verdict for verdict in verdicts if verdict.setting not in (*TORCHS, AGAIN)] or verdicts
+    said = []
+    for word in (*GOOD, "is undecided", *BAD):
+        names = [verdict.setting for verdict in ours if verdict.word == word]
+        if names:
+            several = word.replace("pays", "pay").replace("does", "do").replace("is ", "are ")
+            said.append(f"{join(names)} {word if len(names) == 1 else several}")
+    return "; ".join(said) + "." if said else "Nothing was held against none."
+
+
+def join(names: Sequence[str]) -> str:
+    """As in fp16, bf16 and int8."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def gain(ratio: Estimate, control: Estimate | None) -> Gain:

@@ -1,0 +1,33 @@
+"""`fastreduce report`: results.json as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..compare.ending import FOR_PAGES, fail, need
+
+
+def report(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The results.json of a comparison.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; else report.html beside RESULTS.")] = None,
+) -> None:
+    """Make one HTML file of a comparison's results.json.
+
+    It needs no network and no other file: the verdict, plots with their tables, and each plot's numbers as CSV.
+    `fastreduce compare` writes it too.
+    """
+    need("scipy", *FOR_PAGES, command="report")
+    from . import page
+    from .reading import ReportError
+
+    path = results.parent / "report.html" if out is None else out
+    try:
+        page.write(results, path)
+    except ReportError as error:
+        fail(str(error), command="report")
+    except OSError as error:
+        fail(f"cannot write to {path}: {error.strerror}", command="report")
+    typer.echo(f"Wrote {path}.")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
-import os
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +12,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from .. import json_lines
 
 ROOT = Path(__file__).parents[2]
 FILE = "lines.jsonl"
@@ -39,28 +39,12 @@ class Lines:
     def write_all(self, lines: Iterable[Line]) -> None:
         """Add several lines, which need one flush only."""
         now = round(time.time(), 3)
-        text = "".join(json.dumps({"at": now, **self.common, **line}, default=str) + "\n" for line in lines)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            size = os.fstat(file).st_size
-            torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # who wrote it was killed in the middle
-            os.write(file, (("\n" if torn else "") + text).encode())
-            os.fsync(file)
-        finally:
-            os.close(file)
+        json_lines.append(self.path, ({"at": now, **self.common, **line} for line in lines))
 
 
 def read(path: Path) -> Iterator[Line]:
     """The lines of a file, none if it is not there; those that were torn are left out."""
-    if not path.exists():
-        return
-    for text in path.read_text(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict) and {"phase", "case", "status"} <= line.keys():
-            yield line
+    return (line for line in json_lines.read(path) if {"phase", "case", "status"} <= line.keys())
 
 
 @dataclass

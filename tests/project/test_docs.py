@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import ROOT
 
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "kernels" / "README.md", ROOT / "bench/results/README.md"]
+PAGES = [*(page for folder in (".", "docs", "kernels", "bench/results") for page in ROOT.joinpath(folder).glob("*.md"))]
 
 
 def _anchors(path: Path) -> set[str]:
@@ -47,10 +47,25 @@ def test_the_changelog_knows_this_version():
 
 def test_what_formats_lose_is_as_the_results_have_it():
     text = ROOT.joinpath("docs/which-setting.md").read_text()
-    shown = re.findall(r"^\| (.+) \| ([\d.]+) \| (\d.+) \| (\d.+) \|$", text, re.MULTILINE)
+    shown = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| (\d[^|]+) \| (\d[^|]+) \|$", text, re.MULTILINE)
     with ROOT.joinpath("bench/results/formats.csv").open() as file:
         _, *kept = csv.reader(file)
     assert [[name.strip("`"), bits, *f"{gpt}, {cnn}".split(", ")] for name, bits, gpt, cnn in shown] == kept
+
+
+def test_verdicts_on_training_are_those_of_the_results():
+    text = ROOT.joinpath("docs/which-setting.md").read_text()
+    shown = re.search(r"\n\n(\| setting \| [^\n]+ vNMSE .*?)\n\n", text, re.DOTALL)
+    assert shown is not None
+    assert f"\n\n{shown[1]}\n\n" in ROOT.joinpath("bench/results/quality.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")] for line in shown[1].splitlines()]
+    verdicts = {row[1].strip("`"): [cell.partition(":")[0] for cell in row[4:7]] for row in rows[2:]}
+    _, _, readme = ROOT.joinpath("README.md").read_text().partition("Is the training as good?")
+    good, _, rest = readme.partition(" end with a loss equal to that of `none`")
+    fail, _, _ = rest.partition(" do so in 12")
+    for names, expected in ((good, ["8 equal", "4 equal", "4 equal"]), (fail, ["8 equal", "4 equal", "4 **higher**"])):
+        named = re.findall(r"`(.+?)`", names)
+        assert len(named) == 4 and [verdicts[name] for name in named] == [expected] * 4
 
 
 def test_figures_in_which_setting_are_in_the_results():

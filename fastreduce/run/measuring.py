@@ -65,6 +65,7 @@ class Training:
             parameters=parameters,
             ranks=self._transport.world_size,
             device=model.device_type,
+            transport=model.reducer.transport.name if isinstance(model, DistributedDataParallel) else "",
         )
         self._listen()
 

@@ -64,6 +64,11 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
+def over(transport: str) -> str:
+    """What moves gradients under our settings, in words; torch's class has its process group."""
+    return f"ours over {transport}" if transport else "over torch's group"
+
+
 def processor() -> str:
     """What Linux calls the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()

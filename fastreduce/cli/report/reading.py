@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compare.intervals import Estimate
-from ..compare.results import FORMAT
+from ..compare.results import FORMAT, over
 from ..compare.script.equivalence import Equivalence
 from ..compare.script.plan import AGAIN, BASE
 from ..compare.script.quality import Outcome, Quality
@@ -131,7 +131,7 @@ def _of_a_script(data: Mapping[str, Any]) -> Comparison:
     facts = {
         "Script": shlex.join([*(["-m"] if plan["module"] else []), *plan["words"]]),
         "Model": f"{wrapped['wrapped']}, {wrapped['parameters']:,} parameters",
-        "Ranks": f"{wrapped['ranks']}, on {wrapped['device']}",
+        "Ranks": f"{wrapped['ranks']}, on {wrapped['device']}{_over(wrapped)}",
         "Speed": f"{rounds} rounds of {plan['steps']} timed steps each" if speeds else "not compared",
         "Quality": _say_trainings(qualities) if qualities else "not compared",
     }
@@ -160,7 +160,7 @@ def _of_digits(data: Mapping[str, Any]) -> Comparison:
     facts = {
         "Training": "the built-in network, on scikit-learn's handwritten digits",
         "Model": f"{data['parameters']:,} parameters",
-        "Ranks": f"{experiment['ranks']}, on {where}, with {experiment['batch']} digits a step each",
+        "Ranks": f"{experiment['ranks']}, on {where}{_over(data)}, with {experiment['batch']} digits a step each",
         "Speed": f"{experiment['rounds']} rounds of {experiment['steps']} timed steps each",
         "Quality": f"one seed ({experiment['seed']})",
     }
@@ -199,6 +199,10 @@ def _of_digits(data: Mapping[str, Any]) -> Comparison:
 
 def _command(data: Mapping[str, Any]) -> str:
     return shlex.join(["fastreduce", *data["command"][1:]])
+
+
+def _over(found: Mapping[str, Any]) -> str:
+    return f", {over(found['transport'])}" if "transport" in found else ""
 
 
 def _made(data: Mapping[str, Any]) -> dict[str, str]:

@@ -19,7 +19,8 @@ from ....errors import RanksFailedError
 from ....ops import backends
 from ..ending import SignalError, fail, need, signals_end_ranks, write_page
 from ..progress import make_bar
-from .training import BARE, Experiment, Record, train
+from ..results import over
+from .training import BARE, Experiment, Record, train, transport_of
 
 __all__ = ["Experiment", "check", "run"]
 
@@ -51,7 +52,8 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     report.print_table(console, figures)
     report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
     plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
-    console.print(f"\n{seconds:.0f} s. {write_page(out)}", highlight=False, markup=False, soft_wrap=True)
+    said = f"\n{seconds:.0f} s, {over(transport_of(records[0]))}. {write_page(out)}"
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:
@@ -109,6 +111,6 @@ def _title(experiment: Experiment, records: Mapping[str, Record]) -> str:
     cores = f"{experiment.ranks} ranks on {len(os.sched_getaffinity(0))} cores"
     where = f"{experiment.ranks} GPUs" if experiment.device == "cuda" else cores
     return (
-        f"{where}, {records[BARE].parameters:,} parameters "
+        f"{where}, {over(transport_of(records))}, {records[BARE].parameters:,} parameters "
         f"({megabytes:.1f} MB of gradients), {experiment.batch} digits per rank and step"
     )

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from .. import results
 from .statistics import STAGES, Figures, conclude, step_seconds
-from .training import BARE, Experiment, Record
+from .training import BARE, Experiment, Record, transport_of
 
 NOTES = (
     "Times are medians in ms. step: slowest rank, with quartiles. over none: median ratio to none round by round, "
@@ -102,6 +102,7 @@ def write_results(
         "seconds": seconds,
         "experiment": asdict(experiment),
         "parameters": ranks[0][BARE].parameters,
+        "transport": transport_of(ranks[0]),
         "conclusion": conclude(figures),
         "settings": {
             f.name: {

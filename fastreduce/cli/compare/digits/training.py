@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +59,7 @@ class Record:
     """What one rank saw of one contender; the outer lists of seconds are rounds, the inner ones steps."""
 
     parameters: int = 0
+    transport: str = ""  # of ours
     sent_bytes: int = 0
     step_seconds: list[list[float]] = field(default_factory=list)
     stage_seconds: list[list[tuple[float, float, float]]] = field(default_factory=list)
@@ -66,6 +67,11 @@ class Record:
     gradient_errors: list[float] = field(default_factory=list)
     correct: list[bool] = field(default_factory=list)
     weights: str = ""
+
+
+def transport_of(records: Mapping[str, Record]) -> str:
+    """What moves gradients under our settings."""
+    return next(record.transport for record in records.values() if record.transport)
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,8 @@ class Contender:
         self._schedule = torch.optim.lr_scheduler.LinearLR(self._optimizer, 1.0, 0.0, experiment.steps_each)
         self._batches = iter(batches)
         parameters = sum(p.numel() for p in self.network.parameters())
-        self.record = Record(parameters, _sent_bytes(name, self.model, parameters, experiment.ranks))
+        transport = self.model.reducer.transport.name if isinstance(self.model, DistributedDataParallel) else ""
+        self.record = Record(parameters, transport, _sent_bytes(name, self.model, parameters, experiment.ranks))
 
     def step(self) -> None:
         """An ordinary step."""

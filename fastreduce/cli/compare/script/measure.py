@@ -12,6 +12,7 @@ from rich.progress import TaskID
 from ....run.contestants import TORCHS
 from ..ending import SignalError, fail, signals_end_ranks, write_page
 from ..progress import make_bar
+from ..results import over
 from . import plot, quality, report, speed, trainings
 from .plan import Plan
 from .report import Findings
@@ -45,7 +46,7 @@ def run(plan: Plan, console: Console) -> None:
         report.write_results(plan.out / "results.json", sys.argv, plan, findings, summary)
         plot.draw(plan.out / "compare.png", summary, plan.margin, _title(plan, findings))
         report.print_report(console, plan, findings, summary)
-        said = f"\n{findings.seconds:.0f} s. {write_page(plan.out)}"
+        said = f"\n{findings.seconds:.0f} s, {over(findings.wrapped['transport'])}. {write_page(plan.out)}"
         console.print(said, highlight=False, markup=False, soft_wrap=True)
     if ended is not None:
         fail(*ended)
@@ -151,7 +152,8 @@ def _what_is_missing(plan: Plan, findings: Findings) -> str:
 
 def _title(plan: Plan, findings: Findings) -> str:
     wrapped = findings.wrapped
-    return f"{plan.name}: {wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {wrapped['ranks']} ranks"
+    ranks = f"{wrapped['ranks']} ranks, {over(wrapped['transport'])}"
+    return f"{plan.name}: {wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {ranks}"
 
 
 class _Watch:

@@ -88,3 +88,12 @@ def device_table(slots: SlotTable, tile: int, device: torch.device, padding: boo
         tiles = np.stack([slot, start, offsets[slot] + start, elements, extent], axis=1)
         tables[device, tile, padding] = DeviceTable(torch.from_numpy(tiles).to(device))
     return tables[device, tile, padding]
+
+
+def device_keys(slots: SlotTable, device: torch.device) -> Tensor:
+    """`keys` and `firsts` for the slots of `device_table`, int64 `[slots, 2]`, made once for each table and device."""
+    kept: dict[torch.device, Tensor] = slots.cache.setdefault("device_keys", {})
+    if device not in kept:
+        rows = np.stack([np.append(0, slots.keys), np.append(0, slots.firsts)], axis=1)
+        kept[device] = torch.from_numpy(rows).to(device)
+    return kept[device]

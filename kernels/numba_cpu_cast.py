@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import numba_cpu_stochastic
 from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
@@ -22,10 +23,9 @@ from .numba_cpu_elements import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
+from .numba_cpu_sums import CHUNK, average_of_shards
 from .numba_cpu_vectors import LOOK, add_last, note_finite
-from .slots import SlotTable, spare, tile_elements
-
-CHUNK = 256  # small enough that reading ahead and writing out overlap
+from .slots import Draws, SlotTable, spare, tile_elements
 
 
 def _factor(scale: float, *dtypes: torch.dtype) -> np.floating[Any]:
@@ -95,27 +95,24 @@ def _reduce_shards(received, ranks, shard, numel, tag, scale, spare, total, stre
             convert(to, tag, total, scale, CHUNK, scale, stream)
         else:
             for index in range(count):
-                store(to, index, tag, _average(received, ranks, numel, start + index, tag, scale, spare))
+                store(to, index, tag, average_of_shards(received, ranks, numel, start + index, tag, scale, spare))
     fence()
 
 
-@kernel
-def _average(received, ranks, numel, index, tag, scale, spare):
-    total = load(received, index, tag)
-    small = total / spare
-    for rank in range(1, ranks):
-        term = load(received, rank * numel + index, tag)
-        total += term
-        small += term / spare
-    return total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
-
-
 def flatten(
-    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    scale: float,
+    finite: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
     if finite is not None:
         finite.fill_(1)
+    if draws is not None:
+        numba_cpu_stochastic.flatten(tensors, slots, wire, scale, draws)
+        return
     dtype = tensors[0].dtype if tensors else wire.dtype
     _flatten(
         addresses(tensors),
@@ -158,8 +155,16 @@ def unflatten(
         _unflatten_and_sum(*arguments, tile_elements(), address, tag, lanes.data_ptr())
 
 
-def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
-    """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
+def reduce_shards(
+    received: Tensor, shard: Tensor, scale: float, slots: SlotTable | None = None, draws: Draws | None = None
+) -> None:
+    """world_size shards → their sum in rank order, scaled once, in the wire dtype.
+
+    `slots`, of the shard, come with `draws`.
+    """
+    if slots is not None and draws is not None:
+        numba_cpu_stochastic.reduce_shards(received, shard, scale, slots, draws)
+        return
     total = stage(CHUNK)
     _reduce_shards(
         received.data_ptr(),

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from . import numba_cpu_stochastic
 from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
@@ -29,11 +29,11 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
-from .numba_cpu_int4 import INT4, add_int4, decode_int4, encode_int4, load_int4
+from .numba_cpu_int4 import decode_int4, encode_int4
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, shard_bytes, spare, tile_elements
+from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, zero
+from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
 
-INT8, E4M3, FP32 = np.int8(0), np.uint8(0), np.float32(0)
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
 INFINITY_BITS = np.int32(0x7F800000)
 TINY = np.float32(2.0**-100)
@@ -41,12 +41,6 @@ RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
 # x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
 ROUNDER = np.float32(1.5 * 2**23)
 SMALLEST, TO_ROUNDER = np.int32(121 << 23), np.int32((20 << 23) + (1 << 22))  # E4M3's smallest normal number, 2^-6
-
-
-@kernel
-def _zero(start, end):
-    for index in range(end - start):
-        store(start, index, INT8, np.int32(0))
 
 
 @inlined
@@ -77,7 +71,7 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
 
     if largest >= INFINITY_BITS:
         store(scale_at, 0, FP32, NAN)
-        _zero(payload, payload + block)
+        zero(payload, payload + block)
         if new:
             convert(new, FP32, old, FP32, block, ONE, stream)
         return False
@@ -145,7 +139,7 @@ def _quantize(
             payload += width
             scale_at += size_of(scale_tag)
             start += block
-        _zero(scale_at, wire + (shard + 1) * shard_size)
+        zero(scale_at, wire + (shard + 1) * shard_size)
     fence()
 
 
@@ -205,36 +199,6 @@ def _dequantize_and_sum(
 
 
 @kernel
-def _average(payloads, scales, ranks, shard_size, block, scale, spare, averages, code, scale_tag):
-    for index in range(block):
-        total = small = ZERO
-        for rank in range(ranks):
-            unit = load(scales + rank * shard_size, 0, scale_tag)
-            payload = payloads + rank * shard_size
-            term = (load_int4(payload, index) if bits_of(code) == 4 else load(payload, index, byte_of(code))) * unit
-            total = term if rank == 0 else total + term
-            small = term / spare if rank == 0 else small + term / spare
-        average = total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
-        store(averages, index, FP32, average)
-
-
-@inlined
-def _add(total, payload, block, unit, code, first):
-    if bits_of(code) == 4:
-        if first:
-            decode_int4(total, FP32, payload, block, block, unit, False)
-        else:
-            add_int4(total, payload, block, unit)
-    elif first:
-        for index in range(block):
-            store(total, index, FP32, load(payload, index, byte_of(code)) * unit)
-    else:
-        for index in range(block):
-            term = load(payload, index, byte_of(code)) * unit
-            store(total, index, FP32, load(total, index, FP32) + term)
-
-
-@kernel
 def _reduce_quantized(
     received,
     ranks,
@@ -259,22 +223,24 @@ def _reduce_quantized(
         scale_at = blocks * width + number * size_of(scale_tag)
         for rank in range(ranks):
             unit = load(received + rank * shard_size + scale_at, 0, scale_tag)
-            _add(total, received + rank * shard_size + payload, block, unit, code, rank == 0)
+            add_block(total, received + rank * shard_size + payload, block, unit, code, rank == 0)
         old = residual + start * 4 if residual else 0
         new = new_residual + start * 4 if residual else 0
         to, to_scale = shard + payload, shard + scale_at
         if number < flag_block:
             if not _encode_sum(total, scale, old, new, values, block, to, to_scale, stream, code):
                 from_scale = received + scale_at
-                _average(received + payload, from_scale, ranks, shard_size, block, scale, spare, total, code, scale_tag)
+                average_of_blocks(
+                    received + payload, from_scale, ranks, shard_size, block, scale, spare, total, code, scale_tag
+                )
                 _encode_sum(total, ONE, old, new, values, block, to, to_scale, stream, code)
             continue
         for index in range(block):
             store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
         _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, stream, code)
         if residual:
-            _zero(new, new + block * 4)
-    _zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
+            zero(new, new + block * 4)
+    zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
     fence()
 
 
@@ -283,10 +249,6 @@ def _encode_sum(total, scale, old, new, values, block, payload, scale_at, stream
     if bits_of(code) == 4:
         return encode_int4(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)
     return _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream, code)
-
-
-# Tags of an element and of a scale.
-_CODES = {INT8_FORMAT: (INT8, FP32), INT4_FORMAT: (INT4, TAGS[torch.bfloat16]), FP8_FORMAT: (E4M3, FP32)}
 
 
 def _rows(residuals: Tensor | None, turn: Tensor | None) -> tuple[int, int]:
@@ -307,10 +269,14 @@ def quantize(
     turn: Tensor | None,
     finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
     if finite is not None:
         finite.fill_(1)
+    if draws is not None:
+        numba_cpu_stochastic.quantize(tensors, slots, wire, shards, block, form, draws)
+        return
     blocks = slots.total // shards // block
     values = stage(block)
     _quantize(
@@ -326,7 +292,7 @@ def quantize(
         *_rows(residuals, turn),
         values.data_ptr(),
         slots.total * 4 >= STREAM_BYTES,
-        *_CODES[form],
+        *CODES[form],
     )
 
 
@@ -362,7 +328,7 @@ def dequantize(
         TAGS[dtype],
         slots.total * dtype.itemsize >= STREAM_BYTES,
         0 if finite is None else finite.data_ptr(),
-        *_CODES[form],
+        *CODES[form],
     )
     if statistics is None:
         _dequantize(*arguments)
@@ -380,8 +346,16 @@ def reduce_quantized(
     residuals: Tensor | None,
     turn: Tensor | None,
     form: BlockFormat = INT8_FORMAT,
+    slots: SlotTable | None = None,
+    draws: Draws | None = None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again.
+
+    `slots`, of the shard, come with `draws`.
+    """
+    if slots is not None and draws is not None:
+        numba_cpu_stochastic.reduce_quantized(received, shard, scale, block, flag_block, form, slots, draws)
+        return
     blocks = form.blocks(shard.numel(), block)
     values = stage(block)
     _reduce_quantized(
@@ -397,5 +371,5 @@ def reduce_quantized(
         *_rows(residuals, turn),
         values.data_ptr(),
         blocks * block * 4 >= STREAM_BYTES,
-        *_CODES[form],
+        *CODES[form],
     )

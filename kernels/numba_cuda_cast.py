@@ -9,6 +9,7 @@ import numpy as np
 from numba import cuda
 from torch import Tensor
 
+from . import numba_cuda_stochastic
 from .device_tables import address, device_table
 from .numba_cuda_statistics import unflatten_and_sum
 from .numba_cuda_tiles import (
@@ -29,7 +30,7 @@ from .numba_cuda_tiles import (
     store,
     where_finite,
 )
-from .slots import SlotTable, spare, tile_elements
+from .slots import Draws, SlotTable, spare, tile_elements
 
 TILE = tile_elements()
 
@@ -82,9 +83,17 @@ def _reduce(received, ranks, shard, tag, numel, scale, room, reciprocal):
 
 
 def flatten(
-    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    scale: float,
+    finite: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
+    if draws is not None:
+        numba_cuda_stochastic.flatten(tensors, slots, wire, scale, finite, draws)
+        return
     _launch_move(_flatten, "flatten", tensors, slots, wire, scale, finite)
 
 
@@ -131,8 +140,16 @@ def _launch_move(
     )
 
 
-def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
-    """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
+def reduce_shards(
+    received: Tensor, shard: Tensor, scale: float, slots: SlotTable | None = None, draws: Draws | None = None
+) -> None:
+    """world_size shards → their sum in rank order, scaled once, in the wire dtype.
+
+    `slots`, of the shard, come with `draws`.
+    """
+    if slots is not None and draws is not None:
+        numba_cuda_stochastic.reduce_shards(received, shard, scale, slots, draws)
+        return
     numel, room = shard.numel(), spare(received.shape[0])
     launch(
         _reduce,

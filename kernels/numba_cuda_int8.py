@@ -13,27 +13,24 @@ import numpy as np
 from numba import cuda
 from torch import Tensor
 
+from . import numba_cuda_stochastic
 from .device_tables import address, device_table
 from .numba_cuda_statistics import SUMMING, dequantize_and_sum
 from .numba_cuda_tiles import (
-    BF16,
-    E4M3,
+    CODES,
     FP32,
     INFINITY_BITS,
-    INT4,
     INT8,
     LANES,
+    NAN,
     TAGS,
     THREADS,
     add,
     at_most,
     bits_of,
-    byte_of,
     decode,
-    divide,
     e4m3_rounders,
     fetch_int32,
-    from_bits,
     function,
     is_fp8,
     kernel,
@@ -47,21 +44,18 @@ from .numba_cuda_tiles import (
     note_scale,
     promise_finite,
     quotient,
+    scales_of,
     size_of,
     store,
-    store_int4,
+    store_block,
     take_turn,
     where_finite,
 )
-from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
+from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, spare, tile_elements
 
 TILE = LANES * THREADS  # the largest block of the format on a GPU
 
-ZERO, ONE, MINUS_ONE, NAN = np.float32(0), np.float32(1), np.float32(-1), np.float32(np.nan)
-LARGEST_INT8, LARGEST_INT4, LARGEST_E4M3 = np.float32(127), np.float32(7), np.float32(448)
-TINY, TINY_BITS = np.float32(2.0**-100), np.int32(27 << 23)
-THREE, UPPER_HALF = np.int32(3 << 23), np.int32(-65536)  # a subtraction from the exponent; BF16's bits
-RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
+MINUS_ONE, LARGEST_INT4 = np.float32(-1), np.float32(7)
 ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a sum with it has no bits behind the point
 
 
@@ -69,23 +63,6 @@ ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a 
 def _largest(values, code):
     """What the threads of a block agree on the maximum of."""
     return largest_and_sign(values) if bits_of(code) == 4 else largest_bits(values)
-
-
-@function
-def _scales(largest, code):
-    """A finite block's scale and what its values are multiplied by."""
-    scale = inverse = ZERO
-    if bits_of(code) == 4:
-        if largest >= TINY_BITS:
-            eighth = from_bits(np.int32((largest - THREE) & UPPER_HALF))
-            scale = multiply(eighth, MINUS_ONE) if largest & 1 else eighth
-            inverse = divide(ONE, scale)
-    else:
-        absmax = from_bits(largest)
-        if absmax >= TINY:
-            scale = multiply(absmax, RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
-            inverse = divide(LARGEST_E4M3 if is_fp8(code) else LARGEST_INT8, absmax)
-    return scale, inverse
 
 
 @function
@@ -98,7 +75,7 @@ def _encode(values, largest, old, shard, blocks, block, index, column, code):
         scale, quantized = NAN, load(shard, INT8, INT8, 0)
         lost = load(old, FP32, INT8, LANES if old else 0)
     else:
-        scale, inverse = _scales(largest, code)
+        scale, inverse = scales_of(largest, code)
         steps = multiply(values, inverse)
         if bits_of(code) == 4:
             steps = at_most(steps, LARGEST_INT4)
@@ -108,19 +85,7 @@ def _encode(values, largest, old, shard, blocks, block, index, column, code):
         else:
             quantized = add(add(steps, ROUNDER), MINUS_ROUNDER)
         lost = add(values, multiply(quantized, multiply(scale, MINUS_ONE)))
-    if bits_of(code) == 4:
-        store_int4(shard + (index * block + column) // 2, quantized)
-    else:
-        store(shard + index * block + column, byte_of(code), quantized, LANES, LANES)
-    if column == 0:
-        # The last block clears the padding too: the scales that are missing from as many as fill 16 bytes.
-        if bits_of(code) == 4:
-            extent = 1 if index < blocks - 1 else 1 + (-blocks & 7)
-            scales = (scale, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO)
-            store(shard + blocks * block // 2 + index * 2, BF16, scales, 1, extent)
-        else:
-            extent = 1 if index < blocks - 1 else 1 + (-blocks & 3)
-            store(shard + blocks * block + index * 4, FP32, (scale, ZERO, ZERO, ZERO), 1, extent)
+    store_block(shard, blocks, block, index, column, quantized, scale, code)
     return lost
 
 
@@ -212,9 +177,6 @@ def _reduce(
             store(new_residual + at, FP32, lost, LANES if index < flag_block else 0, LANES)
 
 
-_CODES = {INT8_FORMAT: INT8, INT4_FORMAT: INT4, FP8_FORMAT: E4M3}
-
-
 def _tag(tensors: Sequence[Tensor]) -> Any:
     return TAGS[tensors[0].dtype] if tensors else FP32
 
@@ -229,8 +191,12 @@ def quantize(
     turn: Tensor | None,
     finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
+    if draws is not None:
+        numba_cuda_stochastic.quantize(tensors, slots, wire, shards, block, finite, form, draws)
+        return
     table = device_table(slots, TILE // block * block, wire.device)
     launch(
         _quantize,
@@ -247,7 +213,7 @@ def quantize(
         block,
         wire.numel() // shards,
         address(finite),
-        _CODES[form],
+        CODES[form],
     )
 
 
@@ -278,7 +244,7 @@ def dequantize(
         wire.numel() // shards,
         address(finite),
         address(turn),
-        _CODES[form],
+        CODES[form],
     )
     if statistics is None:
         launch(_dequantize, len(table.tiles), wire.device, *arguments)
@@ -296,8 +262,16 @@ def reduce_quantized(
     residuals: Tensor | None,
     turn: Tensor | None,
     form: BlockFormat = INT8_FORMAT,
+    slots: SlotTable | None = None,
+    draws: Draws | None = None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again.
+
+    `slots`, of the shard, come with `draws`.
+    """
+    if slots is not None and draws is not None:
+        numba_cuda_stochastic.reduce_quantized(received, shard, scale, block, flag_block, form, slots, draws)
+        return
     blocks, room = form.blocks(shard.numel(), block), spare(received.shape[0])
     launch(
         _reduce,
@@ -314,5 +288,5 @@ def reduce_quantized(
         shard.numel(),
         flag_block,
         *(np.float32(number) for number in (scale, room, 1 / room)),
-        _CODES[form],
+        CODES[form],
     )

@@ -119,6 +119,46 @@ def e4m3_rounders(vector: Numbers) -> Numbers:
     return rounders
 
 
+def _drawn(vector: Numbers, words: Any) -> NDArray[np.int32]:
+    halves = [half for word in words for half in (int(word) & 0xFFFF, int(word) >> 16 & 0xFFFF)]
+    return np.array(halves[: len(vector)], np.int32)
+
+
+def bf16_by_chance(vector: Numbers, words: Any) -> Numbers:
+    """The BF16 numbers that random bits choose."""
+    single = vector.astype(np.float32)
+    rounded = (single.view(np.int32) + _drawn(vector, words) & -65536).view(np.float32)
+    return np.where(np.isnan(single), single, rounded).astype(vector.dtype)
+
+
+def whole_by_chance(fixed: Numbers, words: Any) -> Numbers:
+    """The whole numbers that random bits choose of numbers times 2^15, to which 1.5 * 2^23 has been added."""
+    number = fixed.view(np.int32) - 0x4B400000
+    return (number + (_drawn(fixed, words) >> 1) >> 15).astype(np.float32)
+
+
+def e4m3_bases(vector: Numbers) -> Numbers:
+    """2^-6 for each number below it, and 0 for others: added to its magnitude, the sum has E4M3's steps."""
+    return np.where(np.abs(vector) < 2.0**-6, np.float32(2.0**-6), np.float32(0))
+
+
+def magnitudes(vector: Numbers) -> Numbers:
+    """The numbers without signs."""
+    return np.abs(vector)
+
+
+def e4m3_by_chance(sums: Numbers, words: Any) -> Numbers:
+    """Numbers cut off to the 4 digits of E4M3, up or down as random bits choose."""
+    summed = sums.view(np.int32) + (16 * _drawn(sums, words) + 8)
+    cut: Numbers = (summed & -(1 << 20)).view(np.float32)
+    return cut
+
+
+def signed_as(vector: Numbers, signs: Numbers) -> Numbers:
+    """Numbers from 0 on with the signs of others; a zero has none."""
+    return np.copysign(vector, signs) + np.float32(0)
+
+
 def load_int4(address: int, count: int) -> Numbers:
     """16 numbers of 4 bits, the first of each byte in its low ones; zeros where `count` is 0."""
     memory = np.zeros(WIDTH // 2, np.int8)
@@ -168,6 +208,11 @@ def at_most(vector: Numbers, limit: np.float32) -> Numbers:
 def from_bits(bits: int) -> np.float32:
     """The FP32 number of 32 bits."""
     return np.int32(bits).view(np.float32)
+
+
+def to_bits(number: np.float32) -> int:
+    """The 32 bits of an FP32 number."""
+    return int(np.float32(number).view(np.int32))
 
 
 def power(exponent: int, like: Any) -> Any:

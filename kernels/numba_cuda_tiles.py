@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numba import cuda
 
-from .slots import FP16_BLOCK
+from .slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT
 
 SIMULATED = bool(cuda.config.ENABLE_CUDASIM)
 
@@ -27,11 +27,14 @@ size_of, lanes_of, quotient = vectors.size_of, vectors.lanes_of, vectors.quotien
 fetch, fetch_int32, load, store = vectors.fetch, vectors.fetch_int32, vectors.load, vectors.store
 multiply, add, divide = vectors.multiply, vectors.add, vectors.divide
 sum_of_squares, not_finite = vectors.sum_of_squares, vectors.not_finite
-largest_bits, from_bits, more_than_half = vectors.largest_bits, vectors.from_bits, vectors.more_than_half
+largest_bits, from_bits, to_bits = vectors.largest_bits, vectors.from_bits, vectors.to_bits
+more_than_half = vectors.more_than_half
 fetch_byte, store_byte = vectors.fetch_byte, vectors.store_byte
 power, where_finite = vectors.power, vectors.where_finite
 bits_of, load_int4, store_int4 = vectors.bits_of, vectors.load_int4, vectors.store_int4
 largest_and_sign, at_most = vectors.largest_and_sign, vectors.at_most
+bf16_by_chance, whole_by_chance, signed_as = vectors.bf16_by_chance, vectors.whole_by_chance, vectors.signed_as
+e4m3_bases, e4m3_by_chance, magnitudes = vectors.e4m3_bases, vectors.e4m3_by_chance, vectors.magnitudes
 byte_of, is_fp8, e4m3_rounders = vectors.byte_of, vectors.is_fp8, vectors.e4m3_rounders
 
 LANES = 16  # of a thread that works on a quantized wire
@@ -40,6 +43,12 @@ THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of
 INT4, E4M3, INT8 = np.uint32(0), np.uint8(0), np.int8(0)
 FP16, BF16, FP32 = np.int16(0), np.uint16(0), np.float32(0)
 INFINITY_BITS = np.int32(0x7F800000)
+ZERO, ONE, MINUS_ONE, NAN = np.float32(0), np.float32(1), np.float32(-1), np.float32(np.nan)
+LARGEST_INT8, LARGEST_E4M3 = np.float32(127), np.float32(448)
+TINY, TINY_BITS = np.float32(2.0**-100), np.int32(27 << 23)
+THREE, UPPER_HALF = np.int32(3 << 23), np.int32(-65536)  # a subtraction from the exponent; BF16's bits
+RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
+CODES = {INT8_FORMAT: INT8, INT4_FORMAT: INT4, FP8_FORMAT: E4M3}
 
 TAGS: dict[torch.dtype, Any] = {
     torch.float64: np.float64(0),
@@ -75,6 +84,41 @@ def decode(shard, blocks, block, index, column, count, code):
     else:
         quantized = load(shard + index * block + column, byte_of(code), INT8, count)
     return multiply(quantized, _scale(shard, blocks, block, index, code, min(count, 1)))
+
+
+@function
+def scales_of(largest, code):
+    """A finite block's scale and what its values are multiplied by."""
+    scale = inverse = ZERO
+    if bits_of(code) == 4:
+        if largest >= TINY_BITS:
+            eighth = from_bits(np.int32((largest - THREE) & UPPER_HALF))
+            scale = multiply(eighth, MINUS_ONE) if largest & 1 else eighth
+            inverse = divide(ONE, scale)
+    else:
+        absmax = from_bits(largest)
+        if absmax >= TINY:
+            scale = multiply(absmax, RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
+            inverse = divide(LARGEST_E4M3 if is_fp8(code) else LARGEST_INT8, absmax)
+    return scale, inverse
+
+
+@function
+def store_block(shard, blocks, block, index, column, quantized, scale, code):
+    """Store 16 codes of block `index` and, at its beginning, its scale."""
+    if bits_of(code) == 4:
+        store_int4(shard + (index * block + column) // 2, quantized)
+    else:
+        store(shard + index * block + column, byte_of(code), quantized, LANES, LANES)
+    if column == 0:
+        # The last block clears the padding too: the scales that are missing from as many as fill 16 bytes.
+        if bits_of(code) == 4:
+            extent = 1 if index < blocks - 1 else 1 + (-blocks & 7)
+            scales = (scale, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO, ZERO)
+            store(shard + blocks * block // 2 + index * 2, BF16, scales, 1, extent)
+        else:
+            extent = 1 if index < blocks - 1 else 1 + (-blocks & 3)
+            store(shard + blocks * block + index * 4, FP32, (scale, ZERO, ZERO, ZERO), 1, extent)
 
 
 @function

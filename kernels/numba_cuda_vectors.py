@@ -299,6 +299,106 @@ def e4m3_rounders(_typing: Any, vector: types.Type) -> Any:
     return vector(vector), emit
 
 
+def _by_chance(builder: ir.IRBuilder, vector: ir.Value, words: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Each number as FP32, and its 16 random bits: two numbers' in a word."""
+    for lane in range(vector.type.count):
+        value = _cast(builder, builder.extract_value(vector, lane), types.float32)
+        word = builder.trunc(builder.extract_value(words, lane // 2), _I32)
+        yield value, builder.lshr(word, _I32(16)) if lane % 2 else builder.and_(word, _I32(0xFFFF))
+
+
+@intrinsic
+def bf16_by_chance(_typing: Any, vector: types.Type, words: types.Type) -> Any:
+    """The BF16 numbers that random bits choose."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for value, drawn in _by_chance(builder, *args):
+            summed = builder.add(builder.bitcast(value, _I32), drawn)
+            rounded = builder.bitcast(builder.and_(summed, _I32(-65536)), _FLOAT)
+            chosen = builder.select(builder.fcmp_unordered("uno", value, value), value, rounded)
+            found.append(_cast(builder, chosen, vector.dtype))
+        return _pack(context, builder, found, vector)
+
+    return vector(vector, words), emit
+
+
+@intrinsic
+def whole_by_chance(_typing: Any, fixed: types.Type, words: types.Type) -> Any:
+    """The whole numbers that random bits choose of numbers times 2^15, to which 1.5 * 2^23 has been added."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for value, drawn in _by_chance(builder, *args):
+            number = builder.sub(builder.bitcast(value, _I32), _I32(0x4B400000))
+            chosen = builder.ashr(builder.add(number, builder.lshr(drawn, _I32(1))), _I32(15))
+            found.append(builder.sitofp(chosen, _FLOAT))
+        return _pack(context, builder, found, fixed)
+
+    return fixed(fixed, words), emit
+
+
+@intrinsic
+def e4m3_bases(_typing: Any, vector: types.Type) -> Any:
+    """2^-6 for each number below it, and 0 for others: added to its magnitude, the sum has E4M3's steps."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for value in _numbers(builder, args[0], vector.count):
+            size = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
+            tiny = builder.icmp_signed("<", size, _I32(121 << 23))
+            found.append(builder.select(tiny, _FLOAT(2.0**-6), _FLOAT(0.0)))
+        return _pack(context, builder, found, vector)
+
+    return vector(vector), emit
+
+
+@intrinsic
+def magnitudes(_typing: Any, vector: types.Type) -> Any:
+    """The numbers without signs."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for value in _numbers(builder, args[0], vector.count):
+            bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
+            found.append(builder.bitcast(bits, _FLOAT))
+        return _pack(context, builder, found, vector)
+
+    return vector(vector), emit
+
+
+@intrinsic
+def e4m3_by_chance(_typing: Any, sums: types.Type, words: types.Type) -> Any:
+    """Numbers cut off to the 4 digits of E4M3, up or down as random bits choose."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for value, drawn in _by_chance(builder, *args):
+            room = builder.add(builder.shl(drawn, _I32(4)), _I32(8))
+            summed = builder.add(builder.bitcast(value, _I32), room)
+            found.append(builder.bitcast(builder.and_(summed, _I32(-(1 << 20))), _FLOAT))
+        return _pack(context, builder, found, sums)
+
+    return sums(sums, words), emit
+
+
+@intrinsic
+def signed_as(_typing: Any, vector: types.Type, signs: types.Type) -> Any:
+    """Numbers from 0 on with the signs of others; a zero has none."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found = []
+        for value, other in zip(*(_numbers(builder, arg, vector.count) for arg in args), strict=True):
+            bits = builder.bitcast(value, _I32)
+            negative = builder.and_(
+                builder.icmp_signed("<", builder.bitcast(other, _I32), _I32(0)), builder.icmp_signed(">", bits, _I32(0))
+            )
+            found.append(builder.bitcast(builder.select(negative, builder.or_(bits, _I32(1 << 31)), bits), _FLOAT))
+        return _pack(context, builder, found, vector)
+
+    return vector(vector, signs), emit
+
+
 @intrinsic
 def load_int4(_typing: Any, address: types.Type, count: types.Type) -> Any:
     """16 numbers of 4 bits, the first of each byte in its low ones; zeros where `count` is 0."""
@@ -429,6 +529,16 @@ def from_bits(_typing: Any, bits: types.Type) -> Any:
         return builder.bitcast(args[0], _FLOAT)
 
     return types.float32(types.int32), emit
+
+
+@intrinsic
+def to_bits(_typing: Any, number: types.Type) -> Any:
+    """The 32 bits of an FP32 number."""
+
+    def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.bitcast(args[0], _I32)
+
+    return types.int32(types.float32), emit
 
 
 @intrinsic

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .reference_stochastic import int4_scale, random_bits, to_bf16, to_e4m3, to_whole
 from .slots import (
     FP8_FORMAT,
     FP16_BLOCK,
@@ -14,6 +15,7 @@ from .slots import (
     INT4_FORMAT,
     INT8_FORMAT,
     BlockFormat,
+    Draws,
     ExponentRule,
     SlotTable,
     exponent_rule,
@@ -43,17 +45,27 @@ def _convert(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def flatten(
-    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    scale: float,
+    finite: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
     if finite is not None:
         finite.fill_(1)
+    bits = None if draws is None else random_bits(slots, draws, wire.device)
     end = 0
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
         compute = _compute_dtype(tensor.dtype, wire.dtype)
         factor = torch.tensor(scale, dtype=compute, device=wire.device)
         wire[end:offset] = 0
-        wire[offset : offset + numel] = _convert(_memory_order(tensor).to(compute) * factor, wire.dtype)
+        values = _memory_order(tensor).to(compute) * factor
+        if bits is None:
+            wire[offset : offset + numel] = _convert(values, wire.dtype)
+        else:
+            wire[offset : offset + numel] = to_bf16(values.to(torch.float32), bits[offset : offset + numel])
         end = offset + numel
     wire[end:] = 0
 
@@ -99,11 +111,19 @@ def _count_and_sum(tensors: Sequence[Tensor], tile: int, statistics: Tensor) -> 
     statistics[:, 1] = total[:, 0]
 
 
-def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
-    """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
+def reduce_shards(
+    received: Tensor, shard: Tensor, scale: float, slots: SlotTable | None = None, draws: Draws | None = None
+) -> None:
+    """world_size shards → their sum in rank order, scaled once, in the wire dtype.
+
+    `slots`, of the shard, come with `draws`.
+    """
     compute = _compute_dtype(shard.dtype, shard.dtype)
     average, _ = _average([row.to(compute) for row in received], scale)
-    shard.copy_(_convert(average, shard.dtype))
+    if slots is not None and draws is not None:
+        shard.copy_(to_bf16(average, random_bits(slots, draws, shard.device)))
+    else:
+        shard.copy_(_convert(average, shard.dtype))
 
 
 def _average(terms: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
@@ -129,17 +149,26 @@ def _split_shard(shard: Tensor, block: int, form: BlockFormat) -> tuple[Tensor, 
     return payload.view(torch.int8).view(blocks, form.payload_bytes(block)), scales.view(dtype), padding
 
 
-def _encode(values: Tensor, shard: Tensor, block: int, old: Tensor | None, form: BlockFormat) -> Tensor:
-    """FP32 values → one quantized shard; returns what was lost (`old` where a block is not finite)."""
+def _encode(
+    values: Tensor, shard: Tensor, block: int, old: Tensor | None, form: BlockFormat, bits: Tensor | None = None
+) -> Tensor:
+    """FP32 values → one quantized shard, by chance with random bits; returns what was lost (`old` if not finite)."""
     payload, scales, padding = _split_shard(shard, block, form)
     values = values.view(-1, block)
     absmax = values.abs().amax(dim=1) if values.numel() else values.new_zeros(0)
     finite = values.isfinite().all(dim=1)
     normal = finite & (absmax >= TINY)
     of_form = _int4_scale if form is INT4_FORMAT else _fp8_scale if form is FP8_FORMAT else _int8_scale
-    scale, inverse = of_form(values, torch.where(normal, absmax, 1.0))
+    if form is INT4_FORMAT and bits is not None:
+        scale, inverse = int4_scale(torch.where(normal, absmax, 1.0))
+    else:
+        scale, inverse = of_form(values, torch.where(normal, absmax, 1.0))
     steps = torch.where(normal[:, None], values * inverse[:, None], 0.0)
-    if form is FP8_FORMAT:
+    if bits is not None and form is FP8_FORMAT:
+        quantized = to_e4m3(steps, bits.view(-1, block)).to(torch.float8_e4m3fn)
+    elif bits is not None:
+        quantized = to_whole(steps, bits.view(-1, block)).to(torch.int8)
+    elif form is FP8_FORMAT:
         quantized = (steps.to(torch.float8_e4m3fn).to(torch.float32) + 0.0).to(torch.float8_e4m3fn)  # no -0
     else:
         quantized = (steps.round().clamp(max=7) if form is INT4_FORMAT else steps.round()).to(torch.int8)
@@ -208,12 +237,14 @@ def quantize(
     turn: Tensor | None,
     finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
     if finite is not None:
         finite.fill_(1)
     if not slots.total:
         return
+    bits = None if draws is None else random_bits(slots, draws, wire.device)
     residual = _row(residuals, turn)
     values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
     kept = torch.zeros_like(values)
@@ -226,7 +257,8 @@ def quantize(
     for rank, shard in enumerate(wire.view(shards, -1)):
         elements = slice(rank * size, (rank + 1) * size)
         old = None if residual is None else residual[elements]
-        kept[elements] = _encode(values[elements], shard, block, old, form)
+        drawn = None if bits is None else bits[elements]
+        kept[elements] = _encode(values[elements], shard, block, old, form, drawn)
     _set_other_row(residuals, turn, kept)
 
 
@@ -268,8 +300,13 @@ def reduce_quantized(
     residuals: Tensor | None,
     turn: Tensor | None,
     form: BlockFormat = INT8_FORMAT,
+    slots: SlotTable | None = None,
+    draws: Draws | None = None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again.
+
+    `slots`, of the shard, come with `draws`.
+    """
     if not shard.numel():
         return
     residual = _row(residuals, turn)
@@ -278,7 +315,8 @@ def reduce_quantized(
         values = values + residual
     flags = flag_block * block
     values[flags:] = (total[flags:] > 0.5).to(torch.float32)
-    lost = _encode(values, shard, block, residual, form)
+    bits = None if slots is None or draws is None else random_bits(slots, draws, shard.device)
+    lost = _encode(values, shard, block, residual, form, bits)
     lost[flags:] = 0
     _set_other_row(residuals, turn, lost)
 

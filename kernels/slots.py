@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 TILE = 2048
 
@@ -16,6 +17,8 @@ class SlotTable:
     """Offsets and lengths of a bucket's slots, in elements of its flat.
 
     Slots ascend and do not overlap. `total` counts padding too: the elements of the whole flat.
+    `keys` and `firsts` are for stochastic rounding alone: what each slot's random bits follow from, and
+    the element of its parameter that it begins with, which is not 0 where the flat is a shard.
     `cache` is where a backend keeps what it derives from the table once, such as tile maps on a
     device, under its own name.
     """
@@ -23,6 +26,8 @@ class SlotTable:
     offsets: NDArray[np.int64]
     numels: NDArray[np.int64]
     total: int
+    keys: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    firsts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def tile_rows(self, tile: int) -> NDArray[np.int64]:
@@ -31,6 +36,24 @@ class SlotTable:
         if tile not in rows:
             rows[tile] = np.concatenate(([0], np.cumsum(-(-self.numels // tile))))
         return rows[tile]
+
+    def shard(self, start: int, stop: int) -> SlotTable:
+        """What of the slots lies in elements `start` to `stop`, as a table of its own; slots may be empty there."""
+        begins, ends = self.offsets.clip(start, stop), (self.offsets + self.numels).clip(start, stop)
+        firsts = self.firsts + (begins - self.offsets).clip(0)
+        return SlotTable(begins - start, ends - begins, stop - start, self.keys, firsts)
+
+
+class Draws(NamedTuple):
+    """What random bits follow from, beside a slot's key and the element in it (README.md)."""
+
+    seed: int
+    who: int  # the rank, of gradients; `OF_AVERAGES` of averages
+    step: Tensor  # int64 `[1]`, on the device of the wire
+
+
+OF_AVERAGES = 0xFFFFFFFF
+DRAWN = 8  # elements whose bits come at once
 
 
 def tile_elements(block: int = 0) -> int:

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import address, device_table
-from .slots import SlotTable, spare, tile_elements
+from .slots import DRAWN, Draws, SlotTable, spare, tile_elements
+from .triton_stochastic import drawing, random_bits, to_bf16
 from .triton_tiles import (
     DTYPES,
     Launch,
@@ -25,6 +26,7 @@ from .triton_tiles import (
 )
 
 TILE = tile_elements()
+PER_COUNTER = tl.constexpr(DRAWN)
 
 
 @triton.jit
@@ -33,9 +35,9 @@ def _scaled(values, scale_bits, compute: tl.constexpr):
     return widen(values, compute) * scale
 
 
-@triton.jit(do_not_specialize=["scale_bits"])
+@triton.jit(do_not_specialize=["scale_bits", "seed", "who"])
 def _move(
-    wire, tiles, addresses, scale_bits, statistics, finite,
+    wire, tiles, addresses, scale_bits, statistics, finite, keys, step, seed, who,
     dtype: tl.constexpr, TO_WIRE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, from its tensor to the wire with the padding after it, or back (with its statistics)."""
@@ -46,12 +48,17 @@ def _move(
     lane = tl.arange(0, TILE)
     if TO_WIRE and finite is not None:
         tl.store(finite, 1, mask=tl.program_id(0) == 0)
+    if keys is not None:
+        bits = random_bits(keys, tiles, step, seed, who, tl.arange(0, TILE // PER_COUNTER) * PER_COUNTER)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used.
     if (count == TILE) & (((tensor | flat) & 15) == 0):
         tensor_at = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16) + lane
         wire_at = tl.multiple_of(flat.to(tl.pointer_type(wire_dtype)), 16) + lane
         if TO_WIRE:
-            tl.store(wire_at, convert(_scaled(tl.load(tensor_at), scale_bits, compute), wire_dtype))
+            values = _scaled(tl.load(tensor_at), scale_bits, compute)
+            if keys is not None:
+                values = to_bf16(values.to(tl.float32), bits)
+            tl.store(wire_at, convert(values, wire_dtype))
         else:
             scaled = _scaled(tl.load(wire_at), scale_bits, compute)
             values = convert(scaled, dtype)
@@ -64,6 +71,8 @@ def _move(
         mask = lane < count
         if TO_WIRE:
             values = _scaled(tl.load(tensor_at, mask=mask), scale_bits, compute)
+            if keys is not None:
+                values = to_bf16(values.to(tl.float32), bits)
             tl.store(wire_at, convert(tl.where(mask, values, 0.0), wire_dtype), mask=lane < extent)
         else:
             scaled = _scaled(tl.load(wire_at, mask=mask, other=0.0), scale_bits, compute)
@@ -77,10 +86,15 @@ def _move(
 
 
 def flatten(
-    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, finite: Tensor | None = None
+    tensors: Sequence[Tensor],
+    slots: SlotTable,
+    wire: Tensor,
+    scale: float,
+    finite: Tensor | None = None,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors → one wire in its dtype, scaled; padding becomes zero, `finite` 1."""
-    _launch_move("flatten", tensors, slots, wire, scale, None, finite)
+    _launch_move("flatten", tensors, slots, wire, scale, None, finite, draws)
 
 
 def unflatten(
@@ -103,6 +117,7 @@ def _launch_move(
     scale: float,
     statistics: Tensor | None,
     finite: Tensor | None,
+    draws: Draws | None = None,
 ) -> None:
     def make() -> Launch | None:
         table = device_table(slots, TILE, wire.device, padding=operation == "flatten")
@@ -116,23 +131,31 @@ def _launch_move(
             double_bits(scale),
             statistics,
             finite,
+            *drawing(slots, draws, wire.device),
             dtype=DTYPES[tensors[0].dtype if tensors else wire.dtype],
             TO_WIRE=operation == "flatten",
             TILE=TILE,
         )
 
-    repeat(operation, slots, wire, tensors, (scale, address(statistics), address(finite)), make)
+    more = (scale, address(statistics), address(finite), draws and (draws.seed, draws.who, address(draws.step)))
+    repeat(operation, slots, wire, tensors, more, make)
 
 
-@triton.jit(do_not_specialize=["scale_bits"])
+@triton.jit(do_not_specialize=["scale_bits", "seed", "who"])
 def _reduce(
-    received, shard, numel, scale_bits, RANKS: tl.constexpr, SPARE: tl.constexpr, TILE: tl.constexpr
+    received, shard, numel, scale_bits, tiles, keys, step, seed, who,
+    RANKS: tl.constexpr, SPARE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of every rank's shard → their sum in rank order, scaled."""
     wire_dtype: tl.constexpr = shard.dtype.element_ty
     compute: tl.constexpr = tl.float64 if wire_dtype == tl.float64 else tl.float32
-    lane = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = lane < numel
+    if tiles is None:
+        lane = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        mask = lane < numel
+    else:
+        row = tiles + 5 * tl.program_id(0).to(tl.int64)
+        lane = tl.multiple_of(tl.load(row + 2), 16) + tl.arange(0, TILE)
+        mask = tl.arange(0, TILE) < tl.multiple_of(tl.load(row + 4).to(tl.int32), 16)
     total = widen(tl.load(received + lane, mask=mask, other=0.0), compute)
     other = received
     for _ in range(1, RANKS):
@@ -146,20 +169,31 @@ def _reduce(
             small += widen(tl.load(received + lane, mask=mask), compute) * (1 / SPARE)
         scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(compute)
         values = tl.where(tl.abs(total) < float("inf"), values, small * (scale * SPARE))
+    if keys is not None:
+        element = tl.arange(0, TILE // PER_COUNTER) * PER_COUNTER
+        values = to_bf16(values, random_bits(keys, tiles, step, seed, who, element))
     tl.store(shard + lane, convert(values, wire_dtype), mask=mask)
 
 
-def reduce_shards(received: Tensor, shard: Tensor, scale: float) -> None:
-    """world_size shards → their sum in rank order, scaled once, in the wire dtype."""
+def reduce_shards(
+    received: Tensor, shard: Tensor, scale: float, slots: SlotTable | None = None, draws: Draws | None = None
+) -> None:
+    """world_size shards → their sum in rank order, scaled once, in the wire dtype.
+
+    `slots`, of the shard, come with `draws`.
+    """
     numel = shard.numel()
+    tiles = None if slots is None else device_table(slots, TILE, shard.device).tiles
     launch(
         _reduce,
-        -(-numel // TILE),
+        -(-numel // TILE) if tiles is None else len(tiles),
         shard.device,
         received,
         shard,
         numel,
         double_bits(scale),
+        tiles,
+        *drawing(slots, draws, shard.device),
         RANKS=received.shape[0],
         SPARE=spare(received.shape[0]),
         TILE=TILE,

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import address, device_table
-from .slots import INT8_FORMAT, BlockFormat, SlotTable, spare, tile_elements
+from .slots import DRAWN, INT8_FORMAT, BlockFormat, Draws, SlotTable, spare, tile_elements
+from .triton_stochastic import drawing, int4_scales, random_bits, to_e4m3, to_whole
 from .triton_tiles import (
     DTYPES,
     Launch,
@@ -27,6 +28,7 @@ from .triton_tiles import (
 
 TINY = tl.constexpr(2.0**-100)
 RECIPROCAL_127, RECIPROCAL_448 = tl.constexpr(1 / 127), tl.constexpr(1 / 448)
+PER_COUNTER = tl.constexpr(DRAWN)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no bits behind the point
 
 
@@ -81,11 +83,11 @@ def _decode(shard, index, blocks, inside, FORM: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _scales(values, FORM: tl.constexpr):
+def _scales(values, FORM: tl.constexpr, BY_CHANCE: tl.constexpr):
     """Of a block of FP32 values a row: whether it is finite and not tiny, its scale, and what it is multiplied by."""
     # As integers, magnitudes compare as the numbers do, with infinity and every NaN above them.
     bits = values.to(tl.int32, bitcast=True)
-    if FORM == "int4":
+    if FORM == "int4" and not BY_CHANCE:
         largest = tl.max((bits & 0x7FFFFFFE) | tl.where(bits >= 0, 1, 0), axis=1)
     else:
         largest = tl.max(bits & 0x7FFFFFFF, axis=1)
@@ -96,6 +98,8 @@ def _scales(values, FORM: tl.constexpr):
         scale, inverse = absmax * RECIPROCAL_448, tl.div_rn(448.0, tl.where(normal, absmax, 1.0))
     elif FORM == "int8":
         scale, inverse = absmax * RECIPROCAL_127, tl.div_rn(127.0, tl.where(normal, absmax, 1.0))
+    elif BY_CHANCE:
+        scale, inverse = int4_scales(largest, normal)
     else:
         eighth = ((largest - (3 << 23)) & -65536).to(tl.float32, bitcast=True)  # of as many bits as BF16 has
         scale = tl.where((largest & 1) == 1, -eighth, eighth)
@@ -104,13 +108,19 @@ def _scales(values, FORM: tl.constexpr):
 
 
 @triton.jit
-def _encode(values, old, shard, index, blocks, inside, FORM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def _encode(
+    values, old, shard, index, blocks, inside, bits, FORM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """Store a block of FP32 values a row; returns what was lost, `old` where a block is not finite."""
-    normal, scale, inverse = _scales(values, FORM)
+    normal, scale, inverse = _scales(values, FORM, bits is not None)
     steps = values * inverse[:, None]
-    if FORM == "int4":
-        steps = tl.minimum(steps, 7.0)
-    rounded = _rounded_to_e4m3(steps) if FORM == "fp8" else (steps + MAGIC) - MAGIC
+    if bits is not None:
+        steps = tl.where(normal[:, None], steps, 0.0)
+        rounded = to_e4m3(steps, bits) if FORM == "fp8" else to_whole(steps, bits)
+    else:
+        if FORM == "int4":
+            steps = tl.minimum(steps, 7.0)
+        rounded = _rounded_to_e4m3(steps) if FORM == "fp8" else (steps + MAGIC) - MAGIC
     rounded = tl.where(normal[:, None], rounded, 0.0)
     quantized = _to_e4m3(rounded) if FORM == "fp8" else rounded.to(tl.int8)
 
@@ -137,9 +147,9 @@ def _rows(residuals, turn, size):
     return residuals + tl.multiple_of(which * size, 16), residuals + tl.multiple_of((1 - which) * size, 16)
 
 
-@triton.jit(do_not_specialize=["blocks", "size"])
+@triton.jit(do_not_specialize=["blocks", "size", "seed", "who"])
 def _quantize(
-    wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size,
+    wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size, keys, step, seed, who,
     dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from its tensor to the wire."""
@@ -169,7 +179,11 @@ def _quantize(
     block = first.to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, FORM, BLOCK, WIDTH)
+    bits = None
+    if keys is not None:
+        counted = row[:, None] * BLOCK + tl.arange(0, WIDTH // PER_COUNTER) * PER_COUNTER
+        bits = random_bits(keys, tiles, step, seed, who, counted)
+    lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, bits, FORM, BLOCK, WIDTH)
     if residuals is not None:
         tl.store(new_residual + first * BLOCK + element, lost, mask=owned)
 
@@ -184,6 +198,7 @@ def quantize(
     turn: Tensor | None,
     finite: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    draws: Draws | None = None,
 ) -> None:
     """Many tensors (+ row `turn` of the residuals) → one quantized wire, and the other row; `finite` becomes 1."""
 
@@ -203,11 +218,13 @@ def quantize(
             table.addresses("quantize", tensors),
             slots.total // block // shards,
             wire.numel() // shards,
+            *drawing(slots, draws, wire.device),
             dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
             **shape,
         )
 
-    more = (shards, block, form, *map(address, (residuals, turn, finite)))
+    drawn = draws and (draws.seed, draws.who, address(draws.step))
+    more = (shards, block, form, drawn, *map(address, (residuals, turn, finite)))
     repeat("quantize", slots, wire, tensors, more, make)
 
 
@@ -287,16 +304,21 @@ def dequantize(
     repeat("dequantize", slots, wire, tensors, more, make)
 
 
-@triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block"])
+@triton.jit(do_not_specialize=["blocks", "scale_bits", "flag_block", "seed", "who"])
 def _reduce(
-    received, shard, residuals, turn, blocks, shard_size, scale_bits, flag_block,
+    received, shard, residuals, turn, blocks, shard_size, scale_bits, flag_block, tiles, keys, step, seed, who,
     RANKS: tl.constexpr, SPARE: tl.constexpr,
     FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block a row: every rank's → their sum in rank order, scaled, encoded again."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    index = tl.program_id(0) * ROWS + row
-    inside = index < blocks
+    if tiles is None:
+        index = tl.program_id(0) * ROWS + row
+        inside = index < blocks
+    else:
+        tile = tiles + 5 * tl.program_id(0).to(tl.int64)
+        index = (tl.load(tile + 2) // BLOCK).to(tl.int32) + row
+        inside = row * BLOCK < tl.load(tile + 4)
     total = _decode(received, index, blocks, inside, FORM, BLOCK, WIDTH)
     other = received
     for _ in range(1, RANKS):
@@ -320,7 +342,11 @@ def _reduce(
         values += old
     flags = (index >= flag_block)[:, None]
     values = tl.where(flags, tl.where(total > 0.5, 1.0, 0.0), values)
-    lost = _encode(values, old, shard, index, blocks, inside, FORM, BLOCK, WIDTH)
+    bits = None
+    if keys is not None:
+        counted = row[:, None] * BLOCK + tl.arange(0, WIDTH // PER_COUNTER) * PER_COUNTER
+        bits = random_bits(keys, tiles, step, seed, who, counted)
+    lost = _encode(values, old, shard, index, blocks, inside, bits, FORM, BLOCK, WIDTH)
     if residuals is not None:
         tl.store(new_residual + element, tl.where(flags, 0.0, lost), mask=owned)
 
@@ -334,13 +360,19 @@ def reduce_quantized(
     residuals: Tensor | None,
     turn: Tensor | None,
     form: BlockFormat = INT8_FORMAT,
+    slots: SlotTable | None = None,
+    draws: Draws | None = None,
 ) -> None:
-    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again."""
+    """world_size quantized shards → their sum in rank order, scaled once, (+ residuals), quantized again.
+
+    `slots`, of the shard, come with `draws`.
+    """
     shape = _tile_shape(block, form)
     blocks = form.blocks(shard.numel(), block)
+    tiles = None if slots is None else device_table(slots, shape["ROWS"] * block, shard.device).tiles
     launch(
         _reduce,
-        -(-blocks // shape["ROWS"]),
+        -(-blocks // shape["ROWS"]) if tiles is None else len(tiles),
         shard.device,
         received,
         shard,
@@ -350,6 +382,8 @@ def reduce_quantized(
         shard.numel(),
         double_bits(scale),
         flag_block,
+        tiles,
+        *drawing(slots, draws, shard.device),
         RANKS=received.shape[0],
         SPARE=spare(received.shape[0]),
         **shape,

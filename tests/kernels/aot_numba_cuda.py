@@ -11,7 +11,13 @@ from cuda.bindings import nvjitlink
 from numba import cuda
 from numba.cuda import types
 
-from fastreduce.kernels import numba_cuda_cast, numba_cuda_fp16, numba_cuda_int8, numba_cuda_statistics
+from fastreduce.kernels import (
+    numba_cuda_cast,
+    numba_cuda_fp16,
+    numba_cuda_int8,
+    numba_cuda_statistics,
+    numba_cuda_stochastic,
+)
 
 TARGETS = (80, 90, 100)
 INT64, FP64, FP32, FP16, BF16 = types.int64, types.float64, types.float32, types.int16, types.uint16
@@ -83,6 +89,19 @@ def variants() -> list[Variant]:
         arguments, again = (*[INT64] * 10, *[FP32] * 3, code), 2 * payload + 16 * 4
         moved = (4 * payload + 16 * 8, payload + 16 * 4)
         found.append(Variant(f"reduce_quantized {form}", numba_cuda_int8._reduce, arguments, moved, 16, again))
+    arguments = (*[INT64] * 3, FP32, FP32, *[INT64] * 5)
+    found.append(Variant("stochastic flatten bf16", numba_cuda_stochastic._flatten, arguments, (32, 16), 8))
+    arguments = (*[INT64] * 4, *[FP32] * 3, *[INT64] * 5)
+    kernel, moved = numba_cuda_stochastic._reduce, (4 * 16, 16)  # both shards once more where the sum is not finite
+    found.append(Variant("stochastic reduce bf16", kernel, arguments, moved, 8, 2 * 16))
+    for form, code, payload in QUANTIZED:
+        arguments = (*[INT64] * 3, FP32, *[INT64] * 4, code, *[INT64] * 4)
+        title, moved = f"stochastic quantize fp32, {form}", (16 * 4, payload)
+        found.append(Variant(title, numba_cuda_stochastic._quantize, arguments, moved, 16))
+        arguments = (*[INT64] * 7, *[FP32] * 3, code, *[INT64] * 5)
+        title, moved = f"stochastic reduce_quantized {form}", (4 * payload, payload)
+        kernel = numba_cuda_stochastic._reduce_quantized
+        found.append(Variant(title, kernel, arguments, moved, 16, 2 * payload))
     return found
 
 

@@ -18,6 +18,8 @@ POINTERS = {
     "turn": "*i32",
     "finite": "*u8",
     "statistics": "*fp32",
+    "keys": "*i64",
+    "step": "*i64",
 }
 
 
@@ -36,6 +38,13 @@ class Variant(NamedTuple):
     targets: tuple[int, ...] = TARGETS
     again: int = 0
     elements: int = 2048
+    stochastic: bool = False
+
+    def all_constants(self) -> dict[str, Any]:
+        """Also what is not passed under rounding to nearest."""
+        unused = ["keys", "step"] + ["tiles"] * ("received" in self.kernel.arg_names)
+        left_out = {} if self.stochastic else {name: None for name in unused if name in self.kernel.arg_names}
+        return {**self.constants, **left_out}
 
 
 def variants() -> list[Variant]:
@@ -123,6 +132,24 @@ def variants() -> list[Variant]:
         moved = (2 * again + more, payload + more)
         title = f"reduce_quantized, {name}"
         found.append(Variant(title, triton_int8._reduce, types, constants, moved, targets, again, lanes))
+    types |= {"wire": "*u8", "received": "*u8", "shard": "*u8"}
+    of_bf16 = {"wire": "*bf16", "received": "*bf16", "shard": "*bf16", "numel": "i32"}
+    constants = {"statistics": None, "dtype": tl.float32, "TO_WIRE": True, "TILE": tile}
+    chance: list[tuple[str, Any, dict[str, str], dict[str, Any], tuple[int, int], int, int]]
+    chance = [("flatten bf16", triton_cast._move, of_bf16, constants, (tile * 4, tile * 2), 0, tile)]
+    constants = {"RANKS": 2, "SPARE": 2.0, "TILE": tile}
+    chance.append(("reduce bf16", triton_cast._reduce, of_bf16, constants, (2 * tile * 2, tile * 2), 0, tile))
+    for form, block in [(INT8_FORMAT, 128), (INT4_FORMAT, 32), (FP8_FORMAT, 128)]:
+        shape = {**triton_int8._tile_shape(block, form), "residuals": None, "turn": None}
+        lanes, payload = shape["ROWS"] * shape["WIDTH"], 0 if form is INT4_FORMAT else shape["ROWS"] * shape["WIDTH"]
+        constants = {**shape, "dtype": tl.float32}
+        moved = (lanes * 4, payload)
+        chance.append((f"quantize fp32, {form.name}", triton_int8._quantize, types, constants, moved, 0, lanes))
+        constants, moved = {**shape, "RANKS": 2, "SPARE": 2.0}, (4 * payload, payload)
+        title = f"reduce_quantized, {form.name}"
+        chance.append((title, triton_int8._reduce, types, constants, moved, 2 * payload, lanes))
+    for title, kernel, its, constants, moved, again, lanes in chance:
+        found.append(Variant(f"stochastic {title}", kernel, its, constants, moved, (90,), again, lanes, True))
     return found
 
 
@@ -137,8 +164,8 @@ def compile_all(quick: bool) -> list[dict[str, Any]]:
 
     results = []
     for variant in variants()[:: 3 if quick else 1]:
-        kernel, constants = variant.kernel, variant.constants
-        types = {**POINTERS, "scale_bits": "i64", **variant.types}
+        kernel, constants = variant.kernel, variant.all_constants()
+        types = {**POINTERS, "scale_bits": "i64", "seed": "i32", "who": "i64", **variant.types}
         signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
         sizes = ("numel", "shard_size", "gathered_size")
         aligned = [arg for arg in kernel.arg_names if arg in sizes or "*" in signature[arg]]

@@ -1,0 +1,84 @@
+"""Random bits for the `numba_cpu` kernels: Philox4x32 by hand, in lanes of 64 bits, which hold its products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .numba_cpu_elements import ANYWHERE, element, inlined, splat
+from .reference_stochastic import MULTIPLIERS, ROUNDS, WEYL
+from .slots import DRAWN
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+LANES = 32  # counters at a time
+BATCH = LANES * DRAWN  # elements
+_WORDS = ir.VectorType(_I64, LANES)
+
+
+def _all(number: int) -> ir.Constant:
+    return ir.Constant(_WORDS, [number] * LANES)
+
+
+@intrinsic
+def _philox(
+    _typing: Any,
+    to: types.Type,
+    first: types.Type,
+    who: types.Type,
+    step: types.Type,
+    seed: types.Type,
+    key: types.Type,
+) -> tuple[Any, Any]:
+    """The words of `LANES` counters from `first` on, in order, to an address; numbers are taken modulo 2^32."""
+
+    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        to, first, who, step, seed, key = args
+        lower = _I64(0xFFFFFFFF)
+        lanes = ir.Constant(_WORDS, list(range(LANES)))
+        # Upper halves may hold anything: nothing but products reads words, and these the lower halves.
+        words = [builder.add(splat(builder, first, LANES), lanes)]
+        words += [splat(builder, word, LANES) for word in (who, step, seed)]
+        keys = [builder.and_(key, lower), builder.lshr(key, _I64(32))]
+        for number in range(ROUNDS):
+            products = [builder.mul(builder.and_(words[2 * i], _all(0xFFFFFFFF)), _all(MULTIPLIERS[i])) for i in (0, 1)]
+            high = [builder.lshr(product, _all(32)) for product in products]
+            bumped = [builder.add(k, _I64(number * weyl & 0xFFFFFFFF)) for k, weyl in zip(keys, WEYL, strict=True)]
+            k0, k1 = (splat(builder, k, LANES) for k in bumped)
+            words = [
+                builder.xor(builder.xor(high[1], words[1]), k0),
+                products[1],
+                builder.xor(builder.xor(high[0], words[3]), k1),
+                products[0],
+            ]
+        pairs = [
+            builder.or_(builder.and_(words[i], _all(0xFFFFFFFF)), builder.shl(words[i + 1], _all(32))) for i in (0, 2)
+        ]
+        order = [half * LANES + lane for lane in range(LANES) for half in (0, 1)]
+        whole = builder.shuffle_vector(*pairs, ir.Constant(ir.VectorType(_I32, 2 * LANES), order))
+        builder.store(whole, builder.inttoptr(to, ir.PointerType()), align=ANYWHERE)
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+
+@intrinsic
+def load_draw(_typing: Any, address: types.Type, index: types.Type) -> tuple[Any, Any]:
+    """The 16 random bits of an element."""
+
+    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        at = element(builder, args[0], args[1], types.uint16)
+        return builder.zext(builder.load(at, typ=ir.IntType(16), align=ANYWHERE), _I32)
+
+    return types.int32(types.int64, types.int64), emit
+
+
+@inlined
+def draw(to, count, first, who, step, seed, key):
+    """The random bits of elements `first` to before `first + count`, and of some more, 16 of each, to an address."""
+    for done in range(0, count, BATCH):
+        _philox(to + 2 * done, np.int64((first + done) // DRAWN), who, step, seed, key)

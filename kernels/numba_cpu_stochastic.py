@@ -1,0 +1,321 @@
+"""Stochastic rounding for CPU tensors, on the calling thread: flatten to BF16, quantize, and both two-shot sums.
+
+As `numba_cpu_cast.py` and `numba_cpu_int8.py`, but sums go slot by slot too: random bits belong to elements of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .numba_cpu_elements import (
+    STREAM_BYTES,
+    TAGS,
+    addresses,
+    bits_of,
+    fence,
+    inlined,
+    is_fp8,
+    kernel,
+    load,
+    prefetch_block,
+    size_of,
+    stage,
+    store,
+)
+from .numba_cpu_philox import BATCH, draw, load_draw
+from .numba_cpu_stochastic_vectors import LINE_LANES, largest_of_block, round_block, round_lines
+from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_block, average_of_blocks, average_of_shards, zero
+from .reference_stochastic import LARGEST_INT4_SCALE
+from .slots import BlockFormat, Draws, SlotTable, shard_bytes, spare
+
+BF16 = np.uint16(0)
+ONE, SEVEN, NAN = np.float32(1), np.float32(7), np.float32(np.nan)
+INFINITY_BITS = np.int32(0x7F800000)
+TINY = np.float32(2.0**-100)
+RECIPROCAL_127, RECIPROCAL_448, RECIPROCAL_7 = np.float32(1 / 127), np.float32(1 / 448), np.float32(1 / 7)
+LARGEST_SCALE = np.float32(LARGEST_INT4_SCALE)
+UPPER_HALF, LOWER_HALF = np.int32(-65536), np.int32(0xFFFF)
+FIXED = np.float32(2.0**15)
+
+
+@inlined
+def _to_bf16(value, bits):
+    """FP32 → the BF16 number that these bits choose, as FP32."""
+    if value != value:
+        return value
+    return np.int32((np.float32(value).view(np.int32) + bits) & UPPER_HALF).view(np.float32)
+
+
+@inlined
+def _round(to, source, tag, count, scale, bits, stream):
+    lines = count // LINE_LANES * LINE_LANES
+    round_lines(to, source, tag, lines, scale, bits, stream)
+    for index in range(lines, count):
+        value = np.float32(load(source, index, tag) * scale)
+        store(to, index, BF16, _to_bf16(value, load_draw(bits, index)))
+
+
+@kernel
+def _encode(source, tag, count, scale, values, block, payload, scale_at, bits, code):
+    # Returns whether the block is finite.
+    if count == block:
+        return _encode_whole(source, tag, scale, block, payload, scale_at, bits, code)
+    for index in range(block):
+        store(values, index, FP32, np.float32(load(source, index, tag)) if index < count else ZERO)
+    return _encode_whole(values, FP32, scale, block, payload, scale_at, bits, code)
+
+
+@inlined
+def _encode_whole(source, tag, scale, block, payload, scale_at, bits, code):
+    largest = largest_of_block(source, tag, scale, block, code)
+    if largest >= INFINITY_BITS:
+        if bits_of(code) == 4:
+            store(scale_at, 0, BF16, NAN)
+        else:
+            store(scale_at, 0, FP32, NAN)
+        zero(payload, payload + block * bits_of(code) // 8)
+        return False
+    absmax = np.int32(largest).view(np.float32)
+    unit = inverse = ZERO
+    if absmax >= TINY:
+        if bits_of(code) == 4:
+            seventh = np.float32(absmax * RECIPROCAL_7).view(np.int32)
+            unit = np.int32((seventh + LOWER_HALF) & UPPER_HALF).view(np.float32)
+            if unit > LARGEST_SCALE:
+                unit, inverse = LARGEST_SCALE, SEVEN / absmax
+            else:
+                inverse = ONE / unit
+        else:
+            unit = absmax * (RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
+            inverse = np.float32(448 if is_fp8(code) else 127) / absmax
+    if bits_of(code) == 4:
+        store(scale_at, 0, BF16, unit)
+    else:
+        store(scale_at, 0, FP32, unit)
+    # A product with a power of two is exact, so that it can be had here.
+    round_block(payload, source, tag, scale, inverse if is_fp8(code) else inverse * FIXED, bits, block, code)
+    return True
+
+
+@kernel
+def _quantize(
+    tensors, tag, offsets, numels, keys, firsts, who, step, seed, wire, shards, blocks, block, shard_size, values, bits,
+    span, code, scale_tag,
+):  # fmt: skip
+    slot = start = 0
+    width = block * bits_of(code) // 8
+    for shard in range(shards):
+        payload = wire + shard * shard_size
+        scale_at = payload + blocks * width
+        for _ in range(blocks):
+            while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
+                slot += 1
+            source = count = place = 0
+            if slot < len(tensors) and offsets[slot] <= start:
+                within = start - offsets[slot]
+                source = tensors[slot] + within * size_of(tag)
+                count = min(block, numels[slot] - within)
+                place = within % span
+                prefetch_block(source, block * size_of(tag))
+                if place == 0:
+                    draw(bits, span, firsts[slot] + within, who, step, seed, keys[slot])
+            _encode(source, tag, count, ONE, values, block, payload, scale_at, bits + 2 * place, code)
+            payload += width
+            scale_at += size_of(scale_tag)
+            start += block
+        zero(scale_at, wire + (shard + 1) * shard_size)
+    fence()
+
+
+@kernel
+def _reduce_quantized(
+    received, ranks, shard, blocks, block, shard_size, flag_block, offsets, numels, keys, firsts, who, step, seed,
+    scale, spare, total, values, bits, span, code, scale_tag,
+):  # fmt: skip
+    slot = 0
+    width = block * bits_of(code) // 8
+    for number in range(blocks):
+        start, payload = number * block, number * width
+        scale_at = blocks * width + number * size_of(scale_tag)
+        for rank in range(ranks):
+            unit = load(received + rank * shard_size + scale_at, 0, scale_tag)
+            prefetch_block(received + rank * shard_size + payload, width)
+            add_block(total, received + rank * shard_size + payload, block, unit, code, rank == 0)
+        while slot < len(offsets) and offsets[slot] + numels[slot] <= start:
+            slot += 1
+        place = 0
+        if slot < len(offsets) and offsets[slot] <= start:
+            within = start - offsets[slot]
+            place = within % span
+            if place == 0:
+                draw(bits, span, firsts[slot] + within, who, step, seed, keys[slot])
+        to, to_scale, drawn = shard + payload, shard + scale_at, bits + 2 * place
+        if number < flag_block:
+            if not _encode(total, FP32, block, scale, values, block, to, to_scale, drawn, code):
+                at = received + scale_at
+                average_of_blocks(
+                    received + payload, at, ranks, shard_size, block, scale, spare, total, code, scale_tag
+                )
+                _encode(total, FP32, block, ONE, values, block, to, to_scale, drawn, code)
+            continue
+        for index in range(block):
+            store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
+        _encode(total, FP32, block, ONE, values, block, to, to_scale, drawn, code)
+    zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
+    fence()
+
+
+@kernel
+def _flatten(
+    tensors, tag, offsets, numels, keys, firsts, who, step, seed, total, wire, scale, values, bits, stream
+):  # fmt: skip
+    end = np.int64(0)
+    for slot in range(len(tensors)):
+        zero(wire + 2 * end, wire + 2 * offsets[slot])
+        for start in range(0, numels[slot], CHUNK):
+            count = min(CHUNK, numels[slot] - start)
+            source, to = tensors[slot] + start * size_of(tag), wire + 2 * (offsets[slot] + start)
+            prefetch_block(source, count * size_of(tag))
+            draw(bits, count, firsts[slot] + start, who, step, seed, keys[slot])
+            _round(to, source, tag, count, scale, bits, stream)
+        end = offsets[slot] + numels[slot]
+    zero(wire + 2 * end, wire + 2 * total)
+    fence()
+
+
+@kernel
+def _reduce_shards(
+    received, ranks, shard, numel, offsets, numels, keys, firsts, who, step, seed, scale, spare, values, bits, stream
+):  # fmt: skip
+    end = np.int64(0)
+    for slot in range(len(offsets)):
+        zero(shard + 2 * end, shard + 2 * offsets[slot])
+        for start in range(0, numels[slot], CHUNK):
+            count, place = min(CHUNK, numels[slot] - start), offsets[slot] + start
+            term = received + 2 * place
+            for rank in range(ranks):
+                prefetch_block(term + 2 * rank * numel, 2 * count)
+            for index in range(count):
+                store(values, index, FP32, load(term, index, BF16))
+            for _ in range(1, ranks):
+                term += 2 * numel
+                for index in range(count):
+                    store(values, index, FP32, load(values, index, FP32) + load(term, index, BF16))
+            largest = np.int32(0)
+            for index in range(count):
+                largest = max(largest, np.float32(abs(load(values, index, FP32))).view(np.int32))
+            if largest >= INFINITY_BITS:
+                for index in range(count):
+                    average = average_of_shards(received, ranks, numel, place + index, BF16, scale, spare)
+                    store(values, index, FP32, average)
+            else:
+                for index in range(count):
+                    store(values, index, FP32, load(values, index, FP32) * scale)
+            draw(bits, count, firsts[slot] + start, who, step, seed, keys[slot])
+            _round(shard + 2 * place, values, FP32, count, ONE, bits, stream)
+        end = offsets[slot] + numels[slot]
+    zero(shard + 2 * end, shard + 2 * numel)
+    fence()
+
+
+def _slots(slots: SlotTable, draws: Draws) -> tuple[Any, ...]:
+    return slots.offsets, slots.numels, slots.keys, slots.firsts, draws.who, int(draws.step), draws.seed
+
+
+def _span(block: int) -> tuple[int, Tensor]:
+    """As many elements, of whole blocks, as random bits are drawn for at a time, and where these are kept."""
+    span = max(1, BATCH // block) * block
+    return span, stage(-(-span // BATCH) * BATCH // 4)
+
+
+def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, draws: Draws) -> None:
+    """Many tensors → one BF16 wire, scaled; padding becomes zero."""
+    dtype = tensors[0].dtype if tensors else torch.float32
+    values, bits = stage(CHUNK // 2), stage(CHUNK // 4)
+    _flatten(
+        addresses(tensors),
+        TAGS[dtype],
+        *_slots(slots, draws),
+        slots.total,
+        wire.data_ptr(),
+        np.float64(scale) if dtype is torch.float64 else np.float32(scale),
+        values.data_ptr(),
+        bits.data_ptr(),
+        wire.nbytes >= STREAM_BYTES,
+    )
+
+
+def reduce_shards(received: Tensor, shard: Tensor, scale: float, slots: SlotTable, draws: Draws) -> None:
+    """world_size BF16 shards → their sum in rank order, scaled once."""
+    values, bits = stage(CHUNK // 2), stage(CHUNK // 4)
+    _reduce_shards(
+        received.data_ptr(),
+        received.shape[0],
+        shard.data_ptr(),
+        shard.numel(),
+        *_slots(slots, draws),
+        np.float32(scale),
+        np.float32(spare(received.shape[0])),
+        values.data_ptr(),
+        bits.data_ptr(),
+        shard.nbytes >= STREAM_BYTES,
+    )
+
+
+def quantize(
+    tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, shards: int, block: int, form: BlockFormat, draws: Draws
+) -> None:
+    """Many tensors → one quantized wire."""
+    blocks, values = slots.total // shards // block, stage(block)
+    span, bits = _span(block)
+    _quantize(
+        addresses(tensors),
+        TAGS[tensors[0].dtype] if tensors else FP32,
+        *_slots(slots, draws),
+        wire.data_ptr(),
+        shards,
+        blocks,
+        block,
+        shard_bytes(blocks, block, form),
+        values.data_ptr(),
+        bits.data_ptr(),
+        span,
+        *CODES[form],
+    )
+
+
+def reduce_quantized(
+    received: Tensor,
+    shard: Tensor,
+    scale: float,
+    block: int,
+    flag_block: int,
+    form: BlockFormat,
+    slots: SlotTable,
+    draws: Draws,
+) -> None:
+    """world_size quantized shards → their sum in rank order, scaled once, quantized again."""
+    blocks, total, values = form.blocks(shard.numel(), block), stage(block), stage(block)
+    span, bits = _span(block)
+    _reduce_quantized(
+        received.data_ptr(),
+        received.shape[0],
+        shard.data_ptr(),
+        blocks,
+        block,
+        shard.numel(),
+        flag_block,
+        *_slots(slots, draws),
+        np.float32(scale),
+        np.float32(spare(received.shape[0])),
+        total.data_ptr(),
+        values.data_ptr(),
+        bits.data_ptr(),
+        span,
+        *CODES[form],
+    )

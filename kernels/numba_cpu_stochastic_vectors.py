@@ -1,0 +1,165 @@
+"""Vector code of stochastic rounding on the CPU, by hand: what random bits make of a block, and of a line of BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .numba_cpu_elements import ANYWHERE, LINE, MEMORY, element, folded, inlined, splat, store_line, widen
+
+_I8, _I16, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+LANES = 16  # the least block, but for INT4
+LINE_LANES = 32  # of BF16 in a line
+
+
+def _all(kind: ir.Type, number: float, lanes: int = LANES) -> ir.Constant:
+    return ir.Constant(ir.VectorType(kind, lanes), [number] * lanes)
+
+
+def _load(
+    builder: ir.IRBuilder, source: ir.Value, tag: types.Type, index: ir.Value, scale: ir.Value, lanes: int = LANES
+) -> ir.Value:
+    """Elements as FP32 times `scale`, an FP32 or FP64 number."""
+    kind = ir.VectorType(MEMORY[tag][0], lanes)
+    value = widen(builder, builder.load(element(builder, source, index, tag), typ=kind, align=ANYWHERE), tag)
+    single = ir.VectorType(_FLOAT, lanes)
+    if tag == types.float64 and scale.type == _FLOAT:
+        value = builder.fptrunc(value, single)
+    value = builder.fmul(value, splat(builder, scale, lanes))
+    return value if scale.type == _FLOAT else builder.fptrunc(value, single)
+
+
+def _drawn(builder: ir.IRBuilder, bits: ir.Value, index: ir.Value, lanes: int = LANES) -> ir.Value:
+    """The random bits of elements, 16 of each."""
+    at = element(builder, bits, index, types.uint16)
+    return builder.load(at, typ=ir.VectorType(_I16, lanes), align=ANYWHERE)
+
+
+def _lanes(code: types.Type) -> int:
+    return 2 * LANES if code == types.uint32 else LANES
+
+
+@intrinsic
+def largest_of_block(
+    _typing: Any, source: types.Type, tag: types.Type, scale: types.Type, block: types.Type, code: types.Type
+) -> tuple[Any, Any]:
+    """The bits of the largest magnitude among elements times `scale`, as FP32; `block` is as in `round_block`."""
+    lanes = _lanes(code)
+
+    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        source, _, scale, block, _ = args
+        integers = ir.VectorType(_I32, lanes)
+        found = cgutils.alloca_once_value(builder, ir.Constant(integers, None))
+
+        def larger(a: ir.Value, b: ir.Value) -> ir.Value:
+            return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+        with cgutils.for_range(builder, builder.sdiv(block, _I64(lanes))) as loop:
+            value = _load(builder, source, tag, builder.mul(loop.index, _I64(lanes)), scale, lanes)
+            size = builder.and_(builder.bitcast(value, integers), _all(_I32, 0x7FFFFFFF, lanes))
+            builder.store(larger(size, builder.load(found)), found)
+        return folded(builder, builder.load(found), larger)
+
+    return types.int32(types.int64, tag, types.float32, types.int64, code), emit
+
+
+def _whole(builder: ir.IRBuilder, fixed: ir.Value, drawn: ir.Value) -> ir.Value:
+    """Numbers times 2^15 → the low bytes of the whole numbers that bits choose."""
+    lanes = fixed.type.count
+    integers = ir.VectorType(_I32, lanes)
+    rounded = builder.bitcast(builder.fadd(fixed, _all(_FLOAT, 1.5 * 2**23, lanes)), integers)
+    half = builder.zext(builder.lshr(drawn, _all(_I16, 1, lanes)), integers)
+    # 1.5 * 2^23 is 0x9680 there, whose low byte is 0x80.
+    bytes_ = builder.lshr(builder.add(rounded, half), _all(_I32, 15, lanes))
+    return builder.xor(builder.trunc(bytes_, ir.VectorType(_I8, lanes)), _all(_I8, 0x80, lanes))
+
+
+def _e4m3(builder: ir.IRBuilder, steps: ir.Value, drawn: ir.Value) -> ir.Value:
+    """Numbers → the bytes of the E4M3 numbers that bits choose."""
+    integers = ir.VectorType(_I32, LANES)
+    bits = builder.bitcast(steps, integers)
+    size = builder.bitcast(builder.and_(bits, _all(_I32, 0x7FFFFFFF)), steps.type)
+    tiny = builder.fcmp_ordered("<", size, _all(_FLOAT, 2.0**-6))
+    base = builder.select(tiny, _all(_FLOAT, 2.0**-6), _all(_FLOAT, 0.0))
+    room = builder.add(builder.shl(builder.zext(drawn, integers), _all(_I32, 4)), _all(_I32, 8))
+    summed = builder.add(builder.bitcast(builder.fadd(size, base), integers), room)
+    least = builder.select(tiny, _all(_I32, 121 << 3), _all(_I32, 120 << 3))
+    code = builder.sub(builder.lshr(summed, _all(_I32, 20)), least)
+    sign = builder.and_(builder.lshr(bits, _all(_I32, 24)), _all(_I32, 0x80))
+    signed = builder.select(builder.icmp_signed(">", code, _all(_I32, 0)), builder.or_(code, sign), code)
+    return builder.trunc(signed, ir.VectorType(_I8, LANES))
+
+
+@intrinsic
+def round_block(
+    _typing: Any, payload: types.Type, source: types.Type, tag: types.Type, scale: types.Type, inverse: types.Type,
+    bits: types.Type, block: types.Type, code: types.Type,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Write the codes that random bits choose for a block times `scale`; `inverse` is 2^15 times as large but for E4M3.
+
+    `block` is a multiple of 16, or of 32 for INT4.
+    """
+
+    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        payload, source, _, scale, inverse, bits, block, _ = args
+        lanes = _lanes(code)
+        with cgutils.for_range(builder, builder.sdiv(block, _I64(lanes))) as loop:
+            index = builder.mul(loop.index, _I64(lanes))
+            values = _load(builder, source, tag, index, scale, lanes)
+            steps, drawn = builder.fmul(values, splat(builder, inverse, lanes)), _drawn(builder, bits, index, lanes)
+            codes = _e4m3(builder, steps, drawn) if code == types.uint8 else _whole(builder, steps, drawn)
+            if code == types.uint32:
+                pairs = builder.bitcast(codes, ir.VectorType(_I16, LANES))
+                low = builder.and_(pairs, _all(_I16, 0x0F))
+                high = builder.and_(builder.lshr(pairs, _all(_I16, 4)), _all(_I16, 0xF0))
+                codes = builder.trunc(builder.or_(low, high), ir.VectorType(_I8, LANES))
+                index = builder.sdiv(index, _I64(2))
+            builder.store(codes, element(builder, payload, index, types.int8), align=ANYWHERE)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, tag, types.float32, types.float32, types.int64, types.int64, code), emit
+
+
+def _liner(name: str, stream: bool) -> Callable[..., Any]:
+    """An intrinsic that writes lines of BF16 numbers that random bits choose for elements times `scale`."""
+
+    def define(
+        _typing: Any, to: types.Type, source: types.Type, tag: types.Type, count: types.Type, scale: types.Type,
+        bits: types.Type,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            to, source, _, count, scale, bits = args
+            integers = ir.VectorType(_I32, LINE_LANES)
+            with cgutils.for_range(builder, builder.sdiv(count, _I64(LINE_LANES))) as loop:
+                index = builder.mul(loop.index, _I64(LINE_LANES))
+                value = _load(builder, source, tag, index, scale, LINE_LANES)
+                drawn = builder.zext(_drawn(builder, bits, index, LINE_LANES), integers)
+                number = builder.bitcast(value, integers)
+                nan = builder.or_(number, _all(_I32, 0x400000, LINE_LANES))
+                chosen = builder.select(builder.fcmp_unordered("uno", value, value), nan, builder.add(number, drawn))
+                upper = builder.trunc(builder.lshr(chosen, _all(_I32, 16, LINE_LANES)), ir.VectorType(_I16, LINE_LANES))
+                store_line(builder, upper, element(builder, to, index, types.uint16), stream)
+            return target.get_dummy_value()
+
+        return types.void(types.int64, types.int64, tag, types.int64, scale, types.int64), emit
+
+    define.__name__ = name
+    defined: Callable[..., Any] = intrinsic(define)
+    return defined
+
+
+_store_lines, _stream_lines = _liner("store_lines", stream=False), _liner("stream_lines", stream=True)
+
+
+@inlined
+def round_lines(to, source, tag, count, scale, bits, stream):
+    """`count` elements times `scale` → the BF16 numbers that random bits choose, a multiple of 32."""
+    if stream and to % LINE == 0:
+        _stream_lines(to, source, tag, count, scale, bits)
+    else:
+        _store_lines(to, source, tag, count, scale, bits)

@@ -1,0 +1,68 @@
+"""Parts of several `numba_cpu` kernels: sums of shards and of blocks over ranks, by element, and zeros."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .numba_cpu_elements import TAGS, bits_of, byte_of, inlined, kernel, load, store
+from .numba_cpu_int4 import INT4, add_int4, decode_int4, load_int4
+from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT
+
+CHUNK = 256  # small enough that reading ahead and writing out overlap
+INT8, E4M3, FP32 = np.int8(0), np.uint8(0), np.float32(0)
+ZERO = np.float32(0)
+
+# Tags of an element and of a scale.
+CODES = {INT8_FORMAT: (INT8, FP32), INT4_FORMAT: (INT4, TAGS[torch.bfloat16]), FP8_FORMAT: (E4M3, FP32)}
+
+
+@kernel
+def zero(start, end):
+    """Bytes from one address to before another."""
+    for index in range(end - start):
+        store(start, index, INT8, np.int32(0))
+
+
+@kernel
+def average_of_shards(received, ranks, numel, index, tag, scale, spare):
+    """One element; where its sum is not finite, terms are made small first."""
+    total = load(received, index, tag)
+    small = total / spare
+    for rank in range(1, ranks):
+        term = load(received, rank * numel + index, tag)
+        total += term
+        small += term / spare
+    return total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
+
+
+@kernel
+def average_of_blocks(payloads, scales, ranks, shard_size, block, scale, spare, averages, code, scale_tag):
+    """One block, element by element in the same way."""
+    for index in range(block):
+        total = small = ZERO
+        for rank in range(ranks):
+            unit = load(scales + rank * shard_size, 0, scale_tag)
+            payload = payloads + rank * shard_size
+            term = (load_int4(payload, index) if bits_of(code) == 4 else load(payload, index, byte_of(code))) * unit
+            total = term if rank == 0 else total + term
+            small = term / spare if rank == 0 else small + term / spare
+        average = total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
+        store(averages, index, FP32, average)
+
+
+@inlined
+def add_block(total, payload, block, unit, code, first):
+    """Decode a block to FP32 sums, or add it to them."""
+    if bits_of(code) == 4:
+        if first:
+            decode_int4(total, FP32, payload, block, block, unit, False)
+        else:
+            add_int4(total, payload, block, unit)
+    elif first:
+        for index in range(block):
+            store(total, index, FP32, load(payload, index, byte_of(code)) * unit)
+    else:
+        for index in range(block):
+            term = load(payload, index, byte_of(code)) * unit
+            store(total, index, FP32, load(total, index, FP32) + term)

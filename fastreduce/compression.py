@@ -50,6 +50,11 @@ class Compression:
         return False
 
     @property
+    def random_seed(self) -> int | None:
+        """The seed of stochastic rounding; None under rounding to nearest."""
+        return None
+
+    @property
     def alignment(self) -> int:
         """Elements to whose multiples slots and shards are aligned: a block, or what Triton sees as divisible."""
         return self.block or 16
@@ -112,8 +117,9 @@ class Compression:
 
 
 def _options(kind: type[Compression] | Compression) -> list[Field[Any]]:
-    """Those of every setting come last."""
-    return sorted(fields(kind), key=lambda option: bool(option.kw_only))
+    """Those of several settings come last, and of all settings at the very end."""
+    of_all = {option.name for option in fields(Compression)}
+    return sorted(fields(kind), key=lambda option: (bool(option.kw_only), option.name in of_all))
 
 
 def _from_environment() -> Compression:
@@ -169,6 +175,38 @@ class _Plain(Compression):
 
 
 @dataclass(frozen=True)
+class _Rounded(Compression):
+    """A wire that numbers are rounded to, to nearest or by chance."""
+
+    rounding: str = field(default="nearest", kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("nearest", "stochastic"):
+            raise SettingError(f"rounding={brief(self.rounding)} in {self.name!r}; allowed: nearest, stochastic")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise SettingError(f"seed={brief(self.seed)} in {self.name!r}; allowed: whole numbers below 2^32")
+        if self.seed and self.rounding == "nearest":
+            raise SettingError(f"seed={self.seed} in {self.name!r} says nothing without rounding=stochastic")
+        if self.rounding == "stochastic" and self.error_feedback:
+            raise SettingError(
+                f"rounding=stochastic and error_feedback in {self.name!r}: what rounding to nearest loses comes back "
+                "with the next step, and chance would only make it more; take one of them"
+            )
+        if self.rounding == "stochastic" and not self.two_shot:
+            raise SettingError(
+                f"rounding=stochastic and accumulate=wire in {self.name!r}: the transport rounds its sums to nearest; "
+                "allowed: accumulate=fp32"
+            )
+
+    @property
+    def random_seed(self) -> int | None:
+        """The seed of stochastic rounding; None under rounding to nearest."""
+        return self.seed if self.rounding == "stochastic" else None
+
+
+@dataclass(frozen=True)
 class NoCompression(_Plain):
     """Gradients travel in their own dtype, summed by the transport or (`accumulate="fp32"`) by two-shot."""
 
@@ -203,8 +241,11 @@ class FP16(_Plain):
 
 
 @dataclass(frozen=True)
-class BF16(_Plain):
-    """Gradients travel as BF16, summed in FP32 by two-shot or (`accumulate="wire"`) by the transport."""
+class BF16(_Plain, _Rounded):
+    """Gradients travel as BF16, summed in FP32 by two-shot or (`accumulate="wire"`) by the transport.
+
+    `rounding` and `seed` are as for INT8, but not with `accumulate="wire"`.
+    """
 
     name: ClassVar[str] = "bf16"
 
@@ -214,7 +255,7 @@ class BF16(_Plain):
 
 
 @dataclass(frozen=True)
-class _Quantized(Compression):
+class _Quantized(_Rounded):
     """Gradients travel with a scale per `block` elements, summed in FP32 by two-shot."""
 
     format: ClassVar[BlockFormat]
@@ -241,7 +282,9 @@ class INT8(_Quantized):
 
     `block` is a multiple of 16 from 16 to 4096. With `error_feedback` each rank adds what
     quantization lost to its next gradient (Seide et al. 2014; Karimireddy et al. 2019), and so
-    does the rank that quantizes a reduced shard (Tang et al. 2019, DoubleSqueeze).
+    does the rank that quantizes a reduced shard (Tang et al. 2019, DoubleSqueeze). With
+    `rounding="stochastic"` and without feedback, a number between two steps becomes the upper one with the chance that
+    makes its mean exact; the bits follow from `seed`, the step, the rank, the parameter's name and the element in it.
     """
 
     name: ClassVar[str] = "int8"
@@ -253,8 +296,8 @@ class INT8(_Quantized):
 class FP8(_Quantized):
     """Gradients travel as FP8 (E4M3), an FP32 scale per `block` elements, summed in FP32 by two-shot.
 
-    `block` and `error_feedback` are as for INT8. An element is rounded to 4 digits of its own size, down to 2^-15 of
-    its block's largest: more than INT8 loses of the large ones, and less of the small ones.
+    `block`, `error_feedback`, `rounding` and `seed` are as for INT8. An element is rounded to 4 digits of its own size,
+    down to 2^-15 of its block's largest: more than INT8 loses of the large ones, and less of the small ones.
     """
 
     name: ClassVar[str] = "fp8"
@@ -266,8 +309,9 @@ class FP8(_Quantized):
 class INT4(_Quantized):
     """Gradients travel as INT4, a BF16 scale per `block` elements: 4.5 bits an element; summed in FP32 by two-shot.
 
-    `block` is a multiple of 32 from 32 to 4096. `error_feedback` is as for INT8. The scale has a sign, so that
-    a block's largest magnitude always has the one code without a counterpart, -8.
+    `block` is a multiple of 32 from 32 to 4096. `error_feedback`, `rounding` and `seed` are as for INT8. The scale has
+    a sign, so that a block's largest magnitude always has the one code without a counterpart, -8; under stochastic
+    rounding codes go from -7 to 7.
     """
 
     name: ClassVar[str] = "int4"

@@ -68,6 +68,8 @@ class CompressState:
         self._transport: Transport | None = None
         self._pipelines: dict[int, BucketPipeline] = {}
         self._kept: dict[str, Parts] = {}
+        self._steps: dict[torch.device, Tensor] = {}
+        self._step = -1  # the number of the last backward
         self._streams: dict[torch.device, Stream] = {}
         # Torch hands over zeros for parameters that no rank used, and drops their averages.
         self._reached = Reached(self._look)
@@ -91,7 +93,9 @@ class CompressState:
         ]
         transport = self._connect(buffer.device)
         plan = build_plan(specs, [range(len(specs))], alignment=self.compression.alignment, shards=transport.world_size)
-        made = BucketPipeline(plan.buckets[0], self.compression, transport)
+        if buffer.device not in self._steps:
+            self._steps[buffer.device] = torch.tensor([self._step], device=buffer.device)
+        made = BucketPipeline(plan.buckets[0], self.compression, transport, step=self._steps[buffer.device])
         saved_residuals.restore(self._kept, [made])
         self._pipelines[bucket.index()] = made
         return made
@@ -114,6 +118,10 @@ class CompressState:
         A sparse gradient, which torch puts in a bucket of its own, travels uncompressed.
         """
         device = bucket.buffer().device
+        if bucket.index() == 0:
+            self._step += 1
+            for step in self._steps.values():
+                step.add_(1)
         # With a device, it takes note of the stream on which its result is set.
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         start = self._start_sparse(bucket) if bucket.buffer().is_sparse else self._start_dense(bucket)
@@ -197,13 +205,14 @@ class CompressState:
         agree_that_finite(feedbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name; each rank saves its own."""
+        """This rank's residuals by parameter name, and the step; each rank saves its own."""
         ranks = self._ranks()
         buckets = [self._pipelines[index] for index in sorted(self._pipelines)]
         plan = BucketPlan(tuple(p.bucket for p in buckets), self.compression.alignment, ranks.size())
         saved = saved_residuals.save(plan, buckets, ranks.rank(), str(self.compression), folded=True)
         return {
             **saved,
+            "step": self._step,
             "residuals": {name: parts.residual for name, parts in self._kept.items()} | saved["residuals"],
             "units": {name: parts.unit for name, parts in self._kept.items()} | saved["units"],
         }
@@ -219,6 +228,9 @@ class CompressState:
         chosen = saved_residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
         self._kept = saved_residuals.kept_in(chosen)
         saved_residuals.restore(self._kept, list(self._pipelines.values()))
+        self._step = chosen.get("step", -1)
+        for step in self._steps.values():
+            step.fill_(self._step)
 
 
 @contextmanager

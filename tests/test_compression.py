@@ -20,7 +20,11 @@ plain = st.one_of(
 int8 = st.builds(INT8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
 int4 = st.builds(INT4, block=st.integers(1, 128).map(lambda n: 32 * n), error_feedback=st.booleans())
 fp8 = st.builds(FP8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
-settings = st.one_of(plain, int8, int4, fp8)
+seeds = st.integers(0, 2**32 - 1)
+stochastic = st.builds(
+    lambda kind, seed: kind(rounding="stochastic", seed=seed), st.sampled_from([BF16, INT8, INT4, FP8]), seeds
+)
+settings = st.one_of(plain, int8, int4, fp8, stochastic)
 
 
 @given(settings)
@@ -46,6 +50,14 @@ def test_what_a_setting_prints_it_parses_back(setting: Compression):
         ("int4:block=32", INT4(), "int4"),
         ("fp8:error_feedback", FP8(error_feedback=True), "fp8:error_feedback"),
         ("int4:block=64,error_feedback", INT4(64, True), "int4:block=64,error_feedback"),
+        ("int8:rounding=nearest", INT8(), "int8"),
+        ("bf16:rounding=stochastic", BF16(rounding="stochastic"), "bf16:rounding=stochastic"),
+        ("int4:seed=7,rounding=stochastic", INT4(rounding="stochastic", seed=7), "int4:rounding=stochastic,seed=7"),
+        (
+            "int8:warm_up=3,rounding=stochastic,block=64",
+            INT8(64, rounding="stochastic", warm_up=3),
+            "int8:block=64,rounding=stochastic,warm_up=3",
+        ),
     ],
 )
 def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
@@ -80,6 +92,13 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
         ("int8:error_feedback=perhaps", "'error_feedback=perhaps'", "=true or =false"),
         ("int8:block=64,,error_feedback", "''", "block, error_feedback"),
         ("int8:block=64;error_feedback", "'block=64;error_feedback'", "whole number"),
+        ("int8:rounding=up", "'up'", "nearest, stochastic"),
+        ("fp16:rounding=stochastic", "'rounding=stochastic'", "accumulate, warm_up"),
+        ("none:rounding=stochastic", "'rounding=stochastic'", "accumulate, warm_up"),
+        ("int8:rounding=stochastic,seed=4294967296", "seed=4294967296", "below 2^32"),
+        ("int8:seed=3", "seed=3", "without rounding=stochastic"),
+        ("int8:rounding=stochastic,error_feedback", "error_feedback", "take one of them"),
+        ("bf16:rounding=stochastic,accumulate=wire", "accumulate=wire", "accumulate=fp32"),
     ],
 )
 def test_a_bad_spec_names_the_piece_and_what_is_allowed(spec: str, names: str, allowed: str):
@@ -107,7 +126,7 @@ def test_an_endless_number_is_a_setting_error_of_readable_length():
 
 
 _pieces = st.sampled_from(
-    ["fp16", "int8", ":", ",", "=", "block", "accumulate", "error_feedback", "wire", "true", "64"]
+    ["fp16", "int8", ":", ",", "=", "block", "accumulate", "error_feedback", "rounding", "seed", "stochastic", "64"]
 )
 
 
@@ -127,8 +146,8 @@ def test_any_text_parses_or_is_a_setting_error(text: str):
     st.sampled_from(["none", "fp16", "bf16", "int8", "fp8", "int4"]),
     st.lists(
         st.tuples(
-            st.sampled_from(["block", "accumulate", "error_feedback"]),
-            st.one_of(st.sampled_from(["", "=", "=fp32", "=wire", "=64", "=true"]), st.text(max_size=5)),
+            st.sampled_from(["block", "accumulate", "error_feedback", "rounding", "seed"]),
+            st.one_of(st.sampled_from(["", "=", "=fp32", "=wire", "=64", "=true", "=stochastic"]), st.text(max_size=5)),
         ),
         max_size=3,
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,10 +60,10 @@ class Averaging(Protocol):
 
 
 class CompressedAveraging:
-    """Buckets that our kernels compress, sum and scale."""
+    """Buckets that our kernels compress, sum and scale; random bits follow from the `steps` of their devices."""
 
-    def __init__(self, settings: Sequence[Compression]) -> None:
-        self._settings = settings
+    def __init__(self, settings: Sequence[Compression], steps: Mapping[torch.device, Tensor]) -> None:
+        self._settings, self._steps = settings, steps
 
     def make_pipelines(
         self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
@@ -86,6 +86,7 @@ class CompressedAveraging:
                 transport,
                 shared=shared if in_turn else None,
                 verdicts=verdicts[bucket.device],
+                step=self._steps[bucket.device],
             )
         return plan, [made[bucket.index] for bucket in plan.buckets]
 
@@ -148,7 +149,10 @@ class BucketedGradients:
         self._warm: set[Compression] = set()
         self.settings = self.assign(compression)
         self.warm_up([compression])
-        self._averaging: Averaging = CompressedAveraging(self.settings)
+        devices = {self.specs[i].device for i in self.indices}
+        self._steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
+        self._told = 0  # what of them the host knows
+        self._averaging: Averaging = CompressedAveraging(self.settings, self._steps)
         self.streams: dict[torch.device, Stream] = {}
         self._make_streams()
 
@@ -208,7 +212,7 @@ class BucketedGradients:
             )
         self.warm_up([compression])
         self.compression, self.settings = compression, self.assign(compression)
-        self._averaging = CompressedAveraging(self.settings)
+        self._averaging = CompressedAveraging(self.settings, self._steps)
 
     def _spread(self) -> None:
         for pipeline in self.pipelines:
@@ -262,6 +266,13 @@ class BucketedGradients:
         self.streams.update((device, self._averaging.make_stream(device, self.transport)) for device in devices)
 
     # One bucket's average
+
+    def at_step(self, step: int) -> None:
+        """What random bits follow from until the next call: a number on the device, which a CUDA graph counts on."""
+        if step != self._told and any(setting.random_seed is not None for setting in self.settings):
+            for counted in self._steps.values():
+                counted.add_(1) if step == self._told + 1 else counted.fill_(step)
+            self._told = step
 
     def collect(self, index: int, used: Sequence[bool]) -> BucketJob:
         """A bucket's job; `used` tells by parameter whether a backward reached it on this rank."""

@@ -36,7 +36,13 @@ class _Reduction:
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size)
         divisor = OPERATIONS[op]
-        self.pipelines = [BucketPipeline(bucket, compression, transport, divisor) for bucket in plan.buckets]
+        devices = {bucket.device for bucket in plan.buckets}
+        # Of calls, counted: what random bits follow from.
+        self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
+        self.pipelines = [
+            BucketPipeline(bucket, compression, transport, divisor, step=self.steps[bucket.device])
+            for bucket in plan.buckets
+        ]
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
@@ -145,7 +151,8 @@ def all_reduce_gradients(
     zeros, and stays None where every rank has None. Other tensors are averaged themselves. Call it on
     every rank with the same shapes in the same order; a list of shapes that is new is compared between
     ranks. Buffers are kept per list of shapes. Under error feedback residuals are kept for each parameter, tensor or
-    array as long as it lives: pass parameters, and not their `.grad`, which lives for one step.
+    array as long as it lives: pass parameters, and not their `.grad`, which lives for one step. Under stochastic
+    rounding bits follow from the number of earlier calls in this process with such a list.
 
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays
@@ -203,6 +210,8 @@ def _average(
                 pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes)
         agree_that_finite(reduction.feedbacks)
         reduction.reached.end()
+        for step in reduction.steps.values():
+            step.add_(1)
 
 
 def _reduction_for(

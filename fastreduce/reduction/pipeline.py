@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..compression import Compression
 from ..errors import TransportError
-from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, tile_elements
+from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, OF_AVERAGES, Draws, SlotTable, tile_elements
 from ..transports import SlotTransport, Transport, Work
 from .applied import norms_of
 from .buckets import Bucket, ParameterSpec, build_plan
@@ -56,6 +56,7 @@ class BucketPipeline:
         divisor: what sums are divided by; None means the number of ranks.
         shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
         verdicts: bytes, of which the one with the bucket's index is to say whether its averages are finite.
+        step: INT64 `[1]` on the device, from which random bits follow, and which its owner counts; None means always 0.
 
     Attributes:
         about: what the bucket holds, as a sentence.
@@ -77,6 +78,7 @@ class BucketPipeline:
         divisor: int | None = None,
         shared: SharedBuffers | None = None,
         verdicts: Tensor | None = None,
+        step: Tensor | None = None,
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self._clock = make_clock(bucket.device, 6)
@@ -140,6 +142,14 @@ class BucketPipeline:
         self.statistics: Tensor | None = None
         self.has_statistics = False
         self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
+
+        self._draws: Draws | None = None
+        self._draws_of_averages: tuple[SlotTable | None, Draws | None] = None, None
+        if (seed := compression.random_seed) is not None:
+            step, own = buffer(1, torch.int64) if step is None else step, bucket.total // shards
+            self._draws = Draws(seed, transport.rank, step)
+            here = bucket.table.shard(transport.rank * own, (transport.rank + 1) * own)
+            self._draws_of_averages = here, Draws(seed, OF_AVERAGES, step)
 
         self._average = 1.0 / (divisor or shards)
         if compression.two_shot:
@@ -289,12 +299,13 @@ class BucketPipeline:
             if kept is not None:
                 kept.commit()
             rows = (kept.residuals, kept.turn) if kept else (None, None)
-            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *rows, self._finite, self._form)
+            told = (*rows, self._finite, self._form, self._draws)
+            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *told)
         elif self._fp16:
             summed = 1 if self.compression.two_shot else self.transport.world_size
             self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed, self._finite)
         else:
-            self._kernels.flatten(tensors, slots, self.wire, self._scale_before, self._finite)
+            self._kernels.flatten(tensors, slots, self.wire, self._scale_before, self._finite, self._draws)
 
     def reduce(self) -> Work:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
@@ -312,13 +323,12 @@ class BucketPipeline:
         """Every rank's version of this rank's shard → the average, in its place in the wire."""
         if self._block:
             rows = (self.feedback.shard_residuals, self.feedback.turn) if self.feedback else (None, None)
-            self._kernels.reduce_quantized(
-                received, self._shard, self._average, self._block, self._flag_block, *rows, form=self._form
-            )
+            told = (*rows, self._form, *self._draws_of_averages)
+            self._kernels.reduce_quantized(received, self._shard, self._average, self._block, self._flag_block, *told)
         elif self._fp16:
             self._kernels.reduce_fp16(received, self._shard, self._average)
         else:
-            self._kernels.reduce_shards(received, self._shard, self._average)
+            self._kernels.reduce_shards(received, self._shard, self._average, *self._draws_of_averages)
 
     def decompress(self, averaged: Sequence[Tensor]) -> None:
         """Wire → averaged gradients and `used_by_any`."""

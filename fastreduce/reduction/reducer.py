@@ -360,6 +360,7 @@ class GradientReducer:
         self.drop_broken_backward()
         self._forget_backward()
         self._armed, self._left_over = True, set()
+        self.buckets.at_step(self.schedule.step)
         # Until the backward is known to have begun, and all through the first one, every hook reports.
         self._arrivals.report()
 
@@ -527,6 +528,7 @@ class GradientReducer:
     def take_part(self) -> None:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
         self._arrivals.forget_used()
+        self.buckets.at_step(self.schedule.step)
         self.buckets.take_part()
         for arrived in self.events.arrived:
             arrived()

@@ -33,3 +33,9 @@ def test_fp8_trains_what_int8_cannot_see(alone: None):
     assert abs(_fit("fp8") - wanted) <= tolerances.SMALL_LOSS * wanted
     for setting in ("int8", "int8:error_feedback"):
         assert _fit(setting) > 1.1 * wanted, "small gradients are zero beside large ones"
+
+
+def test_stochastic_rounding_sees_more_of_them_than_rounding_to_nearest(alone: None):
+    """At its end a loss is above that of `none` by 11 % to nearest, and by 4 % by chance."""
+    wanted, nearest, stochastic = (_fit(setting) for setting in ("none", "int4", "int4:rounding=stochastic"))
+    assert stochastic - wanted < 0.6 * (nearest - wanted)

@@ -13,7 +13,11 @@ from torch import nn
 from fastreduce import DistributedDataParallel
 from tests.support.fork_server import server
 
-PARTS = (("int8", "fp16"), ("int4", "bf16"), ("fp8:error_feedback", "none"))
+PARTS = (
+    ("int8", "fp16"),
+    ("int4", "bf16", "bf16:rounding=stochastic"),
+    ("fp8:error_feedback", "none", "int4:rounding=stochastic"),
+)
 SECONDS = 180.0
 
 

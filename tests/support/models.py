@@ -39,6 +39,8 @@ SETTINGS = (
     "int4",
     "int4:error_feedback",
     "fp8:error_feedback",
+    "bf16:rounding=stochastic",
+    "int4:rounding=stochastic",
 )
 TWO_SHOT = tuple(s for s in SETTINGS if s != "none" and not s.endswith("wire"))
 

@@ -30,6 +30,10 @@ BLOCK_ERROR = {
 scale of an eighth of the largest but for what BF16 cuts off: one as large and of the other sign becomes 7 scales.
 FP8 is off by half of its smallest step, 2^-9 of 448, and by U_E4M3 of the element; the rest is FP32's, as in INT8."""
 
+STOCHASTIC_INT4 = (1 + 2.0**-7) / 7 + 2.0**-16
+"""A whole step of INT4 under stochastic rounding: a seventh of the block's largest magnitude, rounded up to BF16; and
+what numbers are rounded to before the draw, beside FP32's rounding."""
+
 U_E4M3 = 2.0**-4
 """Half a unit in the last of E4M3's 4 digits, relative to the element."""
 
@@ -100,9 +104,12 @@ def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
     mean = values.mean(0).abs()
     size = values.abs().mean(0)  # mean of magnitudes: what errors of single ranks are relative to
     own, fp32 = U[dtype], U[torch.float32] if dtype is not torch.float64 else U[torch.float64]
+    by_chance = 1 if compression.random_seed is None else 2  # a whole step instead of half of one
     if compression.block:
         # Each rank is off by a share of its own block's largest, or of itself; then the average by that of its block.
         share, relative = BLOCK_ERROR[compression.format], U_E4M3 if compression.format is FP8_FORMAT else 0.0
+        if by_chance == 2:
+            share, relative = STOCHASTIC_INT4 if compression.format is INT4_FORMAT else 2 * share, 2 * relative
         fp32 = U[torch.float32]
         first = (_absmax_by_block(values, compression.block) * share).mean(0) + relative * size
         largest = _absmax_by_block((mean + first)[None], compression.block)[0]
@@ -117,7 +124,7 @@ def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
         tiny = HALF_SUBNORMAL[wire] + largest * 2.0**-38 * (1 if compression.two_shot else 2 * ranks)
     else:
         tiny = torch.tensor(HALF_SUBNORMAL[wire])
-    u = U[wire]
+    u = by_chance * U[wire]
     if compression.two_shot:
         # Into the wire format, N−1 additions and a product in FP32, into the wire format, into the gradient's.
         error = (0 if wire is dtype else u) * size + (ranks + 2) * fp32 * size + u * mean + own * mean

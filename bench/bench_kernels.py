@@ -11,7 +11,7 @@ from fastreduce.ops import backends
 
 from . import operations
 from .conftest import Size
-from .operations import DTYPES, REFERENCE, Case, Options, alignment_of, case_id, check, elements
+from .operations import DTYPES, REFERENCE, TO_NEAREST, Case, Options, alignment_of, case_id, check, elements
 from .paired import Contestant, alternate, record
 
 MODELS = ("resnet50", "bert", "gpt2", "tiny")
@@ -38,6 +38,12 @@ CASES: list[tuple[str, str, Options]] = [
         for operation in ("quantize", "dequantize", "reduce_quantized")
     ),
     ("quantize", "resnet50", {"compression": "int4", "error_feedback": True}),
+    *((f"{operation}_bf16_stochastic", "resnet50", {}) for operation in ("flatten", "reduce_shards")),
+    *(
+        (operation, "resnet50", {"compression": f"{name}:rounding=stochastic"})
+        for name in ("int8", "int4", "fp8")
+        for operation in ("quantize", "reduce_quantized")
+    ),
     *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
     ("dequantize_with_statistics", "resnet50", {}),
     ("dequantize_with_statistics", "resnet50", {"compression": "int4"}),
@@ -54,12 +60,14 @@ def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], back
         options = {**options, "dtype": DTYPES[options["dtype"]]}
     made: Case = getattr(operations, operation)(model, **options)
     check(made, kernels)
+    to_nearest = made.to_nearest
 
     source = torch.randn(elements(model))
     target = torch.zeros_like(source)
+    beside = (TO_NEAREST, lambda: to_nearest(kernels)) if to_nearest else ("reference", lambda: made.run(REFERENCE))
     contestants = {
         backend: Contestant(lambda: made.run(kernels), made.nbytes),
-        "reference": Contestant(lambda: made.run(REFERENCE), made.nbytes),
+        beside[0]: Contestant(beside[1], made.nbytes),
         **{way: Contestant(call, made.nbytes) for way, call in made.plain.items()},
         "copy": Contestant(lambda: target.copy_(source), source.nbytes + target.nbytes),
     }

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastreduce import Compression, ops
+from fastreduce import BF16, Compression, ops
+from fastreduce.kernels.slots import OF_AVERAGES, Draws
 from fastreduce.ops import backends
 from fastreduce.ops.backends import Backend
 from fastreduce.reduction.buckets import Bucket
@@ -18,6 +19,7 @@ from .shapes import CAPS, buckets_of
 
 RANKS = 2
 WITHOUT = "without statistics"
+TO_NEAREST = "rounded to nearest"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 REFERENCE = backends.load("reference")
 
@@ -82,13 +84,14 @@ class Case:
     """One operation over all buckets of a model.
 
     `run` calls a backend's kernels as a step does; `plain` are torch's ways. All of them fill `outputs`, but an
-    allocating way returns what it makes instead.
+    allocating way returns what it makes instead. `to_nearest` is `run` without stochastic rounding, for a run with it.
     """
 
     run: Callable[[Backend], None]
     outputs: list[Tensor]
     nbytes: int
     plain: dict[str, Way] = field(default_factory=dict)
+    to_nearest: Callable[[Backend], None] | None = None
 
 
 def model_of(
@@ -119,6 +122,29 @@ def elements(model: Model) -> int:
 
 def _nbytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _draws(model: Model, setting: Compression, who: int = 0) -> Draws | None:
+    """What a setting's random bits follow from."""
+    step = torch.ones(1, dtype=torch.int64, device=model[0].used.device)
+    return None if setting.random_seed is None else Draws(setting.random_seed, who, step)
+
+
+def _same_twice(wire: Tensor) -> Tensor:
+    """The first shard of a wire, as if every rank had sent it: with zeros in the same padding."""
+    return wire.view(RANKS, -1)[:1].repeat(RANKS, 1)
+
+
+def flatten_bf16_stochastic(model: Model) -> Case:
+    """Gradients → BF16 wires, rounded by chance."""
+    wires, drawn = [each.flat(torch.bfloat16) for each in model], _draws(model, BF16(rounding="stochastic"))
+
+    def run(kernels: Backend, draws: Draws | None = drawn) -> None:
+        for each, wire in zip(model, wires, strict=True):
+            kernels.flatten([*each.grads, each.used], each.bucket.table, wire, 1.0, draws=draws)
+
+    nbytes = _nbytes(wires) + elements(model) * model[0].used.itemsize
+    return Case(run, wires, nbytes, to_nearest=lambda kernels: run(kernels, None))
 
 
 def flatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
@@ -235,6 +261,24 @@ def reduce_shards(model: Model, dtype: torch.dtype, scale: float, ranks: int = R
     return Case(run, shards, _nbytes(received) + _nbytes(shards), plain)
 
 
+def reduce_shards_bf16_stochastic(model: Model) -> Case:
+    """Two ranks' shards of every BF16 wire → one, rounded by chance."""
+    received = [_same_twice(each.filled_wire(torch.bfloat16)) for each in model]
+    shards, setting = [torch.zeros_like(rows[0]) for rows in received], BF16(rounding="stochastic")
+    drawn = _draws(model, setting, OF_AVERAGES)
+    tables = [each.bucket.table.shard(0, shard.numel()) for each, shard in zip(model, shards, strict=True)]
+
+    def run(kernels: Backend) -> None:
+        for rows, shard, table in zip(received, shards, tables, strict=True):
+            kernels.reduce_shards(rows, shard, 1 / RANKS, table, drawn)
+
+    def to_nearest(kernels: Backend) -> None:
+        for rows, shard in zip(received, shards, strict=True):
+            kernels.reduce_shards(rows, shard, 1 / RANKS)
+
+    return Case(run, shards, _nbytes(received) + _nbytes(shards), to_nearest=to_nearest)
+
+
 def flatten_fp16(model: Model) -> Case:
     """Gradients → FP16 wires with block exponents."""
     wires = [each.fp16_wire() for each in model]
@@ -278,16 +322,17 @@ def quantize(model: Model, compression: str = "int8", error_feedback: bool = Fal
     kept = [torch.stack([each.flat(torch.float32).normal_(std=0.01), each.flat(torch.float32)]) for each in model]
     turn = torch.zeros(1, dtype=torch.int32, device=model[0].used.device)
     residuals = [(rows, turn) if error_feedback else (None, None) for rows in kept]
+    drawn = _draws(model, setting)
 
-    def run(kernels: Backend) -> None:
+    def run(kernels: Backend, draws: Draws | None = drawn) -> None:
         for each, wire, rows_and_turn in zip(model, wires, residuals, strict=True):
-            tensors, table = [*each.grads, each.used], each.bucket.table
-            kernels.quantize(tensors, table, wire, RANKS, setting.block, *rows_and_turn, form=setting.format)
+            tensors, table, more = [*each.grads, each.used], each.bucket.table, {"form": setting.format, "draws": draws}
+            kernels.quantize(tensors, table, wire, RANKS, setting.block, *rows_and_turn, **more)
 
     outputs = [*wires, *(rows[1] for rows in kept if error_feedback)]
     nbytes = _nbytes([rows[0] for rows in kept if error_feedback]) + elements(model) * model[0].used.itemsize
     nbytes += _nbytes(outputs)
-    return Case(run, outputs, nbytes)
+    return Case(run, outputs, nbytes, to_nearest=drawn and (lambda kernels: run(kernels, None)))
 
 
 def dequantize(model: Model, compression: str = "int8") -> Case:
@@ -354,16 +399,19 @@ def _with_statistics(model: Model, wires: list[Tensor], block: int, decompress: 
 def reduce_quantized(model: Model, compression: str = "int8") -> Case:
     """Two ranks' shards of every quantized wire → one."""
     setting = Compression.parse(compression)
-    received = [each.quantized_wire(setting).view(RANKS, -1) for each in model]
-    shards = [torch.zeros_like(rows[0]) for rows in received]
+    received = [_same_twice(each.quantized_wire(setting)) for each in model]
+    shards, drawn = [torch.zeros_like(rows[0]) for rows in received], _draws(model, setting, OF_AVERAGES)
+    tables = [each.bucket.table.shard(0, each.bucket.total // RANKS) for each in model]
 
-    def run(kernels: Backend) -> None:
-        for rows, shard in zip(received, shards, strict=True):
+    def run(kernels: Backend, draws: Draws | None = drawn) -> None:
+        for rows, shard, table in zip(received, shards, tables, strict=True):
             after_the_last = setting.format.blocks(shard.numel(), setting.block)  # no block holds used-flags
             numbers = 1 / RANKS, setting.block, after_the_last
-            kernels.reduce_quantized(rows, shard, *numbers, None, None, form=setting.format)
+            more = (table, draws) if draws else ()
+            kernels.reduce_quantized(rows, shard, *numbers, None, None, setting.format, *more)
 
-    return Case(run, shards, _nbytes(received) + _nbytes(shards))
+    to_nearest = drawn and (lambda kernels: run(kernels, None))
+    return Case(run, shards, _nbytes(received) + _nbytes(shards), to_nearest=to_nearest)
 
 
 def case_id(case: tuple[str, str, Options]) -> str:

@@ -21,6 +21,7 @@ from ..errors import ReducerError, SettingError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
+from ..reduction.flight_record import Phase
 from ..reduction.schedule import Schedule, Setting
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
@@ -213,7 +214,14 @@ class DistributedDataParallel(TorchDDP):
         return self.device_type != "cpu" and self._has_sync_batchnorm()
 
     # Under torch.compile what goes on around the module's forward stays Python: Dynamo would trace the reducer.
-    _pre_forward = _disable_dynamo(TorchDDP._pre_forward)
+    @_disable_dynamo
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._delay_all_reduce_all_params or not torch.is_grad_enabled():
+            return super()._pre_forward(*inputs, **kwargs)
+        self.reducer.recorder.enter(Phase.WAITING)  # where buffers and settings are compared
+        given = super()._pre_forward(*inputs, **kwargs)
+        self.reducer.recorder.enter(Phase.FORWARD)
+        return given
 
     @_disable_dynamo
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:

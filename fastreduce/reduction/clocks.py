@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
+from array import array
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+now = time.perf_counter
+"""Seconds on the host's monotonic clock, which all of a process's records go by."""
+
 
 class Clock(Protocol):
-    """Remembers when each of a few points was passed last; they are passed in order, from 0 on."""
+    """Remembers when each of a few points was passed last; they are passed in order, from 0 on.
+
+    A point that was passed before point 0 belongs to an earlier pass.
+    """
 
     def mark(self, point: int) -> None:
         """Pass a point now."""
@@ -17,20 +25,27 @@ class Clock(Protocol):
     def between(self, start: int, end: int) -> float:
         """Seconds from one point to another; 0 where they have not been passed."""
 
+    def times(self, wait: bool = False) -> Sequence[float]:
+        """Of each point, `now()` when it was passed last; 0 where that is not known. `wait`: also for a device."""
+
 
 class HostClock:
     """For work that is done when its call returns."""
 
     def __init__(self, points: int) -> None:
-        self._times = [0.0] * points
+        self._times = array("d", [0.0] * points)
 
     def mark(self, point: int) -> None:
         """Read the host's clock."""
-        self._times[point] = time.perf_counter()
+        self._times[point] = now()
 
     def between(self, start: int, end: int) -> float:
         """Seconds on the host."""
         return self._times[end] - self._times[start]
+
+    def times(self, wait: bool = False) -> array[float]:
+        """All of them; nobody waits."""
+        return self._times
 
 
 class CudaClock:
@@ -42,6 +57,8 @@ class CudaClock:
 
     def __init__(self, points: int) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(points)]
+        self._now = torch.cuda.Event(enable_timing=True)
+        self._unknown = array("d", [0.0] * points)
         self._passed = [False] * points
         self._asked = self._runs = False
 
@@ -51,6 +68,8 @@ class CudaClock:
             return
         if point == 0:
             self._runs, self._asked = self._asked, False
+            if self._runs:
+                self._passed[:] = [False] * len(self._passed)
         if self._runs:
             self._events[point].record()
             self._passed[point] = True
@@ -63,6 +82,24 @@ class CudaClock:
         self._events[end].synchronize()
         milliseconds: float = self._events[start].elapsed_time(self._events[end])
         return milliseconds / 1e3
+
+    def times(self, wait: bool = False) -> array[float]:
+        """Those of the last pass that was timed, on the host's clock, once the device has ended it: counted back from
+        an event of this moment. Without `wait` none is known."""
+        if not wait:
+            return self._unknown
+        self._asked = True
+        found = array("d", self._unknown)
+        if not self._passed[-1]:
+            return found
+        self._events[-1].synchronize()
+        self._now.record()
+        self._now.synchronize()
+        moment = now()
+        for point, event in enumerate(self._events):
+            if self._passed[point]:
+                found[point] = moment - event.elapsed_time(self._now) / 1e3
+        return found
 
 
 def make_clock(device: torch.device, points: int) -> Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,22 @@ from .error_feedback import ErrorFeedback
 from .shared_buffers import SharedBuffers
 from .streams import Finish
 
-# The points in time of a reduction.
-_START, _COMPRESSED, _STARTED, _RESUMED, _REDUCED, _END = range(6)
+
+
+class Point(IntEnum):
+    """The points in time of a reduction, in order; a plain all-reduce passes neither EXCHANGED nor SUMMED."""
+
+    START = 0
+    COMPRESSED = 1
+    EXCHANGED = 2  # the all-to-all of a two-shot has ended
+    SUMMED = 3  # and this rank's shard is summed
+    STARTED = 4  # the last collective is under way
+    RESUMED = 5  # it is waited for
+    REDUCED = 6
+    END = 7
+
+
+_START, _COMPRESSED, _EXCHANGED, _SUMMED, _STARTED, _RESUMED, _REDUCED, _END = map(int, Point)
 
 
 class Seconds(NamedTuple):
@@ -60,6 +75,7 @@ class BucketPipeline:
 
     Attributes:
         about: what the bucket holds, as a sentence.
+        clock: when the last reduction passed each `Point`.
         feedback: what was lost; None without error feedback.
         remainder: what an earlier setting with error feedback has left, until it has been applied; None mostly.
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
@@ -81,7 +97,7 @@ class BucketPipeline:
         step: Tensor | None = None,
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
-        self._clock = make_clock(bucket.device, 6)
+        self.clock = make_clock(bucket.device, len(Point))
         names = [slot.name for slot in bucket.slots]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
@@ -195,7 +211,7 @@ class BucketPipeline:
     @property
     def seconds(self) -> Seconds:
         """Time of the last reduction; on a device, of the last after a reading, and waits for its end."""
-        between = self._clock.between
+        between = self.clock.between
         reduce = between(_COMPRESSED, _STARTED) + between(_RESUMED, _REDUCED)
         return Seconds(between(_START, _COMPRESSED), reduce, between(_REDUCED, _END))
 
@@ -239,7 +255,7 @@ class BucketPipeline:
 
     def begin(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> Finish:
         """The first part of `run`: compress, and start the last collective; returns the second part."""
-        mark = self._clock.mark
+        mark = self.clock.mark
         mark(_START)
         if unused:
             self.used.index_fill_(0, self._on_device(unused), 0)
@@ -256,7 +272,7 @@ class BucketPipeline:
         return lambda: self._finish(work, averaged, direct is not None)
 
     def _finish(self, work: Work, averaged: Sequence[Tensor], direct: bool) -> None:
-        mark = self._clock.mark
+        mark = self.clock.mark
         mark(_RESUMED)
         with self._naming:
             work.wait()
@@ -316,7 +332,9 @@ class BucketPipeline:
         if self._received is None:
             return self.transport.all_reduce(self._summed)
         self.transport.all_to_all(self._received, self.wire).wait()
+        self.clock.mark(_EXCHANGED)
         self._reduce_shards(self._received)
+        self.clock.mark(_SUMMED)
         return self.transport.all_gather(self.wire)
 
     def _reduce_shards(self, received: Tensor) -> None:

@@ -24,6 +24,7 @@ from .arrivals import Arrivals, weakly
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients, BucketJob
 from .buckets import BucketPlan, shortest
 from .events import Events
+from .flight_record import FlightRecord, FlightRecorder, Phase
 from .nonfinite import NonFiniteSteps
 from .pipeline import BucketPipeline, Seconds
 from .schedule import Schedule, Setting
@@ -59,6 +60,7 @@ class GradientReducer:
         buckets: the gradients, laid out.
         schedule: the setting of each step.
         events: what is called at the moments of a backward.
+        recorder: what notes when each bucket was where, and what this rank does.
         active_ranks: tells how many ranks bring gradients, which sums are divided by; None means that all do.
 
     Raises:
@@ -104,6 +106,8 @@ class GradientReducer:
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
+        self.recorder = FlightRecorder(transport.rank, transport.world_size, parameters, self._arrivals.used)
+        self.events.launching.append(self.recorder.ready)
         self._lay_out(self.buckets.first_groups())
         self._own()
 
@@ -184,6 +188,13 @@ class GradientReducer:
         """Bytes that this rank sends in one step."""
         return self.buckets.sent_bytes
 
+    def flight_record(self) -> FlightRecord:
+        """What this rank does, and when each bucket of the last 64 steps was ready, sent and reduced; from any thread.
+
+        On a GPU buckets are ready when the host has enqueued them, and what follows is known of traced steps only.
+        """
+        return self.recorder.flight()
+
     @property
     def nonfinite_steps(self) -> int:
         """Steps so far in which an average was NaN or infinite, as far as compression shows it; waits for GPUs."""
@@ -210,6 +221,7 @@ class GradientReducer:
 
     def _laid_out(self) -> None:
         self._arrivals.lay_out(self.plan)
+        self.recorder.lay_out(self.plan, self.pipelines)
         self._forget_backward()
 
     def average_with(self, averaging: Averaging) -> None:
@@ -236,6 +248,7 @@ class GradientReducer:
         """
         self._close()
         transport = make()
+        self.recorder.rank, self.recorder.world_size = transport.rank, transport.world_size
         self.buckets.move_to(transport)
         self._sparse.transport = transport
         self._laid_out()
@@ -403,6 +416,7 @@ class GradientReducer:
     def _enter_backward(self, _: object = None) -> None:
         if (self._armed or self._left_over) and not self._in_backward:
             self._in_backward = True
+            self.recorder.enter(Phase.BACKWARD)
             self.look()
             if self._armed and self._reduced_once:
                 self._arrivals.count()
@@ -456,6 +470,7 @@ class GradientReducer:
             ended()
 
     def _reduce_all(self) -> None:
+        self.recorder.enter(Phase.WAITING)
         for computed in self.events.computed:
             computed()
         try:
@@ -483,6 +498,7 @@ class GradientReducer:
 
         for stored in self.events.stored:
             stored()
+        self.recorder.end_step(self.step - 1)
 
     def _average(self, indices: Iterable[int], under_way: Iterable[tuple[BucketJob, Finish]] = ()) -> set[int]:
         """Reduce buckets and what is under way, and store it; returns the parameters that no rank used."""
@@ -527,6 +543,7 @@ class GradientReducer:
 
     def take_part(self) -> None:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
+        self.recorder.enter(Phase.WAITING)
         self._arrivals.forget_used()
         self.buckets.at_step(self.schedule.step)
         self.buckets.take_part()
@@ -537,6 +554,7 @@ class GradientReducer:
         self.schedule.step += 1
         self._reduced_once = True
         self._forget_backward()
+        self.recorder.end_step(self.step - 1)
 
     def _divisor(self) -> int:
         return self.transport.world_size if self.active_ranks is None else self.active_ranks()

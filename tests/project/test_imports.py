@@ -29,7 +29,7 @@ REDUCTION = [
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},
     {"bucketed"},
-    {"events", "one_call"},
+    {"events", "flight_record", "one_call"},
     {"reducer"},
 ]
 KERNELS_FOR_ALL = {"kernels.slots", "kernels.numba_cache", "kernels.numba_cpu_elements"}

@@ -15,6 +15,8 @@ FastreduceError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class FastreduceError(Exception):
     """Every error that fastreduce raises itself."""
@@ -60,7 +62,15 @@ class RanksFailedError(FastreduceError, RuntimeError):
 
 
 class TransportError(FastreduceError, RuntimeError):
-    """A collective that failed or timed out, with rank, operation and bucket."""
+    """A collective that failed or timed out, with rank, operation and bucket.
+
+    Attributes:
+        missing: the ranks that did not come, as far as that is known.
+    """
+
+    def __init__(self, message: str = "", missing: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class CheckpointError(FastreduceError, RuntimeError):

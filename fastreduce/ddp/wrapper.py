@@ -17,14 +17,21 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
 from ..compression import Compression
+from ..environment.stacks import dump_at_signal
+from ..environment.variables import this_rank
 from ..errors import ReducerError, SettingError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
-from ..reduction.flight_record import Phase
+from ..reduction.flight_record import Phase, all_flights, answer_debug_server
 from ..reduction.schedule import Schedule, Setting
+from ..reduction.trace import VARIABLE as TRACE
+from ..reduction.trace import folder_asked_for
+from ..reduction.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
+from ..transports.connections import timeout_of
+from ..transports.store_client import client_of
 from .checks import check_module, describe_wrapping, group_asked_for, module_device
 from .clipping import clip_
 from .logger import TorchLogger, environment
@@ -99,7 +106,9 @@ class DistributedDataParallel(TorchDDP):
         try:
             self._schedule = Schedule(compression)
             check_module(module, arguments)
-            description = describe_wrapping(module, self._schedule, arguments)
+            dump_at_signal(all_flights)
+            description[TRACE] = "set" if folder_asked_for() else "not set"
+            description |= describe_wrapping(module, self._schedule, arguments)
         except Exception as found:  # whatever it is, other ranks must not wait
             error = found
         check_agreement(self._transport, description, error)
@@ -145,6 +154,10 @@ class DistributedDataParallel(TorchDDP):
             is_multi_device_module=self.is_multi_device_module,
             **environment(self.process_group),
         )
+        self._tell_whereabouts()
+        answer_debug_server()
+        if (folder := folder_asked_for()) is not None:
+            self.reducer.trace_to(folder, this_rank())
         self.logger.update(compression_by_parameter=self.reducer.buckets.settings_text())
         self.reducer.log_to(self.logger)
         self.logger.set_construction_data_and_log(
@@ -156,6 +169,12 @@ class DistributedDataParallel(TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _tell_whereabouts(self) -> None:
+        """Let ranks that are missed say where they are."""
+        if self._transport.world_size > 1:
+            group = self.process_group
+            self.reducer.tell_at(Whereabouts(client_of(group), timeout_of(group).total_seconds()))
 
     @property
     def compression(self) -> Compression | Policy:
@@ -342,6 +361,7 @@ class DistributedDataParallel(TorchDDP):
             raise SettingError("this wrapper was given transport=, whose ranks are fixed: wrap the module again")
         super()._update_process_group(new_process_group)
         self._transport = self.reducer.transport
+        self._tell_whereabouts()
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What a join context calls, as in torch."""

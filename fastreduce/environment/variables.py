@@ -36,6 +36,10 @@ VARIABLES = {
     "FASTREDUCE_DEBUG": Variable(
         "1 or true, 0 or false; unset: 0", "1 compares calls, shapes and dtypes between ranks before each collective"
     ),
+    "FASTREDUCE_DUMP_SIGNAL": Variable(
+        "USR1, USR2; unset: none",
+        "the signal at which a rank prints its flight record and its Python stacks to stderr",
+    ),
     "FASTREDUCE_HOST": Variable(
         "any name; unset: found by kernel, /dev/shm and network namespace",
         "which ranks count as those of one host: those with the same name",
@@ -50,6 +54,10 @@ VARIABLES = {
     "FASTREDUCE_SEED": Variable(
         "a whole number below 2^32; unset: nothing is seeded",
         "what fastreduce run seeds Python, NumPy and torch with, before the script",
+    ),
+    "FASTREDUCE_TRACE": Variable(
+        "a folder, which is made; unset: none",
+        "where every step of every rank is written, as JSON for Perfetto, each rank's and all merged",
     ),
     "FASTREDUCE_TRANSPORT": Variable(
         "gloo, shm, nccl; unset: by device, launcher and hosts",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,7 +24,7 @@ class Clock(Protocol):
     def between(self, start: int, end: int) -> float:
         """Seconds from one point to another; 0 where they have not been passed."""
 
-    def times(self, wait: bool = False) -> Sequence[float]:
+    def times(self, wait: bool = False) -> array[float]:
         """Of each point, `now()` when it was passed last; 0 where that is not known. `wait`: also for a device."""
 
 
@@ -84,8 +83,10 @@ class CudaClock:
         return milliseconds / 1e3
 
     def times(self, wait: bool = False) -> array[float]:
-        """Those of the last pass that was timed, on the host's clock, once the device has ended it: counted back from
-        an event of this moment. Without `wait` none is known."""
+        """With `wait`, those of the last pass that was timed, once the device has ended it; else none is known.
+
+        They are counted back, on the host's clock, from an event of this moment.
+        """
         if not wait:
             return self._unknown
         self._asked = True

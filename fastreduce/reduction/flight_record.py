@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 import weakref
 from array import array
 from collections import deque
@@ -85,7 +87,7 @@ class Row:
     def read(self, bucket: int, clock: Clock, wait: bool = False) -> None:
         """Take a bucket's points as they are now."""
         count = len(Point)
-        self.points[bucket * count : (bucket + 1) * count] = clock.times(wait)  # type: ignore[assignment]
+        self.points[bucket * count : (bucket + 1) * count] = clock.times(wait)
 
     def passed(self, bucket: int) -> list[float]:
         """When a bucket passed each `Point` in this step; 0 where it has not."""
@@ -110,6 +112,7 @@ class FlightRecorder:
         phase: what this rank does.
         since: since when.
         changes: how often that has changed; a rank that stalls changes nothing.
+        waits: whether each step waits for its end on devices, so that their points are known.
         on_phase: called with each phase that has ended, when it began and when it ended.
         on_step: called with each step that has ended; what its row holds is overwritten some steps later.
     """
@@ -119,7 +122,7 @@ class FlightRecorder:
         self.parameters, self._used = frozenset(map(id, parameters)), used
         self.on_phase: list[Callable[[Phase, float, float], None]] = []
         self.on_step: list[Callable[[Row], None]] = []
-        self.changes = 0
+        self.changes, self.waits = 0, False
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
         self._spare = deque(Row() for _ in range(STEPS))
@@ -163,7 +166,7 @@ class FlightRecorder:
         row.began[Phase.AFTER] = 0.0  # of the next
         row.step, row.end = step, at
         for bucket, clock in enumerate(self._clocks):
-            row.read(bucket, clock)
+            row.read(bucket, clock, self.waits)
         for told in self.on_step:
             told(row)
         self._rows.append(row)
@@ -172,11 +175,6 @@ class FlightRecorder:
         self.row.began[Phase.AFTER] = at
 
     # Asked
-
-    def read_device(self, row: Row) -> None:
-        """Put the points of buckets on devices into a row that has just ended; waits for the devices."""
-        for bucket, clock in enumerate(self._clocks):
-            row.read(bucket, clock, wait=True)
 
     def last_rows(self, count: int) -> list[Row]:
         """The last steps that have ended, at most so many."""
@@ -293,7 +291,9 @@ class FlightRecord:
 
     def __str__(self) -> str:
         head = f"rank {self.rank} of {self.world_size} is {self.doing}"
-        return "\n".join([head, "milliseconds, those of a bucket from the beginning of the step:", *map(str, self.steps)])
+        return "\n".join(
+            [head, "milliseconds, those of a bucket from the beginning of the step:", *map(str, self.steps)]
+        )
 
 
 def _step(row: Row) -> StepFlight:
@@ -326,6 +326,29 @@ _of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref
 def all_recorders() -> list[FlightRecorder]:
     """Those of this process."""
     return sorted(_alive, key=lambda recorder: recorder.since)
+
+
+def all_flights() -> str:
+    """The flight records of this process, as a page."""
+    return "\n\n".join(str(recorder.flight()) for recorder in all_recorders())
+
+
+def answer_debug_server() -> None:
+    """Let torch's debug server have them as JSON, at /handler/fastreduce_flight_record, where it has been imported."""
+    if "torch.distributed.debug" in sys.modules:
+        _register_handler()
+
+
+@cache
+def _register_handler() -> None:
+    from torch._C._distributed_c10d import _register_handler as register
+
+    def answer(_: Any, response: Any) -> None:
+        text = json.dumps([recorder.flight().as_dict() for recorder in all_recorders()])
+        response.set_content(text.encode(), "application/json")
+        response.set_status(200)
+
+    register("fastreduce_flight_record", answer)
 
 
 @cache

@@ -23,7 +23,6 @@ from .shared_buffers import SharedBuffers
 from .streams import Finish
 
 
-
 class Point(IntEnum):
     """The points in time of a reduction, in order; a plain all-reduce passes neither EXCHANGED nor SUMMED."""
 
@@ -431,7 +430,7 @@ class _Naming:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, TransportError) and " Bucket " not in str(error):
-            raise TransportError(f"{error} {self._about}") from error
+            raise TransportError(f"{error} {self._about}", error.missing) from error
 
 
 def warm_up(

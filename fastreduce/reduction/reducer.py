@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ from .pipeline import BucketPipeline, Seconds
 from .schedule import Schedule, Setting
 from .sparse import SparseGradients
 from .streams import Finish, Pending, Stream
+from .trace import Trace
+from .whereabouts import Whereabouts, explain, forget, watch
+
+EVERY = 50  # steps from one meeting of the ranks to the next, beside their reductions
 
 
 class GradientReducer:
@@ -61,6 +66,7 @@ class GradientReducer:
         schedule: the setting of each step.
         events: what is called at the moments of a backward.
         recorder: what notes when each bucket was where, and what this rank does.
+        trace: where every step is written; None without one.
         active_ranks: tells how many ranks bring gradients, which sums are divided by; None means that all do.
 
     Raises:
@@ -101,6 +107,8 @@ class GradientReducer:
         self._nonfinite = NonFiniteSteps()
         self.events = Events()
         self.active_ranks: Callable[[], int] | None = None
+        self._place: Whereabouts | None = None
+        self.trace: Trace | None = None
         self._launching = threading.Lock()  # each device's hooks run on a thread of their own
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
@@ -120,6 +128,7 @@ class GradientReducer:
     def close(self) -> None:
         """Remove the hooks, end communication threads and close the transport."""
         self.remove_hooks()
+        forget(self.recorder)
         self._close()
 
     def remove_hooks(self) -> None:
@@ -212,6 +221,23 @@ class GradientReducer:
         """
         for feedback in self.buckets.feedbacks:
             feedback.rescale(factor)
+
+    def tell_at(self, place: Whereabouts) -> None:
+        """Let ranks tell each other at `place` where they are when one of them stalls, and name it in errors."""
+        self._place = place
+        watch(self.recorder, place)
+
+    def trace_to(self, folder: Path, rank: int) -> None:
+        """Write a trace of every step into a folder from the next reduction on; on every rank, before it."""
+        self.trace = Trace(folder, self.recorder, rank)
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Errors of collectives say what this rank did, and what the missing ones do."""
+        try:
+            yield
+        except TransportError as error:
+            raise explain(error, self.recorder, self._place) from error
 
     # Buckets
 
@@ -354,7 +380,8 @@ class GradientReducer:
         if self._rebuilt or not self._reduced_once:
             return False
         count = len(self.buckets.specs)
-        told = self.transport.exchange(self.arrival_order)
+        with self._explaining():
+            told = self.transport.exchange(self.arrival_order)
         observed = checked(told, lambda value: numbers(value, 0, count), "order of its parameters")
         self.buckets.regroup(dict.fromkeys(itertools.chain(*observed)))
         self._laid_out()
@@ -393,6 +420,7 @@ class GradientReducer:
                 for pipeline in self.pipelines[self._next :]:
                     pipeline.run_broken()
                 self._sparse.take_part(self._divisor(), broken=True)
+                self._meet(self.step - 1)
         self._armed = self._in_backward = False
         self._forget_backward()
         for dropped in self.events.dropped:
@@ -462,7 +490,8 @@ class GradientReducer:
             self._reduce_left_over()
         elif self._arrivals.counted_any if self._reduced_once else self._arrivals.order:
             self._armed = False
-            self._reduce_all()
+            with self._explaining():
+                self._reduce_all()
         else:  # autograd.grad: nothing was accumulated, so the forward stays armed
             self.buckets.gradients.check_unmoved(range(len(self.buckets.specs)))
             self._arrivals.report()
@@ -480,6 +509,7 @@ class GradientReducer:
             alone = [index for index in range(self._next) if self.buckets.alone(index)]
             self._left_over |= self._average([*alone, *range(self._next, len(self.pipelines))], under_way)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._divisor())
+            self._meet(self.step)
             self.buckets.agree_that_finite()
             self._nonfinite.count(self.pipelines, self.transport.rank)
         except TransportError:
@@ -551,10 +581,21 @@ class GradientReducer:
             arrived()
         self.buckets.agree_that_finite()
         self._sparse.take_part(self._divisor())
+        self._meet(self.step)
         self.schedule.step += 1
         self._reduced_once = True
         self._forget_backward()
         self.recorder.end_step(self.step - 1)
+
+    def _meet(self, step: int) -> None:
+        """At the end of a reduction, which is the same step on all ranks: compare clocks, every so many steps."""
+        if self.trace is not None and step % EVERY == 0:
+            self.trace.align(self.transport, self._wire_device)
+
+    @property
+    def _wire_device(self) -> torch.device:
+        """Where tensors are that the transport moves."""
+        return self.buckets.specs[0].device if self.transport.enqueues else torch.device("cpu")
 
     def _divisor(self) -> int:
         return self.transport.world_size if self.active_ranks is None else self.active_ranks()

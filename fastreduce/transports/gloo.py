@@ -63,6 +63,7 @@ class _Connection:
         self.seconds = timeout_of(group).total_seconds()
         self.failed = False
         self._asking, self._told = threading.Lock(), "A peer"
+        self._missing: list[int] = []
         self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
         self._tags = 0
         self._gloo: Any = self._connect(group, f"fastreduce/{name}")
@@ -127,6 +128,7 @@ class _Connection:
             return function(*args)
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, AbsentError):
+                self._missing = list(error.missing)
                 what, who = "", f"No word from rank {error.names}: it"
             elif isinstance(error, TransportError):  # the store's
                 what, who = "", f"{error}. A peer"
@@ -135,7 +137,8 @@ class _Connection:
             self.failed = True
             raise TransportError(
                 f"rank {self.rank} of {self.size}: {operation} over gloo failed{doing}{what}. "
-                f"{who} has exited, takes no part, or did not come within the timeout."
+                f"{who} has exited, takes no part, or did not come within the timeout.",
+                self._missing,
             ) from error
 
     def _culprit(self, timed_out: bool) -> str:
@@ -164,6 +167,7 @@ class _Connection:
             wait_until(self._failures, all_told, patience)
         except TransportError as error:
             return f"Nobody can be asked who is missing: {error}. A peer"
+        self._missing = silent
         return f"No word from rank {', '.join(map(str, silent))}: it" if silent else "A peer"
 
 

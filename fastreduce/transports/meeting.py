@@ -18,9 +18,8 @@ class AbsentError(TransportError):
     """Ranks that did not come."""
 
     def __init__(self, ranks: Sequence[int], seconds: float) -> None:
-        self.ranks = list(ranks)
         self.names = ", ".join(map(str, ranks))
-        super().__init__(f"rank {self.names} did not come within {seconds:g} s")
+        super().__init__(f"rank {self.names} did not come within {seconds:g} s", ranks)
 
 
 def wait_until(

@@ -30,6 +30,8 @@ REDUCTION = [
     {"nonfinite", "saved_residuals", "statistics"},
     {"bucketed"},
     {"events", "flight_record", "one_call"},
+    {"clock_offsets", "whereabouts"},
+    {"trace"},
     {"reducer"},
 ]
 KERNELS_FOR_ALL = {"kernels.slots", "kernels.numba_cache", "kernels.numba_cpu_elements"}

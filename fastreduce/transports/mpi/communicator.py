@@ -150,7 +150,9 @@ class Communicator:
         except RuntimeError as error:
             self.failed = _GATE.failed = True
             self._why = self._why or str(error)
-            raise TransportError(f"rank {self.rank} of {self.size}: {operation} over MPI failed: {error}.") from error
+            raise TransportError(
+                f"rank {self.rank} of {self.size}: {operation} over MPI failed: {error}.", getattr(error, "missing", ())
+            ) from error
 
     def start(
         self,
@@ -179,7 +181,7 @@ class Communicator:
 
         with self._errors(work.operation):
             if not poll(done, self._seconds, lambda: self._look(work)):
-                raise TransportError(self._who())
+                raise self._who()
         if self._told_to_wait:
             self._tell("")
         with _GATE:
@@ -206,7 +208,7 @@ class Communicator:
                 raise TransportError(f"who has left is told by {note[:40]!r}, no note of a rank")
             rank, started = map(int, note.split(":"))
             if started < work.number and rank != self.rank:
-                raise TransportError(f"rank {rank} has ended, or takes no part any more")
+                raise TransportError(f"rank {rank} has ended, or takes no part any more", [rank])
 
     def _tell(self, what: str) -> None:
         """What this rank does; a rank that waits, in this collective or an earlier one, is not what others lack."""
@@ -214,14 +216,14 @@ class Communicator:
         with contextlib.suppress(TransportError):
             self._store.set(f"doing/{self.rank}", what)
 
-    def _who(self) -> str:
+    def _who(self) -> TransportError:
         late = _late(self._seconds)
         others = [rank for rank in range(self.size) if rank != self.rank]
         try:
-            missing = [str(rank) for rank in others if self._store.read(f"doing/{rank}") != "waits"]
+            missing = [rank for rank in others if self._store.read(f"doing/{rank}") != "waits"]
         except TransportError as error:
-            return f"a rank {late}, and nobody can be asked which: {error}"
-        return f"rank {', '.join(missing) or 'unknown'} {late}"
+            return TransportError(f"a rank {late}, and nobody can be asked which: {error}")
+        return TransportError(f"rank {', '.join(map(str, missing)) or 'unknown'} {late}", missing)
 
     def begin(self) -> None:
         """A transport uses it from now on; on every rank at once."""

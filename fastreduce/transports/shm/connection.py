@@ -87,6 +87,7 @@ class Connection:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.failed = False
         self._why = ""
+        self._missing: tuple[int, ...] = ()
         self._seconds = timeout_of(group).total_seconds()
         self._geometry = CONTROL if name == "control" else GEOMETRY
         self._lock = threading.Lock()
@@ -98,9 +99,9 @@ class Connection:
         try:
             self._segments = self._connect(client_of(group).at(f"fastreduce/shm/{name}"), times)
         except AbsentError as error:
-            raise self._fail("connecting", _no_word(error.ranks)) from error
+            raise self._fail("connecting", error.missing) from error
         except TransportError as error:  # the store's
-            raise self._fail("connecting", f"{error}. {_no_word([])}") from error
+            raise self._fail("connecting", (), f"{error}. {_no_word([])}") from error
         self._bases = np.array([segment.address for segment in self._segments], np.int64)
         self._scratch = np.empty(ring.BLOCK // 8)
         self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
@@ -248,7 +249,7 @@ class Connection:
                 looked = now
                 gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
                 if gone and not self._advance(work, patient=False):  # what it did last may have come
-                    raise self._fail(work.operation, _no_word(gone))
+                    raise self._fail(work.operation, gone)
                 if work.done:
                     return
             if now - since > self._seconds:
@@ -285,27 +286,29 @@ class Connection:
             raise self._fail(work.operation, self._who(1.0))
         if status == ring.OTHER_CALL:
             raise self._fail(
-                work.operation, f"Rank {work.at[3]} is in another call, or came with another size or dtype."
+                work.operation, (), f"Rank {work.at[3]} is in another call, or came with another size or dtype."
             )
         return False
 
     # Failures
 
     def _error(self, operation: str) -> TransportError:
-        return TransportError(f"rank {self.rank} of {self.size}: {operation} over shm failed. {self._why}")
+        return TransportError(
+            f"rank {self.rank} of {self.size}: {operation} over shm failed. {self._why}", self._missing
+        )
 
-    def _fail(self, operation: str, why: str, how: int = GAVE_UP) -> TransportError:
-        """Nothing goes on, here and on the peers; returns the error."""
+    def _fail(self, operation: str, missing: Sequence[int], why: str = "", how: int = GAVE_UP) -> TransportError:
+        """Nothing goes on, here and on the peers; returns the error, by default that ranks are missing."""
         if not self.failed:
-            self.failed, self._why = True, why
+            self.failed, self._why, self._missing = True, why or _no_word(missing), tuple(missing)
             if self._segments and self._process == os.getpid():  # no child of a fork
                 self._segments[self.rank].set_word(FAILED, how)
                 for segment in self._segments:
                     wake(self._futex, segment.address + ASLEEP)
         return self._error(operation)
 
-    def _who(self, patience: float) -> str:
-        """Whom this rank waits for, as a sentence: those that neither wait themselves nor have failed.
+    def _who(self, patience: float) -> list[int]:
+        """Whom this rank waits for: those that neither wait themselves nor have failed.
 
         A rank that waits counts its looks, in this collective or an earlier one, and here too: others may ask at the
         same time.
@@ -320,9 +323,9 @@ class Connection:
             ended = [rank for rank, how in failures.items() if how == ENDED]
             gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
             if gone or ended:
-                return _no_word(sorted({*gone, *ended}))
+                return sorted({*gone, *ended})
             silent = [rank for rank in silent if not failures[rank] and self._segments[rank].word(BEAT) == before[rank]]
-        return _no_word(silent)
+        return silent
 
     # A lease
 
@@ -336,7 +339,7 @@ class Connection:
 
     def abort(self) -> None:
         """End what is under way, here and on the peers."""
-        self._fail("abort", "It was ended here.", ENDED)
+        self._fail("abort", (), "It was ended here.", ENDED)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
@@ -350,10 +353,10 @@ def _sum(rows: Tensor) -> Tensor:
     return total
 
 
-def _list(ranks: list[int]) -> str:
+def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _no_word(ranks: list[int]) -> str:
+def _no_word(ranks: Sequence[int]) -> str:
     who = f"No word from rank {_list(ranks)}: it" if ranks else "A peer"
     return f"{who} has exited, takes no part, or did not come within the timeout."

@@ -1,0 +1,91 @@
+"""The Python stacks of this process, on request and at a signal."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import SettingError
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "FASTREDUCE_DUMP_SIGNAL"
+SIGNALS = ("USR1", "USR2")
+OURS = "fastreduce-"  # what the names of our own threads begin with
+
+_dumping: set[str] = set()
+
+
+def python_stacks(frames: int = 100, threads: int = 100, ours: bool = True) -> str:
+    """Where this process's threads are, the main thread first, the innermost call last.
+
+    Args:
+        frames: the most that are told of a thread.
+        threads: the most that are told of.
+        ours: whether those of fastreduce are among them.
+    """
+    known = {thread.ident: thread for thread in threading.enumerate()}
+    main, here = threading.main_thread().ident, threading.get_ident()
+    parts = []
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0])):
+        thread = known.get(ident)
+        name = thread.name if thread is not None else f"thread {ident}, which Python did not start"
+        if ident != here and (ours or not name.startswith(OURS)):
+            parts.append("".join([f"{name}:\n", *traceback.format_stack(frame, frames)]))
+    return "".join(parts[:threads])
+
+
+def dump_at_signal(tell: Callable[[], str]) -> None:
+    """Where FASTREDUCE_DUMP_SIGNAL names a signal, print `tell()` and all stacks to stderr whenever it comes.
+
+    A thread prints, so that it works while the main thread waits in C++. A handler that is there stays, whoever put it
+    there, by `signal` or by `faulthandler`; one that is put there later takes the place of this.
+
+    Raises:
+        SettingError: if the variable names no such signal.
+    """
+    name = os.environ.get(VARIABLE, "").upper().removeprefix("SIG")
+    if not name or name in _dumping:
+        return
+    if name not in SIGNALS:
+        raise SettingError(f"{VARIABLE}={os.environ[VARIABLE]}: allowed: {', '.join(SIGNALS)}")
+    number = signal.Signals[f"SIG{name}"]
+    _dumping.add(name)
+    if _is_taken(number):
+        logger.warning("%s=%s: this process has a handler for SIG%s already, which stays", VARIABLE, name, name)
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # the handler runs wherever the signal comes, and must not wait there
+    threading.Thread(target=_print, args=(reading, tell), name=f"{OURS}signal", daemon=True).start()
+    faulthandler.register(number, file=writing, all_threads=False, chain=False)
+
+
+def _is_taken(number: int) -> bool:
+    """Whether somebody catches or ignores a signal, in C too, of which Python's `signal` does not know."""
+    status = Path("/proc/self/status").read_text()
+    masks = [int(mask, 16) for mask in re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", status, re.MULTILINE)]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
+def _print(reading: int, tell: Callable[[], str]) -> None:
+    while os.read(reading, 1 << 16):
+        os.set_blocking(reading, False)
+        try:
+            while threading.Event().wait(0.05) or os.read(reading, 1 << 16):  # the rest of what the handler writes
+                pass
+        except BlockingIOError:
+            pass
+        os.set_blocking(reading, True)
+        try:
+            text = tell()
+        except Exception:  # the stacks come all the same
+            text = traceback.format_exc()
+        print(f"{text}\n{python_stacks()}", file=sys.stderr, flush=True)

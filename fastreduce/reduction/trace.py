@@ -1,0 +1,300 @@
+"""Traces: the flight record of every step, as JSON that Perfetto and chrome://tracing open.
+
+A rank writes while it trains, so that one that is killed leaves what it has done. All times are rank 0's, counted from
+the moment that files of torch.profiler count from, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ..environment.exits import Exit, at_exit
+from ..errors import SettingError
+from ..transports import Transport
+from ..transports.messages import checked, of_types
+from . import clocks
+from .buckets import BucketPlan
+from .clock_offsets import Offset, measure
+from .flight_record import FlightRecorder, Phase, Row
+from .pipeline import Point
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "FASTREDUCE_TRACE"
+MERGED = "trace.json"
+ROUNDS, FEW_ROUNDS = 64, 8  # of a measurement of clocks: the first, and those in mid-run
+TRIMESTER = 7_889_238  # seconds; torch.profiler counts from the last whole number of them since 1970
+NAMES = {Phase.WAITING: "wait for averages", Phase.AFTER: "after averages"}  # else the phase's own
+TRACKS = 1000  # of one wrapper
+END = "\n]}\n"
+
+# A slice in a bucket's track, from one point to the next: both stages on the wire, or one.
+_TWO_STAGES = (
+    ("compress", Point.START, Point.COMPRESSED),
+    ("wire stage 1", Point.COMPRESSED, Point.EXCHANGED),
+    ("sum", Point.EXCHANGED, Point.SUMMED),
+    ("wire stage 2", Point.SUMMED, Point.REDUCED),
+    ("decompress", Point.REDUCED, Point.END),
+)
+_ONE_STAGE = (_TWO_STAGES[0], ("wire", Point.COMPRESSED, Point.REDUCED), _TWO_STAGES[-1])
+
+_made: Counter[str] = Counter()  # traces of this process, by folder
+_runs: dict[str, str] = {}
+_open: weakref.WeakSet[Trace] = weakref.WeakSet()
+
+
+def folder_asked_for() -> Path | None:
+    """The folder that FASTREDUCE_TRACE names, which is made; None where it is not set.
+
+    Raises:
+        SettingError: if nothing can be written there.
+    """
+    name = os.environ.get(VARIABLE, "")
+    if not name:
+        return None
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"{VARIABLE}={name}: {error}") from error
+    if not os.access(path, os.W_OK):
+        raise SettingError(f"{VARIABLE}={name}: this folder cannot be written")
+    return path
+
+
+class Trace:
+    """One rank's file, `rank0.json`, or `rank0.1.json` for the second wrapper of its process, and so on.
+
+    It begins with the first `align`. A disk that is full ends it, with a line in the log, and not the training.
+
+    Args:
+        folder: where.
+        recorder: what is traced; it does not live longer for that.
+        rank: under which this process is shown.
+
+    Attributes:
+        offset: this rank's clock against rank 0's.
+    """
+
+    def __init__(self, folder: Path, recorder: FlightRecorder, rank: int) -> None:
+        self._folder, self._rank, self._ranks = folder, rank, recorder.world_size
+        self.offset = Offset(0.0, 0.0)
+        self._begun, self._unix = False, 0.0
+        self._phases: list[tuple[Phase, float, float]] = []
+        self._plan: BucketPlan | None = None
+        self._about: list[str] = []
+        self._file: IO[str] | None = None
+        recorder.waits = True
+        recorder.on_phase.append(self._note_phase)
+        recorder.on_step.append(self._note_step)
+        weakref.finalize(recorder, self.close).atexit = False
+        _open.add(self)
+
+    def align(self, transport: Transport, device: torch.device) -> None:
+        """Compare clocks, which drift; every rank calls it at once, on a device whose tensors the transport moves.
+
+        Raises:
+            TransportError: if the ranks do not all come.
+        """
+        if self._begun:
+            self.offset = measure(transport, device, FEW_ROUNDS)
+        else:
+            base = time.time_ns() // 10**9 // TRIMESTER * TRIMESTER
+            unix = (time.time_ns() - base * 10**9) / 1e9 - clocks.now()  # when this rank's clock showed 0
+            told = transport.exchange([base, unix, f"{time.time_ns():x}-{os.getpid()}"])
+            base, self._unix, run = checked(told, lambda value: of_types(value, int, float, str), "start of a trace")[0]
+            self.offset = measure(transport, device, ROUNDS)
+            self._begun = True
+            self._begin(base, run)
+        self._write([self._clock_event()])
+
+    def _begin(self, base: int, run: str) -> None:
+        key = str(self._folder)
+        number = _made[key]
+        _made[key] += 1
+        self._track = number * TRACKS + 1
+        self._label = f"wrapper {number}: " if number else ""
+        self.path = self._folder / (f"rank{self._rank}.{number}.json" if number else f"rank{self._rank}.json")
+        about = {"run": _runs.setdefault(key, run), "rank": self._rank, "ranks": self._ranks}
+        head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base * 10**9, "fastreduce": about}
+        process = f"rank {self._rank} ({socket.gethostname()}, process {os.getpid()})"
+        try:
+            self._file = self.path.open("w", encoding="utf-8")
+            self._file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
+            self._file.write(self._named("process_name", 0, process))
+        except OSError as error:
+            self._give_up(error)
+        order = self._meta("process_sort_index", 0, {"sort_index": self._rank})
+        self._write([order, self._named("thread_name", self._track, f"{self._label}step")])
+
+    def _note_phase(self, phase: Phase, start: float, end: float) -> None:
+        self._phases.append((phase, start, end))
+
+    def _note_step(self, row: Row) -> None:
+        if self._file is None:
+            self._phases.clear()
+            return
+        events: list[str] = []
+        if row.plan is not self._plan and row.plan is not None:
+            self._take_plan(row.plan, events)
+        shift, track, rank, step = self._shift, self._track, self._rank, row.step
+        tail = f'"pid":{rank},"tid":{track},"args":{{"step":{step}}}}}'
+        for phase, start, end in self._phases:
+            name = NAMES.get(phase) or phase.name.lower()
+            at, took = 1e6 * (start + shift), 1e6 * (end - start)
+            events.append(f'{{"ph":"X","name":"{name}","ts":{at:.3f},"dur":{took:.3f},{tail}')
+        self._phases.clear()
+        for bucket, ready in enumerate(row.ready):
+            times = row.passed(bucket)
+            if not ready or not times[Point.END]:
+                continue
+            tail = f'"pid":{rank},"tid":{track + 1 + bucket},"args":{{"step":{step},{self._about[bucket]}}}}}'
+            slices = _TWO_STAGES if times[Point.EXCHANGED] else _ONE_STAGE
+            if ready <= times[Point.START]:  # else it was enqueued on a device, which came to it before
+                at, took = 1e6 * (ready + shift), 1e6 * (times[Point.START] - ready)
+                events.append(f'{{"ph":"X","name":"ready","ts":{at:.3f},"dur":{took:.3f},{tail}')
+            for name, first, last in slices:
+                at, took = 1e6 * (times[first] + shift), 1e6 * (times[last] - times[first])
+                events.append(f'{{"ph":"X","name":"{name}","ts":{at:.3f},"dur":{took:.3f},{tail}')
+        self._write(events)
+
+    def _take_plan(self, plan: BucketPlan, events: list[str]) -> None:
+        self._plan, self._about = plan, []
+        for bucket in plan.buckets:
+            names = [slot.name for slot in bucket.slots]
+            held = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            self._about.append(f'"bytes":{bucket.nbytes},"holds":{json.dumps(held)}')
+            events.append(
+                self._named("thread_name", self._track + 1 + bucket.index, f"{self._label}bucket {bucket.index}")
+            )
+
+    @property
+    def _shift(self) -> float:
+        """What is added to this rank's clock."""
+        return self._unix - self.offset.seconds
+
+    def _clock_event(self) -> str:
+        """An instant that tells how well the clock is known."""
+        told = {"ahead_of_rank_0_us": 1e6 * self.offset.seconds, "known_to_us": 1e6 * self.offset.bound}
+        at = 1e6 * (clocks.now() + self._shift)
+        place = {"ph": "i", "name": "clocks compared", "ts": round(at, 3), "s": "t"}
+        return json.dumps({**place, "pid": self._rank, "tid": self._track, "args": told})
+
+    def _meta(self, kind: str, track: int, args: dict[str, Any]) -> str:
+        return json.dumps({"ph": "M", "name": kind, "pid": self._rank, "tid": track, "args": args})
+
+    def _named(self, kind: str, track: int, name: str) -> str:
+        return self._meta(kind, track, {"name": name})
+
+    def _write(self, events: list[str]) -> None:
+        """Each line but the first begins with the comma that separates it from the one before."""
+        if self._file is not None and events:
+            try:
+                self._file.write("".join([f",\n{event}" for event in events]))
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("rank %d: the trace in %s ends here: %s", self._rank, self.path, error)
+        self._file = None
+
+    def close(self) -> None:
+        """Complete the file; the rank that is last merges all."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.write(END)
+            file.close()
+            paths = [self._folder / f"rank{rank}.json" for rank in range(self._ranks)]
+            if all(map(_is_complete, paths)):
+                merge(self._folder)
+        except OSError as error:
+            self._give_up(error)
+
+
+def _close_all() -> None:
+    for trace in list(_open):
+        trace.close()
+
+
+at_exit(Exit.TRACES, _close_all)
+
+
+def merge(folder: Path) -> Path:
+    """All ranks' files of a folder's last run, whole or not, as one file, whose path is returned.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if a file is no trace.
+    """
+    heads = {
+        path: _head(path) for path in folder.glob("rank*.json") if re.fullmatch(r"rank\d+(\.\d+)?\.json", path.name)
+    }
+    if not heads:
+        raise FileNotFoundError(f"{folder} holds no rank0.json of a trace")
+    newest = heads[max(heads, key=lambda path: path.stat().st_mtime)]
+    run = newest["fastreduce"]["run"]
+    chosen = sorted(path for path, head in heads.items() if head["fastreduce"]["run"] == run)
+    merged, part = folder / MERGED, folder / f".{MERGED}.{os.getpid()}"
+    separator = ""
+    with part.open("w", encoding="utf-8") as out:
+        about = {"run": run, "files": [path.name for path in chosen]}
+        out.write(json.dumps({**newest, "fastreduce": about})[:-1] + ', "traceEvents": [\n')
+        for path in chosen:
+            for event in _events(path):
+                out.write(f"{separator}{event}")
+                separator = ",\n"
+        out.write(END)
+    part.replace(merged)
+    return merged
+
+
+def _head(path: Path) -> dict[str, Any]:
+    with path.open(encoding="utf-8") as file:
+        line = file.readline()
+    try:
+        head: dict[str, Any] = json.loads(line.rstrip() + "]}")
+        del head["traceEvents"]
+        head["fastreduce"]["run"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of fastreduce: {line[:80]!r}") from error
+    return head
+
+
+def _events(path: Path) -> Iterator[str]:
+    """The events of a file, each a line; what a process that was killed has left of the last one is dropped."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        next(file)
+        last = ""
+        for line in file:
+            if last:
+                yield last
+            last = line.strip().removesuffix(",")
+    if last not in ("", END.strip()):
+        try:
+            json.loads(last)
+        except ValueError:
+            return
+        yield last
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-len(END), os.SEEK_END)
+            return file.read() == END.encode()
+    except OSError:
+        return False

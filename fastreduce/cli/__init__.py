@@ -12,6 +12,7 @@ from .doctor import doctor
 from .launch import LaunchCommand, launch
 from .report import report
 from .run import run
+from .trace import trace
 
 main = typer.Typer(
     name="fastreduce",
@@ -25,6 +26,7 @@ main.command()(doctor)
 main.command()(report)
 main.command(cls=LaunchCommand)(run)
 main.command(cls=LaunchCommand)(launch)
+main.command()(trace)
 
 
 def _show_version(wanted: bool) -> None:

@@ -11,9 +11,12 @@ import typer
 
 from ..compression import ENVIRONMENT_VARIABLE
 from ..policy import Policy
+from ..reduction.trace import VARIABLE as TRACE
+from ..reduction.trace import folder_asked_for
 from ..run import replacement, worker
 from .launch import make_parser, parse, start
 from .launch.elastic import fail, say
+from .trace import merge_after_run
 
 
 def run_parser() -> ArgumentParser:
@@ -21,6 +24,8 @@ def run_parser() -> ArgumentParser:
     parser = make_parser(run)
     help_ = "The setting, such as fp16; without it what the environment variable FASTREDUCE_COMPRESSION says, or none."
     parser.add_argument("--compression", metavar="SPEC", help=help_)
+    help_ = "A folder for traces of every step: a file for each rank, and trace.json of all, for Perfetto."
+    parser.add_argument("--trace", metavar="DIR", help=help_)
     parser._option_string_actions["--nproc-per-node"].help = "Ranks on this machine; without it one."
     return parser
 
@@ -28,7 +33,7 @@ def run_parser() -> ArgumentParser:
 def run(context: typer.Context) -> None:
     """Run an unedited script with our DDP in the place of torch's, in it and in every Python that it starts.
 
-    fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the script]
+    fastreduce run [--compression SPEC] [--trace DIR] [options of torchrun] [--gpus N] script.py [its arguments]
     """
     options = parse(run_parser(), context.args)
     try:
@@ -38,7 +43,10 @@ def run(context: typer.Context) -> None:
         Policy.of(None)
     except ValueError as error:
         fail(f"--compression: {error}" if options.compression is not None else str(error))
+    if options.trace is not None:
+        os.environ[TRACE] = os.path.abspath(options.trace)
     try:
+        folder_asked_for()
         replacement.seed()
     except ValueError as error:
         fail(str(error))
@@ -51,6 +59,8 @@ def run(context: typer.Context) -> None:
         os.environ.update(replacement.environment(str(record)))
         code = start(options)
         wrapped = replacement.summary(record)
+    if options.trace is not None:
+        say(merge_after_run(Path(options.trace)))
     if wrapped or code == 0:  # a run that failed before has said why
         say(wrapped or replacement.NONE_WRAPPED)
     raise typer.Exit(code)

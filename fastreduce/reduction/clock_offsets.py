@@ -16,12 +16,15 @@ import torch
 from ..transports import Transport
 from . import clocks
 
+DRIFT = 50e-6  # by which clocks of two machines may differ in speed
+
 
 class Offset(NamedTuple):
     """Seconds."""
 
     seconds: float  # this rank's clock minus rank 0's
     bound: float  # the offset is not further away than this
+    at: float  # rank 0's clock when it was measured: the same number on every rank
 
 
 def measure(transport: Transport, device: torch.device, rounds: int) -> Offset:
@@ -37,7 +40,7 @@ def measure(transport: Transport, device: torch.device, rounds: int) -> Offset:
     """
     size, rank = transport.world_size, transport.rank
     if size == 1:
-        return Offset(0.0, 0.0)
+        return Offset(0.0, 0.0, clocks.now())
     before = torch.zeros(rounds, size, dtype=torch.float64)
     after = torch.zeros(size, rounds, dtype=torch.float64)
     for each in range(rounds):
@@ -51,4 +54,13 @@ def measure(transport: Transport, device: torch.device, rounds: int) -> Offset:
     after.copy_(ends)
     low = float((before[:, rank] - after[0]).max())
     high = float((after[rank] - before[:, 0]).min())
-    return Offset((low + high) / 2, max(0.0, (high - low) / 2)) if rank else Offset(0.0, 0.0)
+    at = float(before[0, 0])
+    return Offset((low + high) / 2, max(0.0, (high - low) / 2), at) if rank else Offset(0.0, 0.0, at)
+
+
+def closer(before: Offset, after: Offset) -> Offset:
+    """The second of two measurements of one offset, as far as the first, which has had time to drift, tells more."""
+    drift = DRIFT * (after.at - before.at)
+    low = max(before.seconds - before.bound - drift, after.seconds - after.bound)
+    high = min(before.seconds + before.bound + drift, after.seconds + after.bound)
+    return Offset((low + high) / 2, (high - low) / 2, after.at) if low <= high else after

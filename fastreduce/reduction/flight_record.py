@@ -126,7 +126,7 @@ class FlightRecorder:
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
         self._spare = deque(Row() for _ in range(STEPS))
-        self._rows: deque[Row] = deque(maxlen=STEPS)
+        self._rows: deque[Row] = deque()
         self.phase, self.since = Phase.DATA, clocks.now()
         self.row = Row()
         self.row.begin(0, self.since, None)
@@ -143,15 +143,16 @@ class FlightRecorder:
 
     def enter(self, phase: Phase) -> None:
         """This rank does something else from now on."""
-        self._enter(phase, clocks.now())
-
-    def _enter(self, phase: Phase, at: float) -> None:
-        before, row = self.phase, self.row
-        row.seconds[before] += at - self.since
-        for told in self.on_phase:
-            told(before, self.since, at)
+        at, row = clocks.now(), self.row
+        self._change(phase, at)
         if not row.began[phase]:
             row.began[phase] = at
+
+    def _change(self, phase: Phase, at: float) -> None:
+        before, since = self.phase, self.since
+        self.row.seconds[before] += at - since
+        for told in self.on_phase:
+            told(before, since, at)
         self.phase, self.since = phase, at
         self.changes += 1
 
@@ -162,8 +163,7 @@ class FlightRecorder:
     def end_step(self, step: int) -> None:
         """The averages of a step are stored."""
         at, row = clocks.now(), self.row
-        self._enter(Phase.AFTER, at)
-        row.began[Phase.AFTER] = 0.0  # of the next
+        self._change(Phase.AFTER, at)
         row.step, row.end = step, at
         for bucket, clock in enumerate(self._clocks):
             row.read(bucket, clock, self.waits)

@@ -34,8 +34,6 @@ from .streams import Finish, Pending, Stream
 from .trace import Trace
 from .whereabouts import Whereabouts, explain, forget, watch
 
-EVERY = 50  # steps from one meeting of the ranks to the next, beside their reductions
-
 
 class GradientReducer:
     """Averages the gradients of `parameters` over the ranks of `transport` during backward.
@@ -275,6 +273,8 @@ class GradientReducer:
         self._close()
         transport = make()
         self.recorder.rank, self.recorder.world_size = transport.rank, transport.world_size
+        if self.trace is not None:
+            self.trace.due = 0  # on all ranks alike, which may have come unequally far
         self.buckets.move_to(transport)
         self._sparse.transport = transport
         self._laid_out()
@@ -588,9 +588,9 @@ class GradientReducer:
         self.recorder.end_step(self.step - 1)
 
     def _meet(self, step: int) -> None:
-        """At the end of a reduction, which is the same step on all ranks: compare clocks, every so many steps."""
-        if self.trace is not None and step % EVERY == 0:
-            self.trace.align(self.transport, self._wire_device)
+        """At the end of a reduction, which is the same step on all ranks: compare clocks, if that is due."""
+        if self.trace is not None and step >= self.trace.due:
+            self.trace.align(step, self.transport, self._wire_device)
 
     @property
     def _wire_device(self) -> torch.device:

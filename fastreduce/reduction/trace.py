@@ -26,7 +26,7 @@ from ..transports import Transport
 from ..transports.messages import checked, of_types
 from . import clocks
 from .buckets import BucketPlan
-from .clock_offsets import Offset, measure
+from .clock_offsets import Offset, closer, measure
 from .flight_record import FlightRecorder, Phase, Row
 from .pipeline import Point
 
@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "FASTREDUCE_TRACE"
 MERGED = "trace.json"
-ROUNDS, FEW_ROUNDS = 64, 8  # of a measurement of clocks: the first, and those in mid-run
+FIRST_ROUNDS, ROUNDS = 200, 64  # of a comparison of clocks: 64 take some 10 ms
+APART = 10.0  # seconds from one to the next, about: in which clocks of two machines drift apart by some 10 µs
+STEPS_APART = 20  # at least
 TRIMESTER = 7_889_238  # seconds; torch.profiler counts from the last whole number of them since 1970
 NAMES = {Phase.WAITING: "wait for averages", Phase.AFTER: "after averages"}  # else the phase's own
 TRACKS = 1000  # of one wrapper
@@ -86,12 +88,14 @@ class Trace:
 
     Attributes:
         offset: this rank's clock against rank 0's.
+        due: the step in which clocks are compared next.
     """
 
     def __init__(self, folder: Path, recorder: FlightRecorder, rank: int) -> None:
         self._folder, self._rank, self._ranks = folder, rank, recorder.world_size
-        self.offset = Offset(0.0, 0.0)
+        self.offset = Offset(0.0, 0.0, 0.0)
         self._begun, self._unix = False, 0.0
+        self._aligned = self.due = 0
         self._phases: list[tuple[Phase, float, float]] = []
         self._plan: BucketPlan | None = None
         self._about: list[str] = []
@@ -102,20 +106,25 @@ class Trace:
         weakref.finalize(recorder, self.close).atexit = False
         _open.add(self)
 
-    def align(self, transport: Transport, device: torch.device) -> None:
-        """Compare clocks, which drift; every rank calls it at once, on a device whose tensors the transport moves.
+    def align(self, step: int, transport: Transport, device: torch.device) -> None:
+        """Compare clocks, which drift; every rank calls it in step `due`, with a device for tensors that are moved.
 
         Raises:
             TransportError: if the ranks do not all come.
         """
         if self._begun:
-            self.offset = measure(transport, device, FEW_ROUNDS)
+            before = self.offset.at
+            self.offset = closer(self.offset, measure(transport, device, ROUNDS))
+            # All ranks find the same step, because they have the same two readings of one clock.
+            steps = (step - self._aligned) * APART / max(self.offset.at - before, 1e-3)
+            self._aligned, self.due = step, step + max(STEPS_APART, int(min(steps, 1e6)))
         else:
             base = time.time_ns() // 10**9 // TRIMESTER * TRIMESTER
             unix = (time.time_ns() - base * 10**9) / 1e9 - clocks.now()  # when this rank's clock showed 0
             told = transport.exchange([base, unix, f"{time.time_ns():x}-{os.getpid()}"])
             base, self._unix, run = checked(told, lambda value: of_types(value, int, float, str), "start of a trace")[0]
-            self.offset = measure(transport, device, ROUNDS)
+            self.offset = measure(transport, device, FIRST_ROUNDS)
+            self._aligned, self.due = step, step + STEPS_APART
             self._begun = True
             self._begin(base, run)
         self._write([self._clock_event()])

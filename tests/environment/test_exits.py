@@ -51,10 +51,11 @@ def test_each_end_is_in_its_step():
     assert where == {
         "TELL": ["transports.mpi.communicator"],
         "DELIVER": ["distributed.point_to_point"],
-        "REDUCERS": ["reduction.reducer"],
+        "REDUCERS": ["reduction.whereabouts", "reduction.reducer"],
         "NCCL": ["transports.nccl.connection"],
         "GLOO": ["transports.gloo"],
         "STORE": ["transports.store_client"],
+        "TRACES": ["reduction.trace"],
         "FILES": [],
         "MPI": [],  # where we have initialised it
     }

@@ -1,0 +1,32 @@
+"""`fastreduce trace`: one file of all ranks' traces, where the ranks have not made it themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..reduction.trace import MERGED, merge
+
+
+def trace(folder: Annotated[Path, typer.Argument(help="Where rank0.json and the others are.")]) -> None:
+    """Merge what ranks have written under FASTREDUCE_TRACE or --trace into trace.json.
+
+    The last rank to end does so where it sees all files. Copy them into one folder after a run on several nodes that
+    share none; a run in which a rank was killed is merged as far as it came.
+    """
+    try:
+        path = merge(folder)
+    except (OSError, ValueError) as error:
+        typer.echo(f"fastreduce trace: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"{path}: open it at https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing")
+
+
+def merge_after_run(folder: Path) -> str:
+    """Merge what a run has left, which may have failed; returns what to say of it."""
+    try:
+        return f"the trace is {merge(folder)}: open it at https://ui.perfetto.dev"
+    except (OSError, ValueError) as error:
+        return f"there is no {MERGED}: {error}"

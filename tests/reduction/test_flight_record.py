@@ -1,0 +1,160 @@
+"""The flight record: what it says of real steps, what errors and signals tell of it, and what it does not disturb."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import urllib.request
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastreduce import SettingError
+from fastreduce.environment.stacks import dump_at_signal
+from fastreduce.reduction.flight_record import STEPS, BucketFlight, Phase
+from tests.support.commands import run, with_environment
+from tests.support.models import wrap
+from tests.support.ranks import RankPool
+
+IN_ORDER = ("ready", "compress", "compressed", "exchanged", "summed", "reduced", "decompressed")
+PHASES = ["after", "optimizer", "data", "forward", "backward", "waiting"]
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+
+def _check_bucket(bucket: BucketFlight, two_shot: bool, seconds: float) -> None:
+    times = [getattr(bucket, name) for name in IN_ORDER if two_shot or name not in ("exchanged", "summed")]
+    assert None not in times and times == sorted(times) and times[0] > 0 and times[-1] <= seconds
+    assert two_shot or bucket.exchanged is bucket.summed is None
+
+
+def _trained(rank: int, world_size: int, setting: str) -> list[str]:
+    """What this rank does, as told inside each part of the last step."""
+    ddp = wrap("ours", _model(), compression=setting, bucket_cap_mb=0.03)
+    optimizer, told = torch.optim.SGD(ddp.parameters(), lr=1e-3), []
+    last = ddp.reducer.recorder.phase is Phase.DATA
+
+    def note(*_: Any) -> None:
+        if last:
+            told.append(ddp.reducer.flight_record().doing)
+
+    optimizer.register_step_pre_hook(note)
+    ddp.module[2].weight.register_hook(note)
+    for step in range(STEPS + 6):
+        last = step == STEPS + 5
+        if step % 3 == 1:
+            with ddp.no_sync():
+                ddp(torch.randn(4, 64)).sum().backward()
+        note()
+        output = ddp(torch.randn(4, 64))
+        note()
+        output.square().mean().backward()
+        note()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(ddp.reducer.flight_record()))
+    thread.start()
+    thread.join()
+    record = found[0]
+    assert [step.step for step in record.steps] == list(range(6, STEPS + 7)) and record.rank == rank
+    assert record.steps[-1].seconds is None and not record.steps[-1].buckets
+    for step in record.steps[1:-1]:
+        assert list(step.took) == list(step.began) == PHASES
+        assert step.seconds is not None and abs(sum(step.took.values()) - step.seconds) < 1e-6
+        assert [bucket.bucket for bucket in step.buckets] == list(range(len(ddp.reducer.plan.buckets)))
+        for bucket in step.buckets:
+            _check_bucket(bucket, setting != "none", step.seconds)
+        assert [bucket.ready for bucket in step.buckets] == sorted(bucket.ready for bucket in step.buckets)
+    pipeline, bucket = ddp.reducer.pipelines[0], record.steps[-2].buckets[0]
+    assert bucket.compressed - bucket.compress == pytest.approx(pipeline.seconds.compress, abs=1e-6)
+    assert json.loads(json.dumps(record.as_dict()))["steps"][0]["step"] == 6
+    assert f"step {STEPS + 5}: " in str(record) and "compressed" in str(record)
+    ddp.reducer.close()
+    return told
+
+
+@pytest.mark.parametrize("setting", ["none", "int8"])
+def test_the_record_of_real_steps(ranks2: RankPool, setting: str):
+    for data, forward, backward, after, optimizer in ranks2.run(_trained, setting):
+        assert data.startswith("between its optimizer's step and its forward")
+        assert forward.startswith("in forward or the loss, for 0.")
+        assert "in backward, 7 of 12 gradients there, up to '2.bias'" in backward  # its weight comes next
+        assert after.startswith("after its last averages") and optimizer.startswith("in an optimizer's step")
+
+
+def _asked_by_debug_server(rank: int, world_size: int) -> Any:
+    import torch.distributed.debug
+    from torch._C._distributed_c10d import _WorkerServer
+
+    ddp = wrap("ours", _model())
+    ddp(torch.randn(4, 64)).sum().backward()
+    server = _WorkerServer("127.0.0.1", 0)
+    try:
+        url = f"http://127.0.0.1:{server.port}/handler/fastreduce_flight_record"
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=20) as answer:
+            return json.loads(answer.read())
+    finally:
+        server.shutdown()
+
+
+def test_torchs_debug_server_has_it(ranks2: RankPool):
+    try:
+        import torch.distributed.debug  # noqa: F401
+    except ImportError:
+        pytest.skip("this torch has no debug server")
+    for rank, records in enumerate(ranks2.run(_asked_by_debug_server)):
+        record = records[-1]  # of what has just been trained
+        assert record["rank"] == rank and record["steps"][0]["took"]["backward"] > 0
+
+
+SIGNALS = """
+import faulthandler, os, signal, threading, time
+import torch, torch.distributed as dist
+from fastreduce import DistributedDataParallel
+from fastreduce.environment.stacks import dump_at_signal
+
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+for name, take in (("USR2", lambda number: faulthandler.register(number, open(os.devnull, "w"))),
+                   ("USR1", lambda number: signal.signal(number, signal.SIG_IGN))):
+    os.environ["FASTREDUCE_DUMP_SIGNAL"] = name
+    take(signal.Signals["SIG" + name])
+    dump_at_signal(lambda: "must not be printed")
+    os.kill(os.getpid(), signal.Signals["SIG" + name])
+    time.sleep(0.5)
+import fastreduce.environment.stacks as stacks
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+stacks._dumping.clear()
+ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+ddp(torch.ones(2, 4)).sum().backward()
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+
+def waits_in_cpp():
+    try:
+        store.wait(["never"], __import__("datetime").timedelta(seconds=3))
+    except Exception:
+        print("went on")
+
+waits_in_cpp()
+"""
+
+
+def test_a_signal_prints_record_and_stacks_and_takes_no_handler():
+    done = run(sys.executable, "-c", SIGNALS, env=with_environment())
+    assert done.returncode == 0 and done.stdout == "went on\n", done.stderr
+    assert "must not be printed" not in done.stderr
+    assert done.stderr.count("has a handler for SIGUSR") == 2, done.stderr
+    assert "rank 0 of 1 is after its last averages" in done.stderr and "step 0: " in done.stderr
+    assert "MainThread:\n" in done.stderr and "in waits_in_cpp" in done.stderr
+
+
+def test_a_signal_that_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FASTREDUCE_DUMP_SIGNAL", "KILL")
+    with pytest.raises(SettingError, match="FASTREDUCE_DUMP_SIGNAL=KILL: allowed: USR1, USR2"):
+        dump_at_signal(lambda: "")

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastreduce
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
 from fastreduce.reduction.streams import InlineStream, ThreadStream
+from fastreduce.reduction.trace import VARIABLE as TRACE
 from fastreduce.transports import Transport
 
 from .timed_models import build
@@ -42,6 +44,7 @@ class Setting:
     zero_in_place: bool = False  # in place of zero_grad's None
     node_hooks: bool = False  # a Python function on each parameter that does nothing
     clip: bool = False  # gradients by their norm, with what the wrapper offers for it
+    recording: str = "record"  # as wrappers of ours do; "nothing" of a flight record; "trace" to a file besides
     kernels: str = "numba_cpu"
     transport: Callable[[dist.ProcessGroup], Transport] | str = "gloo"  # of our class
 
@@ -58,9 +61,14 @@ class Contestant:
             os.environ[ENVIRONMENT_VARIABLE] = setting.kernels  # still set in the first steps, which lay out buckets
             asked = setting.transport
             transport = asked if isinstance(asked, str) else asked(group)
+            if setting.recording == "trace":
+                os.environ[TRACE] = tempfile.mkdtemp(prefix="fastreduce-bench-")
             self.wrapped = fastreduce.DistributedDataParallel(
                 self.plain, process_group=group, transport=transport, **setting.options
             )
+            os.environ.pop(TRACE, None)
+            if setting.recording == "nothing":
+                mute(self.wrapped.reducer)
         if setting.wrapper == "torch":
             self.wrapped = TorchDDP(self.plain, process_group=group, **setting.options)
         if setting.hook:
@@ -92,6 +100,13 @@ class Contestant:
     def gradients(self) -> Tensor:
         """All of them in one tensor."""
         return torch.cat([p.grad.flatten() for p in self.plain.parameters() if p.grad is not None])
+
+
+def mute(reducer: Any) -> None:
+    """Let a reducer's flight recorder do nothing more."""
+    recorder = reducer.recorder
+    reducer.events.launching.remove(recorder.ready)
+    recorder.enter = recorder.end_step = lambda *_: None
 
 
 def wrapped(

@@ -39,7 +39,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "i": {"name": str, "ts": NUMBER, "s": str, "pid": int, "tid": int, "args": dict},
     "M": {"name": str, "pid": int, "tid": int, "args": dict},
 }
-METADATA = {"process_name": {"name": str}, "process_sort_index": {"sort_index": int}, "thread_name": {"name": str}}
+METADATA: dict[str, dict[str, type]] = {
+    "process_name": {"name": str},
+    "process_sort_index": {"sort_index": int},
+    "thread_name": {"name": str},
+}
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -62,7 +62,8 @@ class Contestant:
             asked = setting.transport
             transport = asked if isinstance(asked, str) else asked(group)
             if setting.recording == "trace":
-                os.environ[TRACE] = tempfile.mkdtemp(prefix="fastreduce-bench-")
+                self._folder = tempfile.TemporaryDirectory(prefix="fastreduce-bench-", ignore_cleanup_errors=True)
+                os.environ[TRACE] = self._folder.name
             self.wrapped = fastreduce.DistributedDataParallel(
                 self.plain, process_group=group, transport=transport, **setting.options
             )

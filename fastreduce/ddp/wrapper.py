@@ -23,7 +23,8 @@ from ..errors import ReducerError, SettingError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
-from ..reduction.flight_record import Phase, all_flights, answer_debug_server
+from ..reduction.flight_record import Phase
+from ..reduction.flight_recorder import all_flights, answer_debug_server
 from ..reduction.schedule import Schedule, Setting
 from ..reduction.trace import VARIABLE as TRACE
 from ..reduction.trace import folder_asked_for
@@ -40,6 +41,9 @@ from .reducer import TorchReducer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it
 
 
 class DistributedDataParallel(TorchDDP):
@@ -236,10 +240,13 @@ class DistributedDataParallel(TorchDDP):
     @_disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._delay_all_reduce_all_params or not torch.is_grad_enabled():
-            return super()._pre_forward(*inputs, **kwargs)
-        self.reducer.recorder.enter(Phase.WAITING)  # where buffers and settings are compared
-        given = super()._pre_forward(*inputs, **kwargs)
-        self.reducer.recorder.enter(Phase.FORWARD)
+            return _before_forward(self, *inputs, **kwargs)
+        recorder = getattr(self.reducer, "recorder", None)
+        if recorder is None:  # torch's own reducer, which a comparison of settings puts there by turns
+            return _before_forward(self, *inputs, **kwargs)
+        recorder.enter(Phase.WAITING)  # where buffers and settings are compared
+        given = _before_forward(self, *inputs, **kwargs)
+        recorder.enter_forward(self.require_backward_grad_sync)
         return given
 
     @_disable_dynamo

@@ -19,9 +19,11 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "FASTREDUCE_DUMP_SIGNAL"
 SIGNALS = ("USR1", "USR2")
+NO_SIGNAL = "NONE"
 OURS = "fastreduce-"  # what the names of our own threads begin with
 
-_dumping: set[str] = set()
+_writing: dict[str, int] = {}  # by signal, where its handler writes; never closed
+_printing: set[str] = set()  # signals at which a thread of this process prints
 
 
 def python_stacks(frames: int = 100, threads: int = 100, ours: bool = True) -> str:
@@ -44,7 +46,7 @@ def python_stacks(frames: int = 100, threads: int = 100, ours: bool = True) -> s
 
 
 def dump_at_signal(tell: Callable[[], str]) -> None:
-    """Where FASTREDUCE_DUMP_SIGNAL names a signal, print `tell()` and all stacks to stderr whenever it comes.
+    """Print `tell()` and all stacks to stderr at a signal: USR1, or the one that FASTREDUCE_DUMP_SIGNAL names.
 
     A thread prints, so that it works while the main thread waits in C++. A handler that is there stays, whoever put it
     there, by `signal` or by `faulthandler`; one that is put there later takes the place of this.
@@ -52,20 +54,39 @@ def dump_at_signal(tell: Callable[[], str]) -> None:
     Raises:
         SettingError: if the variable names no such signal.
     """
-    name = os.environ.get(VARIABLE, "").upper().removeprefix("SIG")
-    if not name or name in _dumping:
+    asked = os.environ.get(VARIABLE, "")
+    name = (asked or SIGNALS[0]).upper().removeprefix("SIG")
+    if name not in (*SIGNALS, NO_SIGNAL):
+        raise SettingError(f"{VARIABLE}={asked}: allowed: {', '.join(SIGNALS)}, {NO_SIGNAL.lower()}")
+    if name == NO_SIGNAL or name in _printing:
         return
-    if name not in SIGNALS:
-        raise SettingError(f"{VARIABLE}={os.environ[VARIABLE]}: allowed: {', '.join(SIGNALS)}")
-    number = signal.Signals[f"SIG{name}"]
-    _dumping.add(name)
-    if _is_taken(number):
-        logger.warning("%s=%s: this process has a handler for SIG%s already, which stays", VARIABLE, name, name)
-        return
+    if name not in _writing:
+        number = signal.Signals[f"SIG{name}"]
+        if _is_taken(number):
+            if asked:
+                logger.warning("%s: this process has a handler for SIG%s already, which stays", VARIABLE, name)
+            return
+        _writing[name] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        faulthandler.register(number, file=_writing[name], all_threads=False, chain=False)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)  # the handler runs wherever the signal comes, and must not wait there
+    os.dup2(writing, _writing[name], inheritable=False)
+    os.close(writing)
+    _printing.add(name)
     threading.Thread(target=_print, args=(reading, tell), name=f"{OURS}signal", daemon=True).start()
-    faulthandler.register(number, file=writing, all_threads=False, chain=False)
+
+
+def _after_fork() -> None:
+    """A fork has the handler, and no thread that prints until it asks for one: what comes means nothing until then."""
+    _printing.clear()
+    if _writing:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for writing in _writing.values():
+            os.dup2(nowhere, writing, inheritable=False)
+        os.close(nowhere)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _is_taken(number: int) -> bool:

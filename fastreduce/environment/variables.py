@@ -37,8 +37,8 @@ VARIABLES = {
         "1 or true, 0 or false; unset: 0", "1 compares calls, shapes and dtypes between ranks before each collective"
     ),
     "FASTREDUCE_DUMP_SIGNAL": Variable(
-        "USR1, USR2; unset: none",
-        "the signal at which a rank prints its flight record and its Python stacks to stderr",
+        "USR1, USR2, none; unset: USR1",
+        "the signal that makes a rank print its flight record and its Python stacks",
     ),
     "FASTREDUCE_HOST": Variable(
         "any name; unset: found by kernel, /dev/shm and network namespace",
@@ -57,7 +57,7 @@ VARIABLES = {
     ),
     "FASTREDUCE_TRACE": Variable(
         "a folder, which is made; unset: none",
-        "where every step of every rank is written, as JSON for Perfetto, each rank's and all merged",
+        "where every step of every rank is written, as JSON for Perfetto",
     ),
     "FASTREDUCE_TRANSPORT": Variable(
         "gloo, shm, nccl; unset: by device, launcher and hosts",

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
-import weakref
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-from . import clocks
-from .bucketed import BucketJob
 from .buckets import BucketPlan
 from .clocks import Clock
-from .pipeline import BucketPipeline, Point
-
-STEPS = 64  # that are kept
+from .pipeline import Point
 
 
 class Phase(IntEnum):
@@ -38,14 +24,6 @@ class Phase(IntEnum):
     WAITING = 5
 
 
-DOING = {
-    Phase.AFTER: "after its last averages, before an optimizer's step",
-    Phase.OPTIMIZER: "in an optimizer's step",
-    Phase.DATA: "between its optimizer's step and its forward (data loading, logging, evaluation)",
-    Phase.FORWARD: "in forward or the loss",
-    Phase.BACKWARD: "in backward",
-    Phase.WAITING: "waiting for other ranks",
-}
 _NO_TIMES = array("d", [0.0] * len(Phase))
 
 
@@ -95,120 +73,6 @@ class Row:
         times = self.points[bucket * count : (bucket + 1) * count]
         first = times[Point.START]
         return [time if time >= first >= self.start and time else 0.0 for time in times]
-
-
-class FlightRecorder:
-    """Records what one reducer's rank does: a few comparisons and readings of the clock a step, and none a parameter.
-
-    Memory is taken once for a layout of the buckets. All of it may be read from any thread.
-
-    Args:
-        rank: of the reducer.
-        world_size: of the reducer.
-        parameters: what is reduced.
-        used: for each parameter, whether its gradient has arrived in this backward.
-
-    Attributes:
-        phase: what this rank does.
-        since: since when.
-        changes: how often that has changed; a rank that stalls changes nothing.
-        waits: whether each step waits for its end on devices, so that their points are known.
-        on_phase: called with each phase that has ended, when it began and when it ended.
-        on_step: called with each step that has ended; what its row holds is overwritten some steps later.
-    """
-
-    def __init__(self, rank: int, world_size: int, parameters: Iterable[Tensor], used: Sequence[bool]) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.parameters, self._used = frozenset(map(id, parameters)), used
-        self.on_phase: list[Callable[[Phase, float, float], None]] = []
-        self.on_step: list[Callable[[Row], None]] = []
-        self.changes, self.waits = 0, False
-        self._plan: BucketPlan | None = None
-        self._clocks: list[Clock] = []
-        self._spare = deque(Row() for _ in range(STEPS))
-        self._rows: deque[Row] = deque()
-        self.phase, self.since = Phase.DATA, clocks.now()
-        self.row = Row()
-        self.row.begin(0, self.since, None)
-        _notice_optimizers()
-        _of_optimizer.clear()
-        _alive.add(self)
-
-    # Told by the reducer
-
-    def lay_out(self, plan: BucketPlan, pipelines: Iterable[BucketPipeline]) -> None:
-        """Buckets are laid out anew."""
-        self._plan, self._clocks = plan, [pipeline.clock for pipeline in pipelines]
-        self.row.lay_out(plan)
-
-    def enter(self, phase: Phase) -> None:
-        """This rank does something else from now on."""
-        at, row = clocks.now(), self.row
-        self._change(phase, at)
-        if not row.began[phase]:
-            row.began[phase] = at
-
-    def _change(self, phase: Phase, at: float) -> None:
-        before, since = self.phase, self.since
-        self.row.seconds[before] += at - since
-        for told in self.on_phase:
-            told(before, since, at)
-        self.phase, self.since = phase, at
-        self.changes += 1
-
-    def ready(self, job: BucketJob) -> None:
-        """A bucket is about to be reduced."""
-        self.row.ready[job.pipeline.bucket.index] = clocks.now()
-
-    def end_step(self, step: int) -> None:
-        """The averages of a step are stored."""
-        at, row = clocks.now(), self.row
-        self._change(Phase.AFTER, at)
-        row.step, row.end = step, at
-        for bucket, clock in enumerate(self._clocks):
-            row.read(bucket, clock, self.waits)
-        for told in self.on_step:
-            told(row)
-        self._rows.append(row)
-        self.row = self._spare.popleft() if self._spare else self._rows.popleft()
-        self.row.begin(step + 1, at, self._plan)
-        self.row.began[Phase.AFTER] = at
-
-    # Asked
-
-    def last_rows(self, count: int) -> list[Row]:
-        """The last steps that have ended, at most so many."""
-        return list(self._rows)[-count:]
-
-    def doing(self) -> str:
-        """What this rank does, as the end of a sentence that begins with it."""
-        phase, row, plan = self.phase, self.row, self._plan
-        what = DOING[phase]
-        if plan is not None and phase is Phase.BACKWARD:
-            slots = [slot for bucket in plan.buckets for slot in bucket.slots]
-            arrived = [slot.name for slot in slots if self._used[slot.parameter]]
-            what += f", {len(arrived)} of {len(slots)} gradients there"
-            what += f", up to {arrived[-1]!r}" if arrived else ""
-        elif plan is not None and phase is Phase.WAITING and row.began[Phase.BACKWARD]:
-            for bucket, clock in enumerate(self._clocks):
-                times = clock.times()
-                if times[Point.START] >= row.start and times[Point.END] < times[Point.START]:
-                    sent = clocks.now() - max(times[Point.START], times[Point.COMPRESSED])
-                    what += f" in bucket {bucket} of {len(plan.buckets)}, sent {sent:.1f} s ago"
-                    break
-        return f"{what}, for {clocks.now() - self.since:.1f} s, in step {row.step}"
-
-    def flight(self) -> FlightRecord:
-        """All that is known."""
-        steps = [_step(row) for row in list(self._rows)]
-        row = Row()
-        row.begin(self.row.step, self.row.start, self._plan)
-        row.began[:], row.seconds[:] = self.row.began, self.row.seconds
-        row.ready[:] = self.row.ready
-        row.seconds[self.phase] += max(0.0, clocks.now() - self.since)
-        for bucket, clock in enumerate(self._clocks):
-            row.read(bucket, clock)
-        return FlightRecord(self.rank, self.world_size, self.doing(), [*steps, _step(row)])
 
 
 # What is told of it
@@ -296,7 +160,9 @@ class FlightRecord:
         )
 
 
-def _step(row: Row) -> StepFlight:
+def step_of(row: Row) -> StepFlight:
+    """A row as it is told."""
+
     def since_start(time: float) -> float | None:
         return time - row.start if time >= row.start and time else None
 
@@ -313,70 +179,3 @@ def _step(row: Row) -> StepFlight:
         {phase.name.lower(): row.seconds[phase] for phase in Phase if row.seconds[phase]},
         buckets,
     )
-
-
-# Optimizers
-
-_alive: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
-_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[FlightRecorder]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def all_recorders() -> list[FlightRecorder]:
-    """Those of this process."""
-    return sorted(_alive, key=lambda recorder: recorder.since)
-
-
-def all_flights() -> str:
-    """The flight records of this process, as a page."""
-    return "\n\n".join(str(recorder.flight()) for recorder in all_recorders())
-
-
-def answer_debug_server() -> None:
-    """Let torch's debug server have them as JSON, at /handler/fastreduce_flight_record, where it has been imported."""
-    if "torch.distributed.debug" in sys.modules:
-        _register_handler()
-
-
-@cache
-def _register_handler() -> None:
-    from torch._C._distributed_c10d import _register_handler as register
-
-    def answer(_: Any, response: Any) -> None:
-        text = json.dumps([recorder.flight().as_dict() for recorder in all_recorders()])
-        response.set_content(text.encode(), "application/json")
-        response.set_status(200)
-
-    register("fastreduce_flight_record", answer)
-
-
-@cache
-def _notice_optimizers() -> None:
-    """Let every torch optimizer tell where its steps begin and end; what is compiled does not."""
-
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            for recorder in _recorders_of(optimizer):
-                recorder.enter(Phase.OPTIMIZER)
-
-    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            for recorder in _recorders_of(optimizer):
-                recorder.enter(Phase.DATA)
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
-
-
-def _recorders_of(optimizer: torch.optim.Optimizer) -> Iterator[FlightRecorder]:
-    """Those whose parameters it steps, unless they are in a backward, which may run optimizers."""
-    found = _of_optimizer.get(optimizer)
-    if found is None:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found = [weakref.ref(each) for each in _alive if not each.parameters.isdisjoint(stepped)]
-        _of_optimizer[optimizer] = found
-    for reference in found:
-        recorder = reference()
-        if recorder is not None and recorder.phase in (Phase.AFTER, Phase.OPTIMIZER, Phase.DATA):
-            yield recorder

@@ -258,7 +258,7 @@ class BucketPipeline:
         mark(_START)
         if unused:
             self.used.index_fill_(0, self._on_device(unused), 0)
-        direct = self._reduce_in_place(grads, averaged)
+        direct = self._direct_between(grads, averaged)
         if direct is None:
             self.compress(grads)
             if unused:
@@ -266,7 +266,7 @@ class BucketPipeline:
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
         with self._naming:
-            work = direct or self.reduce()
+            work = self.reduce() if direct is None else self._reduce_in_place(direct, grads, averaged)
         mark(_STARTED)
         return lambda: self._finish(work, averaged, direct is not None)
 
@@ -291,8 +291,8 @@ class BucketPipeline:
         host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
         return host.to(self.used.device, non_blocking=True)
 
-    def _reduce_in_place(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> Work | None:
-        """All three stages in one, where nothing is to be compressed and the transport takes tensors as they lie.
+    def _direct_between(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> SlotTransport | None:
+        """What takes tensors as they lie, where nothing is to be compressed.
 
         Ranks need not agree on that: the collective is the same as that of a flat.
         """
@@ -300,9 +300,12 @@ class BucketPipeline:
             return None
         if grads[0].dtype != self.bucket.dtype or averaged[0].dtype != self.bucket.dtype:
             return None
+        return self._direct
+
+    def _reduce_in_place(self, direct: SlotTransport, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> Work:
+        """All three stages in one."""
         tensors, into = [*grads, self.used], [*averaged, self.used_by_any]
-        with self._naming:
-            return self._direct.all_reduce_slots(tensors, self.bucket.table, self._scale_before, into)
+        return direct.all_reduce_slots(tensors, self.bucket.table, self._scale_before, into)
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""

@@ -25,11 +25,13 @@ from .arrivals import Arrivals, weakly
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients, BucketJob
 from .buckets import BucketPlan, shortest
 from .events import Events
-from .flight_record import FlightRecord, FlightRecorder, Phase
+from .flight_record import FlightRecord, Phase
+from .flight_recorder import FlightRecorder
 from .nonfinite import NonFiniteSteps
 from .pipeline import BucketPipeline, Seconds
 from .schedule import Schedule, Setting
 from .sparse import SparseGradients
+from .stragglers import EVERY, Comparison, Stragglers
 from .streams import Finish, Pending, Stream
 from .trace import Trace
 from .whereabouts import Whereabouts, explain, forget, watch
@@ -113,6 +115,7 @@ class GradientReducer:
         self._left_over: set[int] = set()
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self.recorder = FlightRecorder(transport.rank, transport.world_size, parameters, self._arrivals.used)
+        self._stragglers = Stragglers(self.recorder)
         self.events.launching.append(self.recorder.ready)
         self._lay_out(self.buckets.first_groups())
         self._own()
@@ -128,6 +131,8 @@ class GradientReducer:
         self.remove_hooks()
         forget(self.recorder)
         self._close()
+        if self.trace is not None:
+            self.trace.close()
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters: gradients stay local from now on."""
@@ -219,6 +224,23 @@ class GradientReducer:
         """
         for feedback in self.buckets.feedbacks:
             feedback.rescale(factor)
+
+    def stragglers(self) -> Comparison | None:
+        """How long each rank takes for its parts of a step, and who is late; None before the first comparison.
+
+        Ranks are compared every 50 steps, where there are several, on CPUs. Who is late is also a warning in the log of
+        rank 0, once a minute at most.
+        """
+        return self._stragglers.last
+
+    def on_straggler(self, alarm: Callable[[Comparison], object]) -> None:
+        """Call `alarm` on this rank after each comparison in which a rank is late, on the thread of backward."""
+        self._stragglers.alarms.append(alarm)
+
+    @property
+    def _compares(self) -> bool:
+        """On a GPU the host's marks tell what was enqueued when, not how long it took."""
+        return self.transport.world_size > 1 and all(spec.device.type == "cpu" for spec in self.buckets.specs)
 
     def tell_at(self, place: Whereabouts) -> None:
         """Let ranks tell each other at `place` where they are when one of them stalls, and name it in errors."""
@@ -588,7 +610,9 @@ class GradientReducer:
         self.recorder.end_step(self.step - 1)
 
     def _meet(self, step: int) -> None:
-        """At the end of a reduction, which is the same step on all ranks: compare clocks, if that is due."""
+        """At the end of a reduction, which is the same step on all ranks: compare what each did, if that is due."""
+        if step % EVERY == EVERY - 1 and self._compares:
+            self._stragglers.compare(step, self.transport)
         if self.trace is not None and step >= self.trace.due:
             self.trace.align(step, self.transport, self._wire_device)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import socket
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -27,20 +25,20 @@ from ..transports.messages import checked, of_types
 from . import clocks
 from .buckets import BucketPlan
 from .clock_offsets import Offset, closer, measure
-from .flight_record import FlightRecorder, Phase, Row
+from .flight_record import Phase, Row
+from .flight_recorder import FlightRecorder
 from .pipeline import Point
+from .trace_files import END, is_complete, merge
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "FASTREDUCE_TRACE"
-MERGED = "trace.json"
 FIRST_ROUNDS, ROUNDS = 200, 64  # of a comparison of clocks: 64 take some 10 ms
 APART = 10.0  # seconds from one to the next, about: in which clocks of two machines drift apart by some 10 µs
 STEPS_APART = 20  # at least
 TRIMESTER = 7_889_238  # seconds; torch.profiler counts from the last whole number of them since 1970
 NAMES = {Phase.WAITING: "wait for averages", Phase.AFTER: "after averages"}  # else the phase's own
 TRACKS = 1000  # of one wrapper
-END = "\n]}\n"
 
 # A slice in a bucket's track, from one point to the next: both stages on the wire, or one.
 _TWO_STAGES = (
@@ -99,7 +97,9 @@ class Trace:
         self._phases: list[tuple[Phase, float, float]] = []
         self._plan: BucketPlan | None = None
         self._about: list[str] = []
-        self._file: IO[str] | None = None
+        self._file: BinaryIO | None = None
+        self._process = os.getpid()
+        self._until = 0.0  # where the last phase has ended, in the file
         recorder.waits = True
         recorder.on_phase.append(self._note_phase)
         recorder.on_step.append(self._note_step)
@@ -140,9 +140,9 @@ class Trace:
         head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base * 10**9, "fastreduce": about}
         process = f"rank {self._rank} ({socket.gethostname()}, process {os.getpid()})"
         try:
-            self._file = self.path.open("w", encoding="utf-8")
-            self._file.write(json.dumps(head)[:-1] + ', "traceEvents": [\n')
-            self._file.write(self._named("process_name", 0, process))
+            self._file = self.path.open("wb", buffering=0)  # a rank that is killed, or forks, has nothing in memory
+            first = self._named("process_name", 0, process)
+            self._file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n{first}'.encode())
         except OSError as error:
             self._give_up(error)
         order = self._meta("process_sort_index", 0, {"sort_index": self._rank})
@@ -162,8 +162,9 @@ class Trace:
         tail = f'"pid":{rank},"tid":{track},"args":{{"step":{step}}}}}'
         for phase, start, end in self._phases:
             name = NAMES.get(phase) or phase.name.lower()
-            at, took = 1e6 * (start + shift), 1e6 * (end - start)
-            events.append(f'{{"ph":"X","name":"{name}","ts":{at:.3f},"dur":{took:.3f},{tail}')
+            at, until = max(1e6 * (start + shift), self._until), 1e6 * (end + shift)  # clocks may have been set back
+            self._until = max(at, until)
+            events.append(f'{{"ph":"X","name":"{name}","ts":{at:.3f},"dur":{self._until - at:.3f},{tail}')
         self._phases.clear()
         for bucket, ready in enumerate(row.ready):
             times = row.passed(bucket)
@@ -209,9 +210,9 @@ class Trace:
 
     def _write(self, events: list[str]) -> None:
         """Each line but the first begins with the comma that separates it from the one before."""
-        if self._file is not None and events:
+        if self._file is not None and events and self._process == os.getpid():
             try:
-                self._file.write("".join([f",\n{event}" for event in events]))
+                self._file.write("".join([f",\n{event}" for event in events]).encode())
             except OSError as error:
                 self._give_up(error)
 
@@ -220,15 +221,15 @@ class Trace:
         self._file = None
 
     def close(self) -> None:
-        """Complete the file; the rank that is last merges all."""
+        """Complete the file; the rank that is last merges all. A fork of the process does nothing."""
         file, self._file = self._file, None
-        if file is None:
+        if file is None or self._process != os.getpid():
             return
         try:
-            file.write(END)
-            file.close()
+            with file:
+                file.write(END.encode())
             paths = [self._folder / f"rank{rank}.json" for rank in range(self._ranks)]
-            if all(map(_is_complete, paths)):
+            if all(map(is_complete, paths)):
                 merge(self._folder)
         except OSError as error:
             self._give_up(error)
@@ -240,70 +241,3 @@ def _close_all() -> None:
 
 
 at_exit(Exit.TRACES, _close_all)
-
-
-def merge(folder: Path) -> Path:
-    """All ranks' files of a folder's last run, whole or not, as one file, whose path is returned.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if a file is no trace.
-    """
-    heads = {
-        path: _head(path) for path in folder.glob("rank*.json") if re.fullmatch(r"rank\d+(\.\d+)?\.json", path.name)
-    }
-    if not heads:
-        raise FileNotFoundError(f"{folder} holds no rank0.json of a trace")
-    newest = heads[max(heads, key=lambda path: path.stat().st_mtime)]
-    run = newest["fastreduce"]["run"]
-    chosen = sorted(path for path, head in heads.items() if head["fastreduce"]["run"] == run)
-    merged, part = folder / MERGED, folder / f".{MERGED}.{os.getpid()}"
-    separator = ""
-    with part.open("w", encoding="utf-8") as out:
-        about = {"run": run, "files": [path.name for path in chosen]}
-        out.write(json.dumps({**newest, "fastreduce": about})[:-1] + ', "traceEvents": [\n')
-        for path in chosen:
-            for event in _events(path):
-                out.write(f"{separator}{event}")
-                separator = ",\n"
-        out.write(END)
-    part.replace(merged)
-    return merged
-
-
-def _head(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as file:
-        line = file.readline()
-    try:
-        head: dict[str, Any] = json.loads(line.rstrip() + "]}")
-        del head["traceEvents"]
-        head["fastreduce"]["run"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of fastreduce: {line[:80]!r}") from error
-    return head
-
-
-def _events(path: Path) -> Iterator[str]:
-    """The events of a file, each a line; what a process that was killed has left of the last one is dropped."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        next(file)
-        last = ""
-        for line in file:
-            if last:
-                yield last
-            last = line.strip().removesuffix(",")
-    if last not in ("", END.strip()):
-        try:
-            json.loads(last)
-        except ValueError:
-            return
-        yield last
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            file.seek(-len(END), os.SEEK_END)
-            return file.read() == END.encode()
-    except OSError:
-        return False

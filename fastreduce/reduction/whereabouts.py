@@ -20,16 +20,17 @@ from typing import Any
 from ..environment.exits import Exit, at_exit
 from ..environment.stacks import OURS, python_stacks
 from ..errors import TransportError
-from ..transports.messages import decode
+from ..transports.messages import decode, of_types
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import clocks
-from .flight_record import FlightRecorder, all_recorders
+from .flight_recorder import FlightRecorder, all_recorders
 
 SHORTEST, LONGEST = 0.5, 30.0  # seconds without a change after which a rank tells where it is
 PART = 4  # of the timeout
 NAMED = 3  # ranks of which an error tells
-FRAMES, THREADS = 12, 4  # of stacks that are told
+FRAMES, THREADS = 20, 4  # of stacks that are told
 EXIT_SECONDS = 0.5
+UNKNOWN = -1  # a count of one wrapper's, in a process that has several
 
 
 class Whereabouts:
@@ -51,12 +52,17 @@ class Whereabouts:
 
     def tell(self, rank: int) -> None:
         """Write where this rank's process is."""
-        doing = "; ".join(recorder.doing() for recorder in all_recorders())
-        told = {"doing": doing, "at": time.time(), "stacks": python_stacks(FRAMES, THREADS, ours=False)}
+        alive = all_recorders()
+        if not alive:  # the last one has just ended
+            return
+        latest = alive[-1]  # what the process does; other wrappers stand still meanwhile
+        counted = latest.unreduced_before if len(alive) == 1 else UNKNOWN
+        stacks = python_stacks(FRAMES, THREADS, ours=False)
+        told = [latest.doing(), time.time(), latest.row.step, counted, stacks]
         self._store.set(f"rank {rank}", json.dumps(told))
 
-    def ask(self, rank: int) -> str:
-        """What is known of a rank, as a sentence, and its stacks, as far as it has told them; raises nothing."""
+    def ask(self, rank: int, mine: FlightRecorder) -> str:
+        """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing."""
         try:
             process, told = self._store.read(f"process of {rank}"), self._store.read(f"rank {rank}")
         except TransportError as error:
@@ -67,30 +73,36 @@ class Whereabouts:
         if told is None:
             return f"Rank {rank} has not told where it is: {fate or 'it is stopped, gone or out of reach'}."
         try:
-            return decode(told, rank, lambda message: self._sentence(rank, message, fate))
+            return decode(told, rank, lambda message: self._sentence(rank, message, fate, mine))
         except TransportError as error:
             return f"{error}."
 
-    def _sentence(self, rank: int, told: Any, fate: str) -> str:
-        doing, at, stacks = str(told["doing"]), float(told["at"]), str(told["stacks"])
+    def _sentence(self, rank: int, told: Any, fate: str, mine: FlightRecorder) -> str:
+        doing, at, step, unreduced, stacks = of_types(told, str, float, int, int, str)
         age = max(0.0, time.time() - at)
         silent = (
             f" It has told nothing since: {fate or 'it is stopped, gone or out of reach'}."
             if (fate or age > 3 * self.patience)
             else ""
         )
-        return f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent} Its Python stacks:\n{stacks.rstrip()}"
+        apart = (
+            f" Up to its last averages it ran {unreduced} forward(s) in no_sync, this rank {mine.unreduced_before}: "
+            "if they are to be as many, one of its backwards was left out, or one here."
+            if step == mine.row.step and unreduced not in (UNKNOWN, mine.unreduced_before)
+            else ""
+        )
+        return f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{apart} Its Python stacks:\n{stacks.rstrip()}"
 
 
 def _fate(told: Any) -> str:
     """What has become of a process of this host; "" where it runs, or is elsewhere."""
-    host, pid, born = told
+    host, pid, born = of_types(told, str, int, str)
     if host != _host():
         return ""
     try:
-        if _born(int(pid)) != born:
+        if _born(pid) != born:
             raise ProcessLookupError
-        state = _stat(int(pid))[0]
+        state = _stat(pid)[0]
     except (OSError, IndexError):
         return f"its process {pid} has ended"
     names = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
@@ -126,8 +138,9 @@ class _Watch:
 
     def add(self, recorder: FlightRecorder, place: Whereabouts) -> None:
         with self._lock:
-            self._places[recorder] = place
+            # What was registered last is called first: the recorder has left the dictionary when this one is.
             weakref.finalize(recorder, self._stop_if_idle).atexit = False
+            self._places[recorder] = place
             if self._stop.is_set():
                 self._stop = threading.Event()
                 self._thread = threading.Thread(
@@ -145,6 +158,10 @@ class _Watch:
             if not self._places:
                 self._stop.set()
 
+    def after_fork(self) -> None:
+        """A fork has no such thread, nor anybody who would give back the lock; its wrappers are those that it makes."""
+        self.__init__()  # type: ignore[misc]
+
     def end(self) -> None:
         self._stop.set()
         if self._thread is not None:
@@ -157,6 +174,9 @@ class _Watch:
         patience = SHORTEST
         while not stop.wait(patience / 2):
             with self._lock:
+                if not self._places:
+                    stop.set()
+                    return
                 ranks = {place: recorder.rank for recorder, place in self._places.items()}
                 changes = sorted((id(recorder), recorder.changes) for recorder in self._places)
             patience = min((place.patience for place in ranks), default=SHORTEST)
@@ -167,7 +187,7 @@ class _Watch:
             if stalls:
                 told = at
             for place, rank in ranks.items():
-                with suppress(TransportError):
+                with suppress(RuntimeError):  # the store does not answer, or a wrapper is being made at this moment
                     if place not in introduced:
                         introduced.add(place)
                         place.introduce(rank)
@@ -178,6 +198,7 @@ class _Watch:
 
 _watch = _Watch()
 at_exit(Exit.REDUCERS, _watch.end)
+os.register_at_fork(after_in_child=_watch.after_fork)
 
 
 def watch(recorder: FlightRecorder, place: Whereabouts) -> None:
@@ -194,5 +215,5 @@ def explain(error: TransportError, recorder: FlightRecorder, place: Whereabouts 
     """The error, with what this rank did and what is known of those that did not come."""
     lines = [str(error), f"Rank {recorder.rank} was {recorder.doing()}."]
     if place is not None:
-        lines += [place.ask(rank) for rank in error.missing[:NAMED]]
+        lines += [place.ask(rank, recorder) for rank in error.missing[:NAMED]]
     return TransportError("\n".join(lines), error.missing)

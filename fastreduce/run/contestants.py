@@ -118,12 +118,6 @@ def _with_torchs_reducer(ours: Any) -> type:
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.nn.utils.clip_grad_norm_(self.parameters(), *args, **kwargs)
 
-    taken = (
-        "_ddp_init_helper",
-        "_pre_forward",
-        "_post_forward",
-        "_match_all_reduce_for_bwd_pass",
-        "_match_unused_params_allreduce",
-    )
+    taken = ("_ddp_init_helper", "_post_forward", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce")
     body = {name: getattr(TorchDDP, name) for name in taken}
     return type(ours.__name__, (ours,), {**body, "clip_grad_norm_": clip_grad_norm_, "__module__": ours.__module__})

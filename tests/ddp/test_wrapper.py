@@ -152,7 +152,7 @@ def _deleted(rank: int, world_size: int) -> tuple[list[str], int]:
     for step in range(3):
         model.zero_grad()
         model(batch(rank, step, 4, 20)).sum().backward()
-    assert communication_threads() == before + 1, "a thread to look for"
+    assert communication_threads() > before, "a thread to look for"
     references = {
         "module": weakref.ref(module),
         "wrapper": weakref.ref(model),

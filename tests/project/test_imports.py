@@ -30,7 +30,8 @@ REDUCTION = [
     {"nonfinite", "saved_residuals", "statistics"},
     {"bucketed"},
     {"events", "flight_record", "one_call"},
-    {"clock_offsets", "whereabouts"},
+    {"flight_recorder", "trace_files"},
+    {"clock_offsets", "stragglers", "whereabouts"},
     {"trace"},
     {"reducer"},
 ]

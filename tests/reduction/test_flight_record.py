@@ -14,7 +14,8 @@ from torch import nn
 
 from fastreduce import SettingError
 from fastreduce.environment.stacks import dump_at_signal
-from fastreduce.reduction.flight_record import STEPS, BucketFlight, Phase
+from fastreduce.reduction.flight_record import BucketFlight, Phase
+from fastreduce.reduction.flight_recorder import STEPS
 from tests.support.commands import run, with_environment
 from tests.support.models import wrap
 from tests.support.ranks import RankPool
@@ -83,7 +84,7 @@ def _trained(rank: int, world_size: int, setting: str) -> list[str]:
 def test_the_record_of_real_steps(ranks2: RankPool, setting: str):
     for data, forward, backward, after, optimizer in ranks2.run(_trained, setting):
         assert data.startswith("between its optimizer's step and its forward")
-        assert forward.startswith("in forward or the loss, for 0.")
+        assert forward.startswith("in forward, the loss or a backward of its own (no_sync), for 0.")
         assert "in backward, 7 of 12 gradients there, up to '2.bias'" in backward  # its weight comes next
         assert after.startswith("after its last averages") and optimizer.startswith("in an optimizer's step")
 
@@ -122,17 +123,26 @@ from fastreduce.environment.stacks import dump_at_signal
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 for name, take in (("USR2", lambda number: faulthandler.register(number, open(os.devnull, "w"))),
-                   ("USR1", lambda number: signal.signal(number, signal.SIG_IGN))):
+                   ("USR1", lambda number: signal.signal(number, signal.SIG_IGN)), ("none", None)):
     os.environ["FASTREDUCE_DUMP_SIGNAL"] = name
-    take(signal.Signals["SIG" + name])
+    number = signal.Signals["SIG" + name] if take else 0
+    if take:
+        take(number)
     dump_at_signal(lambda: "must not be printed")
-    os.kill(os.getpid(), signal.Signals["SIG" + name])
+    os.kill(os.getpid(), number)
     time.sleep(0.5)
-import fastreduce.environment.stacks as stacks
 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-stacks._dumping.clear()
+del os.environ["FASTREDUCE_DUMP_SIGNAL"]
 ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
 ddp(torch.ones(2, 4)).sum().backward()
+if not (child := os.fork()):
+    os.kill(os.getpid(), signal.SIGUSR1)  # nobody prints
+    time.sleep(0.5)
+    dump_at_signal(lambda: "the child")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(1)
+    os._exit(0)
+assert os.waitpid(child, 0) == (child, 0)
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
 
 def waits_in_cpp():
@@ -150,11 +160,12 @@ def test_a_signal_prints_record_and_stacks_and_takes_no_handler():
     assert done.returncode == 0 and done.stdout == "went on\n", done.stderr
     assert "must not be printed" not in done.stderr
     assert done.stderr.count("has a handler for SIGUSR") == 2, done.stderr
-    assert "rank 0 of 1 is after its last averages" in done.stderr and "step 0: " in done.stderr
+    assert done.stderr.count("the child\nMainThread:\n") == 1
+    assert done.stderr.count("rank 0 of 1 is after its last averages") == 1 and "step 0: " in done.stderr
     assert "MainThread:\n" in done.stderr and "in waits_in_cpp" in done.stderr
 
 
 def test_a_signal_that_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FASTREDUCE_DUMP_SIGNAL", "KILL")
-    with pytest.raises(SettingError, match="FASTREDUCE_DUMP_SIGNAL=KILL: allowed: USR1, USR2"):
+    with pytest.raises(SettingError, match="FASTREDUCE_DUMP_SIGNAL=KILL: allowed: USR1, USR2, none"):
         dump_at_signal(lambda: "")

@@ -20,7 +20,8 @@ from fastreduce import SettingError
 from fastreduce.cli import main as cli
 from fastreduce.reduction import clocks
 from fastreduce.reduction.clocks import now
-from fastreduce.reduction.trace import folder_asked_for, merge
+from fastreduce.reduction.trace import folder_asked_for
+from fastreduce.reduction.trace_files import merge
 from tests.support.models import grads_of, wrap
 from tests.support.ranks import RankPool
 
@@ -158,6 +159,10 @@ def _beside_profiler(rank: int, world_size: int, folder: str) -> None:
                 output = ddp(torch.ones(4, 64))
                 with record_function("ours waits"):
                     output.sum().backward()
+        if not (child := os.fork()):  # a worker of a data loader, which ends as Python does
+            ddp.reducer.trace.close()
+            os._exit(0)
+        os.waitpid(child, 0)
         ddp.reducer.close()
     if rank == 0:
         profiler.export_chrome_trace(f"{folder}/profile.json")

@@ -75,7 +75,10 @@ def test_a_setting_in_the_environment_is_checked_too(script: Path, monkeypatch: 
 def test_help_says_it_all_in_words_that_hold_here():
     done = CliRunner().invoke(main, ["run", "--help"])
     text = " ".join(done.stdout.split())
-    assert "fastreduce run [--compression SPEC] [options of torchrun] [--gpus N] script.py [arguments of the" in text
+    assert (
+        "fastreduce run [--compression SPEC] [--trace DIR] [options of torchrun] [--gpus N] script.py [its arguments]"
+        in text
+    )
     assert "--shutdown-timeout" in text and "without it 2." in text
     assert "Ranks on this machine; without it one." in text
     other = " ".join(CliRunner().invoke(main, ["launch", "--help"]).stdout.split())

@@ -1,0 +1,66 @@
+"""A rank that others wait for in vain is named in their error, with what it does and where its Python stands."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import free_port, with_environment
+from tests.support.fork_server import Forked, run_as_script, server
+
+TIMEOUT = 4.0
+LATE = 5.0  # beyond the timeout, until a rank has raised
+START, TEARDOWN = 120.0, 40.0
+JOB = "tests.support.late_jobs"
+TOLD = {
+    "loader": r"Rank 1, \d\.\d s ago, was between its optimizer's step and its forward \(data loading.*, in step 20\."
+    r" Its Python stacks:\nMainThread:\n(.*\n)+.* in load_batch\n",
+    "backward": r"Rank 1, \d\.\d s ago, was in backward, 7 of 12 gradients there, up to '2\.bias', for .*, in step 20\."
+    r" Its Python stacks:\nMainThread:\n(.*\n)+.* in hang_in_backward\n",
+    "stopped": r"Rank 1 has not told where it is: its process \d+ is stopped \(SIGSTOP\)\.",
+    "killed": r"Rank 1 has not told where it is: its process \d+ has ended\.",
+    "other": r"Rank 1, \d\.\d s ago, was waiting for other ranks, for .*, in step 1\."
+    r" Its Python stacks:\nMainThread:\n(.*\n)+.* in main\n",
+    "skipped": r"Rank 1, \d\.\d s ago, was between its optimizer's step and its forward \(.*, in step 29\."
+    r" Its Python stacks:\nMainThread:\n(.*\n)+.* in evaluate\n",
+    "no_sync": r"Rank 1, \d\.\d s ago, was between its optimizer's step and its forward \(.*, in step 29\."
+    r" Up to its last averages it ran 1 forward\(s\) in no_sync, this rank 0: if they are to be as many, .*\."
+    r" Its Python stacks:\nMainThread:\n(.*\n)+.* in evaluate\n",
+}
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+
+def _start(folder: Path, stack: ExitStack, what: str, transport: str) -> list[Forked]:
+    folder.mkdir()
+    port, ranks = str(free_port()), []
+    for rank in range(2):
+        where = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = with_environment(GLOO_SOCKET_IFNAME="lo", FASTREDUCE_TRANSPORT=transport, LOCAL_RANK=str(rank), **where)
+        job = (JOB, [what, str(TIMEOUT)], str(folder / f"{rank}.out"))
+        ranks.append(server(rank).fork(run_as_script, *job, env=env))
+        stack.callback(ranks[-1].kill)
+    return ranks
+
+
+SOME = [("loader", "gloo"), ("stopped", "shm"), ("no_sync", "gloo")]
+OTHERS = [("backward", "shm"), ("killed", "gloo"), ("other", "gloo"), ("skipped", "shm"), ("no_sync", "shm")]
+
+
+@pytest.mark.parametrize("cases", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
+def test_the_error_names_who_is_missing_and_where_it_is(tmp_path: Path, cases: list[tuple[str, str]]):
+    """Several groups of two ranks, side by side: they mostly wait."""
+    with ExitStack() as stack:
+        groups = {case: _start(tmp_path / "-".join(case), stack, *case) for case in cases}
+        deadline = time.monotonic() + START + TIMEOUT + LATE + TEARDOWN
+        for (what, transport), ranks in groups.items():
+            code = ranks[0].poll(max(0.0, deadline - time.monotonic()))
+            text = (tmp_path / f"{what}-{transport}" / "0.out").read_text().replace("[rank0]: ", "")
+            assert code == 1, f"{what}: {text}"
+            assert f"over {transport} failed" in text and "No word from rank 1: it" in text
+            assert re.search(r"\nRank 0 was waiting for other ranks in bucket \d of \d, sent \d", text), text
+            assert re.search(TOLD[what], text), f"{what}: {text}"

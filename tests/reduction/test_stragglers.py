@@ -1,0 +1,147 @@
+"""Who is late: found on real ranks by part, and not where nobody is, in made-up noise and on this machine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastreduce.reduction import stragglers
+from fastreduce.reduction.flight_record import Phase, Row
+from fastreduce.reduction.flight_recorder import FlightRecorder
+from fastreduce.reduction.stragglers import EVERY, TIMES, Comparison, Stragglers, _figures
+from tests.support.models import wrap
+from tests.support.ranks import RankPool
+
+PART = (TIMES + 1) * EVERY  # steps, in which all of the comparisons that count are of the same kind
+SLEEP = 0.008  # seconds by which a rank is late; a step of these takes as long
+EACH = {"clean": None, "compute": 1, "data": 0}
+"""What happens in a part of the training → to which rank."""
+
+
+def _train(rank: int, world_size: int) -> dict[str, Any]:
+    ddp = wrap("ours", nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+    alarms: list[Comparison] = []
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    stragglers.logger.addHandler(handler)
+    ddp.reducer.on_straggler(alarms.append)
+    slow = False
+    ddp.module[0].weight.register_hook(lambda _: time.sleep(SLEEP * slow))
+    seen: dict[str, Any] = {}
+    assert ddp.reducer.stragglers() is None
+    for what, late in EACH.items():
+        alarms.clear()
+        for step in range(PART):
+            if what == "data" and rank == late and step % 2:  # every second batch is slow
+                time.sleep(2 * SLEEP)
+            slow = what == "compute" and rank == late
+            optimizer.zero_grad()
+            if step % 4 == 3:
+                with ddp.no_sync():
+                    ddp(torch.randn(4, 64)).sum().backward()
+            ddp(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+        found = ddp.reducer.stragglers()
+        assert found is not None
+        seen[what] = found.as_dict(), len(alarms)
+    with ddp.join():
+        for _ in range(EVERY * (1 + rank)):
+            ddp(torch.randn(4, 64)).sum().backward()
+    seen["join"] = ddp.reducer.stragglers(), 0
+    stragglers.logger.removeHandler(handler)
+    ddp.reducer.close()
+    return {"seen": seen, "lines": lines}
+
+
+def test_who_is_late_on_real_ranks(ranks2: RankPool):
+    mine, theirs = ranks2.run(_train)
+    assert repr(mine["seen"]) == repr(theirs["seen"])  # NaN among them
+    seen = {what: found for what, (found, _) in mine["seen"].items()}
+    assert seen["clean"]["late"] == [] and mine["seen"]["clean"][1] == 0
+    for what, rank in EACH.items():
+        if rank is not None:
+            (late,) = seen[what]["late"]
+            assert (late["rank"], late["part"]) == (rank, what), seen[what]
+            assert 0.5 * SLEEP < late["seconds"] < 3 * SLEEP and late["share"] > 0.1
+            start = list(EACH).index(what) * PART
+            assert late["since"] <= start + EVERY  # earlier where the machine's other work has held the same rank up
+            assert mine["seen"][what][1] >= 1
+    assert not mine["lines"] == theirs["lines"] == [] and len(mine["lines"]) == 1, mine["lines"]
+    assert "rank 1 is late by" in mine["lines"][0] and "mostly in compute, since about step " in mine["lines"][0]
+    assert seen["join"] is None, "the other rank has joined: nobody is left to be compared with"
+
+
+def _row(compute: float, data: float) -> Row:
+    row = Row()
+    row.begin(0, 1.0, None)
+    row.seconds[Phase.BACKWARD], row.seconds[Phase.DATA] = compute, data
+    return row
+
+
+def _comparisons(seed: int, steps: int, slow: float) -> list[Comparison]:
+    """Of two ranks with noise: some ten slow steps in a row now and then, and single pauses ten times a step."""
+    chance = random.Random(seed)
+    judge = Stragglers(FlightRecorder(0, 2, [], []))
+    found = []
+    burst = [1.0, 1.0]
+    for end in range(EVERY, steps + 1, EVERY):
+        rows: list[list[Row]] = [[], []]
+        for _ in range(EVERY):
+            times = []
+            for rank in range(2):
+                if chance.random() < (0.1 if burst[rank] > 1 else 0.01):
+                    burst[rank] = 1.0 if burst[rank] > 1 else 1.5
+                pause = 0.2 if chance.random() < 0.005 else 0.0
+                compute = 0.02 * burst[rank] * chance.lognormvariate(0, 0.3) * (1 + slow * rank) + pause
+                rows[rank].append(_row(compute, 0.005))
+                times.append(compute + 0.005)
+            for rank in range(2):
+                rows[rank][-1].seconds[Phase.WAITING] = max(times) - times[rank]
+                rows[rank][-1].end = 1.0 + max(times)
+        verdict = judge._judge(end - 1, [_figures(each) for each in rows])
+        assert verdict is not None
+        found.append(verdict)
+    return found
+
+
+def test_noise_is_no_straggler_and_a_straggler_is_found_in_noise():
+    clean = [comparison for seed in range(30) for comparison in _comparisons(seed, 500, 0.0)]
+    assert not [comparison.late for comparison in clean if comparison.late]
+    late = [_comparisons(seed, 1000, 0.5) for seed in range(20)]
+    assert sum(any(comparison.late for comparison in each) for each in late) >= 19
+    assert {straggler.rank for each in late for comparison in each for straggler in comparison.late} == {1}
+
+
+def test_one_long_pause_is_none():
+    rows = [[_row(0.02, 0.0) for _ in range(EVERY)] for _ in range(2)]
+    rows[1][17].seconds[Phase.DATA] = 5.0  # a checkpoint
+    judge = Stragglers(FlightRecorder(0, 2, [], []))
+    for time_ in range(2 * TIMES):
+        for each in rows:
+            for row in each:
+                row.end = 1.02
+        verdict = judge._judge(time_ * EVERY, [_figures(each) for each in rows])
+        assert verdict is not None and verdict.late == []
+
+
+def test_a_rank_without_steps_is_left_out():
+    judge = Stragglers(FlightRecorder(0, 2, [], []))
+    full = _figures([_row(0.02, 0.0) for _ in range(EVERY)])
+    none = _figures([])
+    assert all(map(math.isnan, none))
+    assert judge._judge(49, [full, none]) is None and judge._judge(49, [full, none, full]) is not None
+
+
+@pytest.mark.parametrize("part", stragglers.PARTS)
+def test_parts_cover_the_phases(part: str):
+    phases = [phase for phases in stragglers.PARTS.values() for phase in phases]
+    assert sorted([*phases, Phase.WAITING]) == list(Phase) and stragglers.PARTS[part]

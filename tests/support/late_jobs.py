@@ -1,0 +1,74 @@
+"""What ranks do in test_who_is_late.py: `python -m tests.support.late_jobs WHAT SECONDS` with torch's variables.
+
+Rank 1 trains until step 20. By WHAT it then loads data for ever, stops or kills itself, hangs in its own hook in
+backward, or reduces another module than the others; or it leaves out a reduction, or runs it in no_sync alone, and when
+it has run all of its steps the others lack one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+STEPS, LATE = 30, 20
+SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
+
+
+def load_batch(what: str) -> Tensor:
+    if what == "loader":
+        time.sleep(1000)
+    if what in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[what])
+    return torch.randn(8, 64)
+
+
+def hang_in_backward(_: Tensor) -> None:
+    time.sleep(1000)
+
+
+def evaluate() -> None:
+    time.sleep(1000)
+
+
+def main() -> None:
+    what, seconds = sys.argv[1:]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    from fastreduce import DistributedDataParallel
+
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    group = dist.new_group(timeout=timedelta(seconds=float(seconds)))
+    ddp = DistributedDataParallel(model, compression="int8", bucket_cap_mb=0.03, process_group=group)
+    if what == "other":
+        other = DistributedDataParallel(nn.Linear(4, 4), compression="int8", process_group=group)
+        other(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    for step in range(STEPS):
+        late = dist.get_rank() == 1 and step == LATE
+        if step == LATE:
+            time.sleep(float(seconds) / 4)  # until ranks have introduced themselves
+        batch = load_batch(what if late else "")
+        if late and what == "backward":
+            model[2].weight.register_hook(hang_in_backward)
+        if late and what == "other":
+            other(torch.ones(2, 4)).sum().backward()
+        if late and what == "skipped":
+            continue
+        with ddp.no_sync() if late and what == "no_sync" else nullcontext():
+            ddp(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluate()
+
+
+if __name__ == "__main__":
+    main()

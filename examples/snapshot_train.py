@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fastreduce import DistributedDataParallel as DDP
 from fastreduce import SyncBatchNorm, load_checkpoint, save_checkpoint
+from fastreduce.distributed import destroy_process_group, init_process_group
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,9 +74,9 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = parse()
-    dist.init_process_group("gloo")
+    init_process_group("gloo")  # torchrun's ranks, and those of mpirun and srun
     train(args)
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 if __name__ == "__main__":

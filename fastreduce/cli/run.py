@@ -10,10 +10,11 @@ from pathlib import Path
 import typer
 
 from ..compression import ENVIRONMENT_VARIABLE
+from ..environment.engines import find_place
 from ..policy import Policy
 from ..reduction.trace import VARIABLE as TRACE
 from ..reduction.trace import folder_asked_for
-from ..run import replacement, worker
+from ..run import main, replacement, worker
 from .launch import make_parser, parse, start
 from .launch.elastic import fail, say
 from .trace import merge_after_run
@@ -48,9 +49,14 @@ def run(context: typer.Context) -> None:
     try:
         folder_asked_for()
         replacement.seed()
+        place = find_place()
     except ValueError as error:
         fail(str(error))
-    if options.nproc_per_node is None and options.gpus is None:  # as torchrun; the script may start its own ranks
+    alone = options.nproc_per_node is None and options.gpus is None
+    a_rank = alone and options.nnodes == "1:1" and not options.no_python and "RANK" not in os.environ
+    if a_rank and place is not None and place.world_size > 1:  # of those that mpirun or srun has started
+        main(["-m"] * options.module + [options.training_script, *options.training_script_args])
+    if alone:  # as torchrun; the script may start its own ranks
         options.nproc_per_node = "1"
         os.environ[worker.ALONE] = "1"
     with tempfile.TemporaryDirectory(prefix="fastreduce-run-") as folder:

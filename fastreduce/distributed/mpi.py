@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import TransportError
+from ..environment.engines import find_place
+from ..errors import SettingError, TransportError
 from ..transports import messages, register_transport
 from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.mpi import MpiTransport
@@ -23,14 +24,14 @@ from ..transports.mpi.communicator import load_mpi, poll
 
 T = TypeVar("T")
 
-# What launchers call a process's number on its host: Open MPI, MVAPICH, MPICH and Intel MPI, PALS, Slurm.
+# What launchers call a process's number on its host: Open MPI, MVAPICH, MPICH and Intel MPI, PALS. Slurm's number is
+# that of mpirun's daemon where there is one.
 LOCAL_RANKS = (
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "MV2_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
     "PMI_LOCAL_RANK",
     "PALS_LOCAL_RANKID",
-    "SLURM_LOCALID",
 )
 PRINTING_SECONDS = 1.0  # for mpirun to pass on what a rank printed last: an abort throws the rest away (seen)
 _TAG, _BYTES = 29713, 1024  # of the messages by which ranks meet
@@ -52,6 +53,7 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
 
     Raises:
         BackendUnavailableError: if mpi4py or an MPI library is missing, or MPI runs without threads.
+        SettingError: if RANK and WORLD_SIZE, or else srun, say another rank than MPI.
         TransportError: if ranks do not come within the timeout; on rank 0 it names them.
         ValueError: if there is a default group already.
     """
@@ -60,6 +62,7 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     world = load_mpi().COMM_WORLD
     rank, size = world.rank, world.size
     _end_job_on_exceptions()
+    _check_place(rank, size)
     host, port, local_rank, one_host = _rendezvous(world, timeout.total_seconds())
     local = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), local_rank)
     for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)):
@@ -72,6 +75,21 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     assert group is not None
     register_transport(group, MpiTransport)
     return group
+
+
+def _check_place(rank: int, size: int) -> None:
+    """Raise SettingError where MPI and a launcher disagree: processes would train alone, or with others than meant."""
+    told = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
+    place = find_place()
+    if None not in told:
+        same, who = told == (str(rank), str(size)), f"RANK={told[0]} and WORLD_SIZE={told[1]} say another"
+    else:
+        same, who = place is None or (place.rank, place.world_size) == (rank, size), str(place)
+    if not same:
+        raise SettingError(
+            f"init_process_group over MPI: MPI says rank {rank} of {size}, and {who}. Start the script with mpirun, or "
+            "with srun --mpi=TYPE for a TYPE that this MPI knows; ranks of torchrun cannot talk over MPI"
+        )
 
 
 def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:

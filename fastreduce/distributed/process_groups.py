@@ -15,12 +15,13 @@ from torch.distributed.distributed_c10d import _world
 from ..environment.variables import check_environment
 from ..errors import MismatchError, SettingError, TransportError
 from ..transports.connections import timeout_of
-from ..transports.meeting import meet
+from ..transports.hosts import this_host
+from ..transports.meeting import meet, notes
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
 from .checks import agree
 from .meetings import failed_meeting, group_or_default, meet_in
-from .queries import Made, get_backend, get_local_device, made_here, remember
+from .queries import Made, count_on_host, get_backend, get_local_device, made_here, remember
 from .rendezvous import count_initialisation, find_address, find_numbers, open_store
 
 _new_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -47,8 +48,8 @@ def init_process_group(
         init_method: env:// (MASTER_ADDR and MASTER_PORT, the default), tcp://host:port, or
             file:///path/of/a/new/file. Without an address, a fixed port of localhost.
         timeout: how long collectives and meetings wait for other ranks; None means torch's default.
-        world_size: the number of ranks; None means WORLD_SIZE.
-        rank: this rank; None means RANK.
+        world_size: the number of ranks; None means WORLD_SIZE, or what mpirun or srun says.
+        rank: this rank; None means RANK, or what mpirun or srun says.
         store: in place of `init_method`: what torch.distributed would take.
         pg_options: as in torch.
         device_id: as in torch.
@@ -80,7 +81,7 @@ def init_process_group(
             destroy_process_group()
             raise
         return
-    size, rank = find_numbers(init_method, world_size, rank)
+    size, rank = find_numbers(init_method, world_size, rank, store)
     chosen = names[""] if "" in names else ",".join(f"{device}:{name}" for device, name in names.items())
     address = "store://" if store is not None else find_address(init_method, size)
     found = store or open_store(address, rank, size, timeout)
@@ -116,14 +117,16 @@ def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, time
             "own (MASTER_PORT; for file://, a new file)"
         )
     try:
-        meet(store.at("join"), rank, range(size), seconds)
+        meet(store.at("join"), rank, range(size), seconds, this_host())
         (different,) = store.read_all(["join/complete"])
+        hosts = notes(store.at("join"), range(size)) if not different else []
     except TransportError as error:
         with contextlib.suppress(TransportError):
             store.at("", SOON_SECONDS).add(f"joined as {rank}", -1)
         raise failed_meeting(f"init_process_group at {address}", size, error, seconds, rank) from error
     if different:
         raise _mismatch(call, address, different)
+    count_on_host(hosts, rank)
 
 
 def _mismatch(call: str, address: str, different: str) -> MismatchError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,8 @@ import torch.distributed as dist
 
 from ..errors import SettingError
 from .meetings import group_or_default
-from .rendezvous import is_on_one_host
 
-_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Made:
 
 
 _made: Made | None = None
+_counted: int | None = None  # this rank's number among those of its host
 
 
 def made_here() -> Made | None:
@@ -34,8 +35,16 @@ def made_here() -> Made | None:
 
 def remember(made: Made | None) -> None:
     """Keep what `init_process_group` has made; None once it is destroyed."""
-    global _made
+    global _made, _counted
     _made = made
+    if made is None:
+        _counted = None
+
+
+def count_on_host(hosts: Sequence[str], rank: int) -> None:
+    """Let the local rank be this rank's number among those with the same host; `hosts` has one for each rank."""
+    global _counted
+    _counted = hosts[:rank].count(hosts[rank])
 
 
 def is_initialized() -> bool:
@@ -79,18 +88,20 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
 
 
 def get_local_rank() -> int:
-    """This rank's number on its host: LOCAL_RANK, or what MPI and Slurm call it.
-
-    Where nothing says so: the rank, if all ranks met on a loopback address.
+    """This rank's number on its host: LOCAL_RANK, else as counted by `init_process_group`, else as mpirun or srun says.
 
     Raises:
         SettingError: if it cannot be known.
     """
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if _counted is not None:
+        return _counted
     for variable in _LOCAL_RANK_VARIABLES:
         if variable in os.environ:
             return int(os.environ[variable])
-    if dist.is_initialized() and (dist.get_world_size() == 1 or (_made and is_on_one_host(_made.address))):
-        return dist.get_rank()
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        return 0
     raise SettingError("get_local_rank: LOCAL_RANK is not set: start with torchrun or fastreduce launch, or set it")
 
 

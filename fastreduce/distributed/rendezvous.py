@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 
+from ..environment.engines import translate
 from ..errors import SettingError, TransportError
 from ..transports.deadlines import GRACE_SECONDS, in_background
 
@@ -58,14 +59,22 @@ def _tcp(address: str) -> str:
     )
 
 
-def find_numbers(init_method: str | None, world_size: int | None, rank: int | None) -> tuple[int, int]:
+def find_numbers(
+    init_method: str | None, world_size: int | None, rank: int | None, store: dist.Store | None = None
+) -> tuple[int, int]:
     """World size and rank: as given, as in `tcp://host:port?rank=0&world_size=2`, or as in the environment.
+
+    Where mpirun or srun started this process, the environment is completed before it is read.
 
     Raises:
         SettingError: if one is missing, no number or out of range.
     """
     query = parse_qs(urlsplit(init_method or "").query)
     in_url = {name: values[0] for name, values in query.items()}
+    given = {"world_size": world_size, "rank": rank}
+    asked = {name for name, number in given.items() if number is None and name not in in_url}
+    if "world_size" in asked or (asked and world_size != 1):
+        translate(address=store is None and init_method in (None, "env://"))
     size = _number("world_size", world_size, in_url, "WORLD_SIZE")
     found = 0 if size == 1 and rank is None and "RANK" not in os.environ else _number("rank", rank, in_url, "RANK")
     if size < 1 or not 0 <= found < size:
@@ -80,7 +89,7 @@ def _number(name: str, given: int | None, in_url: Mapping[str, str], variable: s
     if text is None:
         raise SettingError(
             f"init_process_group: {name} is not given and {variable} not set: pass rank= and world_size=, "
-            "or start the script with torchrun or fastreduce launch"
+            f"or start the script with torchrun or fastreduce launch{_forgotten_launcher()}"
         )
     try:
         return int(text)
@@ -88,10 +97,13 @@ def _number(name: str, given: int | None, in_url: Mapping[str, str], variable: s
         raise SettingError(f"init_process_group: {name}={text!r} is no number ({variable}, if not given)") from None
 
 
-def is_on_one_host(address: str) -> bool:
-    """Whether all ranks that meet there are on this machine."""
-    host = urlsplit(address).hostname
-    return address == "local://" or (host is not None and _is_loopback(host))
+def _forgotten_launcher() -> str:
+    """What is said where an engine has prepared for a launcher that was not called."""
+    if "PET_NNODES" in os.environ:
+        return ", to which PET_NNODES and the other PET_ variables are addressed"
+    if "SLURM_JOB_ID" in os.environ:
+        return ", or in a Slurm job with srun"
+    return ""
 
 
 def _is_loopback(host: str) -> bool:

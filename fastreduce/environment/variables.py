@@ -115,5 +115,5 @@ def this_rank() -> int:
     """The rank in the default group, or what the launcher says; 0 where nobody does."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    given = (os.environ.get(name, "") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"))
+    given = (os.environ.get(name, "") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"))
     return next((int(text) for text in given if text.isdecimal()), 0)

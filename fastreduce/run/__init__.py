@@ -1,7 +1,7 @@
 """Run an unedited script with our DDP in the place of torch's: `python -m fastreduce.run script.py …`.
 
 Under torchrun: `torchrun --nproc_per_node=2 -m fastreduce.run script.py …`, or in one command
-`fastreduce run --nproc_per_node=2 script.py …`.
+`fastreduce run --nproc_per_node=2 script.py …`. Under mpirun and srun it gives the script torchrun's variables.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..compression import ENVIRONMENT_VARIABLE
+from ..environment.engines import translate
 from ..policy import Policy
 from . import replacement
 
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         Policy.of(None)
         replacement.seed()
+        translate()
     except ValueError as error:
         _fail(str(error))
     if kind == "module" and PathFinder.find_spec(script[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:

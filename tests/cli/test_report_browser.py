@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is missing: pip install playwright")
 pytest.importorskip("plotly", reason="plotly is missing: pip install plotly")
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Error, sync_playwright
 
 from fastreduce.cli.report import page
 from tests.support.results_files import HOSTILE, of_a_script, of_digits, with_names, write
@@ -70,7 +70,10 @@ class Opened:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # a page of our own
+        try:
+            chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # a page of our own
+        except Error as error:
+            pytest.skip(f"Chromium is installed and does not start here: {error}")
         yield chromium
         chromium.close()
 

@@ -20,14 +20,18 @@ SETTINGS = (
     "fp16:accumulate=wire",
     "bf16",
     "bf16:accumulate=wire",
+    "bf16:rounding=stochastic",
     "int8",
     "int8:error_feedback",
+    "int8:rounding=stochastic",
     "int8:block=16",
     "fp8",
     "fp8:error_feedback",
+    "fp8:rounding=stochastic",
     "int4",
     "int4:block=64",
     "int4:error_feedback",
+    "int4:rounding=stochastic",
     "auto4",
 )
 Row = dict[str, Any]

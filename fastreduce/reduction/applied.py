@@ -25,12 +25,21 @@ _optimized: set[int] = set()  # identities of parameters that a torch optimizer 
 
 
 def norms_of(grads: Sequence[Tensor]) -> Tensor:
-    """Of each gradient, all on one device and of one dtype, the largest magnitude and the sum of all, FP64 `[2, n]`."""
-    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    """Of each gradient, all on one device and of one dtype, the largest magnitude and the sum of all, FP64 `[2, n]`.
+
+    Of a sharded one it is what lies on this rank.
+    """
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in map(_here, grads)]
     real = [grad if grad.numel() else grad.new_zeros(1) for grad in real]
     wide = torch.float64 if real[0].dtype is torch.float64 else torch.float32
     norms = [torch._foreach_norm(real, order, dtype=wide) for order in (math.inf, 1)]
     return torch.stack([torch.stack(each).double() for each in norms])
+
+
+def _here(grad: Tensor) -> Tensor:
+    """What lies on this rank of a gradient: all of it, or of a DTensor its local part."""
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local
 
 
 class Applied:
@@ -53,6 +62,7 @@ class Applied:
         scale: what the average was multiplied by before it was stored.
         watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
         older: positions of slots whose gradients an earlier reduction has left: no average of this one is theirs.
+        counted: whether gradients count their changes (`Tensor._version`). DTensors do not, so that each is measured.
     """
 
     def __init__(
@@ -63,6 +73,7 @@ class Applied:
         scale: float = 1.0,
         watched: bool = True,
         older: Collection[int] = (),
+        counted: bool = True,
     ) -> None:
         count = len(parameters)
         grads = [parameter.grad for parameter in parameters]
@@ -72,6 +83,7 @@ class Applied:
         self._versions = [0 if grad is None else grad._version for grad in grads]
         # Weakly: the pipeline whose method it is holds this.
         self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
+        self._counted = counted
         self.expected: list[Factor] = [scale] * count
         self._rest: list[Factor] = [1.0] * count
         self._stepped = [False] * count
@@ -133,7 +145,7 @@ class Applied:
                 self._carried[i] = 0.0  # it leaves parameters without a gradient alone
             else:
                 self._stepped[i] = True
-                if not intact:
+                if not (intact and self._counted):
                     written.append(i)
         for i, factor in zip(written, self._measure(written), strict=True):
             self._rest[i] = self._rest[i] * factor
@@ -175,7 +187,7 @@ class Applied:
             grad, intact = self._state(i)
             if grad is None or grad is not self._grads[i]():
                 self._carried[i] = 0.0
-            elif not intact:
+            elif not (intact and self._counted):
                 written.append(i)
             elif self._carried[i] is None:
                 self._carried[i] = 1.0
@@ -212,7 +224,7 @@ class Applied:
         then[0] = then[0].to(stored).double()
         thrown_away = ~now.isfinite() | (now == 0)
         ratios = torch.where(then == 0, 1.0, torch.where(thrown_away, 0.0, now / then))
-        same = (ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0]
+        same = (then[0] != 0) & ((ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0])
         known = _products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
         found: list[Factor] = list(ratios[0].unbind()) if ratios.is_cuda else ratios[0].tolist()
         uniform: list[Any] = list(same.unbind()) if ratios.is_cuda else same.tolist()
@@ -237,6 +249,29 @@ class Applied:
             return None
         expected, (factor,) = self.expected[0], _products(self.expected[:1], self._rest[:1])
         return None if isinstance(expected, Tensor) or isinstance(factor, Tensor) else (factor, expected)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known of each average that it was applied, or that it never will be."""
+        return all(
+            stepped or i in self._left or (carried is not None and _is(carried, 0.0))
+            for i, (stepped, carried) in enumerate(zip(self._stepped, self._carried, strict=True))
+        )
+
+    def fates(self) -> tuple[list[Factor], list[Factor]]:
+        """By slot, what was measured beside what was expected, and what `look` has seen; NaN where it saw nothing."""
+        return list(self._rest), [math.nan if carried is None else carried for carried in self._carried]
+
+    def put_fates(self, rest: Sequence[Factor], carried: Sequence[Factor]) -> None:
+        """Go by what others have measured and seen, but for NaN."""
+        for mine, told in ((self._rest, rest), (self._carried, carried)):
+            for i, (own, factor) in enumerate(zip(mine, told, strict=True)):
+                if own is None:
+                    continue
+                if isinstance(factor, Tensor):
+                    mine[i] = torch.where(factor.isnan(), own, factor)
+                elif not math.isnan(factor) and factor != own:
+                    mine[i] = factor
 
     def carried(self) -> set[int]:
         """Positions of the slots whose averages nobody has applied, and are in `.grad` still."""

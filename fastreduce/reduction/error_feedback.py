@@ -39,9 +39,11 @@ class ErrorFeedback:
         rank: this rank.
         shards: ranks among which the bucket is divided.
         block: elements of a block.
+        rows: where the bucket is one row of so many alike, one for each rank, whose sums nobody compresses: there is
+            no second stage.
 
     Attributes:
-        residuals: `[2, total]`, of this rank's gradients.
+        residuals: `[2, total]`, of this rank's gradients; or `[2, rows, total]`.
         shard_residuals: `[2, total / shards]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
         turned: whether the last reduction has changed it already, as is right where all averages are applied.
@@ -50,12 +52,15 @@ class ErrorFeedback:
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
     """
 
-    def __init__(self, bucket: Bucket, rank: int, shards: int, block: int) -> None:
+    def __init__(self, bucket: Bucket, rank: int, shards: int, block: int, rows: int | None = None) -> None:
         self._bucket, self._block, self._shards = bucket, block, shards
         self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
         own = bucket.total // shards
         self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        self._first, self._second = _Rows(0, bucket.total, self.turn), _Rows(rank * own, own, self.turn)
+        if rows is None:
+            self._first, self._second = _Rows(0, bucket.total, self.turn), _Rows(rank * own, own, self.turn)
+        else:
+            self._first, self._second = _Rows(0, bucket.total, self.turn, (rows,)), _Rows(0, 0, self.turn)
         self.residuals, self.shard_residuals = self._first.rows, self._second.rows
         self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
@@ -131,7 +136,7 @@ class ErrorFeedback:
             parts.append(self.folded(i, self._first.base, self._second.base))
             self._carried.discard(i)
         for all_rows, row in zip((self._first, self._second), rows, strict=True):
-            row[all_rows.part(*self._place(i))] = 0
+            row[..., all_rows.part(*self._place(i))] = 0
         return Parts(parts[0], parts[1] if len(parts) > 1 else None, self.units_now()[i])
 
     def spread(self, gather: Callable[[Tensor], None]) -> None:
@@ -158,9 +163,9 @@ class ErrorFeedback:
         self.commit()
         place = slice(self._place(i)[0], self._place(i)[0] + self._bucket.slots[i].numel)
         if parts.base is not None:
-            self.residual[place] = parts.base
+            self.residual[..., place] = parts.base
             self._keep_base(i)
-        self.residual[place] = parts.residual
+        self.residual[..., place] = parts.residual
         units = self.units_now()
         units[i] = parts.unit
         self.units = units
@@ -171,9 +176,9 @@ class ErrorFeedback:
         The first is averaged over the ranks and the second is not, so it counts `shards` times.
         """
         start, slot = self._place(i)[0], self._bucket.slots[i]
-        found, part = row[start : start + slot.numel].clone(), self._second.part(start, start + slot.numel)
+        found, part = row[..., start : start + slot.numel].clone(), self._second.part(start, start + slot.numel)
         offset = part.start + self._second.first - start
-        found[offset : offset + part.stop - part.start].add_(shard[part], alpha=self._shards)
+        found[..., offset : offset + part.stop - part.start].add_(shard[part], alpha=self._shards)
         return found
 
     def _place(self, i: int) -> tuple[int, int]:
@@ -188,10 +193,28 @@ class ErrorFeedback:
         magnitudes: Callable[[], Tensor],
         scale: float = 1.0,
         watched: bool = True,
+        counted: bool = True,
     ) -> None:
         """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
         self._idle = self._carried.intersection(left)
-        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle)
+        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle, counted)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what became of all averages is known: then `settled` is what the next reduction starts from."""
+        return not self._carried and (self._applied is None or self._applied.is_known)
+
+    def fates(self) -> Tensor | None:
+        """What this rank knows of the averages that are followed (`Applied.fates`), FP64 `[2, slots]` on the device."""
+        if self._applied is None:
+            return None
+        return torch.stack([_stack(row, self.turn.device) for row in self._applied.fates()])
+
+    def put_fates(self, fates: Tensor) -> None:
+        """Go by what others know of them, as far as they do; NaN elsewhere."""
+        if self._applied is not None:
+            rest, carried = (list(row.unbind()) if reads_late(row) else row.tolist() for row in fates)
+            self._applied.put_fates(rest, carried)
 
     def look(self) -> None:
         """See whether gradients that nobody has applied are still there; before others accumulate."""
@@ -331,11 +354,14 @@ class Parts(NamedTuple):
 
 
 class _Rows:
-    """Two rows over the elements from `first` of a bucket, of which row `turn` counts; no host waits for a device."""
+    """Two rows over the elements from `first` of a bucket, of which row `turn` counts; no host waits for a device.
 
-    def __init__(self, first: int, numel: int, turn: Tensor) -> None:
+    With `shape`, so many of each, side by side.
+    """
+
+    def __init__(self, first: int, numel: int, turn: Tensor, shape: tuple[int, ...] = ()) -> None:
         self.first, self._turn = first, turn
-        self.rows = torch.zeros(2, numel, device=turn.device)
+        self.rows = torch.zeros(2, *shape, numel, device=turn.device)
         self.base: Tensor | None = None  # of slots whose averages are in `.grad` still: what row `turn` was before
 
     def clone(self, turn: Tensor) -> _Rows:
@@ -346,7 +372,7 @@ class _Rows:
 
     def part(self, start: int, stop: int) -> slice:
         """Elements `start` to `stop` of the bucket, as far as they are here."""
-        start, stop = (min(max(end - self.first, 0), self.rows.shape[1]) for end in (start, stop))
+        start, stop = (min(max(end - self.first, 0), self.rows.shape[-1]) for end in (start, stop))
         return slice(start, stop)
 
     def scale(self, factor: float) -> None:
@@ -357,12 +383,13 @@ class _Rows:
 
     def blend(self, start: int, stop: int, old: float, new: float) -> None:
         """The row that was written last → the sum of row `turn` and itself, with these weights."""
-        self._blend(self.rows[:, self.part(start, stop)], old, new)
+        self._blend(self.rows[..., self.part(start, stop)], old, new)
 
     def blend_blocks(self, old: Tensor, new: Tensor, block: int) -> None:
         """The same for everything, with weights `[blocks of the bucket, 1]`."""
-        here = slice(self.first // block, (self.first + self.rows.shape[1]) // block)
-        self._blend(self.rows.view(2, -1, block), old[here], new[here])
+        *shape, numel = self.rows.shape
+        here = slice(self.first // block, (self.first + numel) // block)
+        self._blend(self.rows.view(*shape, numel // block, block), old[here], new[here])
 
     def _blend(self, rows: Tensor, old: float | Tensor, new: float | Tensor) -> None:
         if not reads_late(rows):
@@ -378,14 +405,14 @@ class _Rows:
         if self.base is None:
             self.base = torch.zeros_like(self.rows[0])
         part = self.part(start, stop)
-        torch.where(self._turn == 0, self.rows[0, part], self.rows[1, part], out=self.base[part])
+        self.base[..., part] = torch.where(self._turn == 0, self.rows[0, ..., part], self.rows[1, ..., part])
 
     def restore_base(self, start: int, stop: int) -> None:
         """Copy it back."""
         assert self.base is not None
         part = self.part(start, stop)
         for turned, row in enumerate(self.rows):
-            torch.where(self._turn == turned, self.base[part], row[part], out=row[part])
+            row[..., part] = torch.where(self._turn == turned, self.base[..., part], row[..., part])
 
 
 def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tensor] = ()) -> None:

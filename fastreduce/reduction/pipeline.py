@@ -100,7 +100,7 @@ class BucketPipeline:
         names = [slot.name for slot in bucket.slots]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
-        self._naming = _Naming(self.about)
+        self._naming = Naming(self.about)
         self._block, self._form, shards = compression.block, compression.format, transport.world_size
         self._kernels = ops.choose(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
@@ -422,7 +422,7 @@ class BucketPipeline:
         return self.wire.view(shards, -1)[:, start : start + size].view(dtype).float()
 
 
-class _Naming:
+class Naming:
     """Around collectives: errors say what the bucket holds, but for one of another, which failed by itself, earlier."""
 
     def __init__(self, about: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +68,22 @@ def test_the_gpu_example_trains_a_tiny_model_where_there_is_no_gpu(model: str, i
     start = rf"{model} \(tiny\), 2 ranks on (?:cpu|cuda), compression fp16: loss"
     found = re.fullmatch(rf"{start} (\S+) to (\S+), (\S+) ms per step, \S+ {items} per second\n", done.stdout)
     assert found and float(found[2]) < float(found[1]) and float(found[3]) > 0, done.stdout
+
+
+@pytest.mark.long
+def test_the_sharded_example_trains_and_saves(tmp_path: Path):
+    script, options = ROOT / "examples" / "fsdp_train.py", ["--steps", "21", "--checkpoint", tmp_path / "saved"]
+    done = run(FASTREDUCE, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"step 0: loss (\S+)\nstep 20: loss (\S+)\n\d+ bytes of gradients .*\n", done.stdout)
+    assert found and float(found[2]) < 0.8 * float(found[1]), done.stdout
+    assert (tmp_path / "saved" / ".metadata").exists()
+
+
+def test_the_page_of_the_sharded_example_shows_its_code():
+    page, script = (ROOT.joinpath(name).read_text() for name in ("docs/fsdp.md", "examples/fsdp_train.py"))
+    shown, saved, _ = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(shown, " " * 4) in script and textwrap.indent(saved, " " * 8) in script
 
 
 def test_its_models_are_as_large_as_their_names_say():

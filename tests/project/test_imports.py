@@ -20,7 +20,7 @@ HOUSE = [
     {"ops", "transports"},
     {"reduction"},
     {"ddp", "checkpoint", "hooks"},
-    {"fastreduce", "run", "lightning", "distributed"},
+    {"fastreduce", "run", "lightning", "distributed", "fsdp"},
     {"cli"},
 ]
 REDUCTION = [

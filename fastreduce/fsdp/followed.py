@@ -1,0 +1,124 @@
+"""What became of sharded gradients, for error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..reduction.applied import norms_of
+from ..reduction.error_feedback import ErrorFeedback
+from ..transports import Transport
+from .torch_fsdp import Group, backward_under_way, call_after_backward
+
+
+class Followed:
+    """The gradients of some parameters of a group, under error feedback.
+
+    Args:
+        feedback: what was lost of them.
+        group: the group.
+        positions: of the parameters in the group.
+        transport: the ranks of which each knows another part of them; None where residuals are of the own part alone.
+    """
+
+    def __init__(
+        self, feedback: ErrorFeedback, group: Group, positions: Sequence[int], transport: Transport | None = None
+    ) -> None:
+        self.feedback, self.group, self.transport = feedback, group, transport
+        self._members = [(i, group.members[i]) for i in positions]
+        self._norms = torch.zeros(2, len(positions), dtype=torch.float64)
+
+    def norms(self) -> Tensor:
+        """What was measured when they were stored, FP64 `[2, parameters]` (`norms_of`)."""
+        return self._norms.clone()
+
+    def follow(self, present: Sequence[int]) -> None:
+        """The gradients of a message are stored."""
+        grads = [member.parameter.grad for _, member in self._members]
+        like = self._members[0][1].local
+        self._norms = norms_of([like.new_zeros(1) if grad is None else grad for grad in grads])
+        self.feedback.follow(
+            [member.parameter for _, member in self._members],
+            [k for k, (i, _) in enumerate(self._members) if i not in present],
+            self.norms,
+            # What steps in backward has stepped: its averages count as applied.
+            watched=not any(member.steps_in_backward for _, member in self._members),
+            counted=False,
+        )
+
+    def seen(self) -> Tensor | None:
+        """What this rank knows of their averages, FP64 `[3, parameters]`: `ErrorFeedback.fates`, and 1.
+
+        Zeros where it has none of an average, or zeros. None before the first.
+        """
+        fates = self.feedback.fates()
+        if fates is None:
+            return None
+        has_any = ((self._norms[0] > 0) & self._norms.isfinite().all(0)).double().to(fates.device)
+        return torch.cat([fates.nan_to_num(), torch.ones_like(has_any)[None]]) * has_any
+
+    def agree(self, seen: Tensor) -> None:
+        """Go by the mean over the ranks that have seen anything; `seen` is the sum of what they have."""
+        counts = seen[2]
+        self.feedback.put_fates(torch.where(counts > 0, seen[:2] / counts, torch.nan))
+
+
+class Follower:
+    """Lets error feedback see, once in a backward of a model, what became of the last one's gradients.
+
+    A clipped DTensor has the version that it had, and FSDP adds to gradients that are there behind their backs. So they
+    are measured when a backward has stored them, and again before the next one stores others. A rank that has nothing
+    of a parameter, or zeros, can measure nothing: the ranks tell each other.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[Followed] = []
+        self._stored: dict[Followed, list[int]] = {}  # by this backward, and not followed yet
+        self._backward = -1
+
+    def add(self, followed: Sequence[Followed]) -> None:
+        """Look at these from now on."""
+        self._all += followed
+
+    def remove(self, followed: Sequence[Followed]) -> None:
+        """Look at these no more."""
+        self._all = [each for each in self._all if each not in followed]
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """See what is left of all gradients, and whether all were finite; every rank calls it."""
+        by_transport: dict[Transport, list[tuple[Followed, Tensor]]] = {}
+        for each in self._all:
+            each.feedback.look()
+            if each.transport is not None and (seen := each.seen()) is not None:
+                by_transport.setdefault(each.transport, []).append((each, seen))
+        for transport, known in by_transport.items():
+            infinite = torch.stack([~each.feedback.finite for each, _ in known]).sum()
+            told = torch.cat([*(seen.flatten() for _, seen in known), infinite.double()[None]])
+            transport.all_reduce(told).wait()
+            sums = told[:-1].split([seen.numel() for _, seen in known])
+            for (each, seen), sum_ in zip(known, sums, strict=True):
+                each.agree(sum_.view_as(seen))
+                each.feedback.finite = told[-1] == 0
+
+    def begin(self, followed: Sequence[Followed], present: Sequence[int]) -> None:
+        """A message is about to be reduced and stored; every rank calls it."""
+        if not followed:
+            return
+        backward = backward_under_way()
+        if backward != self._backward or any(each in self._stored for each in followed):
+            self.end()  # what is there is of a backward that raised, or of this one
+            self.look()
+            self._backward = backward
+            call_after_backward(self.end)
+        self._stored.update((each, list(present)) for each in followed)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """All that was reduced has been stored."""
+        stored, self._stored, self._backward = self._stored, {}, -1
+        for each, present in stored.items():
+            each.group.wait_until_stored()
+            each.follow(present)

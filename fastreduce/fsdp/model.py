@@ -1,0 +1,209 @@
+"""What fastreduce does for one sharded model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compression import Compression, NoCompression
+from ..environment.exits import Exit, at_exit
+from ..errors import SettingError
+from ..policy import AnySetting, Policy, assigned
+from ..reduction.agreement import check_agreement, describe_tensor
+from ..reduction.pipeline import warm_up as warm_up_pipelines
+from ..reduction.shared_buffers import SharedBuffers
+from ..transports import Transport, make_transport
+from . import wires
+from .followed import Follower
+from .kept import Kept
+from .reduce_scatter import CompressedReduceScatter
+from .replicas import ReplicaAverage
+from .torch_fsdp import Group, groups_of
+
+
+class ShardedModel:
+    """The reductions of a model that `fully_shard` has sharded; what `torch.distributed.checkpoint` calls Stateful.
+
+    Args:
+        model: the model.
+
+    Raises:
+        SettingError: if nothing in it is sharded, or something by what cannot be replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._groups = groups_of(model)
+        self._names = [member.name for group in self._groups for member in group.members]
+        self._scatters: list[CompressedReduceScatter] = []
+        self._averages: list[ReplicaAverage] = []
+        self._transports: list[Transport] = []
+        self._replicas: Transport | None = None
+        self._follower = Follower()
+        self._close = weakref.finalize(self, _close, self._transports)
+        self._close.atexit = False
+        _alive.add(self)
+
+    @property
+    def _reductions(self) -> list[CompressedReduceScatter | ReplicaAverage]:
+        return [*self._scatters, *self._averages]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in one backward for its gradients, by the reductions that were replaced."""
+        return sum(reduction.sent_bytes for reduction in self._reductions)
+
+    def close(self) -> None:
+        """End the connections; the model trains no more."""
+        self._close()
+
+    def compress(self, compression: AnySetting | Policy, transport: str | None) -> None:
+        """Replace the reduce-scatter of every group (`fastreduce.fsdp.compress`)."""
+        if self._scatters:
+            raise SettingError("fastreduce.fsdp.compress: called already for this model; call it once")
+        settings, error = self._settings(compression, "compress", summed_here=True)
+        by_ranks: dict[tuple[int, ...], list[Group]] = {}
+        for group in self._groups:
+            by_ranks.setdefault(tuple(dist.get_process_group_ranks(group.ranks)), []).append(group)
+        for groups in by_ranks.values():
+            made = self._connect(groups[0].ranks, groups, transport, settings, error)
+            for group, dtype, setting in self._kinds(groups, settings):
+                wires.warm_up(dtype, group.device, setting, made.world_size)
+            buffers = SharedBuffers()
+            for group in groups:
+                scatter = CompressedReduceScatter(group, settings, made, buffers, self._follower)
+                group.reduce_with(scatter)
+                self._scatters.append(scatter)
+
+    def replicate(self, ranks: dist.ProcessGroup, compression: AnySetting | Policy, transport: str | None) -> None:
+        """Average every group's shard over `ranks` (`fastreduce.fsdp.replicate`)."""
+        if self._averages:
+            raise SettingError("fastreduce.fsdp.replicate: called already for this model; call it once")
+        settings, error = self._settings(compression, "replicate", summed_here=False)
+        for group in self._groups:
+            error = error or group.hooked()
+        self._replicas = made = self._connect(ranks, self._groups, transport, settings, error)
+        for group, dtype, setting in self._kinds(self._groups, settings):
+            warm_up_pipelines(dtype, group.device, setting, made)
+        for group in self._groups:
+            average = ReplicaAverage(group, settings, made, self._follower)
+            group.average_with(average)
+            self._averages.append(average)
+
+    def _settings(
+        self, compression: AnySetting | Policy, call: str, summed_here: bool
+    ) -> tuple[dict[str, Compression], Exception | None]:
+        """The setting of each parameter; an error is for all ranks to know."""
+        try:
+            setting = Policy.of(compression)
+            if isinstance(setting, Compression) and setting.warm_up:
+                raise SettingError(
+                    f"fastreduce.fsdp.{call}: {str(setting)!r}: it counts no steps, so it takes no warm_up"
+                )
+            parameters = [member.parameter for group in self._groups for member in group.members]
+            settings = dict(zip(self._names, assigned(setting, self._names, parameters), strict=True))
+            for each in dict.fromkeys(settings.values()):
+                if each.random_seed is not None:
+                    raise SettingError(
+                        f"fastreduce.fsdp.{call}: {str(each)!r}: it counts no steps, so it takes no rounding=stochastic"
+                    )
+                if summed_here and not each.two_shot and not isinstance(each, NoCompression):
+                    raise SettingError(
+                        f"fastreduce.fsdp.{call}: {str(each)!r} is summed by the transport's all-reduce, and sharded "
+                        f"gradients are reduced by an all-to-all and our kernel: write {each.name!r}"
+                    )
+        except SettingError as error:
+            return {}, error
+        return settings, None
+
+    def _connect(
+        self,
+        ranks: dist.ProcessGroup,
+        groups: Iterable[Group],
+        asked: str | None,
+        settings: Mapping[str, Compression],
+        error: Exception | None,
+    ) -> Transport:
+        """A transport, on which all ranks have agreed."""
+        groups = list(groups)
+        made = make_transport(ranks, groups[0].device, asked)
+        members = [member for group in groups for member in group.members]
+        told = {f"the parameter {m.name!r}": f"{settings.get(m.name)}, {_describe(m.parameter)}" for m in members}
+        try:
+            check_agreement(made, told, error)
+        except BaseException:
+            made.close()
+            raise
+        self._transports.append(made)
+        return made
+
+    def _kinds(
+        self, groups: Iterable[Group], settings: Mapping[str, Compression]
+    ) -> list[tuple[Group, torch.dtype, Compression]]:
+        """What kernels will meet: a group of each kind."""
+        found = {
+            (group.device, group.reduce_dtype, settings[member.name]): group
+            for group in groups
+            for member in group.members
+        }
+        return [(group, dtype, setting) for (_, dtype, setting), group in found.items()]
+
+    # What error feedback keeps
+
+    def _kept(self) -> list[Kept]:
+        return [kept for reduction in self._reductions for kept in reduction.kept()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What error feedback keeps; every rank calls it, as `torch.distributed.checkpoint` does.
+
+        DTensors by parameter name, sharded as the parameters are: the mean of what ranks keep, which is what counts. It
+        is loaded on any number of ranks. Where every average has been applied or thrown away, as between two steps,
+        all ranks go on with that mean, so that a training which loads it has the bits of this one.
+        """
+        kept, state = self._kept(), dict[str, Any]()
+        self._follower.look()
+        settled = all(each.is_settled for each in kept)
+        for transport in self._transports if kept else ():  # one dimension of the mesh after the other: of all ranks
+            settled = all(told is True for told in transport.exchange(settled))
+        for each in kept:
+            state.setdefault(each.kind, {}).update(each.save(settled, self._replicas))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, and `torch.distributed.checkpoint` has loaded; every rank calls it.
+
+        Raises:
+            SettingError: if the state has residuals of other parameters.
+        """
+        kept = self._kept()
+        ours = {(each.kind, name) for each in kept for name in each.names}
+        theirs = {(kind, name) for kind in state for name in state[kind]}
+        for kind, name in sorted(ours ^ theirs):
+            where = "this model" if (kind, name) in ours else "the state"
+            raise SettingError(f"fastreduce.fsdp: only {where} has residuals of parameter {name!r} under {kind!r}")
+        for each in kept:
+            each.load(state[each.kind])
+
+
+def _describe(parameter: Tensor) -> str:
+    return f"{describe_tensor(parameter)}, {tuple(map(str, parameter.placements))}"  # type: ignore[attr-defined]
+
+
+def _close(transports: list[Transport]) -> None:
+    while transports:
+        transports.pop().close()
+
+
+_alive: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for model in list(_alive):
+        model.close()
+
+
+at_exit(Exit.REDUCERS, _close_all)

@@ -1,0 +1,135 @@
+"""The all-reduce of a group's shard between its replicas, behind FSDP's reduce-scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..compression import Compression
+from ..errors import ReducerError
+from ..reduction import saved_residuals
+from ..reduction.agreement import check_agreement
+from ..reduction.applied import norms_of
+from ..reduction.buckets import ParameterSpec, build_plan
+from ..reduction.pipeline import BucketPipeline
+from ..transports import Transport
+from .followed import Followed, Follower
+from .kept import Kept, KeptOfShards
+from .torch_fsdp import Group
+
+
+class ReplicaAverage:
+    """FSDP's all-reduce hook for one group: the mean over replicas, in place, as DDP averages a bucket.
+
+    Where `set_gradient_divide_factor` says what sums are divided by, it is the sum. While `set_requires_all_reduce`
+    says that it is not to be, shards are added up here, and `.grad` gets them with the next ones.
+
+    Args:
+        group: whose gradients.
+        settings: by name of parameter.
+        transport: the replicas.
+        follower: lets error feedback see what became of gradients.
+    """
+
+    def __init__(
+        self, group: Group, settings: Mapping[str, Compression], transport: Transport, follower: Follower
+    ) -> None:
+        self._group, self._settings, self._transport, self._follower = group, settings, transport, follower
+        self._followed: list[Followed] = []
+        self._partial: Tensor | None = None
+        self._compared = False
+        self.pipelines: list[BucketPipeline] = []
+        self._lay_out(
+            [i for i, member in enumerate(group.members) if member.parameter.requires_grad], group.reduce_dtype
+        )
+
+    def _lay_out(self, positions: Sequence[int], dtype: torch.dtype) -> None:
+        members, ranks = self._group.members, self._transport.world_size
+        specs = [ParameterSpec(member.name, member.piece, dtype, self._group.device) for member in members]
+        by_setting: dict[Compression, list[int]] = {}
+        for i in positions:
+            by_setting.setdefault(self._settings[members[i].name], []).append(i)
+        kept = saved_residuals.collect(self.pipelines)
+        alignment = [setting.alignment for setting in by_setting]
+        plan = build_plan(specs, by_setting.values(), alignment=alignment, shards=ranks)
+        self.pipelines = [
+            BucketPipeline(bucket, setting, self._transport)
+            for bucket, setting in zip(plan.buckets, by_setting, strict=True)
+        ]
+        saved_residuals.restore(kept, self.pipelines)
+        self._follower.remove(self._followed)
+        self._followed = [
+            Followed(pipeline.feedback, self._group, [slot.parameter for slot in pipeline.bucket.slots])
+            for pipeline in self.pipelines
+            if pipeline.feedback is not None
+        ]
+        self._follower.add(self._followed)
+        self._known, self._dtype = {i for group in by_setting.values() for i in group}, dtype
+
+    def kept(self) -> list[Kept]:
+        """What error feedback keeps, for each pipeline that has any."""
+        members = self._group.members
+        return [
+            KeptOfShards(pipeline.feedback, slots, [members[slot.parameter] for slot in slots], self._transport)
+            for pipeline in self.pipelines
+            if pipeline.feedback is not None and (slots := pipeline.bucket.slots)
+        ]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in one all-reduce of all parameters."""
+        return sum(pipeline.sent_bytes for pipeline in self.pipelines)
+
+    @torch.no_grad()
+    def __call__(self, shard: Tensor) -> None:
+        """Average the shard that a reduce-scatter has made, in place.
+
+        Raises:
+            MismatchError: on every replica, if parameters differ between them, at the first call.
+            TransportError: naming rank, operation and parameters, if it failed.
+            ReducerError: if a parameter is used on another replica only.
+        """
+        if not self._compared:
+            self._compared = True
+            self._compare()
+        if self._partial is not None:
+            shard += self._partial
+            self._partial = None
+        if not self._group.reduces_over_replicas:
+            self._partial = shard.clone()
+            shard.zero_()
+            return
+        present = list(self._group.present)
+        if not self._known.issuperset(present) or shard.dtype is not self._dtype:
+            self._follower.end()
+            self._lay_out(sorted(self._known.union(present)), shard.dtype)
+        self._follower.begin(self._followed, present)
+        self._average(dict(zip(present, shard.split([self._group.members[i].piece for i in present]), strict=True)))
+        if self._group.divides_by is not None:
+            shard *= self._transport.world_size
+
+    def _average(self, parts: Mapping[int, Tensor]) -> None:
+        for pipeline in self.pipelines:
+            slots = pipeline.bucket.slots
+            grads = [parts.get(slot.parameter) for slot in slots]
+            dense = [
+                pipeline.used.new_zeros(slot.numel) if grad is None else grad
+                for grad, slot in zip(grads, slots, strict=True)
+            ]
+            unused = [k for k, grad in enumerate(grads) if grad is None]
+            pipeline.run(dense, dense, unused)
+            for k in unused:
+                if pipeline.used_by_any[k] > 0:
+                    raise ReducerError(
+                        f"fastreduce.fsdp: parameter {slots[k].name!r} has a gradient on another replica, and none on "
+                        f"rank {self._transport.rank} of {self._transport.world_size}, where FSDP stores none either: "
+                        "replicas would differ from here on. Call set_reduce_scatter_unused_params(True) on the model"
+                    )
+
+    def _compare(self) -> None:
+        """Replicas that began with other numbers would never come together."""
+        norms = norms_of([member.parameter.detach() for member in self._group.members]).t().tolist()
+        told = {member.name: repr(norm) for member, norm in zip(self._group.members, norms, strict=True)}
+        check_agreement(self._transport, {f"the parameter {name!r}": f"norms {norm}" for name, norm in told.items()})

@@ -1,0 +1,319 @@
+"""FSDP2 of torch as far as it is private: no other module of ours touches a name that torch may change.
+
+Names are checked when this is imported, so that a torch that has changed them is told by its version, and not by what
+breaks in the middle of a backward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..errors import BackendUnavailableError, SettingError
+
+FIRST, LAST = "2.9", "2.15"  # the versions of torch that we know
+_PLACE = "torch.distributed.fsdp._fully_shard"
+_TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
+    "_fsdp_common": {"FSDPMeshInfo": (), "HSDPMeshInfo": ()},
+    "_fsdp_state": {"FSDPState": ("_fsdp_param_group",)},
+    "_fsdp_param": {
+        "FSDPParam": (
+            "_unsharded_param",
+            "grad_offload_event",
+            "padded_sharded_param_size",
+            "sharded_param",
+            "unsharded_accumulated_grad",
+        )
+    },
+    "_fsdp_param_group": {
+        "FSDPParamGroup": (
+            "_all_reduce_hook",
+            "_post_reduce_event",
+            "_reduce_scatter_comm",
+            "_reduce_scatter_process_group",
+            "all_reduce_grads",
+            "device",
+            "fsdp_params",
+            "gradient_divide_factor",
+            "mesh_info",
+            "modules",
+            "mp_policy",
+            "post_backward",
+            "reduce_grads",
+        )
+    },
+}
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and activation checkpointing add to names
+
+
+def missing_names(find: Callable[[str], Any] = importlib.import_module) -> list[str]:
+    """What we touch, and the installed torch lacks; `find` imports a module."""
+    missing = []
+    for module_name, classes in _TOUCHED.items():
+        try:
+            module = find(f"{_PLACE}.{module_name}")
+        except ImportError:
+            missing.append(f"{_PLACE}.{module_name}")
+            continue
+        for class_name, attributes in classes.items():
+            cls = getattr(module, class_name, None)
+            if cls is None:
+                missing.append(f"{module_name}.{class_name}")
+            else:
+                missing += [f"{class_name}.{name}" for name in attributes if not _has(cls, name)]
+    return missing
+
+
+def _has(cls: type, name: str) -> bool:
+    """Whether instances have an attribute: of the class, declared in it, or set by its constructor."""
+    constructor: Any = vars(cls)["__init__"]
+    return hasattr(cls, name) or name in inspect.get_annotations(cls) or name in constructor.__code__.co_names
+
+
+def check_torch(missing: Sequence[str], version: str) -> None:
+    """Refuse a torch that lacks names.
+
+    Raises:
+        BackendUnavailableError: naming the version and the names.
+    """
+    if missing:
+        raise BackendUnavailableError(
+            f"fastreduce.fsdp: torch {version} has changed FSDP2, and lacks {', '.join(missing)}. It works with torch "
+            f"{FIRST} to {LAST}: install one of these, or a newer fastreduce"
+        )
+
+
+check_torch(missing_names(), torch.__version__)
+_meshes: Any = importlib.import_module(f"{_PLACE}._fsdp_common")
+
+
+class Member:
+    """One parameter of a group.
+
+    Attributes:
+        name: as in the model's `named_parameters`, without what torch.compile and checkpointing add.
+    """
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.name, self._inner = name, inner
+
+    @property
+    def parameter(self) -> Any:
+        """The sharded parameter, a DTensor, as it is in the module and in the optimizer."""
+        return self._inner.sharded_param
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of it."""
+        local: Tensor = self.parameter.detach().to_local()
+        return local
+
+    @property
+    def piece(self) -> int:
+        """Elements of each rank's part of its gradient, with padding."""
+        return int(self._inner.padded_sharded_param_size.numel())
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether a hook may apply its average as soon as that is stored."""
+        return bool(getattr(self.parameter, "_post_accumulate_grad_hooks", None))
+
+    def will_be_reduced(self, with_zeros: bool) -> bool:
+        """Whether it has a gradient that FSDP has not reduced."""
+        if not hasattr(self._inner, "_unsharded_param"):
+            return False
+        unsharded = self._inner._unsharded_param
+        has_grad = self._inner.unsharded_accumulated_grad is not None or unsharded.grad is not None
+        return has_grad or (with_zeros and unsharded.requires_grad)
+
+    def wait_until_stored(self) -> None:
+        """Let the host wait for a gradient that is on its way to it."""
+        if self._inner.grad_offload_event is not None:
+            self._inner.grad_offload_event.synchronize()
+
+
+class Group:
+    """The parameters whose gradients FSDP reduces as one message: mostly those of one `fully_shard`.
+
+    Attributes:
+        name: of its module; "" for the root.
+        members: its parameters, in FSDP's order.
+        present: positions of those that are in the message under way.
+    """
+
+    def __init__(self, name: str, members: list[Member], inner: Any) -> None:
+        self.name, self.members, self._inner = name, members, inner
+        self.present: list[int] = []
+        self._watched = False
+
+    def __str__(self) -> str:
+        return f"module {self.name!r}" if self.name else "the root module"
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are reduced."""
+        device: torch.device = self._inner.device
+        return device
+
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """Among which parameters are sharded."""
+        ranks: dist.ProcessGroup = self._inner._reduce_scatter_process_group
+        return ranks
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What gradients are reduced in, as its mixed precision says and parameters are now."""
+        policy, parameter = self._inner.mp_policy, self.members[0].parameter
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
+        return dtype
+
+    @property
+    def divides_by(self) -> float | None:
+        """What `set_gradient_divide_factor` was told."""
+        factor: float | None = self._inner.gradient_divide_factor
+        return factor
+
+    @property
+    def reduces_over_replicas(self) -> bool:
+        """What `set_requires_all_reduce` was told."""
+        return bool(self._inner.all_reduce_grads)
+
+    def refuse_replicated(self) -> None:
+        """Refuse a group that FSDP also replicates.
+
+        Raises:
+            SettingError: saying what to write instead.
+        """
+        mesh = self._inner.mesh_info
+        if not isinstance(mesh, _meshes.FSDPMeshInfo):
+            raise SettingError(
+                f"fastreduce.fsdp: {self} is replicated, not sharded: torch averages its gradients by an all-reduce "
+                "that cannot be replaced, and never calls a reduce-scatter. Instead of replicate(model), wrap it: "
+                "fastreduce.DistributedDataParallel(model, compression=…)"
+            )
+        if isinstance(mesh, _meshes.HSDPMeshInfo):
+            names = mesh.mesh.mesh_dim_names or ("replicate", "shard")
+            raise SettingError(
+                f"fastreduce.fsdp: {self} is sharded and replicated over the 2-D mesh {tuple(names)}: torch then "
+                "averages over replicas by an all-reduce that cannot be replaced. Shard over one dimension of the "
+                f"mesh, fully_shard(module, mesh=mesh[{names[-1]!r}]), and let fastreduce average over the other: "
+                f"fastreduce.fsdp.replicate(model, mesh[{names[0]!r}], 'int8:error_feedback')"
+            )
+
+    def reduce_with(self, reduce_scatter: Any) -> None:
+        """Let `reduce_scatter` be called in place of torch's; `present` tells of what."""
+        self._inner._reduce_scatter_comm = reduce_scatter
+        self._watch()
+
+    def hooked(self) -> SettingError | None:
+        """An error, if `set_all_reduce_hook` was called for it."""
+        if self._inner._all_reduce_hook is None:
+            return None
+        return SettingError(f"fastreduce.fsdp.replicate: {self} has an all-reduce hook already (set_all_reduce_hook)")
+
+    def average_with(self, hook: Callable[[Tensor], None]) -> None:
+        """Let `hook` be called with the shard that a reduce-scatter has made; `present` tells of what."""
+        self._inner._all_reduce_hook = hook
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note what is in a message before FSDP puts it together, and tells of it no more than its size."""
+        if self._watched:
+            return
+        self._watched, post_backward = True, self._inner.post_backward
+
+        @torch._disable_dynamo
+        def noted(*unused: Any) -> None:
+            with_zeros = getattr(self._inner, "reduce_scatter_unused_params", False)
+            reduced = enumerate(self.members if self._inner.reduce_grads else ())
+            self.present = [i for i, member in reduced if member.will_be_reduced(with_zeros)]
+            post_backward(*unused)
+
+        self._inner.post_backward = noted
+
+    def wait_until_stored(self) -> None:
+        """Let the current stream, or where gradients are offloaded the host, wait for the last reduced gradients."""
+        event = self._inner._post_reduce_event
+        if event is not None and self.device.type != "cpu":
+            torch.get_device_module(self.device).current_stream().wait_event(event)
+        for member in self.members:
+            member.wait_until_stored()
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """The groups of a model, in the order of its modules.
+
+    Raises:
+        SettingError: if nothing in it is sharded, or something by what cannot be replaced.
+    """
+    names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
+    groups: list[Group] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for inner in _inner(module):
+            if id(inner) not in seen:  # several modules may have one in common
+                seen.add(id(inner))
+                members = [Member(names.get(id(each.sharded_param), ""), each) for each in inner.fsdp_params]
+                groups.append(Group(_plain(name), members, inner))
+    if not groups:
+        raise SettingError(
+            f"fastreduce.fsdp: no module of this {type(model).__name__} is sharded: call "
+            "torch.distributed.fsdp.fully_shard on its modules and on itself first"
+        )
+    for group in groups:
+        group.refuse_replicated()
+        unnamed = [member for member in group.members if not member.name]
+        if unnamed:
+            raise SettingError(
+                f"fastreduce.fsdp: {group} holds parameters that are unsharded now: call this between two steps, or "
+                "reshard() the module first"
+            )
+    return groups
+
+
+def _inner(module: nn.Module) -> Iterator[Any]:
+    if isinstance(module, FSDPModule):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)  # before torch 2.12 there is one, or None
+        yield from several if several is not None else filter(None, [state._fsdp_param_group])
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def scale_of(op: Any, ranks: int) -> float:
+    """What a sum is to be multiplied by, as a reduce operation of torch says.
+
+    Raises:
+        SettingError: if it is neither a mean nor a sum.
+    """
+    state = op.__getstate__()  # a kind, or with PREMUL_SUM a kind and a factor
+    kind, factor = state if isinstance(state, tuple) else (op, None)
+    if factor is not None:
+        return float(factor)
+    if kind == dist.ReduceOp.AVG:
+        return 1.0 / ranks
+    if kind == dist.ReduceOp.SUM:
+        return 1.0
+    raise SettingError(f"fastreduce.fsdp: a reduce-scatter by {op}; allowed: AVG, SUM and PREMUL_SUM")
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Call when the backward under way has ended, behind FSDP's own callback."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def backward_under_way() -> int:
+    """A number of the backward that this thread is in; -1 for none."""
+    number: int = torch._C._current_graph_task_id()
+    return number

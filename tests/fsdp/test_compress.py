@@ -1,0 +1,265 @@
+"""`compress`: settings by parameter within their bounds, overlap with what FSDP does, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import types
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import fully_shard
+
+import fastreduce.fsdp
+from fastreduce import BackendUnavailableError, MismatchError, NotInitializedError, SettingError, TransportError
+from fastreduce.fsdp import torch_fsdp
+from tests.support import tolerances
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankError, RankPool, run_ranks
+from tests.support.sharded import batch, gradients, mesh_of, network, shard
+
+SETTINGS = ("none:accumulate=fp32", "fp16", "bf16", "int8", "fp8:error_feedback", "int4:error_feedback", "auto4")
+
+
+def _backward(model: Any, rank: int, step: int = 0) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(batch(rank, step)).square().mean().backward()
+    return gradients(model)
+
+
+def _alone(rank: int) -> dict[str, Tensor]:
+    """This rank's own gradients."""
+    model = network()
+    model(batch(rank)).square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _under(rank: int, world_size: int, settings: Any, transport: str | None) -> list[dict[str, Tensor]]:
+    found = []
+    for setting in settings:
+        model = shard(network())
+        fastreduce.fsdp.compress(model, setting, transport=transport)
+        found.append(_backward(model, rank))
+    return found
+
+
+def test_each_setting_is_within_its_bound(ranks: RankPool):
+    found = ranks.run(_under, SETTINGS, None)
+    exact = [_alone(rank) for rank in range(ranks.world_size)]
+    for i, setting in enumerate(SETTINGS):
+        grads = found[0][i]
+        for rank in range(1, ranks.world_size):
+            assert_same_bits(found[rank][i], grads)
+        for name, grad in grads.items():
+            mean = torch.stack([one[name].double() for one in exact]).mean(0)
+            used = setting if setting != "auto4" else "fp16" if grad.ndim < 2 or grad.numel() < 4096 else "int4"
+            bound = tolerances.error_bound(used, [one[name] for one in exact]).view(grad.shape)
+            if "int" in used or "fp8" in used:  # blocks begin with each rank's part: others' largest magnitudes
+                bound = bound.max()
+            assert ((grad.double() - mean).abs() <= bound).all(), (setting, name)
+
+
+def test_bits_do_not_depend_on_the_transport(ranks: RankPool):
+    shared, sockets = (ranks.run(_under, ("fp16", "int8"), transport) for transport in ("shm", "gloo"))
+    assert_same_bits(sockets, shared)
+
+
+BY_NAME = {"*.bias": "none:accumulate=fp32", "2.*": "bf16", "*": "int8"}
+
+
+def _by_name(rank: int, world_size: int) -> tuple[list[dict[str, Tensor]], ...]:
+    found = []
+    for setting in (BY_NAME, "none:accumulate=fp32", "bf16", "int8"):
+        model = shard(network())
+        fastreduce.fsdp.compress(model, setting)
+        found.append([_backward(model, rank, step) for step in range(2)])
+    return tuple(found)
+
+
+def test_each_parameter_has_the_bits_of_its_setting(ranks: RankPool):
+    for mixed, plain, bf16, int8 in ranks.run(_by_name):
+        for step, grads in enumerate(mixed):
+            for name, grad in grads.items():
+                alone = plain if name.endswith("bias") else bf16 if name.startswith("2.") else int8
+                assert_same_bits(grad, alone[step][name])
+
+
+def _wrapped(rank: int, world_size: int) -> list[str]:
+    model: Any = network()
+    apply_activation_checkpointing(model, check_fn=lambda module: module is model[2])
+    model._modules["0"] = torch.compile(model[0], backend="eager")
+    return list(fastreduce.fsdp.compress(shard(model), "int8:error_feedback").state_dict()["reduce_scatter"])
+
+
+def test_names_are_those_of_the_model_that_was_wrapped(ranks2: RankPool):
+    names = [name for name, _ in network().named_parameters()]
+    assert ranks2.run(_wrapped) == [names, names]
+
+
+def _thawed(rank: int, world_size: int, at: int, ours: bool = True) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of weights, and of a bias that requires them from a step on."""
+    model: Any = shard(nn.Sequential(nn.Linear(30, 9)))
+    model[0].bias.requires_grad_(False)
+    if ours:
+        fastreduce.fsdp.compress(model, "int8:error_feedback")
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    found = []
+    for step in range(6):
+        model[0].bias.requires_grad_(step >= at)
+        found.append(_backward(model, rank))
+        optimizer.step()
+    return [grads["0.weight"] for grads in found], [grads["0.bias"] for grads in found if "0.bias" in grads]
+
+
+def test_residuals_move_along_when_parameters_require_gradients_later(ranks2: RankPool):
+    never, later, exact = (ranks2.run(_thawed, *way) for way in ((6,), (3,), (3, False)))
+    for (weights, _), (same, biases), (_, theirs) in zip(never, later, exact, strict=True):
+        assert not torch.equal(weights[0], weights[-1]), "what is kept shows"
+        assert_same_bits(same, weights)
+        for found, expected in zip(biases, theirs, strict=True):
+            assert (found - expected).abs().max() < 2 / 127 * expected.abs().max()
+
+
+def _sent(rank: int, world_size: int) -> list[int]:
+    found = []
+    for setting in ("none", "fp16", "int8"):
+        model = fully_shard(nn.Linear(512, 512))
+        found.append(fastreduce.fsdp.compress(model, setting).sent_bytes)
+    return found
+
+
+def test_bytes_of_a_large_layer(ranks2: RankPool):
+    for none, fp16, int8 in ranks2.run(_sent):
+        assert none == 513 * 512 * 4 / 2
+        assert fp16 <= 0.51 * none and int8 <= 0.27 * none
+
+
+def _ends(rank: int, world_size: int) -> bool:
+    model = shard(network())
+    reduction = weakref.ref(fastreduce.fsdp.compress(model, "int8:error_feedback"))
+    _backward(model, rank)
+    before = weakref.ref(model)
+    del model
+    gc.collect()
+    return before() is None and reduction() is None
+
+
+def test_a_model_that_is_gone_is_held_by_nothing(ranks2: RankPool):
+    assert ranks2.run(_ends) == [True, True]
+
+
+# What is refused, and failures
+
+
+def _said(kind: type[Exception], model: nn.Module, *given: Any) -> str:
+    with pytest.raises(kind) as caught:
+        fastreduce.fsdp.compress(model, *given)
+    return str(caught.value)
+
+
+def _refusals(rank: int, world_size: int) -> dict[str, str]:
+    mesh = mesh_of(1)
+    once = shard(network())
+    fastreduce.fsdp.compress(once, "none")
+    return {
+        "hsdp": _said(SettingError, shard(network(), mesh=mesh), "int8"),
+        "replicated": _said(SettingError, replicate(network()), "int8"),
+        "not sharded": _said(SettingError, network(), "int8"),
+        "wire": _said(SettingError, shard(network()), "fp16:accumulate=wire"),
+        "warm-up": _said(SettingError, shard(network()), "int8:warm_up=10"),
+        "by chance": _said(SettingError, shard(network()), "bf16:rounding=stochastic"),
+        "no key": _said(SettingError, shard(network()), {"3.*": "int8", "*": "fp16"}),
+        "twice": _said(SettingError, once, "none"),
+        "differs": _said(MismatchError, shard(network()), ["int8", "fp16"][rank]),
+        "one is wrong": _said((SettingError, MismatchError)[rank], shard(network()), ["int9", "fp16"][rank]),  # type: ignore[arg-type]
+    }
+
+
+def test_what_is_refused_and_what_to_write_instead(ranks2: RankPool):
+    for rank, said in enumerate(ranks2.run(_refusals)):
+        assert "sharded and replicated over the 2-D mesh ('replicate', 'shard')" in said["hsdp"]
+        assert "fully_shard(module, mesh=mesh['shard'])" in said["hsdp"]
+        assert "fastreduce.fsdp.replicate(model, mesh['replicate'], 'int8:error_feedback')" in said["hsdp"]
+        assert "fastreduce.DistributedDataParallel(model, compression=…)" in said["replicated"]
+        assert "no module of this Sequential is sharded: call torch.distributed.fsdp.fully_shard" in said["not sharded"]
+        assert "'fp16:accumulate=wire' is summed by the transport's all-reduce" in said["wire"]
+        assert "counts no steps, so it takes no warm_up" in said["warm-up"]
+        assert "counts no steps, so it takes no rounding=stochastic" in said["by chance"]
+        assert "the key '3.*' of the policy, for 'int8', matches no parameter" in said["no key"]
+        assert "called already for this model; call it once" in said["twice"]
+        assert "ranks differ in the parameter '0.weight': rank 0 has int8, shape (50, 30)" in said["differs"]
+        assert ("rank 0 could not be set up: SettingError" if rank else "'int9'") in said["one is wrong"]
+
+
+def test_without_a_process_group():
+    with pytest.raises(NotInitializedError, match=r"fastreduce\.fsdp\.compress"):
+        fastreduce.fsdp.compress(nn.Linear(1, 1))
+
+
+def _die(rank: int, world_size: int, path: str) -> None:
+    model = shard(network())
+    fastreduce.fsdp.compress(model, "int8")
+    # Torch's own collectives before it would fail first: nothing is gathered again in backward.
+    model.set_reshard_after_forward(False)
+    _backward(model, rank)
+    loss = model(batch(rank)).square().mean()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except TransportError as error:
+        Path(path).write_text(str(error))
+        raise
+
+
+def test_a_rank_that_dies_is_told_with_the_parameters(tmp_path: Path):
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(_die, 2, str(tmp_path / "said"))
+    said = (tmp_path / "said").read_text()
+    assert "rank 0" in said and "FSDP reduces module '2'" in said and "2.0.weight" in said
+
+
+# Private names of torch
+
+
+def test_torch_has_what_is_touched():
+    assert torch_fsdp.missing_names() == []
+
+
+def test_a_torch_that_has_changed_is_named():
+    real = importlib.import_module
+
+    def changed(name: str) -> Any:
+        if name.endswith("_fsdp_common"):
+            raise ImportError(name)
+        if not name.endswith("_fsdp_param_group"):
+            return real(name)
+        group = type("FSDPParamGroup", (), {"__init__": lambda self: None, "post_backward": None})
+        return types.SimpleNamespace(FSDPParamGroup=group)
+
+    missing = torch_fsdp.missing_names(changed)
+    assert "torch.distributed.fsdp._fully_shard._fsdp_common" in missing
+    assert "FSDPParamGroup._reduce_scatter_comm" in missing and "FSDPParamGroup.post_backward" not in missing
+    with pytest.raises(BackendUnavailableError) as caught:
+        torch_fsdp.check_torch(["FSDPParamGroup._all_reduce_hook"], "2.16.0")
+    assert "torch 2.16.0 has changed FSDP2, and lacks FSDPParamGroup._all_reduce_hook" in str(caught.value)
+    assert "It works with torch 2.9 to 2.15" in str(caught.value)
+
+
+def _alone_in_group(rank: int, world_size: int) -> None:
+    model = fully_shard(network())
+    reduction = fastreduce.fsdp.compress(model, "int8")
+    assert_same_bits(_backward(model, rank), _alone(rank))
+    assert reduction.sent_bytes == 0
+
+
+def test_one_rank_alone_sends_nothing():
+    run_ranks(_alone_in_group, 1)

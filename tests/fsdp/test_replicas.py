@@ -1,0 +1,169 @@
+"""`replicate`: shards averaged between replicas, the slow dimension of HSDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import fastreduce.fsdp
+from fastreduce import MismatchError, ReducerError, SettingError
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankPool
+from tests.support.sharded import batch, gradients, mesh_of, network, shard
+
+Found = list[dict[str, Tensor]]
+
+
+def _train(rank: int, world_size: int, ours: bool, divided: bool) -> Found:
+    mesh = mesh_of(2)
+    model = shard(network(), mesh=mesh["shard"] if ours else mesh)
+    if ours:
+        fastreduce.fsdp.replicate(model, mesh["replicate"], "none")
+        fastreduce.fsdp.compress(model, "none")
+    if divided:
+        model.set_gradient_divide_factor(3.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for last in (False, True):
+            model.set_requires_all_reduce(last or step != 1)  # in the second step replicas are averaged once
+            model(batch(rank, 2 * step + last)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        found.append(gradients(model))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.long)], ids=["mean", "divided"])
+def test_none_has_the_bits_of_native_hsdp(ranks4: RankPool, divided: bool):
+    native, ours = (ranks4.run(_train, way, divided) for way in (False, True))
+    assert_same_bits(ours, native)
+
+
+def _compressed(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    mesh, found = mesh_of(2), []
+    for setting in ("none", "ndim<2: none; *: int8:error_feedback"):
+        model = shard(network(), mesh=mesh["shard"])
+        reduction = fastreduce.fsdp.replicate(model, mesh["replicate"].get_group(), setting)
+        model(batch(rank)).square().mean().backward()
+        found.append(gradients(model))
+    return found[0], found[1], reduction.sent_bytes
+
+
+def test_settings_differ_by_parameter(ranks4: RankPool):
+    found = ranks4.run(_compressed)
+    numel = sum(parameter.numel() for parameter in network().parameters()) // 2  # of a shard
+    for exact, compressed, sent in found:
+        assert_same_bits(compressed, found[0][1])
+        for name, gradient in exact.items():
+            if name.endswith("bias"):
+                assert_same_bits(compressed[name], gradient)
+            else:
+                error = (compressed[name] - gradient).abs().max() / gradient.abs().max()
+                assert 0 < error < 2 / 127
+        assert numel < sent < 2 * numel  # under none 4: two stages, half of each to the other replica
+
+
+def _resumed(rank: int, world_size: int, path: str) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    """Parameters of a training that went on, and of one that was resumed."""
+    mesh, found = mesh_of(2), []
+    for resumed in (False, True):
+        torch.manual_seed(resumed)
+        model = shard(network(), mesh=mesh["shard"])
+        reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
+        fastreduce.fsdp.replicate(model, mesh["replicate"], "int4:error_feedback")
+        state = {"model": model.state_dict(), "reduction": reduction}
+        if resumed:
+            dcp.load(state, checkpoint_id=path)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3 * resumed, 6):
+            optimizer.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+            if step == 2:
+                dcp.save(state, checkpoint_id=path)
+        found.append([parameter.full_tensor().detach() for parameter in model.parameters()])
+    kept = {kind: sorted(names) for kind, names in reduction.state_dict().items()}
+    return found[0], found[1], kept
+
+
+def test_a_checkpoint_of_both_reductions_resumes_bit_for_bit(ranks4: RankPool, tmp_path: Path):
+    names = sorted(name for name, _ in network().named_parameters())
+    for went_on, resumed, kept in ranks4.run(_resumed, str(tmp_path)):
+        assert_same_bits(resumed, went_on)
+        assert kept == {"reduce_scatter": names, "all_reduce": names}
+
+
+# What is refused
+
+
+def _different_parameters(rank: int, world_size: int) -> str:
+    mesh = mesh_of(2)
+    model: Any = shard(network(seed=0), mesh=mesh["shard"])
+    if rank >= 2:
+        with torch.no_grad():
+            model[0].bias.to_local().add_(1)
+    fastreduce.fsdp.replicate(model, mesh["replicate"], "int8")
+    with pytest.raises(MismatchError) as caught:
+        model(batch(rank)).square().mean().backward()
+    return str(caught.value)
+
+
+def test_replicas_that_begin_with_other_parameters(ranks4: RankPool):
+    for said in ranks4.run(_different_parameters):
+        assert "ranks differ in the parameter '0.bias'" in said
+
+
+class _Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(30, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, uses_both: bool) -> Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if uses_both else x
+
+
+def _used_on_one_replica(rank: int, world_size: int) -> str:
+    mesh: DeviceMesh = mesh_of(2)
+    model: Any = fully_shard(_Either(), mesh=mesh["shard"])
+    fastreduce.fsdp.replicate(model, mesh["replicate"], "fp16")
+    try:
+        model(batch(rank), rank < 2).square().mean().backward()
+    except ReducerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_that_one_replica_uses(ranks4: RankPool):
+    found = ranks4.run(_used_on_one_replica)
+    assert [bool(said) for said in found] == [False, False, True, True]
+    assert "parameter 'sometimes.weight' has a gradient on another replica" in found[2]
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    mesh, said = mesh_of(2), []
+    model = shard(network(), mesh=mesh["shard"])
+    with pytest.raises(SettingError) as caught:
+        fastreduce.fsdp.replicate(model, mesh, "int8")
+    said.append(str(caught.value))
+    model[2].set_all_reduce_hook(lambda shard: None)
+    with pytest.raises(SettingError) as caught:
+        fastreduce.fsdp.replicate(model, mesh["replicate"], "int8")
+    return [*said, str(caught.value)]
+
+
+def test_what_cannot_be_averaged_is_refused(ranks4: RankPool):
+    for two_dimensions, hooked in ranks4.run(_refused):
+        assert (
+            "a mesh of 2 dimensions ('replicate', 'shard'); allowed: one, such as mesh['replicate']" in two_dimensions
+        )
+        assert "module '2' has an all-reduce hook already (set_all_reduce_hook)" in hooked

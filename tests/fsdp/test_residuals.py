@@ -1,0 +1,208 @@
+"""What error feedback keeps of sharded gradients: nothing is lost in random histories, nor in a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fastreduce.fsdp
+from fastreduce import SettingError
+from tests.support import tolerances
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankPool
+from tests.support.sharded import One, batch, gradients, network, run_history, shard
+
+EACH_WAY = {
+    "scattered": {"reduce_scatter": "int8:error_feedback"},
+    "scattered, int4": {"reduce_scatter": "int4:error_feedback"},
+    "averaged": {"all_reduce": "int8:error_feedback"},
+    "both": {"reduce_scatter": "int8:error_feedback", "all_reduce": "int4:error_feedback"},
+}
+
+
+# A training whose gradients are clipped, skipped, kept, overflow …, with random magnitudes: what was applied differs
+# from what would have been without compression by what is kept, whatever has happened.
+@pytest.mark.parametrize(
+    ("way", "seeds"),
+    [
+        ("scattered", range(5)),
+        pytest.param("scattered", range(5, 12), marks=pytest.mark.long),
+        pytest.param("scattered, int4", range(4), marks=pytest.mark.long),
+    ],
+)
+def test_nothing_is_lost_in_a_history(ranks: RankPool, way: str, seeds: range):
+    for seed in seeds:
+        found = ranks.run(run_history, seed, EACH_WAY[way])
+        assert max(found) < 1, (seed, found)
+
+
+@pytest.mark.parametrize(
+    ("way", "seeds"),
+    [
+        ("both", range(3)),
+        pytest.param("both", range(3, 6), marks=pytest.mark.long),
+        pytest.param("averaged", range(4), marks=pytest.mark.long),
+    ],
+)
+def test_nothing_is_lost_between_replicas(ranks4: RankPool, way: str, seeds: range):
+    for seed in seeds:
+        found = ranks4.run(run_history, seed, EACH_WAY[way])
+        assert max(found) < 1, (seed, found)
+
+
+def _long_run(rank: int, world_size: int) -> tuple[float, float]:
+    """The long-run error of constant gradients, with and without feedback."""
+    errors = []
+    for setting in ("int8", "int8:error_feedback"):
+        torch.manual_seed(0)
+        model: Any = shard(nn.Sequential(nn.Linear(30, 7)))
+        fastreduce.fsdp.compress(model, setting)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        total = torch.zeros(7, 30, dtype=torch.float64)
+        for _ in range(40):
+            optimizer.zero_grad()
+            (model(batch(rank)) ** 2).mean().backward()
+            optimizer.step()
+            total += model[0].weight.grad.full_tensor()
+        exact: Any = shard(nn.Sequential(nn.Linear(30, 7)))
+        with torch.no_grad():
+            for mine, its in zip(exact.parameters(), model.parameters(), strict=True):
+                mine.to_local().copy_(its.to_local())
+        (exact(batch(rank)) ** 2).mean().backward()
+        errors.append(float((total / 40 - exact[0].weight.grad.full_tensor()).abs().mean()))
+    return errors[0], errors[1]
+
+
+def test_the_mean_of_many_steps_is_exact(ranks2: RankPool):
+    without, with_feedback = ranks2.run(_long_run)[0]
+    assert with_feedback < without / 10
+
+
+def _by_hand(rank: int, world_size: int) -> tuple[float, float]:
+    """Updates by hand, which skip the one with an infinity, of which one rank has seen nothing."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(One((6, 64)))
+    reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
+    given = torch.randn(4, world_size, 6, 64, generator=torch.Generator().manual_seed(3))
+    given[2, 1, 0, 5] = torch.inf  # of rank 1, in the part that rank 0 sums
+    applied = torch.zeros(6, 64, dtype=torch.float64)
+    for of_ranks in given:
+        model(torch.zeros((), requires_grad=True), of_ranks[rank]).backward()
+        average = gradients(model)["weight"]
+        model.zero_grad()
+        if average.isfinite().all():
+            applied += average
+    kept = reduction.state_dict()["reduce_scatter"]["weight"].full_tensor()
+    short = given[[0, 1, 3]].double().mean(1).sum(0) - applied
+    return float((short - kept).abs().max()), float(kept.abs().max())
+
+
+def test_updates_by_hand_that_skip_what_is_not_finite(ranks2: RankPool):
+    for off, kept in ranks2.run(_by_hand):
+        assert off < tolerances.APPLIED * 4 and kept > 1e-3
+
+
+# Checkpoints
+
+
+POLICY = "ndim<2: none; *: int8:error_feedback"
+
+
+class _Training:
+    def __init__(self, rank: int, policy: str = POLICY, **options: Any) -> None:
+        self.rank, self.model = rank, shard(network(), **options)
+        self.reduction = fastreduce.fsdp.compress(self.model, policy)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+
+    def run(self, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.model(batch(self.rank, step)).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+
+    def save(self, path: str) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer, "reduction": self.reduction}, checkpoint_id=path)
+
+    def load(self, path: str) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer, "reduction": self.reduction}, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.full_tensor().detach() for name, parameter in self.model.named_parameters()}
+
+    def residuals(self) -> dict[str, Tensor]:
+        kept = self.reduction.state_dict()["reduce_scatter"]
+        return {name: residual.full_tensor() for name, residual in kept.items()}
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def _save(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
+    training = _Training(rank, **options)
+    training.run(range(3))
+    training.save(path)
+    training.run(range(3, 6))
+    return training.parameters(), training.residuals()
+
+
+def _resume(rank: int, world_size: int, path: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    training = _Training(rank, **options)
+    training.run(range(7, 9))  # what it has until now is replaced
+    training.load(path)
+    loaded = training.residuals()
+    training.run(range(3, 6))
+    return training.parameters(), training.residuals(), loaded
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"mp_policy": BF16}, marks=pytest.mark.long)], ids=["fp32", "bf16"]
+)
+def test_a_checkpoint_resumes_bit_for_bit(ranks2: RankPool, tmp_path: Path, options: dict[str, Any]):
+    saved = ranks2.run(_save, str(tmp_path), options)
+    resumed = ranks2.run(_resume, str(tmp_path), options)
+    for (parameters, residuals), (its, theirs, _) in zip(saved, resumed, strict=True):
+        assert_same_bits(its, parameters)
+        assert_same_bits(theirs, residuals)
+        assert any(bool(residual.any()) for residual in residuals.values())
+
+
+def _saved(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
+    training = _Training(rank)
+    training.run(range(3))
+    training.save(path)
+    return training.residuals()
+
+
+def test_another_number_of_ranks_has_the_same_residuals(ranks2: RankPool, ranks3: RankPool, tmp_path: Path):
+    for saving, loading in ((ranks3, ranks2), (ranks2, ranks3)):
+        path = str(tmp_path / str(saving.world_size))
+        saved, (*_, loaded) = saving.run(_saved, path)[0], loading.run(_resume, path, {})[0]
+        assert loaded.keys() == saved.keys()
+        for name, residual in saved.items():
+            bound = tolerances.MEAN_OF_THREE * (loading is ranks3)
+            assert residual.any() and ((loaded[name] - residual).abs() <= bound * residual.abs()).all()
+
+
+def _load_of_other_parameters(rank: int, world_size: int) -> str:
+    state = _Training(rank).reduction.state_dict()
+    with pytest.raises(SettingError) as caught:
+        _Training(rank, "int8:error_feedback").reduction.load_state_dict(state)
+    assert _Training(rank, "fp16").reduction.state_dict() == {}
+    return str(caught.value)
+
+
+def test_a_state_of_other_parameters_is_refused(ranks2: RankPool):
+    for said in ranks2.run(_load_of_other_parameters):
+        assert said == "fastreduce.fsdp: only this model has residuals of parameter '0.bias' under 'reduce_scatter'"

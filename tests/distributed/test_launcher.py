@@ -185,7 +185,7 @@ class Box:
     def __init__(self, value): self.value = value
 
 scale = 2
-print("before", flush=True)
+print("before\\n", end="", flush=True)
 
 {function}
 

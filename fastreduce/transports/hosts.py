@@ -70,6 +70,8 @@ def hosts_of(group: dist.ProcessGroup) -> list[str]:
                 f"{where} failed. No word from rank {error.names}: it has exited, takes no part, or did not come "
                 "within the timeout."
             ) from error
+        except TransportError as error:  # the store's
+            raise TransportError(f"{where} failed: {error}") from error
         for other, host in enumerate(told):
             if not re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", host):
                 raise TransportError(f"{where} failed. Rank {other} sent {host!r:.40}, which is no host.")

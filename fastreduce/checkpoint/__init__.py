@@ -63,29 +63,31 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
     states: State = {}
     reducers: dict[str, State] = {}
 
-    def collect() -> tuple[str, State]:
+    def collect() -> tuple[str, State, bool]:
         states.update({name: _state_of(part) for name, part in parts.items() if not isinstance(part, GradientReducer)})
         reducers.update({name: reducer.state_dict() for name, reducer in _reducers(parts).items()})
         layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
         for layout in layouts.values():
             if _rank():  # the same on every rank
                 del layout["buckets"], layout["orders"], layout["settings"]
-        return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}
+        kept = any(state["residuals"] for state in reducers.values())
+        return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}, kept
 
     collected = _on_all(f"collecting {path}", collect)
     tag = collected[0][0]
     if not re.fullmatch(ANY_TAG, tag):
         raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")
 
-    def write_residuals() -> bool:
+    with_residuals = any(kept for *_, kept in collected)  # not every rank need have some
+
+    def write_residuals() -> None:
         tensors = {name: {key: state[key] for key in RESIDUALS} for name, state in reducers.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        if found := any(of["residuals"] for of in tensors.values()):
+        if with_residuals:
             snapshot_file.write({**tensors, OURS: tag}, path.with_name(f"{path.name}.{tag}.rank{_rank()}"))
-        return found
 
-    with_residuals = any(_on_all(f"writing residuals beside {path}", write_residuals))
-    ours = {"tag": tag if with_residuals else None, "ranks": [state for _, state in collected]}
+    _on_all(f"writing residuals beside {path}", write_residuals)
+    ours = {"tag": tag if with_residuals else None, "ranks": [state for _, state, _ in collected]}
 
     def write_snapshot() -> list[str]:
         if _rank():

@@ -30,12 +30,14 @@ class Transport(ABC):
 
     Attributes:
         enqueues: whether a collective of CUDA tensors is work on the current stream, for which no host waits.
+        of_some: whether the class makes transports of some of the ranks of a process group, too (`subgroups.py`).
     """
 
     name: str
     rank: int
     world_size: int
     enqueues = False
+    of_some = False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Work:

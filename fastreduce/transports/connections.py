@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..errors import TransportError
 from .messages import checked, numbers, of_types
+from .subgroups import Ranks, Subgroup, own_name
 
 MOST = 1 << 20  # connections
 
@@ -47,12 +48,12 @@ class Lease(Generic[C]):
 
     Args:
         kind: "gloo", "NCCL" or "MPI"; leases of one kind share connections.
-        group: the user's group.
+        group: the user's group, or some of its ranks.
         connect: makes a connection beside the group, by a name that no other has; all ranks call it at once.
     """
 
-    def __init__(self, kind: str, group: dist.ProcessGroup, connect: Callable[[dist.ProcessGroup, str], C]) -> None:
-        self._who = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
+    def __init__(self, kind: str, group: Ranks, connect: Callable[[Any, str], C]) -> None:
+        self._who = own_name(group)
         self._kind, self._group, self._connect = kind, group, connect
         self._taken: C | None = None
         self._ended = False
@@ -126,10 +127,10 @@ class _Beside:
         self.control = None
 
 
-_all: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Beside]] = weakref.WeakKeyDictionary()
+_all: weakref.WeakKeyDictionary[Ranks, dict[str, _Beside]] = weakref.WeakKeyDictionary()
 
 
-def _beside(group: dist.ProcessGroup, kind: str) -> _Beside:
+def _beside(group: Ranks, kind: str) -> _Beside:
     return _all.setdefault(group, {}).setdefault(kind, _Beside())
 
 
@@ -147,8 +148,10 @@ def _free_and_made(value: Any) -> tuple[set[int], int]:
     return set(numbers(free, 0, made)), made
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
+def timeout_of(group: Ranks) -> timedelta:
     """The timeout that the user gave to `group`."""
+    if isinstance(group, Subgroup):
+        return group.timeout
     for device in group._device_types:
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(device).options._timeout

@@ -21,6 +21,7 @@ from .connections import Lease, drop_free, timeout_of
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, AbsentError, clear, meet, notes, wait_until
 from .store_client import SOON_SECONDS, StoreClient, client_of
+from .subgroups import Ranks, names_of, own_name, place_in
 
 at_exit(Exit.GLOO, lambda: drop_free("gloo"))
 
@@ -58,8 +59,9 @@ class _Connection:
         TransportError: if ranks do not come within the timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Ranks, name: str) -> None:
+        self.rank, self.size = place_in(group)
+        self.me, self.names = own_name(group), names_of(group)
         self.seconds = timeout_of(group).total_seconds()
         self.failed = False
         self._asking, self._told = threading.Lock(), "A peer"
@@ -68,14 +70,14 @@ class _Connection:
         self._tags = 0
         self._gloo: Any = self._connect(group, f"fastreduce/{name}")
 
-    def _connect(self, group: dist.ProcessGroup, prefix: str) -> Any:
+    def _connect(self, group: Ranks, prefix: str) -> Any:
         """Meet, so that who is missing can be named; then gloo connects, in the background.
 
         Rank 0 names a place for addresses that nobody has used: those of an earlier group of this name are stale.
         """
-        ranks, store = range(self.size), client_of(group).at(prefix)
+        ranks, store = self.names, client_of(group).at(prefix)
         here, place = store.at("here"), uuid.uuid4().hex
-        self.call("connecting", meet, here, self.rank, ranks, self.seconds, place)
+        self.call("connecting", meet, here, ranks[self.rank], ranks, self.seconds, place)
         place, *_ = self.call("connecting", notes, here, ranks)
         self.call("connecting", clear, here, ranks)
         self._failures = self._failures.at(place)
@@ -90,7 +92,7 @@ class _Connection:
     def gloo(self) -> Any:
         """Torch's group."""
         if self._gloo is None:
-            raise TransportError(f"rank {self.rank} of {self.size}: this gloo transport is closed")
+            raise TransportError(f"{self.me}: this gloo transport is closed")
         return self._gloo
 
     def new_tag(self) -> int:
@@ -136,7 +138,7 @@ class _Connection:
                 what, who = f": {error}", self._culprit("timed out" in str(error).lower())
             self.failed = True
             raise TransportError(
-                f"rank {self.rank} of {self.size}: {operation} over gloo failed{doing}{what}. "
+                f"{self.me}: {operation} over gloo failed{doing}{what}. "
                 f"{who} has exited, takes no part, or did not come within the timeout.",
                 self._missing,
             ) from error
@@ -154,7 +156,7 @@ class _Connection:
 
         Those that wait in a collective do say so, so the others are the ones that they wait for. Steps cost nothing.
         """
-        silent = [rank for rank in range(self.size) if rank != self.rank]
+        silent = [name for name in self.names if name != self.names[self.rank]]
 
         def all_told(store: StoreClient) -> bool:
             silent[:] = [silent[i] for i in store.absent([str(rank) for rank in silent])]
@@ -163,7 +165,7 @@ class _Connection:
         # Ranks that came one after the other time out like that too; a connection that breaks breaks for all at once.
         patience = min(3.0, max(1.0, self.seconds / 10)) if timed_out else 1.0
         try:
-            self._failures.set(str(self.rank), "")
+            self._failures.set(str(self.names[self.rank]), "")
             wait_until(self._failures, all_told, patience)
         except TransportError as error:
             return f"Nobody can be asked who is missing: {error}. A peer"
@@ -196,9 +198,11 @@ class GlooTransport(Transport):
     """
 
     name = "gloo"
+    of_some = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Ranks) -> None:
+        self.rank, self.world_size = place_in(group)
+        self._me = own_name(group)
         self._lease = Lease("gloo", group, _Connection)
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -233,14 +237,14 @@ class GlooTransport(Transport):
         others = [r for r in range(self.world_size) if r != self.rank]
         for verb, start, tensors in (("receiving from", gloo.recv, into), ("sending to", gloo.send, out)):
             for r in others:
-                doing = f", {verb} rank {r}"
+                doing = f", {verb} rank {connection.names[r]}"
                 works.append((doing, connection.call(operation, start, [tensors[r]], r, tag, doing=doing)))
         return _Works(connection, operation, works)
 
     def _check(self, operation: str, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
             raise DeviceError(
-                f"rank {self.rank} of {self.world_size}: {operation} over gloo: GlooTransport moves tensors on the "
+                f"{self._me}: {operation} over gloo: GlooTransport moves tensors on the "
                 f"CPU, and this one is on {tensor.device}: use NcclTransport, which make_transport(group, "
                 f"{str(tensor.device)!r}) makes, or move the tensor with .cpu()"
             )

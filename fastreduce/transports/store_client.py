@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from ..environment.exits import Exit, at_exit
 from ..errors import TransportError
 from .connections import timeout_of
+from .subgroups import Ranks, Subgroup
 
 T = TypeVar("T")
 
@@ -189,12 +190,14 @@ _alive: weakref.WeakSet[_Caller] = weakref.WeakSet()
 _clients: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreClient] = weakref.WeakKeyDictionary()
 
 
-def client_of(group: dist.ProcessGroup) -> StoreClient:
+def client_of(group: Ranks) -> StoreClient:
     """The client of the store of `group`; a call's deadline is the group's timeout.
 
     Groups behind one store share a connection: torch's store looks up the name of whoever connects, on the one thread
     that answers everybody, and without a name server that answers this takes 5 s and more.
     """
+    if isinstance(group, Subgroup):
+        return group.store
     if group not in _clients:
         store, seconds, world = _get_process_group_store(group), timeout_of(group).total_seconds(), dist.group.WORLD
         if world is None or world is group or _root(store) is not _root(_get_process_group_store(world)):

@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..base import Transport, Work
 from ..connections import Lease
+from ..subgroups import Ranks, place_in
 from .communicator import Communicator, load_mpi, ready
 
 
@@ -33,10 +33,11 @@ class MpiTransport(Transport):
     """
 
     name = "mpi"
+    of_some = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Ranks) -> None:
         load_mpi()
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world_size = place_in(group)
         self._lease = Lease("MPI", group, Communicator)
 
     def all_reduce(self, tensor: Tensor) -> Work:

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...environment.exits import Exit, at_exit
@@ -26,6 +25,7 @@ from ..connections import timeout_of
 from ..deadlines import GRACE_SECONDS, in_background
 from ..meeting import LOOK_SECONDS, meet
 from ..store_client import SOON_SECONDS, client_of
+from ..subgroups import Ranks, names_of, own_name, place_in, world_ranks_of
 
 POLL_SECONDS = 20e-6  # between two looks at what is under way; MPI moves data only while somebody looks
 BLOCK = 1 << 30  # bytes; MPI counts with an int
@@ -120,8 +120,10 @@ class Communicator:
         TransportError: if ranks do not come within the group's timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Ranks, name: str) -> None:
+        self.rank, self.size = place_in(group)
+        self._me, self._names = own_name(group), names_of(group)
+        self._name = self._names[self.rank]
         self.failed = False
         self._why = ""  # of the first failure, which those that follow from it tell too
         self._seconds = timeout_of(group).total_seconds()
@@ -133,8 +135,8 @@ class Communicator:
         self._spare: dict[Any, list[Tensor]] = {}  # what all_reduce receives in, by size
         with self._errors("connecting"):
             # Wait for all ranks here, since making a communicator has no timeout.
-            meet(self._store.at("here", self._seconds), self.rank, range(self.size), self._seconds)
-            ranks = dist.get_process_group_ranks(group)
+            meet(self._store.at("here", self._seconds), self._name, self._names, self._seconds)
+            ranks = world_ranks_of(group)
             try:
                 self._first, self._second = in_background(lambda: _make(ranks), self._seconds)
             except TimeoutError as error:
@@ -150,9 +152,8 @@ class Communicator:
         except RuntimeError as error:
             self.failed = _GATE.failed = True
             self._why = self._why or str(error)
-            raise TransportError(
-                f"rank {self.rank} of {self.size}: {operation} over MPI failed: {error}.", getattr(error, "missing", ())
-            ) from error
+            missing = getattr(error, "missing", ())
+            raise TransportError(f"{self._me}: {operation} over MPI failed: {error}.", missing) from error
 
     def start(
         self,
@@ -207,18 +208,18 @@ class Communicator:
             if not re.fullmatch(r"\d+:(-1|\d+)", note):
                 raise TransportError(f"who has left is told by {note[:40]!r}, no note of a rank")
             rank, started = map(int, note.split(":"))
-            if started < work.number and rank != self.rank:
+            if started < work.number and rank != self._name:
                 raise TransportError(f"rank {rank} has ended, or takes no part any more", [rank])
 
     def _tell(self, what: str) -> None:
         """What this rank does; a rank that waits, in this collective or an earlier one, is not what others lack."""
         self._told_to_wait = bool(what)
         with contextlib.suppress(TransportError):
-            self._store.set(f"doing/{self.rank}", what)
+            self._store.set(f"doing/{self._name}", what)
 
     def _who(self) -> TransportError:
         late = _late(self._seconds)
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in self._names if rank != self._name]
         try:
             missing = [rank for rank in others if self._store.read(f"doing/{rank}") != "waits"]
         except TransportError as error:
@@ -232,7 +233,7 @@ class Communicator:
     def tell_end(self, at_once: bool = False) -> None:
         """Tell the others that this rank starts nothing more, or `at_once` that it ends what is under way."""
         with contextlib.suppress(TransportError):
-            self._store.append(f"left/{self._leases}", f"{self.rank}:{-1 if at_once else self._started} ")
+            self._store.append(f"left/{self._leases}", f"{self._name}:{-1 if at_once else self._started} ")
 
     def leave(self) -> None:
         """The transport begins nothing more."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ...environment import caches
@@ -15,6 +14,7 @@ from ...errors import DeviceError
 from ...kernels.slots import SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
+from ..subgroups import Ranks, own_name, place_in
 from .segments import why_no_shm
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def _load() -> Any:
             return importlib.import_module(".connection", __package__)
 
 
-def _connect(group: dist.ProcessGroup, name: str, times: int) -> Connection:
+def _connect(group: Ranks, name: str, times: int) -> Connection:
     made: Connection = _load().Connection(group, name, times)
     return made
 
@@ -55,8 +55,9 @@ class ShmTransport(SlotTransport):
 
     name = "shm"
 
-    def __init__(self, group: dist.ProcessGroup, times: int = 1) -> None:
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Ranks, times: int = 1) -> None:
+        self.rank, self.world_size = place_in(group)
+        self._me = own_name(group)
         self._lease: Lease[Connection] = Lease("shm", group, partial(_connect, times=times))
 
     def connect(self) -> None:
@@ -94,7 +95,7 @@ class ShmTransport(SlotTransport):
     def _check(self, operation: str, tensor: Tensor) -> None:
         if tensor.device.type != "cpu":
             raise DeviceError(
-                f"rank {self.rank} of {self.world_size}: {operation} over shm: ShmTransport moves tensors on the CPU, "
+                f"{self._me}: {operation} over shm: ShmTransport moves tensors on the CPU, "
                 f"and this one is on {tensor.device}: use NcclTransport, or move the tensor with .cpu()"
             )
 

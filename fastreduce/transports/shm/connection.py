@@ -10,12 +10,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from ..base import Work
 from ..connections import timeout_of
 from ..meeting import AbsentError, clear, meet, notes
 from ..store_client import StoreClient, client_of
+from ..subgroups import Ranks, names_of, own_name, place_in
 from . import ring
 from .flags import NUMBERS, wake
 from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host, why_no_shm
@@ -83,8 +83,9 @@ class Connection:
         TransportError: if ranks do not come within the timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, times: int) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Ranks, name: str, times: int) -> None:
+        self.rank, self.size = place_in(group)
+        self._me, self._names = own_name(group), names_of(group)
         self.failed = False
         self._why = ""
         self._missing: tuple[int, ...] = ()
@@ -116,8 +117,8 @@ class Connection:
         away = [rank for rank in ranks if hosts[rank]["host"] != hosts[0]["host"]]
         if away:
             raise BackendUnavailableError(
-                f"rank {self.rank} of {self.size}: ranks share no memory over hosts: rank 0 runs on "
-                f"{hosts[0]['name']}, rank {_list(away)} on {hosts[away[0]]['name']}; use transport='gloo'"
+                f"{self._me}: ranks share no memory over hosts: rank {self._names[0]} runs on "
+                f"{hosts[0]['name']}, rank {_list(self._named(away))} on {hosts[away[0]]['name']}; use transport='gloo'"
             )
         place, path = str(hosts[0]["place"]), None
         segments: list[Segment | None] = [None] * self.size
@@ -148,10 +149,9 @@ class Connection:
         return [segment for segment in segments if segment is not None]
 
     def _meet(self, store: StoreClient, note: str) -> list[str]:
-        ranks = range(self.size)
-        meet(store, self.rank, ranks, self._seconds, note)
-        found = notes(store, ranks)
-        clear(store, ranks)
+        meet(store, self._names[self.rank], self._names, self._seconds, note)
+        found = notes(store, self._names)
+        clear(store, self._names)
         return found
 
     def _agree(self, store: StoreClient, reason: str) -> None:
@@ -159,7 +159,7 @@ class Connection:
         for rank, why in enumerate(self._meet(store, reason)):
             if why:
                 raise BackendUnavailableError(
-                    f"rank {self.rank} of {self.size}: ranks cannot share memory here. Rank {rank} says: {why:.400}"
+                    f"{self._me}: ranks cannot share memory here. Rank {self._names[rank]} says: {why:.400}"
                 )
 
     # Collectives
@@ -249,7 +249,7 @@ class Connection:
                 looked = now
                 gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
                 if gone and not self._advance(work, patient=False):  # what it did last may have come
-                    raise self._fail(work.operation, gone)
+                    raise self._fail(work.operation, self._named(gone))
                 if work.done:
                     return
             if now - since > self._seconds:
@@ -286,16 +286,16 @@ class Connection:
             raise self._fail(work.operation, self._who(1.0))
         if status == ring.OTHER_CALL:
             raise self._fail(
-                work.operation, (), f"Rank {work.at[3]} is in another call, or came with another size or dtype."
+                work.operation,
+                (),
+                f"Rank {self._names[work.at[3]]} is in another call, or came with another size or dtype.",
             )
         return False
 
     # Failures
 
     def _error(self, operation: str) -> TransportError:
-        return TransportError(
-            f"rank {self.rank} of {self.size}: {operation} over shm failed. {self._why}", self._missing
-        )
+        return TransportError(f"{self._me}: {operation} over shm failed. {self._why}", self._missing)
 
     def _fail(self, operation: str, missing: Sequence[int], why: str = "", how: int = GAVE_UP) -> TransportError:
         """Nothing goes on, here and on the peers; returns the error, by default that ranks are missing."""
@@ -323,9 +323,12 @@ class Connection:
             ended = [rank for rank, how in failures.items() if how == ENDED]
             gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
             if gone or ended:
-                return sorted({*gone, *ended})
+                return self._named(sorted({*gone, *ended}))
             silent = [rank for rank in silent if not failures[rank] and self._segments[rank].word(BEAT) == before[rank]]
-        return silent
+        return self._named(silent)
+
+    def _named(self, ranks: Iterable[int]) -> list[int]:
+        return [self._names[rank] for rank in ranks]
 
     # A lease
 

@@ -19,11 +19,13 @@ ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
 class Compression:
     """A setting; `str()` gives the spec string, `Compression.parse` reads it back.
 
-    The first `warm_up` steps under it, counted from where it is set, are those of `none`.
+    The first `warm_up` steps under it, counted from where it is set, are those of `none`. On several
+    hosts of several ranks `flat` lets all reduce as equals; else those of one host sum among themselves first.
     """
 
     name: ClassVar[str]
     warm_up: int = field(default=0, kw_only=True)
+    flat: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.warm_up, int) or self.warm_up < 0:

@@ -22,6 +22,7 @@ from .reduction.agreement import check_agreement
 from .reduction.arrivals import Reached, weakly
 from .reduction.buckets import BucketPlan, ParameterSpec, build_plan
 from .reduction.error_feedback import Parts, agree_that_finite
+from .reduction.node_level import parts_of
 from .reduction.pipeline import BucketPipeline
 from .reduction.sparse import average
 from .reduction.streams import Finish, Stream, make_stream
@@ -92,11 +93,18 @@ class CompressState:
             for name, grad in zip(names, bucket.gradients(), strict=True)
         ]
         transport = self._connect(buffer.device)
-        plan = build_plan(specs, [range(len(specs))], alignment=self.compression.alignment, shards=transport.world_size)
+        plan = build_plan(
+            specs,
+            [range(len(specs))],
+            alignment=self.compression.alignment,
+            shards=transport.world_size,
+            parts=[parts_of(transport, self.compression)],
+        )
         if buffer.device not in self._steps:
             self._steps[buffer.device] = torch.tensor([self._step], device=buffer.device)
         made = BucketPipeline(plan.buckets[0], self.compression, transport, step=self._steps[buffer.device])
-        saved_residuals.restore(self._kept, [made])
+        if self._kept:
+            saved_residuals.restore(self._kept, [made])
         self._pipelines[bucket.index()] = made
         return made
 

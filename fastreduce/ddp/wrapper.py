@@ -65,7 +65,9 @@ class DistributedDataParallel(TorchDDP):
         transport: what moves the data, or its name: `"gloo"`, `"shm"` (memory that the ranks of one host share) or
             `"nccl"`. None means FASTREDUCE_TRANSPORT; else MPI in a job that `init_process_group("mpi")` began, else
             NCCL for GPUs, and for CPUs `"shm"` where all ranks run on one host and `"gloo"` otherwise, in communicators
-            of its own over the ranks of `process_group` (at world size 1: nothing to move).
+            of its own over the ranks of `process_group` (at world size 1: nothing to move). Where ranks run on several
+            hosts, and several on one of them, those of one host sum in shared memory first, and gloo or MPI carries
+            what leaves the host, unless the setting is `flat`.
         **kwargs: torch's other arguments.
 
     Raises:

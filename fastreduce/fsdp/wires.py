@@ -12,7 +12,7 @@ from .. import ops
 from ..compression import Compression
 from ..kernels.slots import SlotTable
 from ..reduction.buckets import Bucket, Slot
-from ..reduction.error_feedback import ErrorFeedback
+from ..reduction.error_feedback import ErrorFeedback, Place
 
 
 class RowWire:
@@ -57,7 +57,7 @@ class RowWire:
         self.finite = torch.ones(1, dtype=torch.uint8, device=device)
         self.feedback: ErrorFeedback | None = None
         if compression.error_feedback:
-            self.feedback = ErrorFeedback(self.row, 0, 1, self._block, ranks)
+            self.feedback = ErrorFeedback(self.row, Place(slice(0, end), slice(0, 0), 1), self._block, ranks)
 
     def dtype(self, of: torch.dtype) -> torch.dtype:
         """What the wire of gradients of a dtype consists of."""

@@ -18,6 +18,7 @@ from .applied import notice_unscaling
 from .buckets import BucketPlan, build_plan, group_by_size, shortest
 from .error_feedback import ErrorFeedback, agree_that_finite
 from .gradients import Collected, Gradients, Members
+from .node_level import parts_of
 from .pipeline import BucketPipeline, Seconds, warm_up
 from .shared_buffers import SharedBuffers
 from .statistics import note_reduced
@@ -72,8 +73,9 @@ class CompressedAveraging:
         groups = list(groups)
         chosen = [self._settings[group[0]] for group in groups]
         alignment = [setting.alignment for setting in chosen]
-        plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size)
-        shared, made = SharedBuffers(), {}
+        parts = [parts_of(transport, setting) for setting in chosen]
+        plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size, parts=parts)
+        shared, staging, made = SharedBuffers(), SharedBuffers(), {}
         count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
         verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
         for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
@@ -87,6 +89,7 @@ class CompressedAveraging:
                 shared=shared if in_turn else None,
                 verdicts=verdicts[bucket.device],
                 step=self._steps[bucket.device],
+                staging=staging,
             )
         return plan, [made[bucket.index] for bucket in plan.buckets]
 
@@ -217,7 +220,7 @@ class BucketedGradients:
     def _spread(self) -> None:
         for pipeline in self.pipelines:
             if pipeline.feedback is not None:
-                pipeline.feedback.spread(lambda whole: self.transport.all_gather(whole).wait())
+                pipeline.feedback.spread(pipeline.make_whole)
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""

@@ -129,7 +129,12 @@ def shortest(caps: Sequence[int]) -> tuple[int, ...]:
 
 
 def build_plan(
-    specs: Sequence[ParameterSpec], groups: Iterable[Sequence[int]], *, alignment: int | Sequence[int], shards: int
+    specs: Sequence[ParameterSpec],
+    groups: Iterable[Sequence[int]],
+    *,
+    alignment: int | Sequence[int],
+    shards: int,
+    parts: Sequence[int] | None = None,
 ) -> BucketPlan:
     """Lay every group out as a bucket.
 
@@ -138,15 +143,17 @@ def build_plan(
         groups: parameter indices, one group a bucket, in launch order.
         alignment: elements to whose multiples slots and flags are aligned; or those of each group.
         shards: ranks among which a wire is divided.
+        parts: of each group, into how many equal parts its flat must divide; None means as many as there are ranks.
     """
     buckets, groups = [], list(groups)
     alignments = [alignment] * len(groups) if isinstance(alignment, int) else list(alignment)
-    for index, (group, alignment) in enumerate(zip(groups, alignments, strict=True)):
+    parts = [shards] * len(groups) if parts is None else parts
+    for index, (group, alignment, count) in enumerate(zip(groups, alignments, parts, strict=True)):
         slots, end = [], 0
         for parameter in group:
             slots.append(Slot(parameter, specs[parameter].name, end, specs[parameter].numel))
             end = _round_up(end + specs[parameter].numel, alignment)
-        total = _round_up(end + len(slots), alignment * shards)
+        total = _round_up(end + len(slots), alignment * count)
         spec = specs[group[0]]
         buckets.append(Bucket(index, spec.dtype, spec.device, tuple(slots), end, total))
     return BucketPlan(tuple(buckets), max(alignments, default=1), shards)

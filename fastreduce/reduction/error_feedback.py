@@ -16,6 +16,24 @@ from .applied import Applied, Factor
 from .buckets import Bucket
 
 
+class Place(NamedTuple):
+    """Which elements of a bucket a rank keeps residuals of, and what they count.
+
+    Args:
+        first: of gradients: all, or in two levels the rank's column.
+        second: of averages: the rank's shard.
+        ranks: among which gradients are averaged.
+        unit: what a residual of `first` would be, times this, in the gradients of this rank alone.
+        shared: what a residual that each rank has alike makes of `first`.
+    """
+
+    first: slice
+    second: slice
+    ranks: int
+    unit: float = 1.0
+    shared: float = 1.0
+
+
 class ErrorFeedback:
     """The residuals of one bucket on one rank, in FP32.
 
@@ -36,15 +54,15 @@ class ErrorFeedback:
 
     Args:
         bucket: whose gradients.
-        rank: this rank.
-        shards: ranks among which the bucket is divided.
+        place: which elements are kept.
         block: elements of a block.
         rows: where the bucket is one row of so many alike, one for each rank, whose sums nobody compresses: there is
             no second stage.
 
     Attributes:
-        residuals: `[2, total]`, of this rank's gradients; or `[2, rows, total]`.
-        shard_residuals: `[2, total / shards]`, of the average of this rank's shard.
+        residuals: `[2, elements of place.first]`, of this rank's gradients, or in two levels of its node's; with `rows`,
+            `[2, rows, elements]`.
+        shard_residuals: `[2, elements of place.second]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
         turned: whether the last reduction has changed it already, as is right where all averages are applied.
         units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
@@ -52,15 +70,13 @@ class ErrorFeedback:
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
     """
 
-    def __init__(self, bucket: Bucket, rank: int, shards: int, block: int, rows: int | None = None) -> None:
-        self._bucket, self._block, self._shards = bucket, block, shards
+    def __init__(self, bucket: Bucket, place: Place, block: int, rows: int | None = None) -> None:
+        self._bucket, self._where, self._block = bucket, place, block
         self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
-        own = bucket.total // shards
         self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        if rows is None:
-            self._first, self._second = _Rows(0, bucket.total, self.turn), _Rows(rank * own, own, self.turn)
-        else:
-            self._first, self._second = _Rows(0, bucket.total, self.turn, (rows,)), _Rows(0, 0, self.turn)
+        numels = [part.stop - part.start for part in (place.first, place.second)]
+        self._first = _Rows(place.first.start, numels[0], self.turn, () if rows is None else (rows,))
+        self._second = _Rows(place.second.start, numels[1], self.turn)
         self.residuals, self.shard_residuals = self._first.rows, self._second.rows
         self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
@@ -97,7 +113,7 @@ class ErrorFeedback:
     # By slot, for other buckets, shards or ranks
 
     def settled(self) -> tuple[Tensor, Tensor, list[float]]:
-        """Copies of both residuals, `[total]` and `[total / shards]`, and of the units, for training without `.grad`.
+        """Copies of the kept row of both residuals, and of the units, for training without `.grad`.
 
         What no optimizer has applied until now will not be. Nothing changes here.
         """
@@ -148,37 +164,42 @@ class ErrorFeedback:
         self.look()
         self.commit()
         base = torch.zeros_like(self.shard_residual) if self._second.base is None else self._second.base
-        own = slice(self._second.first, self._second.first + len(base))
         for shard, row in ((self.shard_residual, self.residual), (base, self._first.base)):
-            whole = torch.zeros_like(self.residual)
-            whole[own] = shard
+            whole = base.new_zeros(self._bucket.total)
+            whole[self._where.second] = shard
             gather(whole)
             if row is not None:
-                row += whole
+                row.add_(whole[self._where.first], alpha=self._where.shared)
         self.shard_residual.zero_()
         base.zero_()
 
     def put(self, i: int, parts: Parts) -> None:
-        """Go on with what was taken of a slot elsewhere."""
+        """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `place.unit`."""
         self.commit()
-        place = slice(self._place(i)[0], self._place(i)[0] + self._bucket.slots[i].numel)
+        start = self._place(i)[0]
+        place = self._first.part(start, start + self._bucket.slots[i].numel)
+        here = slice(place.start + self._first.first - start, place.stop + self._first.first - start)
         if parts.base is not None:
-            self.residual[..., place] = parts.base
+            self.residual[..., place] = parts.base[..., here]
             self._keep_base(i)
-        self.residual[..., place] = parts.residual
+        self.residual[..., place] = parts.residual[..., here]
         units = self.units_now()
         units[i] = parts.unit
         self.units = units
 
     def folded(self, i: int, row: Tensor, shard: Tensor) -> Tensor:
-        """A slot's residual with what is kept of the own shard in it.
+        """A slot's residual with what is kept of the own shard in it, `[numel]`.
 
-        The first is averaged over the ranks and the second is not, so it counts `shards` times.
+        The first is averaged over the ranks and the second is not, so it counts `place.ranks` times. In two levels this
+        rank has both to itself: elsewhere in the slot it keeps nothing.
         """
         start, slot = self._place(i)[0], self._bucket.slots[i]
-        found, part = row[..., start : start + slot.numel].clone(), self._second.part(start, start + slot.numel)
-        offset = part.start + self._second.first - start
-        found[..., offset : offset + part.stop - part.start].add_(shard[part], alpha=self._shards)
+        found = row.new_zeros(*row.shape[:-1], slot.numel)
+        counts = ((self._first, row, self._where.unit), (self._second, shard, self._where.ranks))
+        for rows, values, count in counts:
+            part = rows.part(start, start + slot.numel)
+            offset = part.start + rows.first - start
+            found[..., offset : offset + part.stop - part.start].add_(values[..., part], alpha=count)
         return found
 
     def _place(self, i: int) -> tuple[int, int]:

@@ -22,7 +22,9 @@ from .bucketed import BUCKET_BYTES
 from .buckets import build_plan, group_by_size
 from .error_feedback import ErrorFeedback, Parts, agree_that_finite
 from .gradients import Gradients
+from .node_level import parts_of
 from .pipeline import BucketPipeline
+from .shared_buffers import SharedBuffers
 
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
 
@@ -34,13 +36,14 @@ class _Reduction:
         names = _names(tensors)
         specs = Gradients(tensors, names).specs
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
-        plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size)
-        divisor = OPERATIONS[op]
+        parts = [parts_of(transport, compression)] * len(groups)
+        plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size, parts=parts)
+        divisor, staging = OPERATIONS[op], SharedBuffers()
         devices = {bucket.device for bucket in plan.buckets}
         # Of calls, counted: what random bits follow from.
         self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
         self.pipelines = [
-            BucketPipeline(bucket, compression, transport, divisor, step=self.steps[bucket.device])
+            BucketPipeline(bucket, compression, transport, divisor, step=self.steps[bucket.device], staging=staging)
             for bucket in plan.buckets
         ]
         self.reached = Reached(self.look)
@@ -109,7 +112,8 @@ class _Owners:
             if home is not None and home[0] is not reduction:
                 arrived[name] = _take(*home)
             self._homes[id(owner)] = reduction, name
-        saved_residuals.restore(arrived, reduction.pipelines)
+        if arrived:
+            saved_residuals.restore(arrived, reduction.pipelines)
 
 
 def _forget(owners: weakref.ref[_Owners], identity: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ from ..transports import SlotTransport, Transport, Work
 from .applied import norms_of
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
-from .error_feedback import ErrorFeedback
+from .error_feedback import ErrorFeedback, Parts, Place
+from .node_level import NodeLevel, parts_of, two_level
 from .shared_buffers import SharedBuffers
 from .streams import Finish
 
@@ -56,6 +58,10 @@ class BucketPipeline:
        blocks, a byte each, and take the largest of each block.
     3. `decompress`: wire → gradients and reduced used-flags, one kernel launch.
 
+    In two levels (`NodeLevel`) the ranks of a node first sum the gradients, each a column of the flat. `compress` and
+    `reduce` are those of a column, among the ranks, one of each node, that own it; then a node's ranks gather the wires
+    of all columns. Else there is one column, which belongs to all ranks.
+
     With N ranks the average's 1/N is applied before a plain all-reduce in the gradients' own dtype
     (as torch does), in the reduction kernel of a two-shot, after an all-reduce of FP16, whose exponents
     leave room for the sum, and split in two for one of BF16: 2^-⌈log2(N)⌉ before, so that no sum overflows
@@ -71,6 +77,7 @@ class BucketPipeline:
         shared: memory for the wire, if other buckets use it in turn; none of it is this pipeline's between runs.
         verdicts: bytes, of which the one with the bucket's index is to say whether its averages are finite.
         step: INT64 `[1]` on the device, from which random bits follow, and which its owner counts; None means always 0.
+        staging: memory for what is summed within a node, if other buckets use it in turn.
 
     Attributes:
         about: what the bucket holds, as a sentence.
@@ -94,6 +101,7 @@ class BucketPipeline:
         shared: SharedBuffers | None = None,
         verdicts: Tensor | None = None,
         step: Tensor | None = None,
+        staging: SharedBuffers | None = None,
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self.clock = make_clock(bucket.device, len(Point))
@@ -101,50 +109,71 @@ class BucketPipeline:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
         self._naming = Naming(self.about)
-        self._block, self._form, shards = compression.block, compression.format, transport.world_size
+        self._block, self._form, ranks = compression.block, compression.format, transport.world_size
+        levels = two_level(transport, compression)
+        self._node = None if levels is None else NodeLevel(bucket, levels, staging or SharedBuffers())
+        # Of the wire: its columns, shards of each, this rank's place among those that own its column, and rows of
+        # memory, since ranks without a column bring a row to the all-gather too.
+        columns, shards, place, rows = 1, ranks, transport.rank, 1
+        if self._node is not None:
+            nodes = self._node.nodes
+            columns, shards, place, rows = nodes.columns, len(nodes.ranks), nodes.node, len(nodes.here)
+        own_row = 0 if self._node is None else self._node.nodes.local_rank
+        self._columns, self._shards, elements = columns, shards, bucket.total // columns
+        self._owns = own_row < columns
         self._kernels = ops.choose(bucket.device)
         wire_dtype = compression.wire_dtype(bucket.dtype)
         # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
         self._fp16 = wire_dtype is torch.uint8 and not self._block
         self._parts = shards if compression.two_shot else 1
         if self._fp16:
-            numel = ops.fp16_wire_numel(bucket.total, self._parts)
+            numel = ops.fp16_wire_numel(elements, self._parts)
         else:
-            numel = ops.wire_numel(bucket.total, shards, self._block, self._form)
+            numel = ops.wire_numel(elements, shards, self._block, self._form)
 
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=bucket.device)
 
-        def wire(name: str) -> Tensor:
-            return shared.take(name, numel, wire_dtype, bucket.device) if shared else buffer(numel, wire_dtype)
+        def wire(name: str, count: int) -> Tensor:
+            return shared.take(name, count, wire_dtype, bucket.device) if shared else buffer(count, wire_dtype)
 
         # Error feedback may measure later what became of the averages, which are in the wire.
-        self.wire = buffer(numel, wire_dtype) if compression.error_feedback else wire("wire")
+        count = numel * rows
+        self._rows = buffer(count, wire_dtype) if compression.error_feedback else wire("wire", count)
+        self.wire = self._rows[: numel * columns]
+        self._column = self._rows.view(rows, -1)[own_row]
         # One rank's shard is its wire; quantized ones are summed all the same, for the second rounding's bits.
         two_shot = compression.two_shot and (shards > 1 or self._block > 0)
-        self._received = wire("received").view(shards, -1) if two_shot else None
-        self._shard = self.wire.view(shards, -1)[transport.rank] if two_shot else self.wire
-        self._summed, self._gathered = self.wire, None
+        self._received = wire("received", numel).view(shards, -1) if two_shot else None
+        self._shard = self._column.view(shards, -1)[place] if two_shot else self._column
+        self._summed, self._gathered = self._column, None
         if self._fp16 and not two_shot:
-            blocks = bucket.total // FP16_BLOCK
-            self._summed = self.wire[: 2 * bucket.total].view(torch.float16)
-            self._exponents = self.wire[2 * bucket.total :][:blocks]
+            blocks = elements // FP16_BLOCK
+            self._summed = self._column[: 2 * elements].view(torch.float16)
+            self._exponents = self._column[2 * elements :][:blocks]
             if shards > 1:
                 self._gathered = buffer(shards * -(-blocks // 16) * 16, torch.uint8).view(shards, -1)
         self.used = torch.ones(len(bucket.slots), dtype=bucket.dtype, device=bucket.device)
         self.used_by_any = torch.ones_like(self.used)
 
-        own_block = transport.rank * (bucket.total // shards)
+        own_start, own = own_row * elements + place * (elements // shards), elements // shards
         # Where the wire is the flat in the gradients' own dtype, bucket views can lie in it.
         self._in_place = self._block == 0 and wire_dtype == bucket.dtype
         # One rank's average in the gradients' own dtype is what it has.
-        self.alone = shards == 1 and self._in_place
+        self.alone = ranks == 1 and self._in_place
+        self._sums_in_wire = self._node is not None and self._in_place and wire_dtype == self._node.dtype
+        if self._node is not None and self._sums_in_wire:
+            self._node.use_wire(self.wire)
         plain = self._in_place and not two_shot and shards > 1
         self._direct = transport if plain and isinstance(transport, SlotTransport) else None
-        self._flag_block = max(0, bucket.flags_offset - own_block) // self._block if self._block else 0
-        self.feedback = (
-            ErrorFeedback(bucket, transport.rank, shards, self._block) if compression.error_feedback else None
-        )
+        self._flag_block = max(0, bucket.flags_offset - own_start) // self._block if self._block else 0
+        self.shard = own_row * shards + place if self._owns else -1
+        self.feedback = None
+        if compression.error_feedback:
+            where = Place(slice(0, bucket.total), slice(own_start, own_start + own), ranks)
+            if self._node is not None:
+                where = self._node.place(own if self._owns else 0, own_start, ranks)
+            self.feedback = ErrorFeedback(bucket, where, self._block)
         self.remainder: ErrorFeedback | None = None
         self._noted: Tensor | None = None
         # Kernels write it. At averages that stay in the wire nobody looks.
@@ -160,19 +189,23 @@ class BucketPipeline:
 
         self._draws: Draws | None = None
         self._draws_of_averages: tuple[SlotTable | None, Draws | None] = None, None
-        if (seed := compression.random_seed) is not None:
-            step, own = buffer(1, torch.int64) if step is None else step, bucket.total // shards
+        if (seed := compression.random_seed) is not None:  # which is reduced in one level
+            step = buffer(1, torch.int64) if step is None else step
             self._draws = Draws(seed, transport.rank, step)
             here = bucket.table.shard(transport.rank * own, (transport.rank + 1) * own)
             self._draws_of_averages = here, Draws(seed, OF_AVERAGES, step)
 
-        self._average = 1.0 / (divisor or shards)
+        unit = 1.0 if self._node is None else self._node.unit
+        self._average = unit / (divisor or ranks)
+        self._sum_scale = 1.0 / unit
         if compression.two_shot:
             self._scale_before, self._scale_after = 1.0, 1.0
         elif self._fp16:
             self._scale_before, self._scale_after = 1.0, self._average
         elif wire_dtype == bucket.dtype:
             self._scale_before, self._scale_after = self._average, 1.0
+            if self._node is not None:
+                self._sum_scale, self._scale_before = 1.0 / (divisor or ranks), 1.0
         else:
             self._scale_before = 2.0 ** -(shards - 1).bit_length()
             self._scale_after = self._average / self._scale_before
@@ -185,10 +218,45 @@ class BucketPipeline:
     def keep_remainder(self) -> ErrorFeedback:
         """What is kept, to be put in by slot: without error feedback it is added to the next gradients, once."""
         if self.kept is None:
-            shards, alignment = self.transport.world_size, self.compression.alignment
-            self.remainder = ErrorFeedback(self.bucket, self.transport.rank, shards, alignment)
+            whole, nothing = slice(0, self.bucket.total), slice(0, 0)
+            where = Place(whole, nothing, self.transport.world_size)
+            self.remainder = ErrorFeedback(self.bucket, where, self.compression.alignment)
         assert self.kept is not None
         return self.kept
+
+    def make_whole(self, flat: Tensor) -> None:
+        """A `[total]` tensor of which each rank has its shard → the whole one, on every rank."""
+        if self._node is None:
+            self.transport.all_gather(flat).wait()
+        else:
+            self._node.make_whole(flat)
+
+    @property
+    def nodes(self) -> str:
+        """The ranks of each node, of a reduction in two levels; else nothing."""
+        return "" if self._node is None else str(self._node.nodes)
+
+    def of_node(self, parts: Mapping[int, Parts]) -> Mapping[int, Parts]:
+        """What this rank keeps of slots, as what is to be put into `feedback`: in two levels its node's sum.
+
+        Every rank of the node calls it then, also one that keeps nothing.
+        """
+        if self._node is None or self.feedback is None:
+            return parts
+        nothing = torch.zeros(0)
+        slots = [parts.get(i, Parts(nothing, None, math.nan)) for i in range(len(self.bucket.slots))]
+        told = self._node.told([(part.unit, float(part.base is not None)) for part in slots])
+        units, with_base = told.nan_to_num(-math.inf).amax(0).unbind(1)
+        sums = self._node.moved([part.residual for part in slots])
+        bases = self._node.moved([part.residual if part.base is None else part.base for part in slots])
+        found = {}
+        for i, (slot, unit, has_base) in enumerate(
+            zip(self.bucket.slots, units.tolist(), with_base.tolist(), strict=True)
+        ):
+            place = slice(slot.offset, slot.offset + slot.numel)
+            unit = math.nan if unit == -math.inf else unit
+            found[i] = Parts(sums[place], bases[place] if has_base else None, unit)
+        return found
 
     def follow(
         self,
@@ -218,9 +286,12 @@ class BucketPipeline:
     def sent_bytes(self) -> int:
         """Bytes that one rank sends in one reduction: (N-1)/N of the wire, twice (ring all-reduce or two-shot).
 
-        And its blocks' exponents to every other rank, where ranks agree on them.
+        And its blocks' exponents to every other rank, where ranks agree on them. In two levels what leaves the node: of
+        the column's wire, with the number of nodes for N.
         """
-        shards = self.transport.world_size
+        shards = self._shards
+        if not self._owns:
+            return 0
         exponents = 0 if self._gathered is None else self._gathered[0].nbytes * (shards - 1)
         return 2 * self._summed.nbytes * (shards - 1) // shards + exponents
 
@@ -260,7 +331,8 @@ class BucketPipeline:
             self.used.index_fill_(0, self._on_device(unused), 0)
         direct = self._direct_between(grads, averaged)
         if direct is None:
-            self.compress(grads)
+            with self._naming:
+                self.compress(grads)
             if unused:
                 self.used.fill_(1)
         mark(_COMPRESSED)
@@ -312,32 +384,68 @@ class BucketPipeline:
         if self.remainder is not None:
             grads = self.remainder.added_to(grads)
         tensors, slots = [*grads, self.used], self.bucket.table
+        if self.feedback is not None:
+            self.feedback.commit()
+        if self._node is not None:
+            self._node.flatten(tensors)
+            column = self._node.sum(self._sum_scale)
+            if column is None:
+                self._no_column()
+                return
+            tensors, slots = [column], self._node.table
+        self._compress(tensors, slots)
+
+    def _no_column(self) -> None:
+        if self._finite is not None:
+            self._finite.fill_(1)
+
+    def _compress(self, tensors: Sequence[Tensor], slots: SlotTable) -> None:
         if self._block:
-            shards, kept = self.transport.world_size, self.feedback
-            if kept is not None:
-                kept.commit()
+            kept = self.feedback
             rows = (kept.residuals, kept.turn) if kept else (None, None)
-            told = (*rows, self._finite, self._form, self._draws)
-            self._kernels.quantize(tensors, slots, self.wire, shards, self._block, *told)
+            told = (self._shards, self._block, *rows, self._finite, self._form, self._draws)
+            self._kernels.quantize(tensors, slots, self._column, *told)
         elif self._fp16:
-            summed = 1 if self.compression.two_shot else self.transport.world_size
-            self._kernels.flatten_fp16(tensors, slots, self.wire, self._parts, summed, self._finite)
-        else:
-            self._kernels.flatten(tensors, slots, self.wire, self._scale_before, self._finite, self._draws)
+            summed = 1 if self.compression.two_shot else self._shards
+            self._kernels.flatten_fp16(tensors, slots, self._column, self._parts, summed, self._finite)
+        elif not self._sums_in_wire:
+            self._kernels.flatten(tensors, slots, self._column, self._scale_before, self._finite, self._draws)
 
     def reduce(self) -> Work:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
-        if self._gathered is not None:
-            self._gathered[self.transport.rank][: len(self._exponents)].copy_(self._exponents)
-            self.transport.all_gather(self._gathered.view(-1)).wait()
-            self._kernels.share_exponents(self.wire, self._gathered)
+        if self._node is not None:
+            return _Levels(self._sum_column() if self._owns else None, self._gather_columns)
+        work = self._sum(self.transport)
         if self._received is None:
-            return self.transport.all_reduce(self._summed)
-        self.transport.all_to_all(self._received, self.wire).wait()
+            return work
+        work.wait()
         self.clock.mark(_EXCHANGED)
         self._reduce_shards(self._received)
         self.clock.mark(_SUMMED)
         return self.transport.all_gather(self.wire)
+
+    def _sum_column(self) -> Work:
+        assert self._node is not None
+        return self._sum(self._node.levels.sums.between)
+
+    def _sum(self, ranks: Transport) -> Work:
+        """The own column over the ranks that own it: the sum itself, or the shards that this rank is to sum."""
+        if self._gathered is not None:
+            self._gathered[ranks.rank][: len(self._exponents)].copy_(self._exponents)
+            ranks.all_gather(self._gathered.view(-1)).wait()
+            self._kernels.share_exponents(self._column, self._gathered)
+        if self._received is None:
+            return ranks.all_reduce(self._summed)
+        return ranks.all_to_all(self._received, self._column)
+
+    def _gather_columns(self) -> None:
+        """Behind `_sum` in two levels: the averages of the column, then those of all columns."""
+        assert self._node is not None
+        gathers = self._node.levels.gathers
+        if self._owns and self._received is not None:
+            self._reduce_shards(self._received)
+            gathers.between.all_gather(self._column).wait()
+        gathers.within.all_gather(self._rows).wait()
 
     def _reduce_shards(self, received: Tensor) -> None:
         """Every rank's version of this rank's shard → the average, in its place in the wire."""
@@ -359,7 +467,7 @@ class BucketPipeline:
         if in_wire:
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
         elif self._block:
-            shards = self.transport.world_size
+            shards = self._columns * self._shards
             turn = None if self.feedback is None else self.feedback.turn
             told = (self.statistics, self._finite, turn)
             self._kernels.dequantize(self.wire, shards, self._block, slots, tensors, *told, self._form)
@@ -367,7 +475,9 @@ class BucketPipeline:
                 self.feedback.turned = True
         elif self._fp16:
             found = self.statistics, self._finite
-            self._kernels.unflatten_fp16(self.wire, self._parts, slots, tensors, self._scale_after, *found)
+            self._kernels.unflatten_fp16(
+                self.wire, self._columns * self._parts, slots, tensors, self._scale_after, *found
+            )
         else:
             self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics, self._finite)
 
@@ -386,18 +496,23 @@ class BucketPipeline:
 
     def launch_kernels(self, grads: Sequence[Tensor]) -> None:
         """Launch every kernel of a reduction once, and move nothing between ranks."""
-        self.compress(grads)
+        if self._node is None:
+            self.compress(grads)
+        else:
+            self._node.flatten([*grads, self.used])
+            self._node.add_up(self._sum_scale)
+            self._compress([self._node.any_column()], self._node.table)
         if self._received is not None:
             self._reduce_shards(self._received)
         if self._gathered is not None:
-            self._kernels.share_exponents(self.wire, self._gathered)
+            self._kernels.share_exponents(self._column, self._gathered)
         self.decompress(grads)
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
         if self._noted is not None:
             return self._noted.clone()
-        shards = self.transport.world_size
+        shards = self._columns * self._shards
         scales, own = self._scales().abs(), self._form.payload_bytes(self.bucket.total // shards)
         payload = self.wire.view(shards, -1)[:, :own].view(torch.int8)
         if self._form is INT4_FORMAT:
@@ -415,11 +530,23 @@ class BucketPipeline:
 
     def _scales(self) -> Tensor:
         """The scales of all blocks, FP32 `[shards, blocks of a shard]`."""
-        shards, form = self.transport.world_size, self._form
+        shards, form = self._columns * self._shards, self._form
         elements = self.bucket.total // shards
         start, size = form.payload_bytes(elements), elements // self._block * form.scale_bytes
         dtype = torch.bfloat16 if form is INT4_FORMAT else torch.float32
         return self.wire.view(shards, -1)[:, start : start + size].view(dtype).float()
+
+
+class _Levels:
+    """A bucket's reduction in two levels: what has been started between nodes, and what is to follow."""
+
+    def __init__(self, started: Work | None, then: Callable[[], None]) -> None:
+        self._started, self._then = started, then
+
+    def wait(self) -> None:
+        if self._started is not None:
+            self._started.wait()
+        self._then()
 
 
 class Naming:
@@ -440,7 +567,7 @@ def warm_up(
     dtype: torch.dtype, device: torch.device, compression: Compression, transport: Transport, statistics: bool = False
 ) -> None:
     """Compile (or load from the disk cache) every kernel that buckets of `dtype` on `device` will launch."""
-    alignment, shards = compression.alignment, transport.world_size
+    alignment, shards = compression.alignment, parts_of(transport, compression)
     plan = build_plan([ParameterSpec("", 1, dtype, device)], [[0]], alignment=alignment, shards=shards)
     pipeline = BucketPipeline(plan.buckets[0], compression, transport)
     if statistics:

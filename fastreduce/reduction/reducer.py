@@ -673,9 +673,10 @@ class GradientReducer:
         orders = chosen.get("orders", [[name for bucket in chosen["buckets"] for name in bucket]])
         self.buckets.orders = [[index_of[name] for name in order] for order in orders]
         self._lay_out([[index_of[name] for name in bucket] for bucket in chosen["buckets"]])
+        chosen = saved_residuals.fold_moved(chosen, self.pipelines)
         saved_residuals.restore(saved_residuals.kept_in(chosen), self.pipelines)
         for pipeline, kept in zip(self.pipelines, chosen["shard_residuals"], strict=False):
-            if pipeline.feedback is not None:
+            if pipeline.feedback is not None and len(kept):
                 pipeline.feedback.shard_residual.copy_(kept)
         if chosen.get("statistics"):
             self.keep_statistics()

@@ -32,12 +32,14 @@ def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
 def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> None:
     """Put it into other pipelines; a name without any keeps what it has.
 
-    One without error feedback adds it to its next gradients.
+    One without error feedback adds it to its next gradients. In two levels the ranks of a node bring together what each
+    has: every rank calls it then.
     """
     for pipeline in pipelines:
-        for i, slot in enumerate(pipeline.bucket.slots):
-            if slot.name in kept and (pipeline.kept is not None or kept[slot.name].holds_any):
-                pipeline.keep_remainder().put(i, kept[slot.name])
+        parts = {i: kept[slot.name] for i, slot in enumerate(pipeline.bucket.slots) if slot.name in kept}
+        for i, part in pipeline.of_node(parts).items():
+            if pipeline.kept is not None or part.holds_any:
+                pipeline.keep_remainder().put(i, part)
 
 
 def save(
@@ -65,9 +67,11 @@ def save(
         "world_size": plan.shards,
         "compression": compression,
         "buckets": plan.names(),
+        "nodes": [pipeline.nodes for pipeline in pipelines],
+        "shards": [pipeline.shard for pipeline in pipelines],
         "residuals": residuals,
         "units": units,
-        "shard_residuals": shard_residuals if any(map(len, shard_residuals)) else [],
+        "shard_residuals": shard_residuals if any(p.feedback for p in pipelines) and not folded else [],
     }
 
 
@@ -128,12 +132,46 @@ def of_shards(states: Sequence[Mapping[str, Any]], alignment: Sequence[int]) -> 
     """The second-stage residuals of all ranks, by parameter name; `alignment` of each bucket."""
     found = {}
     for index, shards in enumerate(zip(*(state["shard_residuals"] for state in states), strict=True)):
-        flat, start = torch.cat(shards), 0
-        for name in states[0]["buckets"][index] if len(flat) else ():
-            numel = states[0]["residuals"][name].numel()
-            found[name] = flat[start : start + numel]
-            start += -(-numel // alignment[index]) * alignment[index]
+        places = [_shard_of(state, index) for state in states]
+        flat = torch.cat([shard for _, shard in sorted(zip(places, shards, strict=True), key=lambda pair: pair[0])])
+        if len(flat):
+            found.update(_by_name(flat, states[0], index, alignment[index]))
     return found
+
+
+def _shard_of(state: Mapping[str, Any], index: int) -> int:
+    """Which shard of a bucket the state's rank had; -1 for none, which comes first and is empty."""
+    return int(state["shards"][index] if "shards" in state else state["rank"])
+
+
+def _by_name(flat: Tensor, state: Mapping[str, Any], index: int, alignment: int) -> dict[str, Tensor]:
+    found, start = {}, 0
+    for name in state["buckets"][index]:
+        numel = state["residuals"][name].numel()
+        found[name] = flat[start : start + numel]
+        start += -(-numel // alignment) * alignment
+    return found
+
+
+def fold_moved(state: Mapping[str, Any], pipelines: Sequence[BucketPipeline]) -> Mapping[str, Any]:
+    """A state of this rank, with second-stage residuals as part of the first where shards have changed hands.
+
+    That is, where it was saved in two levels and this is one, the other way round, or nodes have other ranks.
+    """
+    shards, residuals = list(state["shard_residuals"]), dict(state["residuals"])
+    alignment, nodes = alignments(state), state.get("nodes", [""] * len(shards))
+    for index, shard in enumerate(shards):
+        if len(shard) and nodes[index] != pipelines[index].nodes:
+            flat = shard.new_zeros((_shard_of(state, index) + 1) * len(shard))
+            flat[-len(shard) :] = shard
+            size = sum(
+                -(-residuals[name].numel() // alignment[index]) * alignment[index] for name in state["buckets"][index]
+            )
+            flat = torch.nn.functional.pad(flat, (0, max(0, size - len(flat))))
+            for name, part in _by_name(flat, state, index, alignment[index]).items():
+                residuals[name] = residuals[name] + part * state["world_size"]
+            shards[index] = shard.new_zeros(0)
+    return {**state, "residuals": residuals, "shard_residuals": shards}
 
 
 def check_parameters(state: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> None:

@@ -42,7 +42,11 @@ class Stretch:
         if isinstance(self.source, Policy):
             return self.source
         if isinstance(self.source, Compression):
-            return NoCompression() if step < self.start + self.source.warm_up else replace(self.source, warm_up=0)
+            return (
+                NoCompression(flat=self.source.flat)
+                if step < self.start + self.source.warm_up
+                else replace(self.source, warm_up=0)
+            )
         try:
             found = Policy.of(self.source(step))
         except Exception as error:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ..transports import Transport
+from ..transports import Transport, TwoLevelTransport
 
 Finish = Callable[[], None]
 Begin = Callable[[], Finish]
@@ -55,9 +55,10 @@ def one_by_one(device: torch.device, transport: Transport) -> bool:
 
 def make_stream(device: torch.device, transport: Transport) -> Stream:
     """What buckets on `device` are reduced on."""
-    if device.type != "cuda":
-        return ThreadStream()
-    return CudaStream(device, None if one_by_one(device, transport) else ThreadStream())
+    if device.type == "cuda" and one_by_one(device, transport):
+        return CudaStream(device, None)
+    thread = ThreadStream(apart=isinstance(transport, TwoLevelTransport))
+    return CudaStream(device, thread) if device.type == "cuda" else thread
 
 
 class StreamJob:
@@ -114,33 +115,45 @@ class StreamJob:
         self._begun.cancel()
 
 
+_Jobs = queue.SimpleQueue["StreamJob | None"]
+
+
 class ThreadStream:
     """Runs jobs on a thread that starts with the first one, in the order of `submit`.
 
     The next job is begun before the last one is finished, so that one bucket is compressed while
     another's wire is on its way.
+
+    Args:
+        apart: whether jobs are finished on a second thread. Where finishing one takes collectives of its own, in which
+            others may be sooner or later, neither part may wait for the other part of another job.
     """
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[StreamJob | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    def __init__(self, apart: bool = False) -> None:
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._begun: _Jobs | None = queue.SimpleQueue() if apart else None
+        self._threads: list[threading.Thread] = []
         self._last: StreamJob | None = None
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, begin: Begin) -> StreamJob:
         """Enqueue a job for the thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_work, args=(self._jobs,), name="fastreduce-communication", daemon=True
-            )
-            self._thread.start()
+        if not self._threads:
+            self._start(_work, self._jobs, self._begun)
+            if self._begun is not None:
+                self._start(_finish, self._begun)
         self._last = job = StreamJob(begin)
         self._jobs.put(job)
         return job
 
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name="fastreduce-communication", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def begin(self, begin: Begin) -> Finish:
         """Do the first part on the caller's thread: it would only wait for the other."""
-        return begin()
+        return begin() if self._begun is None else self.submit(begin).result
 
     @property
     def idle(self) -> bool:
@@ -150,11 +163,18 @@ class ThreadStream:
     def close(self) -> None:
         """End the thread after the jobs already enqueued, and wait a little for its end."""
         self._jobs.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=5)
 
 
-def _work(jobs: queue.SimpleQueue[StreamJob | None]) -> None:
+def _finish(begun: _Jobs) -> None:
+    while (job := begun.get()) is not None:
+        job.finish()
+        del job
+
+
+def _work(jobs: _Jobs, begun: _Jobs | None) -> None:
     under_way: deque[StreamJob] = deque()
     while True:
         try:
@@ -164,11 +184,17 @@ def _work(jobs: queue.SimpleQueue[StreamJob | None]) -> None:
             continue
         if job is None:
             break
-        if job.begin():
+        if not job.begin():
+            pass
+        elif begun is not None:
+            begun.put(job)
+        else:
             under_way.append(job)
         del job
     for job in under_way:
         job.finish()
+    if begun is not None:
+        begun.put(None)
 
 
 class Done:

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,19 +14,24 @@ import torch.distributed as dist
 from ..errors import BackendUnavailableError, SettingError
 from .base import SlotTransport, Transport, Work
 from .gloo import GlooTransport, TorchProcessGroup
-from .hosts import hosts_of
+from .hosts import hosts_of, nodes_of
 from .local import LocalTransport, local_ranks
 from .nccl import NcclTransport
 from .shm import ShmTransport
+from .two_level import Connected, Level, Nodes, TwoLevelTransport, two_levels
 
 __all__ = [
+    "Connected",
     "GlooTransport",
+    "Level",
     "LocalTransport",
     "NcclTransport",
+    "Nodes",
     "ShmTransport",
     "SlotTransport",
     "TorchProcessGroup",
     "Transport",
+    "TwoLevelTransport",
     "Work",
     "local_ranks",
     "make_transport",
@@ -64,8 +70,9 @@ def make_transport(
     """What moves wires on `device` between the ranks of `group`.
 
     What was asked for; else what FASTREDUCE_TRANSPORT names, unless it moves no tensors on `device`; else what was
-    registered; else NCCL for CUDA, and for the CPU shared memory where all ranks run on one host, or gloo. One rank
-    alone needs nobody.
+    registered; else NCCL for CUDA, and for the CPU shared memory where all ranks run on one host, or gloo. Where ranks
+    run on several hosts, and several on one of them, gloo, and what was registered if it can, carry but what leaves a
+    host: two levels. One rank alone needs nobody.
 
     Args:
         group: the ranks, which all call it.
@@ -76,6 +83,7 @@ def make_transport(
     Raises:
         SettingError: if no transport has that name.
         BackendUnavailableError: if the one that was asked for, or NCCL for CUDA, cannot be used.
+        TransportError: if ranks that tell each other their hosts do not come within the timeout.
     """
     if asked is not None and not isinstance(asked, str):
         return asked
@@ -96,24 +104,26 @@ def make_transport(
         return TRANSPORTS[told](group)
     world = dist.group.WORLD
     registered = _factories.get(group) or (_factories.get(world) if world is not None else None)
-    if registered is not None:
-        return registered(group)
-    if kind == "cuda":
+    if registered is None and kind == "cuda":
         return NcclTransport(group)
+    sockets = registered or GlooTransport
     if alone:
-        return _last_choice.get(group, GlooTransport)(group)
-    return _choose(group)
+        return _last_choice.get(group, sockets)(group)
+    return _choose(group, sockets) if getattr(sockets, "of_some", False) else sockets(group)
 
 
-def _choose(group: dist.ProcessGroup) -> Transport:
-    """Shared memory, or gloo; on all ranks the same."""
-    chosen: Transport = GlooTransport(group)
-    if len(set(hosts_of(group))) == 1:
+def _choose(group: dist.ProcessGroup, sockets: Factory) -> Transport:
+    """`sockets`, two levels of it and shared memory, or shared memory in gloo's place; on all ranks the same."""
+    nodes, factory = nodes_of(hosts_of(group)), sockets
+    chosen = None
+    if len(nodes) == 1 and sockets is GlooTransport:
         shm = ShmTransport(group, SPARE)
         try:
             shm.connect()
-            chosen = shm
+            chosen, factory = shm, ShmTransport
         except BackendUnavailableError as error:  # on every rank
             logger.info("gradients go over gloo: %s", error)
-    _last_choice[group] = type(chosen)
-    return chosen
+    elif 1 < len(nodes) < dist.get_world_size(group):
+        factory = partial(two_levels, nodes=nodes, make=sockets, spare=SPARE)
+    _last_choice[group] = factory
+    return chosen or factory(group)

@@ -103,7 +103,7 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Done):
     }.items():
         assert re.search(rf"^ +[✓–] {re.escape(name)} +{re.escape(value)}", out, re.MULTILINE), (name, value, out)
     assert out.splitlines()[-1] == (
-        "Verdict: works. CPU tensors: numba_cpu kernels, shm where all ranks run on one host, else gloo."
+        "Verdict: works. CPU tensors: numba_cpu kernels, shm within a host, gloo between hosts."
     )
 
 
@@ -194,7 +194,7 @@ def test_shared_memory_is_chosen_where_it_can_be(monkeypatch: pytest.MonkeyPatch
         return {r.name: r for r in choices.transport_rows(CPU)}
 
     monkeypatch.delenv("FASTREDUCE_TRANSPORT", raising=False)
-    assert rows()["chosen"] == Row("chosen", "shm where all ranks run on one host, else gloo")
+    assert rows()["chosen"] == Row("chosen", "shm within a host, gloo between hosts")
     assert rows()["shm"] == Row("shm", "can run, for ranks of one host")
     monkeypatch.setenv("FASTREDUCE_TRANSPORT", "shm")
     assert rows()["chosen"] == Row("chosen", "shm")

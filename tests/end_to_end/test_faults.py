@@ -63,6 +63,11 @@ PICKED = [
     Case("SIGSTOP", "rebuild", 2, "int8"),
     Case("SIGKILL", "backward", 1, "none"),
 ]
+IN_LEVELS = [
+    Case("SIGSTOP", "construction", 0, "int8"),
+    Case("SIGKILL", "collective", 1, "none"),
+    Case("SIGSTOP", "collective", 2, "int8"),
+]
 ALL = [
     Case(what, stage, victim, setting)
     for what in ("SIGSTOP", "SIGKILL")
@@ -123,8 +128,8 @@ def _output(folder: Path, ranks: list[int], failed_at: float) -> Seen:
     return Seen({rank: float(found[-1]) - failed_at for rank, found in marks.items() if found}, output)
 
 
-def _over_gloo(folder: Path, case: Case, transport: str = "gloo") -> Seen:
-    """Three ranks over env://."""
+def _over_gloo(folder: Path, case: Case, transport: str = "gloo", hosts: str = "") -> Seen:
+    """Three ranks over env://, on hosts of these names."""
     folder.mkdir()
     port = str(free_port())
     with contextlib.ExitStack() as stack:
@@ -132,6 +137,7 @@ def _over_gloo(folder: Path, case: Case, transport: str = "gloo") -> Seen:
         for rank in range(3):
             where = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             where |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "FASTREDUCE_TRANSPORT": transport}
+            where["FASTREDUCE_HOST"] = hosts[rank : rank + 1]
             env = with_environment(**where)
             job = (JOBS, _arguments(folder, "gloo", case), str(folder / f"{rank}.out"))
             processes[rank] = server(rank).fork(run_as_script, *job, env=env)
@@ -153,6 +159,11 @@ def _over_shm(folder: Path, case: Case) -> Seen:
     return seen
 
 
+def _in_two_levels(folder: Path, case: Case) -> Seen:
+    """The same with ranks 0 and 1 on one host and rank 2 on another."""
+    return _over_gloo(folder, case, "", "aab")
+
+
 def _check(case: Case, seen: Seen) -> None:
     assert len(seen.left) == 2, f"{case}: {seen.output}"
     for rank, seconds in seen.left.items():
@@ -161,7 +172,10 @@ def _check(case: Case, seen: Seen) -> None:
         if case.stage == "exit":  # nobody needs the one that is gone
             continue
         last = next(line for line in reversed(text.splitlines()) if "TransportError: " in line)
-        assert re.search(rf"rank {rank} of 3: (connecting|exchange|all_\w+) over (gloo|MPI|shm) failed", last), last
+        doing = (
+            r"(connecting|exchange|all_\w+) over (gloo|MPI|shm)|finding out who shares a host|a reduction in two levels"
+        )
+        assert re.search(rf"rank {rank} of 3: ({doing}) failed", last), last
         assert case.victim == 0 or f"rank {case.victim}" in last or "exited" in last, last
         assert case.victim != 0 or re.search(HOLDER, last) or "rank 0" in last, last
         if case.stage in ("forward", "backward", "collective"):
@@ -215,6 +229,10 @@ RUNS = pytest.mark.parametrize("run", [_over_gloo, _over_shm], ids=["gloo", "shm
 @RUNS
 def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path, run: Callable[[Path, Case], Seen]):
     _run_all(tmp_path, PICKED, run, _check)
+
+
+def test_nor_are_they_in_two_levels(tmp_path: Path):
+    _run_all(tmp_path, IN_LEVELS, _in_two_levels, _check)
 
 
 @RUNS

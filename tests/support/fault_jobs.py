@@ -91,24 +91,35 @@ def main() -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     end("first step")
     late = False
-    if wrapper == "ours" and end.chosen and stage == "collective":
-        transport = ddp._transport
+
+    def watch_collectives() -> None:
+        from fastreduce.transports import TwoLevelTransport
+
+        transport, names = ddp._transport, ["all_gather"]
+        if isinstance(transport, TwoLevelTransport):
+            level = transport.levels.gathers
+            transport = level.within if setting == "none" or level.between.world_size == 1 else level.between
+        elif setting == "none":
+            names = ["all_reduce", "all_reduce_slots"]
 
         def in_a_collective(started: Callable[..., Any], *arguments: Any) -> Any:
             work = started(*arguments)
-            if late and work is not None:
+            if work is not None:
                 end("collective")
             return work
 
-        for name in ("all_gather",) if setting != "none" else ("all_reduce", "all_reduce_slots"):
+        for name in names:
             if hasattr(transport, name):
                 setattr(transport, name, partial(in_a_collective, getattr(transport, name)))
+
     for step in range(STEPS):
         late = step >= 3
         if step == 3 and rank == 0:
             Path(folder, "going").touch()
         if step == 1:
             end("rebuild")
+        if step == 3 and wrapper == "ours" and end.chosen and stage == "collective":
+            watch_collectives()
         if late:
             model.inside = lambda: end("forward")
         out = ddp(torch.randn(8, 64))

@@ -38,7 +38,7 @@ class Step:
 
     seed: int = 0
     magnitude: float = 1.0
-    used: tuple[str, ...] = ("abc", "abc", "abc")  # by rank, the parameters that its loss contains
+    used: tuple[str, ...] = ("abc",) * 4  # by rank, the parameters that its loss contains
     micro_batches: int = 1  # the last one is synchronised
     clip: str = ""  # "", "ours" or "torch"
     max_norm: float = 1.0

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,6 +32,7 @@ from fastreduce.distributed.mpi import init_mpi
 from fastreduce.reduction.streams import ThreadStream
 from fastreduce.transports import GlooTransport, LocalTransport, Transport, make_transport
 from fastreduce.transports.mpi import MpiTransport, communicator
+from fastreduce.transports.two_level import two_levels
 from tests.support.collective_cases import all_kinds, check_all_kinds
 from tests.support.models import (
     SETTINGS,
@@ -259,6 +261,30 @@ def groups_of_some_ranks_use_mpi_too() -> None:
             assert value.tolist() == [sum(1.0 + rank for rank in ranks)] * 5
 
 
+def two_levels_end_as_over_gloo() -> None:
+    """Two ranks on one host and the third on another, which take turns as last to come."""
+    if dist.get_world_size() < 3:
+        return
+    seen = []
+    with patch.dict(os.environ, FASTREDUCE_HOST=f"node {_rank() // 2}"):
+        for transport in (None, two_levels(_group(), [[0, 1], [2]], GlooTransport, 1)):
+            ddp = wrap(
+                "ours",
+                _seeded(),
+                process_group=dist.new_group(),
+                transport=transport,
+                compression="int8:error_feedback",
+            )
+            assert ddp.reducer.transport.name == "two_level"
+            for step in range(STEPS):
+                time.sleep(0.01 * (_rank() == step))
+                ddp.zero_grad()
+                ddp(batch(_rank(), step, 4, 20)).square().mean().backward()
+            seen.append(grads_of(ddp.module))
+    assert_same_bits(*seen)
+    _same_everywhere(seen[0])
+
+
 def the_others_find_what_is_not_a_number() -> None:
     for setting in SETTINGS:
         tensor = torch.full((300,), torch.inf if _rank() == 0 else 1.0)
@@ -275,7 +301,7 @@ def who_does_not_come_is_named() -> None:
     group = _short_group()
     if _rank() != last:
         with _raises(TransportError, f"connecting over MPI failed: rank {last} did not come within {SHORT:g} s"):
-            make_transport(group).exchange(0)
+            MpiTransport(group).exchange(0)
     dist.barrier()
 
     transport = make_transport(_short_group())
@@ -369,6 +395,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     collectives_go_on_while_the_main_thread_computes,
     communicators_are_used_again,
     groups_of_some_ranks_use_mpi_too,
+    two_levels_end_as_over_gloo,
     the_others_find_what_is_not_a_number,
     who_does_not_come_is_named,
     who_waits_in_an_earlier_collective_is_not_blamed,

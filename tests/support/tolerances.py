@@ -92,10 +92,12 @@ def _absmax_by_block(values: Tensor, block: int) -> Tensor:
     return largest.expand_as(padded).reshape(len(values), -1)[:, :n]
 
 
-def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
+def error_bound(setting: str, grads: list[Tensor], two_levels: bool = False) -> Tensor:
     """How far one reduction under `setting` may be from the exact average of the ranks' gradients.
 
-    Elementwise, in memory order. Error feedback: with residuals of zero, so for a first step.
+    Elementwise, in memory order. Error feedback: with residuals of zero, so for a first step. In two levels a
+    wire holds sums of nodes, which are rounded even where it has the dtype of gradients; else the bound is the same: a
+    sum of a node is no larger than that of the magnitudes, and there are as many additions.
     """
     compression = Compression.parse(setting)
     dtype = grads[0].dtype
@@ -130,7 +132,9 @@ def error_bound(setting: str, grads: list[Tensor]) -> Tensor:
     u = by_chance * U[wire]
     if compression.two_shot:
         # Into the wire format, N−1 additions and a product in FP32, into the wire format, into the gradient's.
-        error = (0 if wire is dtype else u) * size + (ranks + 2) * fp32 * size + u * mean + own * mean
+        error = (
+            (0 if wire is dtype and not two_levels else u) * size + (ranks + 2) * fp32 * size + u * mean + own * mean
+        )
         return SECOND_ORDER * error + 2 * tiny + HALF_SUBNORMAL[dtype]
     if wire is dtype:
         # 1/N and its product are rounded, then N−1 sums, all in the gradient's dtype.

@@ -45,8 +45,10 @@ def two_nodes(rate: str | None = None) -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def launch(names: Sequence[str], command: Sequence[object], timeout: float, port: int = 29500) -> list[str]:
-    """What the nodes print, each started with `command`, torchrun's options and one rank.
+def launch(
+    names: Sequence[str], command: Sequence[object], timeout: float, port: int = 29500, ranks: Sequence[int] = (1, 1)
+) -> list[str]:
+    """What the nodes print, each started with `command`, torchrun's options and so many ranks.
 
     Raises:
         AssertionError: if a node fails, with what it wrote.
@@ -58,7 +60,7 @@ def launch(names: Sequence[str], command: Sequence[object], timeout: float, port
             where = ["--nnodes=2", f"--node_rank={rank}", f"--master_addr={ADDRESSES[0]}", f"--master_port={port}"]
             words: list[object] = ["ip", "netns", "exec", name, sys.executable]
             for word in command:
-                words += [*where, "--nproc_per_node=1"] if word == "WHERE" else [word]
+                words += [*where, f"--nproc_per_node={ranks[rank]}"] if word == "WHERE" else [word]
             nodes.append(stack.enter_context(started(*words, env=environment)))
         done = [finish(node, timeout) for node in nodes]
     for node in done:

@@ -53,7 +53,7 @@ def transport_rows(device: torch.device) -> list[Row]:
         no_shm = why_no_shm()
         shm = Row("shm", "can run, for ranks of one host") if no_shm is None else Row("shm", no_shm, MISSING)
         asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
-        by_itself = "shm where all ranks run on one host, else gloo" if no_shm is None else "gloo"
+        by_itself = "shm within a host, gloo between hosts" if no_shm is None else "gloo"
         chosen = Row(CHOSEN, asked if asked in ("gloo", "shm") else by_itself)
         if asked == "shm" and no_shm is not None:
             chosen = Row(CHOSEN, f"none: {no_shm}", FAILED, f"unset {ENVIRONMENT_VARIABLE}")

@@ -1,0 +1,381 @@
+"""Buckets in two levels: bits, bounds, what error feedback keeps; between threads, and on ranks that name hosts."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from torch import Tensor, nn
+
+from fastreduce import Compression, MismatchError, TransportError, load_checkpoint, save_checkpoint, transports
+from fastreduce.reduction import saved_residuals
+from fastreduce.reduction.buckets import ParameterSpec, build_plan
+from fastreduce.reduction.node_level import parts_of
+from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.transports import Transport, TwoLevelTransport, make_transport, two_level
+from tests.reduction.test_applied import SETUPS, steps
+from tests.reduction.test_switched_histories import switching_steps
+from tests.support import tolerances
+from tests.support.histories import Setup, Step, check_law, of_trainings, train
+from tests.support.models import SETTINGS, assert_same_bits, batch, wrap
+from tests.support.ranks import RankPool
+from tests.support.thread_ranks import in_threads, make_reducer, on_nodes, seeded
+
+FEEDBACK = "int8:error_feedback"
+SIZES = (300, 7, 1300, 0, 1)
+HISTORIES = 3  # looked at; more in a hunt: each takes a second
+ONE, OTHER = [[0, 1, 2, 3, 4]], [[4, 2], [1, 0, 3]]  # cuts into buckets
+
+
+# One reduction, between threads
+
+
+def _gradient(rank: int, i: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(SIZES[i], generator=torch.Generator().manual_seed(100 * rank + i)).to(dtype)
+
+
+def _averages(
+    rank: int, transport: Transport, setting: str, groups: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    compression = Compression.parse(setting)
+    specs = [ParameterSpec(str(i), n, dtype, torch.device("cpu")) for i, n in enumerate(SIZES)]
+    parts = [parts_of(transport, compression)] * len(groups)
+    plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size, parts=parts)
+    found = {}
+    for bucket in plan.buckets:
+        pipeline = BucketPipeline(bucket, compression, transport)
+        grads = [_gradient(rank, slot.parameter, dtype) for slot in bucket.slots]
+        averages = [torch.full_like(grad, torch.nan) for grad in grads]
+        pipeline.run(grads, averages, [0] if rank else [])
+        assert (pipeline.used_by_any > 0).all()
+        found.update((slot.parameter, average) for slot, average in zip(bucket.slots, averages, strict=True))
+        none_used = list(range(len(grads)))
+        pipeline.run(grads, averages, none_used)
+        assert (pipeline.used_by_any == 0).all()
+    return [found[i] for i in range(len(SIZES))]
+
+
+@pytest.mark.parametrize(
+    ("counts", "dtype"),
+    [
+        ((2, 2), torch.float32),
+        ((2, 2), torch.bfloat16),
+        ((2, 1), torch.float32),
+        ((3, 1), torch.float32),
+        pytest.param((3, 2), torch.float64, marks=pytest.mark.long),
+        pytest.param((1, 2, 2), torch.float16, marks=pytest.mark.long),
+        pytest.param((3, 3), torch.float16, marks=pytest.mark.long),
+        pytest.param((16, 1), torch.float32, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_averages_are_within_the_bound_and_the_same_bits_everywhere(counts: tuple[int, ...], dtype: torch.dtype):
+    """On every rank, and for every cut into buckets, where our kernels sum; between two nodes for all settings."""
+    for setting in SETTINGS:
+        one, other = (
+            in_threads(
+                on_nodes(counts), lambda r, t, setting=setting, groups=groups: _averages(r, t, setting, groups, dtype)
+            )
+            for groups in (ONE, OTHER)
+        )
+        for rank in range(sum(counts)):
+            assert_same_bits(one[rank], one[0], f"{setting}, rank {rank}")
+            if len(counts) == 2 or Compression.parse(setting).two_shot:
+                assert_same_bits(other[rank], one[0], f"{setting}, rank {rank}, other buckets")
+        for i in range(len(SIZES)):
+            grads = [_gradient(rank, i, dtype) for rank in range(sum(counts))]
+            exact = torch.stack([grad.double() for grad in grads]).mean(0)
+            bound = tolerances.error_bound(setting, grads, two_levels=True)
+            assert ((one[0][i].double() - exact).abs() <= bound).all(), f"{setting}, parameter {i}"
+
+
+def test_nothing_overflows_that_is_no_overflow_as_an_average():
+    def run(rank: int, transport: Transport, value: float) -> list[float]:
+        specs = [ParameterSpec("a", 4, torch.float32, torch.device("cpu"))]
+        setting = Compression.parse("fp16")
+        plan = build_plan(specs, [[0]], alignment=128, shards=3, parts=[parts_of(transport, setting)])
+        gradient = torch.full((4,), value)
+        BucketPipeline(plan.buckets[0], setting, transport).run([gradient], [gradient])
+        return [float(x) for x in gradient]
+
+    for found in in_threads(on_nodes((2, 1)), lambda r, t: run(r, t, 3e38)):
+        assert found == pytest.approx([3e38] * 4, rel=1e-3)
+    for found in in_threads(on_nodes((2, 1)), lambda r, t: run(r, t, torch.inf if r == 1 else 1.0)):
+        assert not any(map(torch.isfinite, torch.tensor(found)))
+
+
+# What error feedback keeps, moved to other ranks and nodes, between threads
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 7))
+
+
+def _trained(rank: int, transport: Transport, states: list[Any] | None, setting: str, count: int = 4) -> Any:
+    """The state after some steps, and what it was at their beginning, with the last gradients."""
+    model = seeded(_model)
+    reducer = make_reducer(model, transport, setting)
+    if states is not None:
+        own = [state for state in states if state["rank"] == rank and len(states) == transport.world_size]
+        reducer.load_state_dict(own[0] if own else states)
+    before = reducer.state_dict()
+    for step in range(count):
+        reducer.rebuild_buckets()
+        model.zero_grad()
+        output = model(batch(rank, step, 4, 20))
+        reducer.arm()
+        reducer.watch([output])
+        output.square().mean().backward()
+    return before, reducer.state_dict(), [p.grad.clone() for p in model.parameters()]
+
+
+def _kept(states: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """What all ranks together add to the next average."""
+    found = saved_residuals.of_shards(states, saved_residuals.alignments(states[0]))
+    for name in states[0]["residuals"]:
+        mean = torch.stack([state["residuals"][name].double() for state in states]).mean(0)
+        found[name] = mean + found.get(name, torch.zeros(())).double()
+    return found
+
+
+PLACES: dict[str, Any] = {
+    "2+2": lambda: on_nodes((2, 2)),
+    "2+1": lambda: on_nodes((2, 1)),
+    "3+1": lambda: on_nodes((3, 1)),
+    "4": lambda: 4,
+    "2": lambda: 2,
+}
+
+
+@pytest.mark.parametrize("to", PLACES)
+@pytest.mark.parametrize("was", ["2+2", "3+1", "4"])
+def test_residuals_move_to_other_nodes(was: str, to: str):
+    old = [after for _, after, _ in in_threads(PLACES[was](), lambda r, t: _trained(r, t, None, FEEDBACK))]
+    kept = _kept(old)
+    assert all(value.abs().max() > 0 for value in kept.values())
+    new = in_threads(PLACES[to](), lambda r, t: _trained(r, t, old, FEEDBACK, 1))
+    loaded = _kept([before for before, _, _ in new])
+    for name, value in kept.items():
+        # Means and sums over a few ranks, in FP32.
+        assert (loaded[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+    for _, _, gradients in new:
+        assert_same_bits(gradients, new[0][2])
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (3, 3)], ids=str)
+def test_a_resumed_training_has_the_same_bits(counts: tuple[int, ...]):
+    def run(rank: int, transport: Transport) -> list[Any]:
+        return _trained(rank, transport, None, FEEDBACK)[1]
+
+    saved = in_threads(on_nodes(counts), run)
+    for before, state in zip(
+        in_threads(on_nodes(counts), lambda r, t: _trained(r, t, saved, FEEDBACK)), saved, strict=True
+    ):
+        assert_same_bits(before[0]["residuals"], state["residuals"])
+        assert_same_bits(before[0]["shard_residuals"], state["shard_residuals"])
+
+
+# On real ranks
+
+
+class OnNodes:
+    """Ranks that name their hosts, as many on each as `counts` says."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts, self.pool = counts, RankPool(sum(counts))
+
+    def run(self, fn: Any, *args: Any, timeout: float = 60.0) -> list[Any]:
+        return self.pool.run(_named, self.counts, fn, args, timeout=timeout)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.counts)
+
+
+def _named(rank: int, world_size: int, counts: tuple[int, ...], fn: Any, args: tuple[Any, ...]) -> Any:
+    node = next(i for i in range(len(counts)) if rank < sum(counts[: i + 1]))
+    os.environ["FASTREDUCE_HOST"] = f"node {node}"
+    return fn(rank, world_size, *args)
+
+
+@pytest.fixture(scope="module", params=[(2, 2), pytest.param((2, 1), marks=pytest.mark.long)], ids=str)
+def nodes(request: pytest.FixtureRequest) -> Iterator[OnNodes]:
+    made = OnNodes(request.param)
+    with made.pool:
+        yield made
+
+
+def test_nothing_is_lost_over_random_histories(nodes: OnNodes):
+    """Unused parameters, clipping, accumulation, `all_reduce_gradients`, hooks, checkpoints."""
+
+    @of_trainings(HISTORIES)
+    @given(SETUPS, st.lists(steps(nodes.world_size), min_size=1, max_size=8))
+    def search(setup: Setup, history: list[Step]) -> None:
+        check_law(setup, nodes.run(train, setup, history))
+
+    search()
+
+
+def test_nothing_is_lost_by_switching(nodes: OnNodes):
+    """Settings, warm-ups and sizes of buckets in mid-run, flat ones too."""
+
+    @of_trainings(HISTORIES)
+    @given(st.lists(switching_steps(nodes.world_size), min_size=2, max_size=8), st.sampled_from(["", FLAT]))
+    def search(history: list[Step], extra: str) -> None:
+        if extra:
+            history = [*history, Step(switch=extra), Step(), Step(switch=FEEDBACK), Step()]
+        check_law(Setup(), nodes.run(train, Setup(), history))
+
+    search()
+
+
+FLAT = "int8:error_feedback,flat"
+
+
+def _whole(rank: int, world_size: int) -> dict[str, Any]:
+    """Trainings with many buckets: ranks that are late by turns, some that join early, another size of buckets."""
+    found: dict[str, Any] = {}
+    for cap in (0.0002, 0.002, 25.0):
+        torch.manual_seed(0)
+        ddp = wrap(
+            "ours", nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)]), compression=FEEDBACK, bucket_cap_mb=cap
+        )
+        found["name"] = ddp.reducer.transport.name
+        late = random.Random(rank)
+        for parameter in ddp.parameters():
+            parameter.register_hook(lambda _, late=late: time.sleep(late.choice([0, 0, 0.004])))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with ddp.join():
+            for step in range(3 + rank):
+                optimizer.zero_grad()
+                ddp(batch(rank, step, 4, 16)).square().mean().backward()
+                optimizer.step()
+        found[str(cap)] = [p.detach().clone() for p in ddp.parameters()]
+        found[f"bytes {cap}"] = ddp.reducer.sent_bytes
+    return found
+
+
+def test_late_ranks_and_joined_ranks_train_to_the_same_bits_whatever_the_buckets(nodes: OnNodes):
+    found = nodes.run(_whole)
+    for of_rank in found:
+        assert of_rank["name"] == "two_level"
+        for cap in ("0.0002", "0.002", "25.0"):
+            assert_same_bits(of_rank[cap], found[0]["25.0"], cap)
+
+
+def _snapshot(rank: int, world_size: int, path: Path) -> list[dict[str, Tensor]]:
+    """What is kept where error feedback is over, saved and loaded; a rank that owned no column keeps nothing."""
+    ddp = wrap("ours", nn.Linear(16, 16), compression=FEEDBACK)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp(batch(rank, step, 4, 16)).square().mean().backward()
+        optimizer.step()
+    ddp.set_compression("none")
+    ddp(batch(rank, 2, 4, 16))
+    save_checkpoint(path, model=ddp)
+    found = [ddp.reducer.state_dict()["residuals"]]
+    other = wrap("ours", nn.Linear(16, 16), compression="none")
+    load_checkpoint(path, model=other)
+    return [*found, other.reducer.state_dict()["residuals"]]
+
+
+def test_a_snapshot_holds_what_only_some_ranks_keep(nodes: OnNodes, tmp_path: Path):
+    found = nodes.run(_snapshot, tmp_path / "snapshot.pt")
+    for saved, loaded in found:
+        assert_same_bits(loaded, saved)
+    assert [bool(saved) for saved, _ in found] == [rank != 1 or nodes.counts == (2, 2) for rank in range(len(found))]
+
+
+def _chosen(rank: int, world_size: int) -> dict[str, Any]:
+    """What is chosen over the ranks of two hosts, of hosts with one rank each, and of one; asked for by name; full."""
+
+    def name(group: Any, asked: str | None = None) -> str:
+        return make_transport(group, "cpu", asked).name
+
+    told: list[str] = []
+    os.environ.pop("FASTREDUCE_TRANSPORT", None)
+    both, alone, together = dist.new_group(), dist.new_group(), dist.new_group()
+    found = {"both": name(both), "asked": name(both, "gloo")}
+    with patch.dict(os.environ, FASTREDUCE_TRANSPORT="gloo"):
+        found["told"] = name(both)
+    with patch.dict(os.environ, FASTREDUCE_HOST=f"alone {rank}"):
+        found["alone"] = name(alone)
+    with patch.dict(os.environ, FASTREDUCE_HOST="together"):
+        found["together"] = name(together)
+    if rank == 0:
+        found["by one rank"] = make_transport(both, "cpu", alone=True).name
+    with patch.object(transports, "SPARE", 1 << 40), patch.object(two_level.logger, "info", _noted(told)):
+        full = make_transport(both)
+        assert isinstance(full, TwoLevelTransport)
+        found["full"] = full.levels.sums.within.name
+        full.close()
+    return {**found, "log": " ".join(told)}
+
+
+def _noted(told: list[str]) -> Callable[..., None]:
+    return lambda text, *args: told.append(text % args)
+
+
+def test_two_levels_are_chosen_where_there_are_several_hosts_and_one_has_several_ranks():
+    with RankPool(4) as pool:
+        for rank, found in enumerate(pool.run(_named, (2, 2), _chosen, ())):
+            log = found.pop("log")
+            assert found.pop("by one rank", "two_level") == "two_level"
+            assert found == {
+                "both": "two_level",
+                "asked": "gloo",
+                "told": "gloo",
+                "alone": "gloo",
+                "together": "shm",
+                "full": "gloo",
+            }
+            assert re.search(r"within this host gradients go over gloo: .* no room", log), log
+            assert rank or "in two levels: gloo within a node, gloo between nodes 0,1 | 2,3" in log, log
+
+
+def _differing(rank: int, world_size: int) -> str:
+    try:
+        wrap("ours", nn.Linear(3, 3), compression="int8:flat" if rank == 3 else "int8")
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def _absent(rank: int, world_size: int) -> str:
+    """What a rank says of rank 3, which takes no part in the third backward."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    ddp = wrap("ours", nn.Linear(3, 3), compression="int8", process_group=group)
+    for _ in range(2):  # and the order of buckets is known
+        ddp(torch.ones(2, 3)).sum().backward()
+    if rank == 3:
+        time.sleep(9)
+        return ""
+    try:
+        ddp(torch.ones(2, 3)).sum().backward()
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_differ_are_told_and_a_rank_that_does_not_come_is_named_by_all():
+    nodes = OnNodes((2, 2))
+    for told in nodes.run(_differing):
+        assert "ranks differ in" in told and "rank 0 has int8, rank 3 has int8:flat" in told, told
+    told = nodes.run(_absent)
+    for rank in range(3):
+        assert f"rank {rank} of 4: " in told[rank] and "Bucket 0 holds" in told[rank], told[rank]
+        assert "o word from rank 3: it has exited" in told[rank], told[rank]
+    nodes.pool.kill()

@@ -1,0 +1,49 @@
+"""Two levels across two hosts: network namespaces, several ranks in each, and the bytes that cross between them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastreduce.transports import Nodes
+from tests.support import two_nodes
+from tests.support.two_level_job import SETTINGS
+
+
+def test_places_in_columns():
+    nodes = [(0, 3), (1,), (2, 4, 5)]
+    seen = [Nodes.of(nodes, rank) for rank in range(6)]
+    assert [(n.node, n.local_rank) for n in seen] == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (2, 2)]
+    assert {n.columns for n in seen} == {1} and {n.parts for n in seen} == {6}
+    assert [n.column for n in seen] == [(0, 1, 2)] * 3 + [()] * 3
+    assert [Nodes.of([(0, 1), (2, 3)], rank).column for rank in range(4)] == [(0, 2), (1, 3)] * 2
+    assert str(seen[0]) == "0,3 | 1 | 2,4,5"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 1)], ids=str)
+def test_across_two_hosts(ranks: tuple[int, int], tmp_path: Path):
+    """The same bits on every rank, in every run and for all sizes of buckets; averages within the bound; few bytes."""
+    launch = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE"]
+    command = [*launch, "-m", "tests.support.two_level_job", tmp_path]
+    try:
+        with two_nodes.two_nodes() as names:
+            two_nodes.launch(names, command, timeout=300, ranks=ranks)
+    except two_nodes.CannotMake as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
+    found: list[Any] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(sum(ranks))]
+    for setting in SETTINGS:
+        runs = [run for of_rank in found for run in of_rank[setting]["runs"]]
+        assert {run["name"] for run in runs} == {"two_level"}
+        assert len({run["digest"] for run in runs}) == 1, setting
+        assert len({of_rank[setting]["flat"]["digest"] for of_rank in found}) == 1, f"{setting}, flat"
+        assert max(run["worst"] for run in runs) <= 1, f"{setting}: {[run['worst'] for run in runs]}"
+        for of_rank in (found[0], found[-1]):
+            two, flat = of_rank[setting]["runs"][0]["bytes"], of_rank[setting]["flat"]["bytes"]
+            # Of a wire W: in two levels W leaves a node; of a flat two-shot 2 W, or with a third rank 4/3 W; of gloo's
+            # ring, which goes from a node to the other once, 2 (N-1)/N W.
+            share = 3 / 4 if ranks == (2, 1) else 2 / 3 if setting == "none" else 1 / 2
+            assert two <= 1.05 * flat * share, f"{setting}: {two} bytes, flat {flat}"

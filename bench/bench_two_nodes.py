@@ -19,13 +19,23 @@ LAUNCH = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE", "-
 
 @pytest.fixture(scope="module")
 def steps(size: Size, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    out: Path = tmp_path_factory.mktemp("two-nodes")
+    return _measured(size, tmp_path_factory.mktemp("two-nodes"), 1)
+
+
+@pytest.fixture(scope="module")
+def steps_of_four(size: Size, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return _measured(size, tmp_path_factory.mktemp("two-levels"), 2)
+
+
+def _measured(size: Size, out: Path, ranks: int) -> list[dict[str, Any]]:
+    """By rank, of so many on each node."""
     try:
         with two_nodes.two_nodes(rate="1gbit") as names:
-            two_nodes.launch(names, [*LAUNCH, size.width, min(size.rounds, 11), out], timeout=280)
+            command = [*LAUNCH, size.width, min(size.rounds, 11), out]
+            two_nodes.launch(names, command, timeout=280 * ranks, ranks=(ranks, ranks))
     except two_nodes.CannotMake as reason:
         pytest.skip(f"no network namespaces here: {reason}")
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2 * ranks)]
 
 
 @pytest.mark.parametrize("compression", ["fp16", "int8", "int4"])
@@ -35,3 +45,12 @@ def test_two_nodes(benchmark: Any, steps: list[dict[str, Any]], compression: str
     rows = record(benchmark, {compression: times.pop(compression), **times})
     for name, row in rows.items():
         row["stages_s"] = steps[0]["stages"].get(name)
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+def test_two_levels(benchmark: Any, steps_of_four: list[dict[str, Any]], compression: str) -> None:
+    """25 million parameters at 1 Gbit/s, two ranks on each node."""
+    times, ours = slowest(steps_of_four), f"{compression}, two levels"
+    rows = record(benchmark, {ours: times.pop(ours), **times})
+    for name, row in rows.items():
+        row["stages_s"] = steps_of_four[0]["stages"].get(name)

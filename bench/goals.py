@@ -90,6 +90,11 @@ def goals(results: Results) -> Iterator[Goal]:
             figure = results[name]["contestants"]["none"]["ratio"]
             what = f"step {compression} / none, 25 M parameters, 2 nodes, 1 Gbit/s"
             yield Goal(what, False, limit, figure[0], interval(figure))
+    if "test_two_levels[int8]" in results:
+        rows = results["test_two_levels[int8]"]["contestants"]
+        for name, limit in (("int8", 0.6), ("torch", 0.2), ("torch fp16 hook", 0.35)):
+            what = f"step int8 in two levels / {name}, 25 M parameters, 2 nodes of 2 ranks, 1 Gbit/s"
+            yield Goal(what, False, limit, *_with_interval(rows[name]["ratio"]))
     if "test_step[none]" in results:
         rows = results["test_step[none]"]["contestants"].items()
         counts = {name: row["allocations"] for name, row in rows if row["stages_s"] and "reference" not in name}

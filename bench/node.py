@@ -1,4 +1,4 @@
-"""What each of two nodes runs in the benchmark over a slow link: `node.py SIZES OUT`."""
+"""What each rank on two nodes runs in the benchmark over a slow link: `node.py SIZES OUT`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ STEPS = {
     "unwrapped": Setting(""),
 }
 TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5, "int4": 2.0**-2}  # as in bench_steps.py
+OURS = ("none", "fp16", "int8")
+IN_LEVELS = {f"{name}, two levels": Setting("fastreduce", STEPS[name].options, transport=None) for name in OURS}
+# Where a node has several ranks. These sum in other orders than torch does.
+LEVELS = {**IN_LEVELS, **{name: STEPS[name] for name in (*OURS, "torch", "torch fp16 hook")}}
+BOUNDS = {f"{name}{how}": max(TOLERANCES[name], 2.0**-20) for name in OURS for how in ("", ", two levels")}
 
 
 def main() -> None:
     """Measure, and write this rank's results."""
     width, rounds = (int(word) for word in sys.argv[1:3])
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    results = measure(rank, 2, STEPS, "linear", width, rounds, TOLERANCES)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    settings, bounds = (STEPS, TOLERANCES) if world_size == 2 else (LEVELS, BOUNDS)
+    results = measure(rank, world_size, settings, "linear", width, rounds, bounds)
     Path(sys.argv[3], f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

@@ -44,6 +44,7 @@ COLUMNS = [
     "peak_bytes",
     "device_bytes",
 ]
+LEVELS = ("none", "fp16", "int8")  # settings that are measured in two levels
 
 
 def show(source: Path, picture: Path, rows: Path) -> None:
@@ -91,6 +92,11 @@ def tables(results: Results) -> Iterator[Table]:
     for name, row in slow[0].items():
         figures = [_figure(rows.get(name, {}).get("ratio")) for rows in slow]
         links.add_row(name, f"{1e3 * row['median_s']:.1f}", *figures)
+    levels = Table("2 nodes of 2 ranks", "ms", *(f"{name} / it" for name in LEVELS), title="Two levels")
+    of_four = [_contestants(results, f"test_two_levels[{name}]") for name in LEVELS]
+    for name, row in of_four[-1].items():
+        figures = [_figure(rows.get(name, {}).get("ratio")) for rows in of_four]
+        levels.add_row(name, f"{1e3 * row['median_s']:.1f}", *figures)
     overheads = Table("parameters of 64", "wrapper", "step ms", "wrapper adds ms", "ours / it", title="Host overhead")
     for name, info in results.items():
         if name.startswith("test_overhead"):
@@ -112,7 +118,7 @@ def tables(results: Results) -> Iterator[Table]:
     reached = Table("goal", "", "measured", "", "", title="Goals")
     for goal in goals(results):
         add_goal(reached, goal)
-    for table in (kernels, steps, links, overheads, mpi, shared, reached):
+    for table in (kernels, steps, links, levels, overheads, mpi, shared, reached):
         if table.row_count:
             yield table
 

@@ -46,7 +46,7 @@ class Setting:
     clip: bool = False  # gradients by their norm, with what the wrapper offers for it
     recording: str = "record"  # as wrappers of ours do; "nothing" of a flight record; "trace" to a file besides
     kernels: str = "numba_cpu"
-    transport: Callable[[dist.ProcessGroup], Transport] | str = "gloo"  # of our class
+    transport: Callable[[dist.ProcessGroup], Transport] | str | None = "gloo"  # of our class; None: it chooses
 
 
 class Contestant:
@@ -60,7 +60,7 @@ class Contestant:
         if setting.wrapper == "fastreduce":
             os.environ[ENVIRONMENT_VARIABLE] = setting.kernels  # still set in the first steps, which lay out buckets
             asked = setting.transport
-            transport = asked if isinstance(asked, str) else asked(group)
+            transport = asked(group) if callable(asked) else asked
             if setting.recording == "trace":
                 self._folder = tempfile.TemporaryDirectory(prefix="fastreduce-bench-", ignore_cleanup_errors=True)
                 os.environ[TRACE] = self._folder.name

@@ -60,7 +60,7 @@ class ErrorFeedback:
             no second stage.
 
     Attributes:
-        residuals: `[2, elements of place.first]`, of this rank's gradients, or in two levels of its node's; with `rows`,
+        residuals: `[2, elements of place.first]`, of this rank's gradients, or in two levels of its node's; with `rows`
             `[2, rows, elements]`.
         shard_residuals: `[2, elements of place.second]`, of the average of this rank's shard.
         turn: INT32 `[1]`.

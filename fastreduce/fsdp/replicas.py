@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ class ReplicaAverage:
     def __init__(
         self, group: Group, settings: Mapping[str, Compression], transport: Transport, follower: Follower
     ) -> None:
-        self._group, self._settings, self._transport, self._follower = group, settings, transport, follower
+        self._group, self._transport, self._follower = group, transport, follower
+        # What is kept of a shard is kept by its own ranks: replicas on one host reduce as equals with all others.
+        self._settings = {name: replace(setting, flat=True) for name, setting in settings.items()}
         self._followed: list[Followed] = []
         self._partial: Tensor | None = None
         self._compared = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,6 +72,27 @@ def test_settings_differ_by_parameter(ranks4: RankPool):
                 error = (compressed[name] - gradient).abs().max() / gradient.abs().max()
                 assert 0 < error < 2 / 127
         assert numel < sent < 2 * numel  # under none 4: two stages, half of each to the other replica
+
+
+def _on_hosts(rank: int, world_size: int, hosts: int) -> tuple[Found, dict[str, Any]]:
+    with patch.dict(os.environ, FASTREDUCE_HOST=f"node {rank * hosts // world_size}"):
+        mesh = mesh_of(world_size)
+        model = shard(network(), mesh=mesh["shard"])
+        reduction = fastreduce.fsdp.replicate(model, mesh["replicate"], "int8:error_feedback")
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        found.append(gradients(model))
+        optimizer.step()
+    kept = {
+        f"{kind} {name}": each.to_local() for kind, of in reduction.state_dict().items() for name, each in of.items()
+    }
+    return found, kept
+
+
+def test_replicas_of_which_a_host_has_several_reduce_as_equals(ranks4: RankPool):
+    assert_same_bits(ranks4.run(_on_hosts, 2), ranks4.run(_on_hosts, 1))
 
 
 def _resumed(rank: int, world_size: int, path: str) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import NotInitializedError, SettingError, TransportError
 from ..transports.connections import timeout_of
-from ..transports.meeting import AbsentError, clear, meet, notes, wait_until, who_waits
+from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
 from ..transports.store_client import StoreClient, client_of
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
@@ -85,6 +85,7 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
     other, does = (source, "send") if rank == destination else (destination, "receive")
     here = store_of(group).at(_between(group, source, destination, tag))
     try:
+        until_cleared(here, seconds)  # with the same tag
         meet(here, rank, ranks, seconds, note)
         told = dict(zip(ranks, notes(here, ranks), strict=True))
         clear(here, ranks)

@@ -91,6 +91,18 @@ def who_waits(store: StoreClient, places: Sequence[tuple[int, str]]) -> list[int
     return [rank for i, (rank, _) in enumerate(places) if i not in away and i in stay]
 
 
+def until_cleared(store: StoreClient, seconds: float) -> None:
+    """Return when an earlier meeting of this prefix, if there was one, has been cleared by all who came to it.
+
+    Called before `meet` where ranks may begin the next one while others still read the notes of this one.
+
+    Raises:
+        TransportError: if that takes more than `seconds`, or the store is gone.
+    """
+    if not wait_until(store, lambda store: not store.has("complete"), seconds):
+        raise TransportError(f"a rank has not left an earlier meeting within {seconds:g} s")
+
+
 def clear(store: StoreClient, ranks: Sequence[int]) -> None:
     """Called by every rank when it is done with a meeting: the last one deletes it; its name can be used again."""
     if store.add("read", 1) == len(ranks):

@@ -23,7 +23,7 @@ from ...kernels.slots import SlotTable
 from .. import messages
 from ..base import Work
 from ..connections import timeout_of
-from ..meeting import AbsentError, clear, meet, notes
+from ..meeting import AbsentError, clear, meet, notes, until_cleared
 from ..store_client import StoreClient, client_of
 from ..subgroups import Ranks, names_of, own_name, place_in
 from . import ring
@@ -149,6 +149,7 @@ class Connection:
         return [segment for segment in segments if segment is not None]
 
     def _meet(self, store: StoreClient, note: str) -> list[str]:
+        until_cleared(store, self._seconds)  # of an attempt before this one
         meet(store, self._names[self.rank], self._names, self._seconds, note)
         found = notes(store, self._names)
         clear(store, self._names)

@@ -110,6 +110,7 @@ class GradientReducer:
         self._place: Whereabouts | None = None
         self.trace: Trace | None = None
         self._launching = threading.Lock()  # each device's hooks run on a thread of their own
+        self._reductions = 0  # that these ranks share; `step` may be restored on some of them only
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
@@ -295,8 +296,9 @@ class GradientReducer:
         self._close()
         transport = make()
         self.recorder.rank, self.recorder.world_size = transport.rank, transport.world_size
+        self._reductions = 0  # on all ranks alike, which may have come unequally far
         if self.trace is not None:
-            self.trace.due = 0  # on all ranks alike, which may have come unequally far
+            self.trace.due = 0
         self.buckets.move_to(transport)
         self._sparse.transport = transport
         self._laid_out()
@@ -438,11 +440,11 @@ class GradientReducer:
             for _, pending in self._launches:
                 pending.result()
             if self._armed:
-                self.schedule.step += 1  # as on the ranks that reduce it
+                self._count()  # as on the ranks that reduce it
                 for pipeline in self.pipelines[self._next :]:
                     pipeline.run_broken()
                 self._sparse.take_part(self._divisor(), broken=True)
-                self._meet(self.step - 1)
+                self._meet(counted=True)
         self._armed = self._in_backward = False
         self._forget_backward()
         for dropped in self.events.dropped:
@@ -531,7 +533,7 @@ class GradientReducer:
             alone = [index for index in range(self._next) if self.buckets.alone(index)]
             self._left_over |= self._average([*alone, *range(self._next, len(self.pipelines))], under_way)
             self._left_over |= self._sparse.settle(self._arrivals.used, self._divisor())
-            self._meet(self.step)
+            self._meet()
             self.buckets.agree_that_finite()
             self._nonfinite.count(self.pipelines, self.transport.rank)
         except TransportError:
@@ -541,7 +543,7 @@ class GradientReducer:
         finally:
             for _, pending in self._launches:
                 pending.cancel()
-            self.schedule.step += 1
+            self._count()
             self._arrivals.forget_used()
             if not self._reduced_once:
                 self._reduced_once = True
@@ -603,18 +605,24 @@ class GradientReducer:
             arrived()
         self.buckets.agree_that_finite()
         self._sparse.take_part(self._divisor())
-        self._meet(self.step)
-        self.schedule.step += 1
+        self._meet()
+        self._count()
         self._reduced_once = True
         self._forget_backward()
         self.recorder.end_step(self.step - 1)
 
-    def _meet(self, step: int) -> None:
-        """At the end of a reduction, which is the same step on all ranks: compare what each did, if that is due."""
-        if step % EVERY == EVERY - 1 and self._compares:
-            self._stragglers.compare(step, self.transport)
-        if self.trace is not None and step >= self.trace.due:
-            self.trace.align(step, self.transport, self._wire_device)
+    def _count(self) -> None:
+        """One more reduction."""
+        self.schedule.step += 1
+        self._reductions += 1
+
+    def _meet(self, counted: bool = False) -> None:
+        """At the end of a reduction, the same one on all ranks: compare what each did, if that is due."""
+        reduction = self._reductions - counted
+        if reduction % EVERY == EVERY - 1 and self._compares:
+            self._stragglers.compare(self.step - counted, self.transport)
+        if self.trace is not None and reduction >= self.trace.due:
+            self.trace.align(reduction, self.transport, self._wire_device)
 
     @property
     def _wire_device(self) -> torch.device:

@@ -145,3 +145,22 @@ def test_a_rank_without_steps_is_left_out():
 def test_parts_cover_the_phases(part: str):
     phases = [phase for phases in stragglers.PARTS.values() for phase in phases]
     assert sorted([*phases, Phase.WAITING]) == list(Phase) and stragglers.PARTS[part]
+
+
+def _restored_on_one_rank(rank: int, world_size: int) -> tuple[int, Any]:
+    ddp = wrap("ours", nn.Linear(64, 64))
+    for step in range(2 * EVERY):
+        if step == 5:
+            state = ddp.reducer.state_dict()
+        if step == 20 and rank == 1:
+            ddp.reducer.load_state_dict(state)
+        ddp(torch.randn(4, 64)).sum().backward()
+    found = ddp.reducer.step, ddp.reducer.stragglers()
+    ddp.reducer.close()
+    return found
+
+
+def test_a_rank_that_restored_another_step_is_compared_with_the_others(ranks2: RankPool):
+    (mine, one), (theirs, other) = ranks2.run(_restored_on_one_rank)
+    assert (mine, theirs) == (2 * EVERY, 2 * EVERY - 15) and one is not None
+    assert (one.seconds, one.parts) == (other.seconds, other.parts)

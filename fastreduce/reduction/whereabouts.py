@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ..environment.exits import Exit, at_exit
@@ -97,7 +98,7 @@ class Whereabouts:
 def _fate(told: Any) -> str:
     """What has become of a process of this host; "" where it runs, or is elsewhere."""
     host, pid, born = of_types(told, str, int, str)
-    if host != _host():
+    if not host or host != _host():
         return ""
     try:
         if _born(pid) != born:
@@ -120,9 +121,11 @@ def _born(pid: int) -> str:
 
 
 def _host() -> str:
-    """The host, and which of its processes this one sees."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    """The host, and which of its processes this one sees; "" where the system does not tell, as in some sandboxes."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 # The thread
@@ -170,6 +173,7 @@ class _Watch:
     def _work(self, stop: threading.Event) -> None:
         before: list[tuple[int, int]] = []
         introduced: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
+        gone: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
         since = told = clocks.now()
         patience = SHORTEST
         while not stop.wait(patience / 2):
@@ -187,12 +191,19 @@ class _Watch:
             if stalls:
                 told = at
             for place, rank in ranks.items():
-                with suppress(RuntimeError):  # the store does not answer, or a wrapper is being made at this moment
+                if place in gone:
+                    continue
+                try:
                     if place not in introduced:
                         introduced.add(place)
                         place.introduce(rank)
                     if stalls:
                         place.tell(rank)
+                except TransportError as error:
+                    if isinstance(error.__cause__, RuntimeError):  # its holder has ended; torch logs each call
+                        gone.add(place)
+                except (RuntimeError, OSError):  # a wrapper is being made at this moment, or /proc cannot be read
+                    pass
             ranks.clear()
 
 

@@ -6,6 +6,7 @@ the moment that files of torch.profiler count from, too.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -140,6 +141,7 @@ class Trace:
         head = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base * 10**9, "fastreduce": about}
         process = f"rank {self._rank} ({socket.gethostname()}, process {os.getpid()})"
         try:
+            self.path.unlink(missing_ok=True)  # another job may still write there
             self._file = self.path.open("wb", buffering=0)  # a rank that is killed, or forks, has nothing in memory
             first = self._named("process_name", 0, process)
             self._file.write(f'{json.dumps(head)[:-1]}, "traceEvents": [\n{first}'.encode())
@@ -212,7 +214,9 @@ class Trace:
         """Each line but the first begins with the comma that separates it from the one before."""
         if self._file is not None and events and self._process == os.getpid():
             try:
-                self._file.write("".join([f",\n{event}" for event in events]).encode())
+                data = "".join([f",\n{event}" for event in events]).encode()
+                if self._file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 self._give_up(error)
 
@@ -228,11 +232,15 @@ class Trace:
         try:
             with file:
                 file.write(END.encode())
+        except OSError as error:
+            self._give_up(error)
+            return
+        try:
             paths = [self._folder / f"rank{rank}.json" for rank in range(self._ranks)]
             if all(map(is_complete, paths)):
                 merge(self._folder)
-        except OSError as error:
-            self._give_up(error)
+        except (OSError, ValueError) as error:  # also where another program's files lie there
+            logger.warning("rank %d: the traces in %s are not merged: %s", self._rank, self._folder, error)
 
 
 def _close_all() -> None:

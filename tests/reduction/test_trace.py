@@ -186,3 +186,22 @@ def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("FASTREDUCE_TRACE", str(tmp_path / "file" / "in"))
     with pytest.raises(SettingError, match="FASTREDUCE_TRACE="):
         folder_asked_for()
+
+
+def _beside_another(rank: int, world_size: int, folder: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTREDUCE_TRACE", folder)
+        ddp = wrap("ours", nn.Linear(4, 4))
+    path = Path(folder) / f"rank{rank}.json"
+    with path.open("wb") as other:
+        other.write(b"older")
+        ddp(torch.ones(2, 4)).sum().backward()
+        other.write(b"more of another job")
+    ddp.reducer.close()
+
+
+def test_another_program_in_the_folder_ends_no_training(ranks2: RankPool, tmp_path: Path):
+    (tmp_path / "rank9.json").write_text("")
+    ranks2.run(_beside_another, str(tmp_path))
+    for rank in range(2):
+        assert _read(tmp_path / f"rank{rank}.json")

@@ -158,9 +158,8 @@ class FlightRecorder:
 # Optimizers
 
 _alive: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
-_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[FlightRecorder]]] = (
-    weakref.WeakKeyDictionary()
-)
+# By the id of an optimizer, whose class may have no hash.
+_of_optimizer: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[weakref.ref[FlightRecorder]]]] = {}
 
 
 def all_recorders() -> list[FlightRecorder]:
@@ -214,11 +213,12 @@ def _notice_optimizers() -> None:
 
 def _recorders_of(optimizer: torch.optim.Optimizer) -> Iterator[FlightRecorder]:
     """Those whose parameters it steps, unless they are in a backward, which may run optimizers."""
-    found = _of_optimizer.get(optimizer)
-    if found is None:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known, found = _of_optimizer.get(id(optimizer), (None, []))
+    if known is None or known() is not optimizer:
+        stepped = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
         found = [weakref.ref(each) for each in _alive if not each.parameters.isdisjoint(stepped)]
-        _of_optimizer[optimizer] = found
+        key = id(optimizer)
+        _of_optimizer[key] = weakref.ref(optimizer, lambda _: _of_optimizer.pop(key, None)), found
     for reference in found:
         recorder = reference()
         if recorder is not None and recorder.phase in (Phase.AFTER, Phase.OPTIMIZER, Phase.DATA):

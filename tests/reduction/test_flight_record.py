@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import urllib.request
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from fastreduce import SettingError
+from fastreduce import SettingError, TransportError
 from fastreduce.environment.stacks import dump_at_signal
+from fastreduce.reduction import whereabouts
 from fastreduce.reduction.flight_record import BucketFlight, Phase
-from fastreduce.reduction.flight_recorder import STEPS
+from fastreduce.reduction.flight_recorder import STEPS, FlightRecorder, _of_optimizer
+from fastreduce.reduction.whereabouts import Whereabouts
 from tests.support.commands import run, with_environment
 from tests.support.models import wrap
 from tests.support.ranks import RankPool
@@ -169,3 +172,54 @@ def test_a_signal_that_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FASTREDUCE_DUMP_SIGNAL", "KILL")
     with pytest.raises(SettingError, match="FASTREDUCE_DUMP_SIGNAL=KILL: allowed: USR1, USR2, none"):
         dump_at_signal(lambda: "")
+
+
+class _Unhashable(torch.optim.SGD):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class _WithoutGroups(torch.optim.SGD):
+    """Keeps its groups elsewhere."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def test_optimizers_of_any_class_step():
+    parameter = nn.Parameter(torch.ones(2))
+    recorder = FlightRecorder(0, 1, [parameter], [False])
+    optimizer = _Unhashable([parameter], lr=0.1)
+    optimizer.step()
+    assert recorder.changes == 2 and recorder.row.seconds[Phase.OPTIMIZER] > 0
+    other = _WithoutGroups([parameter], lr=0.1)
+    del other.param_groups
+    other.step()
+    known = len(_of_optimizer)
+    del optimizer, other
+    assert recorder.changes == 2 and len(_of_optimizer) == known - 2
+
+
+def test_nobody_is_told_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
+    class Gone(Whereabouts):
+        def __init__(self) -> None:
+            self.patience, self.asked = 0.01, 0
+
+        def introduce(self, rank: int) -> None:
+            self.asked += 1
+            raise TransportError("the store is gone") from RuntimeError("Broken pipe")
+
+        tell = introduce
+
+    place, recorder, watch = Gone(), FlightRecorder(0, 2, [], []), whereabouts._Watch()
+    watch.add(recorder, place)
+    time.sleep(0.5)
+    assert place.asked == 1 and watch._thread is not None and watch._thread.is_alive()
+    watch.remove(recorder)
+    watch.end()
+
+    def unknown(_: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("os.readlink", unknown)
+    assert whereabouts._host() == "" == whereabouts._fate(["", 0, ""])

@@ -62,10 +62,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def kernels_are_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Before tests run beside each other."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        compile_kernels(tmp_path_factory.getbasetemp().parent)
+def kernels_are_compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Before tests run beside each other; a run that a test starts has pytest-xdist's variables, and is no worker."""
+    worker = getattr(request.config, "workerinput", None)
+    if worker is not None:
+        compile_kernels(tmp_path_factory.getbasetemp().parent, int(worker["workerid"][2:]), worker["workercount"])
 
 
 @pytest.fixture(scope="session")

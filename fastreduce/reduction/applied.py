@@ -391,7 +391,8 @@ def _notice() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-_told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # what has been told of a step that is going on
+# What has been told of a step that is going on, by the id of an optimizer, whose class may have no hash.
+_told: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
 
 @torch._disable_dynamo
@@ -399,20 +400,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     """Gradients are as the optimizer gets them, unless a closure or the optimizer's own hooks come after this."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if _live and (hasattr(optimizer, "found_inf") or (closure is None and not optimizer._optimizer_step_pre_hooks)):
-        _told.add(optimizer)
+        _told[id(optimizer)] = weakref.ref(optimizer)
         _tell_step(optimizer)
 
 
 @torch._disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if optimizer in _told:
-        _told.discard(optimizer)
-    elif _live:
+    told = _told.pop(id(optimizer), None)
+    if _live and (told is None or told() is not optimizer):
         _tell_step(optimizer)
 
 
 def _tell_step(optimizer: torch.optim.Optimizer) -> None:
-    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    parameters = {id(p): p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     for identity in parameters.keys() - _optimized:
         _optimized.add(identity)
         weakref.finalize(parameters[identity], _optimized.discard, identity).atexit = False

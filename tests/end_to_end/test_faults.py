@@ -37,6 +37,7 @@ LATE = 5.0
 TEARDOWN = 40.0  # the interpreter's own end: half a second of computing, here beside everything else
 START = 240.0
 HOLDER = r"which holds the store, does not answer|the store is gone, and with it"
+HOSTS = "finding out who shares a host"
 AT_ONCE = 3  # groups of ranks
 
 Process = subprocess.Popen[str] | Forked
@@ -172,9 +173,7 @@ def _check(case: Case, seen: Seen) -> None:
         if case.stage == "exit":  # nobody needs the one that is gone
             continue
         last = next(line for line in reversed(text.splitlines()) if "TransportError: " in line)
-        doing = (
-            r"(connecting|exchange|all_\w+) over (gloo|MPI|shm)|finding out who shares a host|a reduction in two levels"
-        )
+        doing = rf"(connecting|exchange|all_\w+) over (gloo|MPI|shm)|{HOSTS}|a reduction in two levels"
         assert re.search(rf"rank {rank} of 3: ({doing}) failed", last), last
         assert case.victim == 0 or f"rank {case.victim}" in last or "exited" in last, last
         assert case.victim != 0 or re.search(HOLDER, last) or "rank 0" in last, last
@@ -207,9 +206,11 @@ def _check_mpi(case: Case, seen: Seen) -> None:
     text = seen.output[-1]
     assert seen.left and max(seen.left.values()) < TIMEOUT + LATE, f"{case}: {text}"
     # mpirun lets a stopped rank go on for a moment before it ends it.
-    told = re.findall(rf"TransportError: rank (?!{case.victim})\d of 3: \w+ over MPI failed: .*", text)
+    told = re.findall(rf"TransportError: rank (?!{case.victim})\d of 3: (?:\w+ over MPI|{HOSTS}) failed[:.] .*", text)
     assert told, f"{case}: {text}"
-    assert all(re.search(rf"{HOLDER}|rank {case.victim} did not come", line) for line in told), f"{case}: {text}"
+    assert all(
+        re.search(rf"{HOLDER}|rank {case.victim} did not come|No word from rank {case.victim}:", line) for line in told
+    ), f"{case}: {text}"
 
 
 def _run_all(folder: Path, cases: list[Case], run: Callable[[Path, Case], Seen], check: Check) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import fastreduce.distributed  # noqa: F401 (whose ends are looked at)
+import fastreduce.distributed
+import fastreduce.fsdp  # noqa: F401
 from fastreduce.environment import exits
 from fastreduce.environment.exits import Exit
 from fastreduce.transports.mpi import communicator  # noqa: F401
@@ -51,7 +52,7 @@ def test_each_end_is_in_its_step():
     assert where == {
         "TELL": ["transports.mpi.communicator"],
         "DELIVER": ["distributed.point_to_point"],
-        "REDUCERS": ["reduction.whereabouts", "reduction.reducer"],
+        "REDUCERS": ["reduction.whereabouts", "reduction.reducer", "fsdp.model"],
         "NCCL": ["transports.nccl.connection"],
         "GLOO": ["transports.gloo"],
         "STORE": ["transports.store_client"],

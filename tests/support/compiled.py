@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -21,9 +20,8 @@ PARTS = (
 SECONDS = 180.0
 
 
-def compile_kernels(folder: Path) -> None:
-    """Compile the part of this worker of pytest-xdist's, and wait for the others', which share `folder`."""
-    worker, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+def compile_kernels(folder: Path, worker: int, workers: int) -> None:
+    """Compile the part of one of so many workers of pytest-xdist's, and wait for the others', which share `folder`."""
     compiling = [server().fork(_wrap, settings) for settings in PARTS[worker::workers]]
     deadline = time.monotonic() + SECONDS
     for process in compiling:

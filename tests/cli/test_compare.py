@@ -42,7 +42,7 @@ from fastreduce.cli.compare.results import FORMAT
 from fastreduce.distributed.processes import Group, run_ranks
 from fastreduce.errors import RanksFailedError
 from fastreduce.run.orders import order
-from tests.support.commands import FASTREDUCE, finish, started
+from tests.support.commands import FASTREDUCE, command_line, finish, started
 
 
 def _invoke(*arguments: str) -> Result:
@@ -309,7 +309,7 @@ def test_ranks_that_hang_are_ended():
 
 
 def _ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
-    return [child for child in launcher.children() if "spawn_main" in " ".join(child.cmdline())]
+    return [child for child in launcher.children() if "spawn_main" in command_line(child)]
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from fastreduce.cli import main
 from fastreduce.cli.compare.script import measure, speed, trainings
 from fastreduce.cli.compare.script.plan import Plan
-from tests.support.commands import FASTREDUCE, ROOT, finish, started
+from tests.support.commands import FASTREDUCE, ROOT, command_line, finish, started
 
 MODULE = "tests.support.trained_script"
 SCRIPT = str(ROOT / "tests" / "support" / "trained_script.py")
@@ -311,4 +311,4 @@ def test_no_rank_outlives_the_command(tmp_path: Path, received: signal.Signals):
 
 def _ranks(command: int) -> list[psutil.Process]:
     children = psutil.Process(command).children(recursive=True)
-    return [child for child in children if any(word.endswith("worker.py") for word in child.cmdline())]
+    return [child for child in children if "worker.py " in command_line(child)]

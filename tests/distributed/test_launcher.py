@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fastreduce import RanksFailedError, SettingError
 from fastreduce import distributed as frdist
-from tests.support.commands import PYTHON, ROOT, Done, finish, free_port, run, started, with_environment
+from tests.support.commands import PYTHON, ROOT, Done, command_line, finish, free_port, run, started, with_environment
 
 launcher, spawn = frdist.launcher, frdist.spawn
 
@@ -63,7 +63,7 @@ def test_values_come_back_in_rank_order_and_large_ones_do_not_block(method: str)
 
 def _children() -> set[psutil.Process]:
     processes = psutil.Process().children(recursive=True)
-    return {p for p in processes if "resource_tracker" not in " ".join(p.cmdline())}
+    return {p for p in processes if "resource_tracker" not in command_line(p)}
 
 
 @pytest.fixture

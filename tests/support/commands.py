@@ -61,9 +61,9 @@ def started(
 
     It gets `env`, or this process's environment with this tree as its Python path.
     """
-    words = [str(word) for word in command]
-    process = (Forked if words[0] in (FASTREDUCE, TORCHRUN, PYTHON) else subprocess.Popen)(
-        words,
+    arguments = [str(word) for word in command]
+    process = (Forked if arguments[0] in (FASTREDUCE, TORCHRUN, PYTHON) else subprocess.Popen)(
+        arguments,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)} if env is None else env,
         text=True,
@@ -113,6 +113,14 @@ def run(
     """Run a command to its end, within `seconds`; arguments as in `started`."""
     with started(*command, cwd=cwd, env=env, together=together) as process:
         return finish(process, seconds)
+
+
+def command_line(process: psutil.Process) -> str:
+    """A process's command line; "" for one that has ended meanwhile, waited for or not."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def with_environment(**more: str) -> dict[str, str]:

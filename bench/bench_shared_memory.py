@@ -17,7 +17,7 @@ from tests.support.ranks import RankPool
 
 from .bench_steps import OVERHEAD, STEPS, TIMEOUT, TOLERANCES, record_overhead, slowest, tiny_steps
 from .conftest import Size
-from .paired import record
+from .paired import record, turns
 from .steps import Setting, measure, set_up_process
 
 SHARED = ("none", "none, views", "fp16", "int8")
@@ -106,13 +106,12 @@ def _sums(rank: int, world_size: int, elements: int, rounds: int) -> dict[str, A
     del found
     times: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            tensor.copy_(start)
-            dist.barrier()
-            begin = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - begin)
+    for name in turns(calls, rounds):
+        tensor.copy_(start)
+        dist.barrier()
+        begin = time.perf_counter()
+        calls[name]()
+        times[name].append(time.perf_counter() - begin)
     return {"times": times}
 
 

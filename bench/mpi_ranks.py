@@ -23,6 +23,7 @@ from fastreduce.distributed.mpi import init_mpi
 from fastreduce.transports import GlooTransport, ShmTransport
 
 from . import shapes
+from .paired import turns
 
 # Relative to the norm of the average that mpi4py computes; 0 is bit for bit.
 TOLERANCES = {
@@ -96,13 +97,12 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in taking_part}
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
-        for name, call in taking_part.items():
-            flat.copy_(start)
-            MPI.COMM_WORLD.Barrier()
-            begin = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - begin)
+    for name in turns(taking_part, rounds):
+        flat.copy_(start)
+        MPI.COMM_WORLD.Barrier()
+        begin = time.perf_counter()
+        taking_part[name]()
+        times[name].append(time.perf_counter() - begin)
     folder.joinpath(f"{rank}.json").write_text(json.dumps({"times": times, "elements": flat.numel()}))
     dist.destroy_process_group()
 

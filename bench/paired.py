@@ -1,7 +1,8 @@
 """Contestants that take turns, and what is said about them: medians, and paired ratios with their intervals.
 
-A machine's speed drifts, so contestants alternate (A B C A B C …) and are compared round by round. The ratio
-that is quoted is the median over the rounds, its interval the 95 % interval of a median by order statistics.
+A machine's speed drifts, and who comes after whom finds other things in the caches: so contestants take turns in an order
+that changes (A B C, C B A, B C A, …) and are compared round by round. The ratio that is quoted is the median over the
+rounds, its interval the 95 % interval of a median by order statistics.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from fastreduce.run.orders import order
 
 Seconds = dict[str, list[float]]
 
@@ -51,6 +54,13 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Each of them once a round, in an order that changes from round to round."""
+    contestants = list(names)
+    for number in range(rounds):
+        yield from order(contestants, number)
+
+
 def alternate(contestants: Mapping[str, Contestant], seconds: float) -> Seconds:
     """Time contestants in turn, for about `seconds`, in 7 to 201 rounds."""
     for _ in range(2):
@@ -59,9 +69,8 @@ def alternate(contestants: Mapping[str, Contestant], seconds: float) -> Seconds:
     gc.collect()
     gc.disable()
     try:
-        for _ in range(min(201, max(7, int(seconds / a_round)))):
-            for name, contestant in contestants.items():
-                times[name].append(seconds_of(contestant.call))
+        for name in turns(contestants, min(201, max(7, int(seconds / a_round)))):
+            times[name].append(seconds_of(contestants[name].call))
     finally:
         gc.enable()
     return times

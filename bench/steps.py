@@ -28,6 +28,7 @@ from fastreduce.reduction.streams import InlineStream, ThreadStream
 from fastreduce.reduction.trace import VARIABLE as TRACE
 from fastreduce.transports import Transport
 
+from .paired import turns
 from .timed_models import build
 
 WARM_UP = 3  # steps: buckets are rebuilt, and kernels chosen again, after the first
@@ -178,13 +179,12 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in settings}
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
-        for name, contestant in contestants.items():
-            dist.barrier()
-            start = time.perf_counter()
-            contestant.step(x)
-            times[name].append(time.perf_counter() - start)
-            contestant.drop_gradients()
+    for name in turns(contestants, rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        contestants[name].step(x)
+        times[name].append(time.perf_counter() - start)
+        contestants[name].drop_gradients()
     gc.enable()
     dist.barrier()
     stages = stage_seconds(contestants, x, min(rounds, 11))

@@ -1,6 +1,6 @@
 """Contestants that take turns, and what is said about them: medians, and paired ratios with their intervals.
 
-A machine's speed drifts, and who comes after whom finds other things in the caches: so contestants take turns in an order
+A machine's speed drifts, and who comes after whom finds other things in the caches: contestants take turns in an order
 that changes (A B C, C B A, B C A, …) and are compared round by round. The ratio that is quoted is the median over the
 rounds, its interval the 95 % interval of a median by order statistics.
 """

@@ -22,9 +22,9 @@ TORCHS: dict[str, Callable[..., Any] | None] = {
     "torch": None,
     "torch:fp16": fp16_compress_hook,
     "torch:bf16": bf16_compress_hook,
-    NO_REDUCTION: noop_hook,  # torch's reducer still copies gradients into its buckets, and out of them
+    NO_REDUCTION: noop_hook,  # where torch's own class trains from beginning to end: `take` takes its reducer away too
 }
-"""Contestants whose gradients torch's own reducer averages → its communication hook."""
+"""Contestants that are none of our settings → the communication hook of torch's own reducer."""
 
 
 def canonical(name: str) -> str:
@@ -84,7 +84,8 @@ def begin(model: TorchDDP, name: str) -> None:
 def take(model: Any, name: str) -> None:
     """Let a wrapper of ours be the contestant from the next forward on; every rank calls it between steps.
 
-    Between settings the reducer stays. For one of torch's it is set aside, and torch's is a new one each time.
+    Between settings the reducer stays. For one of torch's it is set aside, and torch's is a new one each time. Without
+    reduction there is none: gradients stay where autograd leaves them.
     """
     if model in _set_aside:
         model.reducer._remove_autograd_hooks()
@@ -96,6 +97,9 @@ def take(model: Any, name: str) -> None:
     model.reducer.look()  # lets error feedback see what became of the last averages
     model.reducer.remove_hooks()
     _set_aside[model] = model.__class__, model.reducer, model.logger
+    if name == NO_REDUCTION:
+        model.__class__ = _without_reduction(model.__class__)
+        return
     model.__class__ = _with_torchs_reducer(model.__class__)
     parameters, sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
@@ -114,10 +118,23 @@ _set_aside: weakref.WeakKeyDictionary[Any, tuple[type, Any, Any]] = weakref.Weak
 @functools.cache
 def _with_torchs_reducer(ours: Any) -> type:
     """A class derived from ours, or from a script's that is, whose reducer is torch's."""
+    taken = ("_ddp_init_helper", "_post_forward", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce")
+    return _derived(ours, **{name: getattr(TorchDDP, name) for name in taken})
 
+
+@functools.cache
+def _without_reduction(ours: Any) -> type:
+    """A class derived from ours that leaves gradients alone; buffers are still made equal before a forward."""
+
+    def _post_forward(self: Any, output: Any) -> Any:
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return output
+
+    return _derived(ours, _post_forward=_post_forward)
+
+
+def _derived(ours: Any, **body: Any) -> type:
     def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.nn.utils.clip_grad_norm_(self.parameters(), *args, **kwargs)
 
-    taken = ("_ddp_init_helper", "_post_forward", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce")
-    body = {name: getattr(TorchDDP, name) for name in taken}
     return type(ours.__name__, (ours,), {**body, "clip_grad_norm_": clip_grad_norm_, "__module__": ours.__module__})

@@ -64,11 +64,10 @@ def test_contestants_take_turns_at_step_boundaries(tmp_path: Path, wrapping: str
     shown = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("STEP")]
     turns = [*order(names, 0), *order(names, 1)]
     expected = ["none"] * 3 + [name for name in turns for _ in range(5)]
-    # The script does not come back from the last step.
-    assert [setting for setting, _ in shown] == [
-        "torch" if name in ("torch", "torch:fp16", "no reduction") else name for name in expected[:-1]
-    ]
-    for name, (_, grad) in zip(expected, shown, strict=False):
+    assert len(shown) == len(expected) - 1  # the script does not come back from the last step
+    for name, (setting, grad) in zip(expected, shown, strict=False):
+        if name != "no reduction":  # the last one's reducer is there, and has nothing to do
+            assert setting == ("torch" if name in ("torch", "torch:fp16") else name)
         assert float(grad) == pytest.approx(1.0 if name == "no reduction" else 2.0, rel=0.02), name
     measured_turns = [line for line in lines if "turn" in line]
     assert [line["contestant"] for line in measured_turns] == turns

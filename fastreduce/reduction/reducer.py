@@ -235,7 +235,10 @@ class GradientReducer:
         return self._stragglers.last
 
     def on_straggler(self, alarm: Callable[[Comparison], object]) -> None:
-        """Call `alarm` on this rank after each comparison in which a rank is late, on the thread of backward."""
+        """Call `alarm` on this rank after each comparison in which a rank is late, on the thread of backward.
+
+        What it raises is logged, with its traceback.
+        """
         self._stragglers.alarms.append(alarm)
 
     @property

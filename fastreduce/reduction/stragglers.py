@@ -121,7 +121,10 @@ class Stragglers:
                 self._logged = clocks.now()
                 logger.warning("%s; the others wait for it", "; ".join(map(str, self.last.late)))
             for alarm in self.alarms:
-                alarm(self.last)
+                try:
+                    alarm(self.last)
+                except Exception:  # a message that could not be sent ends no training
+                    logger.exception("%r, which was to be called where a rank is late, raised; training goes on", alarm)
 
     def _judge(self, step: int, rows: Sequence[Sequence[float]]) -> Comparison | None:
         here = [rank for rank, row in enumerate(rows) if not math.isnan(row[0])]

@@ -30,9 +30,11 @@ def _train(rank: int, world_size: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
     alarms: list[Comparison] = []
     lines: list[str] = []
+    raised: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: (raised if record.exc_info else lines).append(record.getMessage())  # type: ignore[method-assign]
     stragglers.logger.addHandler(handler)
+    ddp.reducer.on_straggler(lambda _: 1 // 0)
     ddp.reducer.on_straggler(alarms.append)
     slow = False
     ddp.module[0].weight.register_hook(lambda _: time.sleep(SLEEP * slow))
@@ -59,7 +61,7 @@ def _train(rank: int, world_size: int) -> dict[str, Any]:
     seen["join"] = ddp.reducer.stragglers(), 0
     stragglers.logger.removeHandler(handler)
     ddp.reducer.close()
-    return {"seen": seen, "lines": lines}
+    return {"seen": seen, "lines": lines, "raised": raised}
 
 
 def test_who_is_late_on_real_ranks(ranks2: RankPool):
@@ -77,6 +79,7 @@ def test_who_is_late_on_real_ranks(ranks2: RankPool):
             assert mine["seen"][what][1] >= 1
     assert not mine["lines"] == theirs["lines"] == [] and len(mine["lines"]) == 1, mine["lines"]
     assert "rank 1 is late by" in mine["lines"][0] and "mostly in compute, since about step " in mine["lines"][0]
+    assert len(mine["raised"]) == len(theirs["raised"]) >= 2  # an alarm's error is told and ends nothing
     assert seen["join"] is None, "the other rank has joined: nobody is left to be compared with"
 
 

@@ -22,6 +22,7 @@ class Exit(Enum):
     STORE = "the threads that ask stores end: all of the above may ask"
     TRACES = "traces are completed, and merged by the rank that is last"
     FILES = "folders that were made for this process are deleted"
+    SIGNALS = "those that print stacks are ignored from now on: when Python has gone they would end the process"
     MPI = "MPI is finalised, which waits for all ranks and ends the process where one may be gone: nothing comes after"
 
 

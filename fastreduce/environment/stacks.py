@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import SettingError
+from .exits import Exit, at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,15 @@ def dump_at_signal(tell: Callable[[], str]) -> None:
     os.close(writing)
     _printing.add(name)
     threading.Thread(target=_print, args=(reading, tell), name=f"{OURS}signal", daemon=True).start()
+
+
+def _ignore_signals() -> None:
+    for name in _writing:
+        faulthandler.unregister(number := signal.Signals[f"SIG{name}"])
+        signal.signal(number, signal.SIG_IGN)
+
+
+at_exit(Exit.SIGNALS, _ignore_signals)
 
 
 def _after_fork() -> None:

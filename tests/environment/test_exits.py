@@ -58,6 +58,7 @@ def test_each_end_is_in_its_step():
         "STORE": ["transports.store_client"],
         "TRACES": ["reduction.trace"],
         "FILES": [],
+        "SIGNALS": ["environment.stacks"],
         "MPI": [],  # where we have initialised it
     }
 

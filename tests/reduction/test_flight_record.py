@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from fastreduce.reduction import whereabouts
 from fastreduce.reduction.flight_record import BucketFlight, Phase
 from fastreduce.reduction.flight_recorder import STEPS, FlightRecorder, _of_optimizer
 from fastreduce.reduction.whereabouts import Whereabouts
-from tests.support.commands import run, with_environment
+from tests.support.commands import finish, started, with_environment
 from tests.support.models import wrap
 from tests.support.ranks import RankPool
 
@@ -152,19 +153,25 @@ def waits_in_cpp():
     try:
         store.wait(["never"], __import__("datetime").timedelta(seconds=3))
     except Exception:
-        print("went on")
+        print("went on", flush=True)
 
 waits_in_cpp()
 """
 
 
 def test_a_signal_prints_record_and_stacks_and_takes_no_handler():
-    done = run(sys.executable, "-c", SIGNALS, env=with_environment())
-    assert done.returncode == 0 and done.stdout == "went on\n", done.stderr
+    with started(sys.executable, "-c", SIGNALS, env=with_environment()) as process:
+        assert process.stdout is not None and process.stdout.readline() == "went on\n"
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:  # as it ends, too
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.001)
+        done = finish(process, 10)
+    assert done.returncode == 0, done.stderr
     assert "must not be printed" not in done.stderr
     assert done.stderr.count("has a handler for SIGUSR") == 2, done.stderr
     assert done.stderr.count("the child\nMainThread:\n") == 1
-    assert done.stderr.count("rank 0 of 1 is after its last averages") == 1 and "step 0: " in done.stderr
+    assert "rank 0 of 1 is after its last averages" in done.stderr and "step 0: " in done.stderr
     assert "MainThread:\n" in done.stderr and "in waits_in_cpp" in done.stderr
 
 

@@ -44,7 +44,14 @@ Made from the docstrings by `python docs/make_reference.py`; `tests/project/test
 {contents}
 """
 GROUPS = {
-    "Training": ["DistributedDataParallel", "all_reduce_gradients", "note_applied", "SyncBatchNorm", "GradientReducer"],
+    "Training": [
+        "DistributedDataParallel",
+        "all_reduce_gradients",
+        "note_applied",
+        "SyncBatchNorm",
+        "Shadow",
+        "GradientReducer",
+    ],
     "Data and checkpoints": ["ShardSampler", "shard_range", "save_checkpoint", "load_checkpoint"],
 }
 SECTION = re.compile(r"^(Args|Returns|Raises):$")

@@ -3,7 +3,7 @@
 from .checkpoint import load_checkpoint, save_checkpoint
 from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression
 from .data import ShardSampler, shard_range
-from .ddp import DistributedDataParallel
+from .ddp import DistributedDataParallel, Shadow
 from .errors import (
     BackendUnavailableError,
     CheckpointError,
@@ -45,6 +45,7 @@ __all__ = [
     "RanksFailedError",
     "ReducerError",
     "SettingError",
+    "Shadow",
     "ShardSampler",
     "SyncBatchNorm",
     "TensorError",

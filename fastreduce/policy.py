@@ -81,18 +81,12 @@ class Policy:
         if self.chooser is not None:
             chosen = [self._ask(name, parameter) for name, parameter in zip(names, parameters, strict=True)]
             return [_read(found, f"{self} of {name!r}") for name, found in zip(names, chosen, strict=True)]
-        found, matched = [], set()
-        for name, parameter in zip(names, parameters, strict=True):
-            matching = [i for i, (key, _) in enumerate(self.rules) if _matches(key, name, parameter)]
-            if not matching:
-                keys = ", ".join(repr(key) for key, _ in self.rules)
-                raise SettingError(f"parameter {name!r} matches no key of the policy: {keys}; '*' matches all")
-            matched.update(matching)
-            found.append(self.rules[matching[0]][1])
+        matching = match([key for key, _ in self.rules], names, parameters)
+        matched = {place for places in matching for place in places}
         for i, (key, setting) in enumerate(self.rules):
             if i not in matched and not self.name:
                 raise SettingError(f"the key {key!r} of the policy, for {str(setting)!r}, matches no parameter")
-        return found
+        return [self.rules[places[0]][1] for places in matching]
 
     def _ask(self, name: str, parameter: Tensor) -> Compression | str:
         assert self.chooser is not None
@@ -106,6 +100,22 @@ class Policy:
             return f"callable {getattr(self.chooser, '__qualname__', type(self.chooser).__name__)}"
         text = "; ".join(f"{key}: {setting}" for key, setting in self.rules)
         return self.name or (text if _is_policy(text) else f"{text};")
+
+
+def match(keys: Sequence[str], names: Sequence[str], parameters: Sequence[Tensor]) -> list[list[int]]:
+    """Of each parameter, the places of the keys that match it, in order.
+
+    Raises:
+        SettingError: if a key is none, or a parameter matches none.
+    """
+    for key in keys:
+        _check_key(key)
+    found = [[i for i, key in enumerate(keys) if _matches(key, *each)] for each in zip(names, parameters, strict=True)]
+    for name, places in zip(names, found, strict=True):
+        if not places:
+            listed = ", ".join(map(repr, keys))
+            raise SettingError(f"parameter {name!r} matches no key: {listed}; '*' matches all")
+    return found
 
 
 def chooses_by_parameter(function: Any) -> bool:

@@ -11,9 +11,10 @@ import typer
 
 from ..compression import ENVIRONMENT_VARIABLE
 from ..environment.engines import find_place
+from ..environment.variables import folder_asked_for
 from ..policy import Policy
+from ..reduction.counter_files import VARIABLE as COUNTERS
 from ..reduction.trace import VARIABLE as TRACE
-from ..reduction.trace import folder_asked_for
 from ..run import main, replacement, worker
 from .launch import make_parser, parse, start
 from .launch.elastic import fail, say
@@ -47,7 +48,8 @@ def run(context: typer.Context) -> None:
     if options.trace is not None:
         os.environ[TRACE] = os.path.abspath(options.trace)
     try:
-        folder_asked_for()
+        for name in (TRACE, COUNTERS):
+            folder_asked_for(name)
         replacement.seed()
         place = find_place()
     except ValueError as error:

@@ -18,16 +18,16 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ..compression import Compression
 from ..environment.stacks import dump_at_signal
-from ..environment.variables import this_rank
+from ..environment.variables import folder_asked_for, this_rank
 from ..errors import ReducerError, SettingError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
+from ..reduction.counter_files import VARIABLE as COUNTERS
 from ..reduction.flight_record import Phase
 from ..reduction.flight_recorder import all_flights, answer_debug_server
 from ..reduction.schedule import Schedule, Setting
 from ..reduction.trace import VARIABLE as TRACE
-from ..reduction.trace import folder_asked_for
 from ..reduction.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
@@ -113,7 +113,8 @@ class DistributedDataParallel(TorchDDP):
             self._schedule = Schedule(compression)
             check_module(module, arguments)
             dump_at_signal(all_flights)
-            description[TRACE] = "set" if folder_asked_for() else "not set"
+            description[TRACE] = "set" if folder_asked_for(TRACE) else "not set"
+            folder_asked_for(COUNTERS)
             description |= describe_wrapping(module, self._schedule, arguments)
         except Exception as found:  # whatever it is, other ranks must not wait
             error = found
@@ -162,8 +163,10 @@ class DistributedDataParallel(TorchDDP):
         )
         self._tell_whereabouts()
         answer_debug_server()
-        if (folder := folder_asked_for()) is not None:
+        if (folder := folder_asked_for(TRACE)) is not None:
             self.reducer.trace_to(folder, this_rank())
+        if (folder := folder_asked_for(COUNTERS)) is not None:
+            self.reducer.write_counters(folder, this_rank())
         self.logger.update(compression_by_parameter=self.reducer.buckets.settings_text())
         self.reducer.log_to(self.logger)
         self.logger.set_construction_data_and_log(

@@ -20,7 +20,7 @@ class Exit(Enum):
     NCCL = "communicators end behind what is enqueued, and watchdogs with them; they tell how far they came"
     GLOO = "connections that nobody uses are dropped: a thread of gloo that outlives Python aborts the process"
     STORE = "the threads that ask stores end: all of the above may ask"
-    TRACES = "traces are completed, and merged by the rank that is last"
+    TRACES = "traces are completed, and merged by the rank that is last; counters are written once more"
     FILES = "folders that were made for this process are deleted"
     SIGNALS = "those that print stacks are ignored from now on: when Python has gone they would end the process"
     MPI = "MPI is finalised, which waits for all ranks and ends the process where one may be gone: nothing comes after"

@@ -10,6 +10,7 @@ import logging
 import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -32,6 +33,10 @@ class Variable:
 VARIABLES = {
     "FASTREDUCE_COMPRESSION": Variable(
         "a spec string, of a setting or a policy; unset: none", "the compression of wrappers that are given none"
+    ),
+    "FASTREDUCE_COUNTERS": Variable(
+        "a folder, which is made; unset: none",
+        "where each rank appends its counters as JSON lines, and writes them for Prometheus, every ten seconds",
     ),
     "FASTREDUCE_DEBUG": Variable(
         "1 or true, 0 or false; unset: 0", "1 compares calls, shapes and dtypes between ranks before each collective"
@@ -78,6 +83,25 @@ def switch(name: str) -> bool:
     if value.lower() not in ON + OFF:
         raise SettingError(f"{name}={value}: allowed: 1 or true, 0 or false")
     return value.lower() in ON
+
+
+def folder_asked_for(name: str) -> Path | None:
+    """The folder that a variable names, which is made; None where it is not set.
+
+    Raises:
+        SettingError: if nothing can be written there.
+    """
+    value = os.environ.get(name, "")
+    if not value:
+        return None
+    path = Path(value)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"{name}={value}: {error}") from error
+    if not os.access(path, os.W_OK):
+        raise SettingError(f"{name}={value}: this folder cannot be written")
+    return path
 
 
 def check_environment(rank: int | None = None) -> None:

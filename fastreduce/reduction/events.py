@@ -17,6 +17,8 @@ class Events:
         computed: the backward's own work has ended, and its reduction is about to.
         arrived: all averages have come, and are not stored yet.
         stored: they are.
+        met: a reduction has ended on this rank as on all others, which may follow it with collectives; with its
+            number, and the step.
         ended: a backward has ended, reduced or not.
         dropped: a backward that raised before its end is forgotten.
     """
@@ -25,5 +27,6 @@ class Events:
     computed: list[Callable[[], object]] = field(default_factory=list)
     arrived: list[Callable[[], object]] = field(default_factory=list)
     stored: list[Callable[[], object]] = field(default_factory=list)
+    met: list[Callable[[int, int], object]] = field(default_factory=list)
     ended: list[Callable[[], object]] = field(default_factory=list)
     dropped: list[Callable[[], object]] = field(default_factory=list)

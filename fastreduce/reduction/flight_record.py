@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -26,6 +27,21 @@ class Phase(IntEnum):
 
 _NO_TIMES = array("d", [0.0] * len(Phase))
 
+# A bucket's way, from one point to the next: both stages on the wire, or one.
+TWO_STAGES = (
+    ("compress", Point.START, Point.COMPRESSED),
+    ("wire stage 1", Point.COMPRESSED, Point.EXCHANGED),
+    ("sum", Point.EXCHANGED, Point.SUMMED),
+    ("wire stage 2", Point.SUMMED, Point.REDUCED),
+    ("decompress", Point.REDUCED, Point.END),
+)
+ONE_STAGE = (TWO_STAGES[0], ("wire", Point.COMPRESSED, Point.REDUCED), TWO_STAGES[-1])
+
+
+def stages_of(times: Sequence[float]) -> tuple[tuple[str, Point, Point], ...]:
+    """The stages that a bucket has passed, each with its first and its last point; `times` as of `Row.passed`."""
+    return TWO_STAGES if times[Point.EXCHANGED] else ONE_STAGE
+
 
 class Row:
     """One step as it is recorded, in seconds of `clocks.now()`; 0 where something has not been.
@@ -37,6 +53,7 @@ class Row:
         began: by phase, when it began first.
         seconds: by phase, how long it took in all.
         plan: the buckets.
+        sent: by bucket, the bytes that this rank sends of it, by stage on the wire.
         ready: by bucket, when it was full.
         points: by bucket, when it passed each `Point`; before `start`: in an earlier step.
     """
@@ -45,21 +62,22 @@ class Row:
         self.step, self.start, self.end = -1, 0.0, 0.0
         self.began, self.seconds = array("d", _NO_TIMES), array("d", _NO_TIMES)
         self.plan: BucketPlan | None = None
+        self.sent: Sequence[Mapping[str, int]] = ()
         self.ready, self.points = array("d"), array("d")
         self._not_ready = array("d")
 
-    def lay_out(self, plan: BucketPlan | None) -> None:
+    def lay_out(self, plan: BucketPlan | None, sent: Sequence[Mapping[str, int]]) -> None:
         """Take note of buckets."""
         if plan is not self.plan:
             count = 0 if plan is None else len(plan.buckets)
-            self.plan, self._not_ready = plan, array("d", [0.0] * count)
+            self.plan, self.sent, self._not_ready = plan, sent, array("d", [0.0] * count)
             self.ready, self.points = array("d", self._not_ready), array("d", [0.0] * (count * len(Point)))
 
-    def begin(self, step: int, start: float, plan: BucketPlan | None) -> None:
+    def begin(self, step: int, start: float, plan: BucketPlan | None, sent: Sequence[Mapping[str, int]] = ()) -> None:
         """Record another step."""
         self.step, self.start, self.end = step, start, 0.0
         self.began[:] = self.seconds[:] = _NO_TIMES
-        self.lay_out(plan)
+        self.lay_out(plan, sent)
         self.ready[:] = self._not_ready
 
     def read(self, bucket: int, clock: Clock, wait: bool = False) -> None:

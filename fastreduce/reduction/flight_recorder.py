@@ -63,6 +63,7 @@ class FlightRecorder:
         self.unreduced = self.unreduced_before = 0
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
+        self._sent: list[dict[str, int]] = []
         self._spare = deque(Row() for _ in range(STEPS))
         self._rows: deque[Row] = deque()
         self.phase, self.since = Phase.DATA, clocks.now()
@@ -76,8 +77,10 @@ class FlightRecorder:
 
     def lay_out(self, plan: BucketPlan, pipelines: Iterable[BucketPipeline]) -> None:
         """Buckets are laid out anew."""
-        self._plan, self._clocks = plan, [pipeline.clock for pipeline in pipelines]
-        self.row.lay_out(plan)
+        made = list(pipelines)
+        self._plan, self._clocks = plan, [pipeline.clock for pipeline in made]
+        self._sent = [pipeline.sent_by_stage for pipeline in made]
+        self.row.lay_out(plan, self._sent)
 
     def enter(self, phase: Phase) -> None:
         """This rank does something else from now on."""
@@ -111,11 +114,11 @@ class FlightRecorder:
         self.unreduced_before = self.unreduced
         for bucket, clock in enumerate(self._clocks):
             row.read(bucket, clock, self.waits)
+        self._rows.append(row)
         for told in self.on_step:
             told(row)
-        self._rows.append(row)
         self.row = self._spare.popleft() if self._spare else self._rows.popleft()
-        self.row.begin(step + 1, at, self._plan)
+        self.row.begin(step + 1, at, self._plan, self._sent)
         self.row.began[Phase.AFTER] = at
 
     # Asked

@@ -295,6 +295,14 @@ class BucketPipeline:
         exponents = 0 if self._gathered is None else self._gathered[0].nbytes * (shards - 1)
         return 2 * self._summed.nbytes * (shards - 1) // shards + exponents
 
+    @property
+    def sent_by_stage(self) -> dict[str, int]:
+        """The same by stage on the wire: a two-shot in one level has two, everything else one."""
+        sent = self.sent_bytes
+        if self._received is None or self._node is not None:
+            return {"wire": sent}
+        return {"wire stage 1": sent // 2, "wire stage 2": sent // 2}
+
     def make_views(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of the sizes and strides of `like` over one flat: the wire where it can hold gradients."""
         flat = (

@@ -24,6 +24,8 @@ from .agreement import check_agreement
 from .arrivals import Arrivals, weakly
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients, BucketJob
 from .buckets import BucketPlan, shortest
+from .counter_files import SECONDS, CounterFiles
+from .counters import Counters, to_prometheus
 from .events import Events
 from .flight_record import FlightRecord, Phase
 from .flight_recorder import FlightRecorder
@@ -67,6 +69,7 @@ class GradientReducer:
         events: what is called at the moments of a backward.
         recorder: what notes when each bucket was where, and what this rank does.
         trace: where every step is written; None without one.
+        reductions: how many there have been that these ranks share; `step` may be restored on some of them only.
         active_ranks: tells how many ranks bring gradients, which sums are divided by; None means that all do.
 
     Raises:
@@ -110,13 +113,15 @@ class GradientReducer:
         self._place: Whereabouts | None = None
         self.trace: Trace | None = None
         self._launching = threading.Lock()  # each device's hooks run on a thread of their own
-        self._reductions = 0  # that these ranks share; `step` may be restored on some of them only
+        self.reductions = 0
         self._armed = self._in_backward = self._reduced_once = self._rebuilt = False
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         self._arrivals = Arrivals(parameters, self._launch_full_buckets, self._report)
         self.recorder = FlightRecorder(transport.rank, transport.world_size, parameters, self._arrivals.used)
         self._stragglers = Stragglers(self.recorder)
+        self._counters = Counters(self.recorder, self._stragglers, self._nonfinite)
+        self._counter_files: CounterFiles | None = None
         self.events.launching.append(self.recorder.ready)
         self._lay_out(self.buckets.first_groups())
         self._own()
@@ -134,6 +139,8 @@ class GradientReducer:
         self._close()
         if self.trace is not None:
             self.trace.close()
+        if self._counter_files is not None:
+            self._counter_files.close()
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters: gradients stay local from now on."""
@@ -207,6 +214,40 @@ class GradientReducer:
         On a GPU buckets are ready when the host has enqueued them, and what follows is known of traced steps only.
         """
         return self.recorder.flight()
+
+    def counters(self) -> dict[str, Any]:
+        """What reductions have sent, taken and lost so far, as JSON has it; from any thread.
+
+        Counting begins with the first call, which finds the last 64 steps; before it a step pays nothing.
+
+        - `since`, `step`, `reductions`: the first step that is counted, the last one, how many.
+        - `sent_bytes`: by this rank, by stage on the wire.
+        - `phase_seconds`: of steps, by what this rank did; `waiting` is what backward did not hide. They add up to the
+          steps.
+        - `stage_seconds`: compress, wire, sum, decompress, summed over buckets, largely beside backward. On a GPU they
+          are known of traced steps only.
+        - `nonfinite_steps`: since construction.
+        - `late`: who the others wait for, as `stragglers()` has it.
+        - `relative_errors`: by setting and group of parameters, what a `Shadow` has measured last.
+        """
+        return self._counters.as_dict()
+
+    def prometheus(self) -> str:
+        """The counters in Prometheus' text format, for a node exporter's textfile collector or an HTTP server."""
+        return to_prometheus(self._counters.as_dict())
+
+    def note_errors(self, errors: Mapping[str, Mapping[str, float]]) -> None:
+        """Let the counters tell what settings would lose, by setting and group of parameters."""
+        self._counters.errors = {**self._counters.errors, **errors}
+
+    def write_counters(self, folder: Path, rank: int, seconds: float = SECONDS) -> None:
+        """Write the counters into a folder every so often: a line in `rank0.jsonl`, and `rank0.prom` anew.
+
+        As FASTREDUCE_COUNTERS does: behind the first step, then every `seconds`, and when the reducer ends. `rank` is
+        that under which this process is shown.
+        """
+        self._counter_files = CounterFiles(folder, rank, self._counters, self.recorder, seconds)
+        weakref.finalize(self, self._counter_files.close).atexit = False
 
     @property
     def nonfinite_steps(self) -> int:
@@ -299,7 +340,7 @@ class GradientReducer:
         self._close()
         transport = make()
         self.recorder.rank, self.recorder.world_size = transport.rank, transport.world_size
-        self._reductions = 0  # on all ranks alike, which may have come unequally far
+        self.reductions = 0  # on all ranks alike, which may have come unequally far
         if self.trace is not None:
             self.trace.due = 0
         self.buckets.move_to(transport)
@@ -617,18 +658,20 @@ class GradientReducer:
     def _count(self) -> None:
         """One more reduction."""
         self.schedule.step += 1
-        self._reductions += 1
+        self.reductions += 1
 
     def _meet(self, counted: bool = False) -> None:
         """At the end of a reduction, the same one on all ranks: compare what each did, if that is due."""
-        reduction = self._reductions - counted
+        reduction = self.reductions - counted
         if reduction % EVERY == EVERY - 1 and self._compares:
             self._stragglers.compare(self.step - counted, self.transport)
         if self.trace is not None and reduction >= self.trace.due:
-            self.trace.align(reduction, self.transport, self._wire_device)
+            self.trace.align(reduction, self.transport, self.wire_device)
+        for met in self.events.met:
+            met(reduction, self.step - counted)
 
     @property
-    def _wire_device(self) -> torch.device:
+    def wire_device(self) -> torch.device:
         """Where tensors are that the transport moves."""
         return self.buckets.specs[0].device if self.transport.enqueues else torch.device("cpu")
 

@@ -20,13 +20,12 @@ from typing import Any, BinaryIO
 import torch
 
 from ..environment.exits import Exit, at_exit
-from ..errors import SettingError
 from ..transports import Transport
 from ..transports.messages import checked, of_types
 from . import clocks
 from .buckets import BucketPlan
 from .clock_offsets import Offset, closer, measure
-from .flight_record import Phase, Row
+from .flight_record import Phase, Row, stages_of
 from .flight_recorder import FlightRecorder
 from .pipeline import Point
 from .trace_files import END, is_complete, merge
@@ -41,38 +40,9 @@ TRIMESTER = 7_889_238  # seconds; torch.profiler counts from the last whole numb
 NAMES = {Phase.WAITING: "wait for averages", Phase.AFTER: "after averages"}  # else the phase's own
 TRACKS = 1000  # of one wrapper
 
-# A slice in a bucket's track, from one point to the next: both stages on the wire, or one.
-_TWO_STAGES = (
-    ("compress", Point.START, Point.COMPRESSED),
-    ("wire stage 1", Point.COMPRESSED, Point.EXCHANGED),
-    ("sum", Point.EXCHANGED, Point.SUMMED),
-    ("wire stage 2", Point.SUMMED, Point.REDUCED),
-    ("decompress", Point.REDUCED, Point.END),
-)
-_ONE_STAGE = (_TWO_STAGES[0], ("wire", Point.COMPRESSED, Point.REDUCED), _TWO_STAGES[-1])
-
 _made: Counter[str] = Counter()  # traces of this process, by folder
 _runs: dict[str, str] = {}
 _open: weakref.WeakSet[Trace] = weakref.WeakSet()
-
-
-def folder_asked_for() -> Path | None:
-    """The folder that FASTREDUCE_TRACE names, which is made; None where it is not set.
-
-    Raises:
-        SettingError: if nothing can be written there.
-    """
-    name = os.environ.get(VARIABLE, "")
-    if not name:
-        return None
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(f"{VARIABLE}={name}: {error}") from error
-    if not os.access(path, os.W_OK):
-        raise SettingError(f"{VARIABLE}={name}: this folder cannot be written")
-    return path
 
 
 class Trace:
@@ -173,11 +143,10 @@ class Trace:
             if not ready or not times[Point.END]:
                 continue
             tail = f'"pid":{rank},"tid":{track + 1 + bucket},"args":{{"step":{step},{self._about[bucket]}}}}}'
-            slices = _TWO_STAGES if times[Point.EXCHANGED] else _ONE_STAGE
             if ready <= times[Point.START]:  # else it was enqueued on a device, which came to it before
                 at, took = 1e6 * (ready + shift), 1e6 * (times[Point.START] - ready)
                 events.append(f'{{"ph":"X","name":"ready","ts":{at:.3f},"dur":{took:.3f},{tail}')
-            for name, first, last in slices:
+            for name, first, last in stages_of(times):
                 at, took = 1e6 * (times[first] + shift), 1e6 * (times[last] - times[first])
                 events.append(f'{{"ph":"X","name":"{name}","ts":{at:.3f},"dur":{took:.3f},{tail}')
         self._write(events)

@@ -94,7 +94,7 @@ def _by_rank(name: str, parameter: Tensor) -> str:
             {"0.*": "int8", "other*": "bf16", "*": "none"},
             "the key 'other*' of the policy, for 'bf16', matches no param",
         ),
-        ({"0.*": "int8"}, "parameter '2.weight' matches no key of the policy: '0.*'; '*' matches all"),
+        ({"0.*": "int8"}, "parameter '2.weight' matches no key: '0.*'; '*' matches all"),
         ({"*": "int9"}, "the rule '*': unknown compression 'int9'"),
         ({"*": "int8:warm_up=3"}, "warm_up in a policy's rule 'int8:warm_up=3'"),
         ({"ndim<two": "int8"}, "'ndim<two' in the key 'ndim<two' of a policy is no condition"),

@@ -56,7 +56,7 @@ def test_each_end_is_in_its_step():
         "NCCL": ["transports.nccl.connection"],
         "GLOO": ["transports.gloo"],
         "STORE": ["transports.store_client"],
-        "TRACES": ["reduction.trace"],
+        "TRACES": ["reduction.counter_files", "reduction.trace"],
         "FILES": [],
         "SIGNALS": ["environment.stacks"],
         "MPI": [],  # where we have initialised it

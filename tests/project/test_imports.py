@@ -33,7 +33,8 @@ REDUCTION = [
     {"events", "flight_record", "one_call"},
     {"flight_recorder", "trace_files"},
     {"clock_offsets", "stragglers", "whereabouts"},
-    {"trace"},
+    {"counters", "trace"},
+    {"counter_files"},
     {"reducer"},
 ]
 KERNELS_FOR_ALL = {"kernels.slots", "kernels.numba_cache", "kernels.numba_cpu_elements"}

@@ -18,9 +18,9 @@ from torch.profiler import profile, record_function
 
 from fastreduce import SettingError
 from fastreduce.cli import main as cli
+from fastreduce.environment.variables import folder_asked_for
 from fastreduce.reduction import clocks
 from fastreduce.reduction.clocks import now
-from fastreduce.reduction.trace import folder_asked_for
 from fastreduce.reduction.trace_files import merge
 from tests.support.models import grads_of, wrap
 from tests.support.ranks import RankPool
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FASTREDUCE_TRACE", str(tmp_path / "file" / "in"))
     with pytest.raises(SettingError, match="FASTREDUCE_TRACE="):
-        folder_asked_for()
+        folder_asked_for("FASTREDUCE_TRACE")
 
 
 def _beside_another(rank: int, world_size: int, folder: str) -> None:

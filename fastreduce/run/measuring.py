@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
 
-from ..ddp import DistributedDataParallel
+from ..ddp import DistributedDataParallel, Shadow
 from ..errors import SettingError
+from ..reduction.reducer import GradientReducer
 from ..transports import make_transport
 from . import contestants
 from .orders import Orders
@@ -59,6 +61,8 @@ class Training:
         self._roots: list[float] = []
         self._seconds: list[float] = []
         self._clock = 0.0
+        self._shadow: Shadow | None = None
+        self._measured = -1  # the step of what the shadow has found last
         parameters = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
         self._write(
             wrapped=type(model.module).__name__,
@@ -76,6 +80,8 @@ class Training:
             self._turns = [name for name in self._turns if name not in missing]
             self._write(missing=missing)
         contestants.begin(model, self._orders.first)
+        if self._orders.shadow and not self._models and isinstance(model, DistributedDataParallel):
+            self._shadow = Shadow(model, self._orders.shadow, self._orders.shadow_every)
         self._models.add(model)
 
     def _listen(self) -> None:
@@ -134,11 +140,21 @@ class Training:
         if not self._in_join:
             self._transport.all_reduce(loss).wait()
             loss /= self._transport.world_size
-        now = time.perf_counter()
+        now = time.perf_counter() - self._note_errors()
         self._clock = self._clock or now
         self._write(loss=loss.item(), seconds=now - self._clock)
         if self._steps == self._orders.end:
             self._leave()
+
+    def _note_errors(self) -> float:
+        """Write what the shadow has found, if it is new; returns the seconds that measuring has taken so far."""
+        if self._shadow is None:
+            return 0.0
+        found = self._shadow.last
+        if found is not None and found.step != self._measured:
+            self._measured = found.step
+            self._write(gradient_errors=found.errors, step=self._steps)
+        return self._shadow.seconds
 
     def _time_step(self) -> None:
         place = self._steps - self._orders.warm_up
@@ -160,11 +176,20 @@ class Training:
         self._clock = now
         if len(self._seconds) == self._orders.steps:
             seconds = [self._seconds] if self._in_join else self._transport.exchange(self._seconds)
-            self._write(turn=turn, contestant=self._turns[turn], seconds=seconds)
+            self._write(turn=turn, contestant=self._turns[turn], seconds=seconds, flight=self._flight(turn))
             self._seconds = []
             self._due = turn + 1
             if self._due == len(self._turns):
                 self._leave()
+
+    def _flight(self, turn: int) -> dict[str, Any] | None:
+        """A step of this turn, the median, as this rank's flight record has it; None where our reducer did nothing."""
+        lead = None if self._lead is None else self._lead()
+        ours = isinstance(getattr(lead, "reducer", None), GradientReducer)
+        if not ours or self._turns[turn] in contestants.TORCHS:
+            return None
+        steps = lead.reducer.flight_record().steps[:-1][-self._orders.steps :]  # type: ignore[union-attr]
+        return asdict(sorted(steps, key=lambda step: step.seconds or 0.0)[len(steps) // 2])
 
     def _say_place(self, text: str) -> None:
         self._place.seek(0)

@@ -29,6 +29,8 @@ class Orders:
             timed ones; none: losses are taken.
         rounds: how many.
         end: the training ends after so many steps; 0: when its turns are over, or by itself.
+        shadow: settings of which a `Shadow` measures what they would lose of the first wrapper's gradients.
+        shadow_every: in which steps.
         keeps_torchs_class: torch's class stays torch's, since no other contestant comes.
     """
 
@@ -40,6 +42,8 @@ class Orders:
     settle: int = 0
     steps: int = 0
     end: int = 0
+    shadow: tuple[str, ...] = ()
+    shadow_every: int = 100
     keeps_torchs_class: bool = False
 
     @property
@@ -55,4 +59,4 @@ class Orders:
     def read() -> Orders:
         """Those in this process's environment."""
         found = json.loads(os.environ[VARIABLE])
-        return Orders(**{**found, "contestants": tuple(found["contestants"])})
+        return Orders(**{**found, **{name: tuple(found[name]) for name in ("contestants", "shadow")}})

@@ -126,6 +126,10 @@ def test_results_hold_every_turn_and_training(finished: tuple[Result, Path]):
     rounds = [[turn["contestant"] for turn in turns if turn["round"] == number] for number in range(6)]
     assert all(sorted(r) == sorted(rounds[0]) and len(r) == 6 for r in rounds) and len({tuple(r) for r in rounds}) > 3
     assert all(np.shape(turn["seconds"]) == (2, 2) and np.min(turn["seconds"]) > 0 for turn in turns)
+    assert results["flights"].keys() == {"none", "none again", "int8"}  # torch's reducer keeps none
+    for name, flight in results["flights"].items():
+        assert sum(flight["took"].values()) == pytest.approx(flight["seconds"]) and len(flight["buckets"]) == 1
+        assert (flight["buckets"][0]["exchanged"] is None) == (name != "int8")
     assert results["missing"] == [] and results["wrapped"]["parameters"] == 128 and results["wrapped"]["ranks"] == 2
     none, again, int8 = (results["quality"][name]["outcomes"] for name in ("none", "none again", "int8"))
     assert [outcome["losses"] for outcome in none] == [outcome["losses"] for outcome in again]
@@ -139,7 +143,7 @@ def test_results_hold_every_turn_and_training(finished: tuple[Result, Path]):
 @pytest.mark.long
 def test_a_report_is_beside_the_results(finished: tuple[Result, Path]):
     page = (finished[1] / "report.html").read_text()
-    assert "<h1>int8 does not pay.</h1>" in page and 'id="differences"' in page
+    assert "<h1>int8 does not pay.</h1>" in page and 'id="differences"' in page and 'id="group-errors"' in page
 
 
 @pytest.mark.long
@@ -165,7 +169,10 @@ def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path
     assert "fastreduce compare: the training under int8 with seed 3 failed with exit code 7; " in result.stderr
     assert "failed with exit code 7\n" in result.stderr.split("ends with")[1]
     assert "Missing: 3 of 4 trainings for quality." in result.stdout
-    assert json.loads((tmp_path / "results.json").read_text())["missing"] == ["3 of 4 trainings for quality"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["missing"] == ["3 of 4 trainings for quality"]
+    assert [(each["seed"], each["step"]) for each in results["gradient_errors"]] == [(3, step) for step in range(1, 6)]
+    assert all(set(each["errors"]["int8"]) == {"all", "weights"} for each in results["gradient_errors"])
     assert "Missing: 3 of 4 trainings for quality." in (tmp_path / "report.html").read_text()
 
 

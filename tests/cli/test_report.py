@@ -30,7 +30,18 @@ from fastreduce.cli.compare.results import FORMAT
 from fastreduce.cli.compare.script.verdicts import Verdict, headline
 from fastreduce.cli.report.tables import Cell, Table, csv_link
 from fastreduce.cli.report.traces import axis
-from tests.support.results_files import FORMULA, HOSTILE, Results, of_a_script, of_digits, with_names, write
+from tests.support.results_files import (
+    FORMULA,
+    GROUPS,
+    HOSTILE,
+    Results,
+    of_a_script,
+    of_digits,
+    with_flights,
+    with_gradient_errors,
+    with_names,
+    write,
+)
 
 SPEED, QUALITY = ["ratios", "steps", "rounds"], ["differences", "losses"]
 
@@ -175,6 +186,53 @@ def test_names_are_text_everywhere(page: Callable[[Results], Page]):
 
 
 # Numbers
+
+
+def test_what_settings_lose_of_groups_of_gradients(page: Callable[[Results], Page]):
+    results = with_gradient_errors(of_a_script())
+    made = page(results)
+    assert "group-errors" in [a["id"] for a in made.all("section")]
+    columns, *rows = made.files()["group-errors.csv"]
+    assert columns == ["seed", "step", "setting", "group", "squared error over squares"]
+    assert rows == [
+        [str(each["seed"]), str(each["step"]), setting, f"'{group}" if group == "=A1" else group, str(error or "nan")]
+        for each in results["gradient_errors"]
+        for setting, groups in each["errors"].items()
+        for group, error in groups.items()
+    ]
+    table = [row for row in made.files()["group-errors-table.csv"][1:] if row[0] == "int8"]
+    assert [row[1] for row in table] == [*GROUPS[:-1], "'=A1"] and table[3][2] == "not finite"
+    assert [row[2:] for row in table[:1]] == [["1.50e-04", "1.00e-04", "2.00e-04"]]
+    (plot,) = (each for each in made.plots() if "vNMSE" in each["layout"]["xaxis"]["title"]["text"])
+    assert [len(trace["x"]) for trace in plot["data"]] == [4, 4] and len(plot["layout"]["yaxis"]["ticktext"]) == 5
+    assert "int8 1.50e-04; none again 4.50e-08" in made.text
+    Figure(plot["data"], plot["layout"])
+    results["gradient_errors"] = [{"seed": 0, "step": 1, "errors": {"int8": {}}}]
+    assert "group-errors" not in [a["id"] for a in page(results).all("section")]
+
+
+def test_a_timeline_of_a_step_of_each_of_our_settings(page: Callable[[Results], Page]):
+    made = page(with_flights(of_a_script()))
+    assert [a["id"] for a in made.all("section")] == [*SPEED, "timeline", *QUALITY, "made"]
+    columns, *rows = made.files()["timeline.csv"]
+    assert columns == ["setting", "of", "part", "from, s", "to, s"] and {row[0] for row in rows} == {"none", "int8"}
+    step = [(part, float(start), float(end)) for name, of, part, start, end in rows if (name, of) == ("int8", "rank 0")]
+    step.sort(key=lambda span: span[1])
+    assert [part for part, _, _ in step] == ["optimizer", "data", "waiting", "forward", "backward", "waiting"]
+    assert [time for _, *times in step for time in times] == pytest.approx(
+        [0, 0.003, 0.003, 0.005, 0.005, 0.006, 0.006, 0.036, 0.036, 0.096, 0.096, 0.116]
+    )
+    ways = {name: [row[2] for row in rows if row[:2] == [name, "bucket 9"]] for name in ("none", "int8")}
+    assert ways == {
+        "none": ["ready", "compress", "wire", "decompress"],
+        "int8": ["ready", "compress", "wire", "sum", "wire", "decompress"],
+    }
+    (plot,) = (each for each in made.plots() if each["layout"].get("barmode") == "overlay")
+    drawn = [trace for trace in plot["data"] if trace.get("meta") == "int8"]
+    assert sum(len(trace["x"]) for trace in drawn) == 6 + 8 * 6, "eight of the ten buckets"
+    assert all(-0.5 < y < 0.5 for trace in drawn for y in trace["y"])
+    Figure(plot["data"], plot["layout"])
+    assert "none 116.0 ms; int8 116.0 ms" in made.text
 
 
 def test_files_hold_every_number_that_was_measured(page: Callable[[Results], Page]):

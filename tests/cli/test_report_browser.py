@@ -16,7 +16,16 @@ pytest.importorskip("plotly", reason="plotly is missing: pip install plotly")
 from playwright.sync_api import Error, sync_playwright
 
 from fastreduce.cli.report import page
-from tests.support.results_files import HOSTILE, of_a_script, of_digits, with_names, write
+from tests.support.results_files import (
+    GROUPS,
+    HOSTILE,
+    of_a_script,
+    of_digits,
+    with_flights,
+    with_gradient_errors,
+    with_names,
+    write,
+)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
@@ -82,7 +91,11 @@ def browser() -> Iterator[Any]:
 def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """A page for all tests of it, which leave it as they found it and let it say nothing."""
     folder = tmp_path_factory.mktemp("report")
-    results = of_digits() if request.param == "digits" else with_names(of_a_script(), HOSTILE)
+    results = (
+        of_digits()
+        if request.param == "digits"
+        else with_names(with_flights(with_gradient_errors(of_a_script())), HOSTILE)
+    )
     page.write(write(results, folder), folder / "report.html")
     found = Opened(browser.new_context(viewport={"width": 1200, "height": 900}).new_page())
     found.tab.on("console", lambda message: found.said.append(message.text))
@@ -115,7 +128,8 @@ def test_every_plot_has_marks(opened: Opened):
     rows = opened.count("#ratios tbody tr")
     tested = opened.count("#differences tbody tr")
     curves = opened.count("#losses .js-line")
-    assert len(marks) == (5 if tested else 6) and curves in (rows, 2 * 2)  # with the spread of seeds
+    assert len(marks) == (7 if tested else 6) and curves in (rows, 2 * 2)  # with the spread of seeds
+    assert not tested or opened.count("#group-errors .points path") == 2 * (len(GROUPS) - 1)
     assert marks[0] > 2 * rows and marks[1] > 6 * rows and min(marks) >= 1, marks
 
 

@@ -97,6 +97,20 @@ print("WENT ON")
 """
 
 
+@pytest.mark.long
+def test_a_shadow_measures_other_settings(tmp_path: Path):
+    """Under `none`, in every second step, over all ranks; seconds are those of the training alone."""
+    done, lines = measured(tmp_path, SHOW + STEPS, 2, "(DDP, {})", end=5, shadow=("int8", "fp16"), shadow_every=2)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in lines if "gradient_errors" in line]
+    assert [line["step"] for line in found] == [1, 3, 5] and len([line for line in lines if "loss" in line]) == 5
+    for line in found:  # of gradients that are all equal
+        assert line["gradient_errors"]["fp16"] == {"all": 0, "weight": 0, "bias": 0}
+        assert 0 <= line["gradient_errors"]["int8"]["all"] < 1e-12
+    seconds = [line["seconds"] for line in lines if "loss" in line]
+    assert seconds[0] == 0 and seconds == sorted(seconds)
+
+
 @pytest.mark.parametrize("end", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_the_loss_is_what_backward_was_called_on(tmp_path: Path, end: int):
     """Without the scale, the mean over two micro-steps and two ranks: 2 · (1 + step + 5 + 50); then a list of two."""

@@ -20,6 +20,7 @@ HOSTILE = {
     "examples/gpt_train.py": "<!--<script>.py",
 }
 FORMULA = "=HYPERLINK(1)"
+GROUPS = ["all", "transformer.blocks.*.attention.projection", "<b>%{x}</b>'\"", "head", "=A1"]
 
 
 def of_a_script() -> Results:
@@ -30,6 +31,42 @@ def of_a_script() -> Results:
 def of_digits() -> Results:
     """The built-in network."""
     return _read("demo.json")
+
+
+def with_gradient_errors(results: Results) -> Results:
+    """The same with what int8 and another lose of gradients, with two seeds; a group and a step are not finite."""
+    errors = {"int8": 1e-4, "none again": 3e-8}
+    measured = [
+        {
+            "seed": seed,
+            "step": step,
+            "errors": {
+                setting: {group: None if group == "head" else error * (1 + i + seed) for i, group in enumerate(GROUPS)}
+                for setting, error in errors.items()
+            },
+        }
+        for seed in range(2)
+        for step in (1, 11)
+    ]
+    overflow = {"seed": 0, "step": 2, "errors": {setting: dict.fromkeys(GROUPS) for setting in errors}}
+    return {**results, "gradient_errors": [*measured, overflow]}
+
+
+def with_flights(results: Results) -> Results:
+    """The same with a step of each of our settings: ten buckets, in one stage on the wire under `none`, in two else."""
+
+    def bucket(i: int, two: bool) -> dict[str, Any]:
+        names = ("ready", "compress", "compressed", "exchanged", "summed", "reduced", "decompressed")
+        times = [0.01 * (i + 1) + 0.001 * k if two or k not in (3, 4) else None for k in range(7)]
+        return {"bucket": i, **dict(zip(names, times, strict=True))}
+
+    def flight(two: bool) -> dict[str, Any]:
+        took = {"after": 0.001, "optimizer": 0.002, "data": 0.002, "forward": 0.03, "backward": 0.06, "waiting": 0.02}
+        began = {"after": 0.0, "optimizer": 0.001, "data": 0.003, "forward": 0.006, "backward": 0.036, "waiting": 0.005}
+        buckets = [bucket(i, two) for i in range(10)]
+        return {"step": 40, "seconds": 0.116, "began": began, "took": took, "buckets": buckets}
+
+    return {**results, "flights": {name: flight(name == "int8") for name in ("none", "none again", "int8")}}
 
 
 def with_names(results: Results, names: dict[str, str]) -> Results:

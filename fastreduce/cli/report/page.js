@@ -18,7 +18,7 @@ function draw(place, shown) {
     tickvals: names.map((_, row) => row), ticktext: rows.filter(([name]) => shown.has(name)).map(([, label]) => label),
     range: [names.length - 0.5, -0.6], showgrid: false, zeroline: false, fixedrange: true,
   } : { showgrid: true, zeroline: false };
-  const height = isRows ? 90 + ROW * names.length + (layout.showlegend ? 60 : 0) : 380;
+  const height = isRows ? 90 + (layout.height || ROW) * names.length + (layout.showlegend ? 60 : 0) : layout.height || 380;
   place.style.height = `${height}px`; // also while plotly changes its width
   Plotly.react(place, traces, {
     ...layout,

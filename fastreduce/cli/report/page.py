@@ -15,8 +15,10 @@ from ... import __version__
 from ..compare.results import finite
 from ..compare.script.verdicts import BAD, GOOD
 from . import reading
-from .quality import draw_differences, draw_gradient_errors, draw_losses
+from .gradients import draw_gradient_errors, draw_group_errors
+from .quality import draw_differences, draw_losses
 from .speed import draw_parts, draw_ratios, draw_rounds, draw_steps
+from .timeline import draw_timeline
 from .traces import Figure, colour_of
 
 HERE = Path(__file__).parent
@@ -63,10 +65,14 @@ def _figures(comparison: reading.Comparison) -> list[Figure]:
         figures += [draw_ratios(comparison), draw_steps(comparison), draw_rounds(comparison)]
     if any(comparison.parts.values()):
         figures.append(draw_parts(comparison))
+    if comparison.flights:
+        figures.append(draw_timeline(comparison))
     if any(quality.loss is not None for quality in comparison.qualities.values()):
         figures.append(draw_differences(comparison))
     if comparison.qualities:
         figures.append(draw_losses(comparison))
     if any(comparison.gradient_errors.values()):
         figures.append(draw_gradient_errors(comparison))
+    if any(groups for each in comparison.group_errors for groups in each.errors.values()):
+        figures.append(draw_group_errors(comparison))
     return figures

@@ -1,4 +1,4 @@
-"""Figures of quality: differences of losses, loss curves, and errors of gradients."""
+"""Figures of quality: differences of losses, and loss curves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .traces import (
     band,
     colour_of,
     curve,
-    dots,
     interval,
     labels,
     layout,
@@ -136,39 +135,6 @@ def _say_target(quality: Quality) -> Cell:
         return Cell("never")
     of = f" ({quality.reached} of {len(quality.outcomes)} seeds)" if quality.reached < len(quality.outcomes) else ""
     return Cell(f"{steps:g}, {seconds:.1f} s{of}", steps)
-
-
-def draw_gradient_errors(c: Comparison) -> Figure:
-    """Errors of averaged gradients, step by step."""
-    data: list[Trace] = []
-    rows = []
-    for name, errors in c.gradient_errors.items():
-        drawn = [error for error in errors if error > 0]
-        median = float(np.median(errors)) if errors else math.nan
-        data.append(dots(c, name, drawn, ["%{x:.2e}"] * len(drawn)))
-        if median > 0:
-            data.append(interval(c, name, Estimate(median, math.nan, math.nan), f"{median:.0e}", f"{median:.2e}"))
-        figures = (median, min(errors, default=math.nan), max(errors, default=math.nan))
-        rows.append((name, [Cell(str(len(errors)), len(errors)), *(Cell(f"{each:.2e}", each) for each in figures)]))
-    return Figure(
-        name="gradient-errors",
-        title="How far are gradients from the exact average?",
-        says="Relative L2 distance, at the same weights, in each inspected step (small), and the median. Error "
-        "feedback adds what a step has lost to the next: a larger distance in one step, a smaller one over many.",
-        alt="Relative gradient error, medians: " + "; ".join(f"{name} {cells[1].text}" for name, cells in rows) + ".",
-        data=data,
-        layout=layout(axis("relative error", values_of(data))),
-        rows=labels(c, c.gradient_errors),
-        table=Table(
-            "Relative distance of averaged gradients to the exact average",
-            ["setting", "inspected steps", "median", "smallest", "largest"],
-            rows,
-        ),
-        raw=csv_link(
-            ["setting", "inspected step", "relative error"],
-            [[name, number, e] for name, errors in c.gradient_errors.items() for number, e in enumerate(errors)],
-        ),
-    )
 
 
 def _spread(c: Comparison, name: str, x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> Trace:

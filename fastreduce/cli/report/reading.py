@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...reduction.flight_record import BucketFlight, StepFlight
 from ..compare.intervals import Estimate
 from ..compare.results import FORMAT, over
 from ..compare.script.equivalence import Equivalence
 from ..compare.script.plan import AGAIN, BASE
-from ..compare.script.quality import Outcome, Quality
+from ..compare.script.quality import GradientErrors, Outcome, Quality
 from ..compare.script.speed import Speed, Turn
 from ..compare.script.verdicts import Verdict, headline
 
@@ -51,7 +52,9 @@ class Comparison:
         parts: of a step, in milliseconds, which add up to it.
         stages: on the communication thread, beside the step, in milliseconds.
         sent: bytes, of a rank in a step.
+        flights: of our settings, one step of rank 0.
         gradient_errors: relative, of each inspected step.
+        group_errors: of steps under none, by setting and group of parameters.
     """
 
     title: str
@@ -72,7 +75,9 @@ class Comparison:
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
+    flights: dict[str, StepFlight] = field(default_factory=dict)
     gradient_errors: dict[str, list[float]] = field(default_factory=dict)
+    group_errors: list[GradientErrors] = field(default_factory=list)
 
     @property
     def control(self) -> Speed | None:
@@ -125,6 +130,7 @@ def _of_a_script(data: Mapping[str, Any]) -> Comparison:
     verdicts = [Verdict(each["setting"], each["word"], each["sentence"]) for each in data["verdicts"]]
     speeds = {name: _speed(each) for name, each in data["speed"].items()}
     qualities = {name: _quality(each) for name, each in data["quality"].items()}
+    errors = [_errors(each) for each in data.get("gradient_errors", [])]
     notes = [f"{name} was left out: {why.splitlines()[-1].strip()}." for name, why in data["left_out"].items() if why]
     notes += [f"Contestants ran in trainings of their own, in turns: {data['apart']}."] if data["apart"] else []
     rounds = max((speed.rounds for speed in speeds.values()), default=0)
@@ -144,13 +150,15 @@ def _of_a_script(data: Mapping[str, Any]) -> Comparison:
         facts=facts,
         command=_command(data),
         made=_made(data),
-        names=list(dict.fromkeys([*speeds, *qualities])),
+        names=list(dict.fromkeys([*speeds, *qualities, *(name for each in errors for name in each.errors)])),
         speeds=speeds,
         turns=_complete([Turn(each["round"], each["contestant"], each["seconds"]) for each in data["turns"]]),
         qualities=qualities,
         margin=float(plan["margin"]),
         target=plan["target"],
         metric="metric" if plan["metric_line"] or plan["metric_file"] else "",
+        flights={name: _flight(each) for name, each in data.get("flights", {}).items() if name in speeds},
+        group_errors=errors,
     )
 
 
@@ -270,6 +278,19 @@ def _quality(found: Mapping[str, Any]) -> Quality:
         reached=found["reached"],
         outcomes=outcomes,
     )
+
+
+def _flight(found: Mapping[str, Any]) -> StepFlight:
+    buckets = [BucketFlight(**bucket) for bucket in found["buckets"]]
+    return StepFlight(found["step"], float(found["seconds"]), dict(found["began"]), dict(found["took"]), buckets)
+
+
+def _errors(found: Mapping[str, Any]) -> GradientErrors:
+    errors = {
+        setting: {group: _number(error) for group, error in groups.items()}
+        for setting, groups in found["errors"].items()
+    }
+    return GradientErrors(found["seed"], found["step"], errors)
 
 
 def _quality_of_digits(name: str, found: Mapping[str, Any], seed: int) -> Quality:

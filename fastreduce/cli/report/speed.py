@@ -20,7 +20,9 @@ from .traces import (
     curve,
     dots,
     escape,
+    filled,
     interval,
+    key,
     labels,
     layout,
     line_at,
@@ -164,7 +166,7 @@ def draw_rounds(c: Comparison) -> Figure:
 
 def draw_parts(c: Comparison) -> Figure:
     """What a step and the communication thread consist of."""
-    data: list[Trace] = [_key(part, *look) for part, look in (PARTS | STAGES).items()]
+    data: list[Trace] = [key(part, *look) for part, look in (PARTS | STAGES).items()]
     for name, parts in c.parts.items():
         data += _stack(name, parts, PARTS, -0.2)
         data += _stack(name, c.stages.get(name, {}), STAGES, 0.2)
@@ -210,7 +212,7 @@ def _stack(name: str, parts: Mapping[str, float], looks: Mapping[str, tuple[str,
                     "y": [offset],
                     "base": [base],
                     "width": 0.36,
-                    "marker": _filled(colour, pattern),
+                    "marker": filled(colour, pattern),
                     "hovertemplate": f"{escape(name)}, {part}: {parts[part]:.1f} ms<extra></extra>",
                     "showlegend": False,
                     "meta": name,
@@ -218,22 +220,6 @@ def _stack(name: str, parts: Mapping[str, float], looks: Mapping[str, tuple[str,
             )
             base += parts[part]
     return traces
-
-
-def _key(part: str, colour: str, pattern: str) -> Trace:
-    """An entry of the legend, and no bar."""
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "x": [None],
-        "y": [None],
-        "name": part,
-        "marker": _filled(colour, pattern),
-    }
-
-
-def _filled(colour: str, pattern: str) -> Trace:
-    return {"color": colour, "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "#fff", "size": 7}}
 
 
 def _medians(c: Comparison) -> dict[str, dict[int, float]]:

@@ -104,6 +104,35 @@ def curve(c: Comparison, name: str, x: Sequence[float], y: Sequence[float], hove
     }
 
 
+def marks(c: Comparison, name: str, x: Sequence[float], y: Sequence[float], hovers: Sequence[str]) -> Trace:
+    """Symbols, in the legend."""
+    return make_trace(c, name) | {
+        "x": list(x),
+        "y": list(y),
+        "mode": "markers",
+        "marker": {"color": colour_of(c, name), "symbol": symbol_of(c, name), "size": 9},
+        "hovertemplate": [f"{escape(name)}, {hover}<extra></extra>" for hover in hovers],
+        "showlegend": True,
+    }
+
+
+def key(part: str, colour: str, pattern: str) -> Trace:
+    """An entry of the legend, and no bar."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "x": [None],
+        "y": [None],
+        "name": part,
+        "marker": filled(colour, pattern),
+    }
+
+
+def filled(colour: str, pattern: str) -> Trace:
+    """How a bar looks."""
+    return {"color": colour, "pattern": {"shape": pattern, "fillmode": "overlay", "fgcolor": "#fff", "size": 7}}
+
+
 def make_trace(c: Comparison, name: str) -> Trace:
     """What all scatter traces of a contestant have."""
     shared = {"type": "scatter", "name": escape(name), "showlegend": False, "meta": name}
@@ -170,12 +199,12 @@ def band(low: float, high: float, outlined: bool = False) -> Trace:
 def labels(c: Comparison, names: Mapping[str, object]) -> list[tuple[str, str]]:
     """What stands beside the rows."""
     said = {name: f"{name} (control)" if name == AGAIN and c.control is not None else name for name in names}
-    return [(name, _wrap(text)) for name, text in said.items()]
+    return [(name, wrap(text)) for name, text in said.items()]
 
 
-def _wrap(text: str) -> str:
+def wrap(text: str) -> str:
     """In lines that end behind punctuation where there is any."""
-    lines = re.findall(rf".{{1,{LABEL}}}$|.{{1,{LABEL - 1}}}[\s:,;_|=]|.{{1,{LABEL}}}", text)
+    lines = re.findall(rf".{{1,{LABEL}}}$|.{{1,{LABEL - 1}}}[\s:,;_|=.]|.{{1,{LABEL}}}", text)
     return "<br>".join(map(escape, [*lines[:LINES], *(["…"] if len(lines) > LINES else [])]))
 
 

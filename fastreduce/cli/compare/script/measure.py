@@ -68,6 +68,7 @@ def _measure_speed(plan: Plan, findings: Findings, watch: _Watch) -> None:
         _train(plan, training, findings, on_line)
     finally:
         findings.turns = speed.read_rotation(plan, lines)
+        findings.flights = speed.read_flights(plan, lines)
     findings.apart = speed.why_fixed(lines)
     if findings.apart:
         _measure_apart(plan, findings, watch)
@@ -101,6 +102,8 @@ def _measure_apart(plan: Plan, findings: Findings, watch: _Watch) -> None:
         if not found:
             raise TrainingError(f"{training.what} ended before its steps were timed: train longer", 2)
         findings.turns.append(speed.Turn(number, name, found[0]))
+        flights = [line["flight"] for line in lines if line.get("flight") is not None]
+        findings.flights.setdefault(name, []).extend(flights)
         watch.step(f"speed: {name}, round {number + 1} of {speed.ROUNDS_APART}")
 
 
@@ -118,6 +121,7 @@ def _measure_quality(plan: Plan, findings: Findings, watch: _Watch) -> None:
         before = quality.stamp_metric(plan, training)
         lines = _train(plan, training, findings, on_line)
         findings.outcomes.append(quality.read_outcome(plan, training, lines, before))
+        findings.gradient_errors += quality.read_errors(training, lines)
         if not plan.length:
             watch.step(text)
     if short := [len(each.losses) for each in findings.outcomes if len(each.losses) < plan.length]:

@@ -12,14 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
+from ....run.contestants import TORCHS
 from .equivalence import Equivalence, compare
-from .plan import BASE, Plan, contestant_of
+from .plan import AGAIN, BASE, Plan, contestant_of
 from .trainings import Line, Training, TrainingError, fill
 
 Stamp = tuple[int, int, int]
 
 FINAL = 0.1  # the part of a training, at its end, whose mean loss is its result
 SMOOTHED_STEPS = 10  # a target is reached by the mean loss of so many steps
+MEASURED_STEPS = 10  # of a training under none, in which gradients are sent through the other settings and back
+MEASURED_EVERY = 50  # the same where its length is not known
 SAME_SEEDS = (
     "all seeds gave none the same loss: the script sets a seed of its own, so pass it {seed}, or read FASTREDUCE_SEED"
 )
@@ -47,6 +50,19 @@ class Outcome:
             if np.mean(self.losses[step - SMOOTHED_STEPS : step]) <= target:
                 return step, self.seconds[step - 1]
         return None
+
+
+@dataclass(frozen=True)
+class GradientErrors:
+    """What settings would have lost of the gradients of one step under none, over all ranks.
+
+    Attributes:
+        errors: by setting and group of parameters, squared error over squares (vNMSE).
+    """
+
+    seed: int
+    step: int
+    errors: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -82,10 +98,25 @@ def trainings(plan: Plan) -> list[Training]:
             setting=setting,
             seed=seed,
             first=contestant_of(setting),
-            orders={"end": plan.length},
+            orders={"end": plan.length, **(_shadow(plan) if setting == BASE else {})},
         )
         for seed in plan.seeds
         for setting in plan.settings
+    ]
+
+
+def _shadow(plan: Plan) -> dict[str, object]:
+    ours = tuple(setting for setting in plan.settings if setting not in (BASE, AGAIN, *TORCHS))
+    every = max(1, plan.length // MEASURED_STEPS) if plan.length else MEASURED_EVERY
+    return {"shadow": ours, "shadow_every": every}
+
+
+def read_errors(training: Training, lines: Sequence[Line]) -> list[GradientErrors]:
+    """What settings would have lost of a training's gradients, where that was measured."""
+    return [
+        GradientErrors(training.seed, line["step"], line["gradient_errors"])
+        for line in lines
+        if "gradient_errors" in line
     ]
 
 

@@ -17,8 +17,8 @@ from ..intervals import Estimate
 from . import quality, speed
 from .equivalence import Equivalence
 from .plan import AGAIN, BASE, Plan
-from .quality import Outcome, Quality
-from .speed import Speed, Turn
+from .quality import GradientErrors, Outcome, Quality
+from .speed import Flight, Speed, Turn
 from .trainings import Line
 from .verdicts import Verdict, judge, percent
 
@@ -38,9 +38,11 @@ class Findings:
 
     wrapped: Line = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
+    flights: dict[str, list[Flight]] = field(default_factory=dict)
     apart: str = ""  # why contestants ran in trainings of their own
     left_out: dict[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
+    gradient_errors: list[GradientErrors] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -179,6 +181,8 @@ def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Find
         "apart": findings.apart,
         "speed": {name: asdict(found) for name, found in summary.speeds.items()},
         "turns": [asdict(turn) for turn in findings.turns],
+        "flights": {name: speed.typical(found) for name, found in findings.flights.items() if found},
         "quality": {name: asdict(found) for name, found in summary.qualities.items()},
+        "gradient_errors": [asdict(found) for found in findings.gradient_errors],
     }
     results.write(path, measured)

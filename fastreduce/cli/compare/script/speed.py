@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from .trainings import Line, Training
 
 ROUNDS_APART = 6  # the fewest that have an interval
 STEPS_APART = 30
+
+
+Flight = dict[str, Any]  # of a step: `StepFlight` as a dict
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,22 @@ def read_rotation(plan: Plan, lines: Sequence[Line]) -> list[Turn]:
     each = len(set(names))
     found = [Turn(line["turn"] // each, names[line["turn"]], line["seconds"]) for line in lines if "turn" in line]
     return found[: len(found) // each * each]
+
+
+def read_flights(plan: Plan, lines: Sequence[Line]) -> dict[str, list[Flight]]:
+    """Of each contestant's turns a step as rank 0's flight record has it; of torch's there is none."""
+    gone = missing(lines)
+    names = [name for name in turns(plan) if name not in gone]
+    found: dict[str, list[Flight]] = {}
+    for line in lines:
+        if "turn" in line and line["flight"] is not None:
+            found.setdefault(names[line["turn"]], []).append(line["flight"])
+    return found
+
+
+def typical(flights: Sequence[Flight]) -> Flight:
+    """The median of them, by their length."""
+    return sorted(flights, key=lambda flight: float(flight["seconds"]))[len(flights) // 2]
 
 
 def missing(lines: Sequence[Line]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the flight record and a trace add to a step."""
+"""What the flight record, counters and a trace add to a step."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def test_recording(benchmark: Any, ranks2: RankPool, size: Size, model: str) -> 
         for name, recording in (
             ("not recorded", "nothing"),
             ("recorded", "record"),
+            ("counted", "count"),
             ("traced", "trace"),
             ("not recorded, again", "nothing"),
         )

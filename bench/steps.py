@@ -45,7 +45,7 @@ class Setting:
     zero_in_place: bool = False  # in place of zero_grad's None
     node_hooks: bool = False  # a Python function on each parameter that does nothing
     clip: bool = False  # gradients by their norm, with what the wrapper offers for it
-    recording: str = "record"  # as wrappers of ours do; "nothing" of a flight record; "trace" to a file besides
+    recording: str = "record"  # as wrappers of ours do; "nothing" of a flight record; also "count", or "trace"
     kernels: str = "numba_cpu"
     transport: Callable[[dist.ProcessGroup], Transport] | str | None = "gloo"  # of our class; None: it chooses
 
@@ -71,6 +71,8 @@ class Contestant:
             os.environ.pop(TRACE, None)
             if setting.recording == "nothing":
                 mute(self.wrapped.reducer)
+            if setting.recording == "count":
+                self.wrapped.reducer.counters()  # from now on
         if setting.wrapper == "torch":
             self.wrapped = TorchDDP(self.plain, process_group=group, **setting.options)
         if setting.hook:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .operations import WITHOUT
+from .operations import TO_NEAREST, WITHOUT
 
 Results = dict[str, dict[str, Any]]  # a benchmark's name → its extra_info
 
@@ -44,7 +44,7 @@ STATISTICS = {
     "dequantize": "dequantize_with_statistics-resnet50",
 }
 ALLOCATING = ("cat, cast, divide", "cast, divide, copy_")
-NOT_PLAIN = ("numba_cpu", "triton", "numba_cuda", "reference", "copy", WITHOUT)
+NOT_PLAIN = ("numba_cpu", "triton", "numba_cuda", "reference", "copy", WITHOUT, TO_NEAREST)
 
 
 def goals(results: Results) -> Iterator[Goal]:

@@ -54,6 +54,8 @@ class DeviceTable:
         # Pinned, so that the copy does not make the host wait for the stream.
         host = torch.tensor(current, dtype=torch.int64, pin_memory=device.type == "cuda")
         table = host.to(device, non_blocking=True)
+        if known is not None and device.type == "cuda":  # it may have been made on another stream than reads it now
+            known[2].record_stream(torch.cuda.current_stream(device))
         self._addresses[operation] = current, itemsize, table
         return table
 

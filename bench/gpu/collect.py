@@ -53,19 +53,33 @@ def show(source: Path, out: Path, keep: bool) -> None:
     if not console.is_terminal:
         console = Console(width=170)
     warning = "A REHEARSAL, without a GPU: no figure here is a measurement" if rehearsal else ""
-    for table in tables(found):
-        if warning:
-            table.title = f"{table.title} [red]({warning})"
-        console.print(table)
+    by_gpu = of_each_gpu(found)
+    for gpu, of_gpu in by_gpu.items():
+        for table in tables(of_gpu):
+            table.title = f"{table.title}, {gpu}" if gpu else table.title
+            if warning:
+                table.title = f"{table.title} [red]({warning})"
+            console.print(table)
     out.mkdir(parents=True, exist_ok=True)
     written = list(csv_rows(found))
     write(out / "results.csv", written, "w")
-    draw(latest(found), out / "gpu.png", warning)
+    gpu, last = list(by_gpu.items())[-1]
+    draw(latest(last), out / "gpu.png", warning or gpu)
     if keep:
         write(KEPT, written, "a")
     console.print(
         f"{out / 'results.csv'}, {out / 'gpu.png'}" + (f", and rows added to {KEPT}" if keep else ""), soft_wrap=True
     )
+
+
+def of_each_gpu(found: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by the name of the GPU they were measured on, the last one last: figures of two GPUs are not one table."""
+    names = {row.run: row.result["gpu"] for row in found if row.case == MACHINE and row.result.get("gpu")}
+    by_gpu: dict[str, list[Row]] = {}
+    for row in found:  # by run, the last one last
+        name = names.get(row.run, "")
+        by_gpu[name] = [*by_gpu.pop(name, []), row]
+    return by_gpu
 
 
 def latest(found: Iterable[Row]) -> list[Row]:
@@ -93,7 +107,7 @@ def tables(found: Sequence[Row]) -> Iterator[Table]:
 def _probe(done: Sequence[Row]) -> Table:
     table = Table("case", "", title="Machine")
     for row in done:
-        if row.phase == "probe" or row.case in (MACHINE, "trace"):
+        if row.phase == "probe" or row.case in (MACHINE, "trace", "switch"):
             parts = [f"{key}: {_short(value)}" for key, value in row.result.items() if value not in (None, {}, "")]
             table.add_row(f"{row.phase}: {row.case}", ", ".join(parts))
     return table

@@ -16,18 +16,28 @@ _COPIES = {
     "casts, buckets of 256 MiB": (0.92, [f"{o}-{name}-" for o in _CASTS for name in _BIG]),
     "INT8 and sums, BERT-large": (
         0.85,
-        ["quantize-bert_large-", "dequantize-bert_large-", "reduce_shards-bert_large-"],
+        [
+            *(f"quantize-bert_large-{options}" for options in ("grads=fp32", "error_feedback=True")),
+            "dequantize-bert_large-grads=fp32",
+            "reduce_shards-bert_large-",
+        ],
     ),
+    "FP8, BERT-large": (0.85, [f"{o}-bert_large-compression=fp8" for o in ("quantize", "dequantize")]),
 }
 # What a test shows, where all of its cases have to pass.
 SHOWN = {
-    "the kernels' bits on the GPU": "kernels: kernels/*",
-    "one rank: averages with the bits of the CPU's": "one rank: *test_averages_have_the_bits_of_the_cpus*",
+    "the kernels' bits on the GPU": "kernels: *triton*",
+    "one rank: averages with the bits of the CPU's": "one rank: test_gpu.py::test_averages_have_the_bits*",
     "2 ranks over NCCL: none with torch's bits": "2 ranks: *test_ranks*ddp_trains_alike*",
-    "4 ranks over NCCL: averages within the format": "4 ranks: *test_averages_have_the_bits_of_the_cpus*",
+    "4 ranks over NCCL: averages within the format": "4 ranks: test_gpu.py::test_averages_have_the_bits*",
+    "another setting in mid-run: averages with the bits of the CPU's": "one rank: *test_another_setting_in_mid_run*",
+    "FSDP2, 2 ranks: averages with the bits of the CPU's": "2 ranks: test_fsdp_gpu.py::*bits_of_the_cpus*",
+    "FSDP2: a shard is nobody else's before its average has ended": "one rank: *test_a_shard_that_is_let_go*",
+    "a trace knows when the device was where": "one rank: *test_a_flight_record_and_a_trace*",
     "a step captured in a CUDA graph, replayed with the same bits": "one rank: *test_a_step_in_a_cuda_graph*",
     "a killed rank is named by the watchdog": "2 ranks: *test_a_rank_that_exits_is_named*",
     "a step neither waits for the GPU nor allocates": "one rank: *test_a_step_neither_waits_nor_allocates*",
+    "nor waits error feedback for what became of gradients": "one rank: *test_neither_waits_error_feedback*",
 }
 
 

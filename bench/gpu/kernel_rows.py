@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from fastreduce.ops import backends
 
 from .. import operations
-from ..operations import DTYPES, Model, Options, alignment_of, case_id, check
+from ..operations import DTYPES, TO_NEAREST, Model, Options, alignment_of, case_id, check
 from ..paired import describe
 from ..shapes import CAPS
 from .two_clocks import Clocks, Work, timed
@@ -38,22 +38,34 @@ TELLING: list[Named] = [
     ("dequantize", "bert_large", {"grads": "fp32"}),
     ("reduce_shards", "bert_large", {"dtype": "fp16", "scale": 1 / 2, "ranks": 2}),
     *((operation, "bert_large", {}) for operation in ("flatten_fp16", "unflatten_fp16", "reduce_fp16")),
+    *(
+        (operation, "bert_large", {"compression": compression})
+        for compression in ("fp8", "int4")
+        for operation in ("quantize", "dequantize")
+    ),
     *_both("resnet50", grads="fp32", dtype="fp16"),
     *_both("bert_large", dtype="bf16"),
     ("quantize", "bert_large", {"error_feedback": True}),
+    *(("quantize", "bert_large", {"compression": each, "error_feedback": True}) for each in ("int4", "fp8")),
+    ("flatten_bf16_stochastic", "bert_large", {}),
+    *(("quantize", "bert_large", {"compression": f"{each}:rounding=stochastic"}) for each in ("int8", "int4", "fp8")),
+    *(("reduce_quantized", "bert_large", {"compression": each}) for each in ("int8", "int4", "fp8")),
     ("unflatten_with_statistics", "resnet50", {"dtype": "fp16", "scale": 0.5}),
 ]
 MORE: list[Named] = [
     ("dequantize", "resnet50", {"grads": "bf16"}),
     ("quantize", "resnet50", {"grads": "bf16"}),
     ("reduce_shards", "bert_large", {"dtype": "fp16", "scale": 1 / 8, "ranks": 8}),
+    ("reduce_shards_bf16_stochastic", "bert_large", {}),
+    *(("reduce_quantized", "bert_large", {"compression": f"{each}:rounding=stochastic"}) for each in ("int8", "int4")),
     *((operation, "resnet50", {"compression": "int4"}) for operation in ("quantize", "dequantize", "reduce_quantized")),
     ("dequantize_with_statistics", "resnet50", {}),
+    *(("dequantize_with_statistics", "resnet50", {"compression": compression}) for compression in ("fp8", "int4")),
     ("unflatten_with_statistics", "resnet50", {"dtype": "bf16", "scale": 0.5}),
     *_both("tiny", dtype="fp16"),
-    ("reduce_quantized", "bert_large", {}),
 ]
 LAST: list[Named] = [
+    ("reduce_quantized", "bert_large", {"compression": "fp8:rounding=stochastic"}),
     *_both("gpt2_xl", dtype="fp16"),
     *_both("llama_1b", dtype="fp16"),
     *_both("resnet50", grads="fp32", dtype="bf16"),
@@ -74,11 +86,16 @@ NUMBA: list[Named] = [
     *_both("resnet50", grads="fp32", dtype="fp16"),
     ("reduce_shards", "bert_large", {"dtype": "fp16", "scale": 1 / 2, "ranks": 2}),
     *_both("bert_large", dtype="bf16"),
+    *(
+        (operation, "bert_large", {"compression": compression})
+        for compression in ("fp8", "int4")
+        for operation in ("quantize", "dequantize")
+    ),
 ]
 
 
-def cases(rehearsal: bool) -> list[Case]:
-    """Triton's, the most telling first."""
+def cases(rehearsal: bool, more: Sequence[Case] = ()) -> list[Case]:
+    """Triton's, the most telling first; `more` come before the sweep."""
     device = "cpu" if rehearsal else "cuda"
 
     def named(chosen: list[Named]) -> Iterator[Case]:
@@ -88,6 +105,7 @@ def cases(rehearsal: bool) -> list[Case]:
     return [
         *named(TELLING),
         Case("wire in L2", 8, partial(_wire_in_l2, device)),
+        *more,
         *named(MORE),
         *sweep_cases(device),
         *named(LAST),
@@ -130,8 +148,11 @@ def _kernel(backend: str, named: Named, device: str) -> dict[str, Any]:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
 
+    to_nearest = made.to_nearest
+    beside = {} if to_nearest is None else {TO_NEAREST: Work(lambda: to_nearest(kernels))}
     contestants = {
         backend: Work(lambda: made.run(kernels)),
+        **beside,
         **{way: Work(call) for way, call in made.plain.items()},
         "copy": Work(copy),
     }

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import kernel_rows, probe, step_rows
+from . import kernel_rows, probe, sharded_rows, step_rows
 from .worker_cases import Case
 
 # Minutes of thirty.
-SHARES = {"probe": 2.0, "tests": 3.0, "kernels": 8.0, "steps": 5.0, "ranks": 7.0, "numba": 5.0}
+SHARES = {"probe": 2.0, "tests": 3.0, "kernels": 8.0, "steps": 6.0, "ranks": 7.0, "numba": 4.0}
 GPU, NO_GPU = ("-m", "gpu"), ("-m", "not gpu and not long")
 
 
@@ -34,7 +34,7 @@ def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
     if phase == "probe":
         return probe.cases(rehearsal)
     measured = {
-        "kernels": lambda: kernel_rows.cases(rehearsal),
+        "kernels": lambda: kernel_rows.cases(rehearsal, sharded_rows.cases(rehearsal)),
         "steps": lambda: step_rows.cases(rehearsal, out),
         "numba": lambda: [*kernel_rows.numba_cases(rehearsal), *step_rows.numba_cases(rehearsal)],
     }
@@ -43,13 +43,14 @@ def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
 
 def tests_of(phase: str, rehearsal: bool) -> list[Suite]:
     """A phase's runs of pytest, after its cases."""
-    kernels, nccl, steps = ("tests/kernels", "tests/transports/test_nccl_gpu.py", "tests/ddp/test_gpu.py")
+    kernels, nccl = "tests/kernels", "tests/transports/test_nccl_gpu.py"
+    steps, sharded = "tests/ddp/test_gpu.py", "tests/fsdp/test_fsdp_gpu.py"
     if rehearsal:
         return {
             "tests": [Suite("kernels", [kernels, *NO_GPU, "-k", "triton and (no_slots or reduce_shards)"])],
             "ranks": [Suite("2 ranks", [steps, *NO_GPU], ranks=2)],
         }.get(phase, [])
-    of_ranks = [nccl, steps, *GPU, "-k", "not numba_cuda"]
+    of_ranks = [nccl, steps, sharded, *GPU, "-k", "not numba_cuda"]
     return {
         "tests": [
             Suite("kernels", [kernels, *GPU, "-k", "triton"], spread=True),

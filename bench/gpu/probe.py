@@ -178,7 +178,11 @@ def _ranks_on_one_gpu(device: str) -> dict[str, Any]:
 
 
 def _copy(device: str) -> dict[str, Any]:
-    """Bytes a second of a copy within the device's memory, read and written: the ceiling of every kernel."""
+    """Bytes a second of a copy within the device's memory, read and written: the ceiling of every kernel.
+
+    And how many instructions of a thread the GPU may issue in the time that a copy takes for a byte: four warps' in a
+    cycle of each multiprocessor, at its highest clock. A kernel that needs more cannot be as fast as a copy.
+    """
     sizes = [1 << 10] if device == "cpu" else [25 << 20, 256 << 20, 4 << 30]
     found = {}
     for nbytes in sizes:
@@ -187,7 +191,11 @@ def _copy(device: str) -> dict[str, Any]:
         call: Callable[[], Any] = partial(target.copy_, source)
         times = timed({"copy": Work(call)}, device, 0.2).gpu["copy"]
         found[f"{nbytes >> 20} MiB"] = 2 * nbytes / sorted(times)[len(times) // 2] / 1e9
-    return {"gb_per_s": found}
+    if device == "cpu":
+        return {"gb_per_s": found}
+    properties, clock = torch.cuda.get_device_properties(0), _machine(device)["nvidia_smi"].get("clocks.max.sm", "")
+    issued = 4 * 32 * properties.multi_processor_count * float(clock or "nan") * 1e6
+    return {"gpu": properties.name, "gb_per_s": found, "instructions_a_byte": issued / list(found.values())[-1] / 1e9}
 
 
 def _profilers() -> dict[str, Any]:

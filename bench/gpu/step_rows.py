@@ -1,11 +1,12 @@
-"""Training steps on one GPU under our wrapper and torch's: time, the host's part of it, memory, a trace."""
+"""Training steps on one GPU under our wrapper and torch's: time, the host's part of it, memory, a trace, a switch."""
 
 from __future__ import annotations
 
 import gc
 import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from fastreduce.ops import backends
 from fastreduce.transports import NcclTransport
 
-from ..paired import describe, difference, ratio
+from ..paired import describe, difference, ratio, turns
 from ..steps import Contestant, Setting, set_up_process, stage_seconds, too_far, wrapped
 from ..timed_models import build
 from .trace import write_trace
@@ -58,6 +59,26 @@ SETTINGS = {
     "torch, views": Setting("torch", VIEWS),
     "torch fp16 hook": Setting("torch", hook=True),
 }
+FORMATS = {
+    "int4, error feedback": ours("int4:error_feedback"),
+    "fp8": ours("fp8"),
+    "fp8, error feedback": ours("fp8:error_feedback"),
+    "bf16": ours("bf16"),
+    "bf16, stochastic": ours("bf16:rounding=stochastic"),
+    "int8, stochastic": ours("int8:rounding=stochastic"),
+    "auto4": ours("auto4"),
+    "by name": ours("*.bias|*norm*: fp16; *: int8:error_feedback"),
+    OURS: ours("fp16"),
+    "unwrapped": Setting(""),
+    "torch": Setting("torch"),
+}
+RECORDING = {
+    OURS: ours("fp16"),
+    "fp16, not recorded": ours("fp16", recording="nothing"),
+    "fp16, traced": ours("fp16", recording="trace"),
+    "unwrapped": Setting(""),
+}
+SWITCHED = ("int8", "int4:error_feedback", "bf16:rounding=stochastic", "auto4", "fp16")
 CLIPPING = {
     "fp16, clipped": ours("fp16", clip=True),
     OURS: ours("fp16"),
@@ -78,6 +99,11 @@ TOLERANCES = {
     "int8": 2.0**-5,
     "int8, error feedback": 2.0**-4,
     "int4": 2.0**-2,
+    "fp8": 2.0**-4,
+    "bf16": 2.0**-8,
+    **dict.fromkeys(("bf16, stochastic", "fp8, error feedback"), 2.0**-3),
+    **dict.fromkeys(("int8, stochastic", "by name"), 2.0**-4),
+    **dict.fromkeys(("int4, error feedback", "auto4"), 2.0**-1),
 }
 
 
@@ -89,7 +115,10 @@ def cases(rehearsal: bool, out: Path) -> list[Case]:
         Case("gpt2, 128 tokens", 40, partial(_steps, HEADLINE, device, 128)),
         Case("gpt2, 1024 tokens", 40, partial(_steps, HEADLINE, device, 1024)),
         *(Case(f"memory: {name}", 15, partial(_memory, HEADLINE[name], device), alone=True) for name in watched),
+        Case("gpt2, 128 tokens, formats", 45, partial(_steps, FORMATS, device, 128)),
         Case("trace", 15, partial(_trace, device, out)),
+        Case("switch", 20, partial(_switch, device)),
+        Case("gpt2, 128 tokens, recording", 25, partial(_steps, RECORDING, device, 128)),
         Case("gpt2, 128 tokens, clipped", 30, partial(_steps, CLIPPING, device, 128)),
         Case("gpt2, 128 tokens, settings", 45, partial(_steps, SETTINGS, device, 128)),
     ]
@@ -101,18 +130,24 @@ def numba_cases(rehearsal: bool) -> list[Case]:
 
 
 @contextmanager
-def _model(device: str, tokens: int) -> Iterator[tuple[nn.Module, Tensor, dist.ProcessGroup]]:
-    """GPT-2, its batch, and a group of this process alone."""
+def group_of_one(device: str) -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
     set_up_process()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        group = dist.group.WORLD if device == "cpu" else dist.new_group(backend="nccl")
-        module, x = build("gpt2", 64 if device == "cpu" else 768, 0, 8 if device == "cpu" else tokens)
-        yield module.to(device), x.to(device), group
+        yield dist.group.WORLD if device == "cpu" else dist.new_group(backend="nccl")
     finally:
         gc.collect()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _model(device: str, tokens: int) -> Iterator[tuple[nn.Module, Tensor, dist.ProcessGroup]]:
+    """GPT-2, its batch, and a group of this process alone."""
+    with group_of_one(device) as group:
+        module, x = build("gpt2", 64 if device == "cpu" else 768, 0, 8 if device == "cpu" else tokens)
+        yield module.to(device), x.to(device), group
 
 
 def _can_run(settings: dict[str, Setting], device: str) -> dict[str, Setting]:
@@ -140,14 +175,13 @@ def _steps(settings: dict[str, Setting], device: str, tokens: int) -> dict[str, 
         backward: dict[str, list[float]] = {name: [] for name in settings}
         gc.collect()
         gc.disable()
-        for _ in range(rounds):
-            for name, contestant in contestants.items():
-                finish()
-                start = time.perf_counter()
-                backward[name].append(contestant.step(x))
-                finish()
-                times[name].append(time.perf_counter() - start)
-                contestant.drop_gradients()
+        for name in turns(contestants, rounds):
+            finish()
+            start = time.perf_counter()
+            backward[name].append(contestants[name].step(x))
+            finish()
+            times[name].append(time.perf_counter() - start)
+            contestants[name].drop_gradients()
         gc.enable()
 
         def of(contestant: Contestant) -> Work:
@@ -239,3 +273,39 @@ def _trace(device: str, out: Path) -> dict[str, Any]:
         contestant.wrapped.reducer.close()
         del contestant
     return found
+
+
+def _switch(device: str) -> dict[str, Any]:
+    """Another setting in mid-run: the call, which compiles, the step that lays buckets out, and those after it."""
+    # Triton's interpreter, where there is no GPU, has no two threads launch at once.
+    mine = HEADLINE[OURS] if device == "cuda" else replace(HEADLINE[OURS], kernels="numba_cpu")
+    settings = _can_run({OURS: mine, "torch": Setting("torch")}, device)
+    finish = torch.cuda.synchronize if device == "cuda" else lambda: None
+    found, wrong = {}, []
+
+    def timed_call(call: Callable[[], Any]) -> float:
+        finish()
+        start = time.perf_counter()
+        call()
+        finish()
+        return time.perf_counter() - start
+
+    with _model(device, 128) as (module, x, group):
+        contestants, _ = wrapped(settings, module, x, group, 3 if device == "cpu" else WARM_UP)
+        contestants["torch"].step(x)
+        expected = contestants["torch"].gradients()
+
+        def step(contestant: Contestant) -> float:
+            seconds = timed_call(partial(contestant.step, x))
+            error = float((contestant.gradients() - expected).norm() / expected.norm())
+            if not error < 0.5:
+                wrong.append(f"{setting}: gradients differ from torch's by {error:.2g}")
+            contestant.drop_gradients()
+            return seconds
+
+        for setting in SWITCHED:
+            call = timed_call(partial(contestants[OURS].wrapped.set_compression, setting))
+            first, *after = [step(contestants[OURS]) for _ in range(3 if device == "cpu" else 12)]
+            found[setting] = {"call_s": call, "first_step_s": first, "step_s": statistics.median(after)}
+        contestants.pop(OURS).wrapped.reducer.close()
+    return {"switches": found, "wrong": "; ".join(wrong)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..paired import Seconds
+from ..paired import Seconds, turns
 
 CYCLES = 2e9  # a second of a GPU that runs at 2 GHz; at less it sleeps longer
 TRIES = 3
@@ -65,7 +65,7 @@ def on_gpu(call: Callable[[], Any], asleep: float) -> tuple[float, float, bool]:
 
 
 def timed(contestants: Mapping[str, Work], device: str, seconds: float, least: int = 7, most: int = 201) -> Clocks:
-    """Time contestants in turn (A B C A B C …) for about `seconds`, in `least` to `most` rounds; on the CPU in two.
+    """Time contestants in turn (`turns`) for about `seconds`, in `least` to `most` rounds; on the CPU in two.
 
     After two rounds of warming up, the GPU sleeps for as long as the host needed, and half as long again. A round in
     which the host was late is repeated with a longer sleep, up to twice. Whoever is late in warming up too, because
@@ -97,12 +97,11 @@ def timed(contestants: Mapping[str, Work], device: str, seconds: float, least: i
     gc.disable()
     try:
         rounds = min(most, max(least, int(seconds / a_round))) if device == "cuda" else 2
-        for _ in range(rounds):
-            for name in contestants:
-                gpu, host, ahead = once(name)
-                found.gpu[name].append(gpu)
-                found.host[name].append(host)
-                found.late[name] += not ahead
+        for name in turns(contestants, rounds):
+            gpu, host, ahead = once(name)
+            found.gpu[name].append(gpu)
+            found.host[name].append(host)
+            found.late[name] += not ahead
     finally:
         gc.enable()
     return found

@@ -77,6 +77,7 @@ class Follower:
         self._all: list[Followed] = []
         self._stored: dict[Followed, list[int]] = {}  # by this backward, and not followed yet
         self._backward = -1
+        self._looked: torch.cuda.Event | None = None
 
     def add(self, followed: Sequence[Followed]) -> None:
         """Look at these from now on."""
@@ -107,12 +108,16 @@ class Follower:
         """A message is about to be reduced and stored; every rank calls it."""
         if not followed:
             return
-        backward = backward_under_way()
+        backward, device = backward_under_way(), followed[0].group.device
         if backward != self._backward or any(each in self._stored for each in followed):
             self.end()  # what is there is of a backward that raised, or of this one
             self.look()
             self._backward = backward
             call_after_backward(self.end)
+            if device.type == "cuda":
+                self._looked = torch.cuda.current_stream(device).record_event()
+        if self._looked is not None:  # FSDP reduces on several streams
+            torch.cuda.current_stream(device).wait_event(self._looked)
         self._stored.update((each, list(present)) for each in followed)
 
     @torch.no_grad()

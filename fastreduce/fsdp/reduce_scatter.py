@@ -35,7 +35,7 @@ class CompressedReduceScatter:
         group: whose gradients.
         settings: by name of parameter.
         transport: the ranks.
-        buffers: memory for wires, which the groups of a device use in turn.
+        buffers: memory for wires, which the groups of a device use in turn, whatever streams FSDP reduces them on.
         follower: lets error feedback see what became of gradients.
     """
 
@@ -127,6 +127,7 @@ class CompressedReduceScatter:
         self._check(input_tensor, output_tensor, present)
         if not self._known.issuperset(present):
             self._learn(present)
+        self._buffers.use_here(input_tensor.device)
         self._follower.begin(self._followed, present)
         self._reduce(output_tensor, input_tensor, scale, present)
 

@@ -97,6 +97,8 @@ class ReplicaAverage:
         if not self._compared:
             self._compared = True
             self._compare()
+        if shard.is_cuda:  # FSDP may free it, as another stream's memory, as soon as this one has work to do with it
+            shard.record_stream(torch.cuda.current_stream(shard.device))
         if self._partial is not None:
             shard += self._partial
             self._partial = None

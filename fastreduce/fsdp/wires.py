@@ -113,4 +113,6 @@ def warm_up(dtype: torch.dtype, device: torch.device, compression: Compression, 
     wire.compress(gradients, packed)
     wire.decode(packed, dtype, list(terms))
     for each in {terms.dtype, wire.dtype(dtype)} - {torch.uint8}:
-        ops.choose(device).reduce_shards(terms.to(each), torch.zeros(1, dtype=each, device=device), 1.0)
+        for numel in (32, 33):  # Triton compiles for multiples of 16, for others, and for 1
+            shards = torch.zeros(ranks, numel, dtype=each, device=device)
+            ops.choose(device).reduce_shards(shards, torch.zeros_like(shards[0]), 1.0)

@@ -215,7 +215,10 @@ class Applied:
         magnitudes = self._magnitudes()
         if not grads or magnitudes is None:
             return [1.0 for _ in positions]
-        then = magnitudes()[:, list(positions)]
+        then = magnitudes()
+        if len(positions) < len(self._parameters):
+            places = torch.tensor(list(positions), pin_memory=then.is_cuda)  # for which no host waits
+            then = then.index_select(1, places.to(then.device, non_blocking=True))
         for column, i in enumerate(positions):
             if i in self._older:
                 then[:, column] = self._older[i]

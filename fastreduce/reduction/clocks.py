@@ -51,10 +51,12 @@ class CudaClock:
     """For work that a CUDA stream does later: each point is an event.
 
     Events cost time, so a reading asks for the next pass, from point 0 on, to be timed: whoever reads after every pass
-    has all of them, and what nobody reads is not timed. Nothing is while a CUDA graph is captured.
+    has all of them, and what nobody reads is not timed. Nothing is, nor read, while a CUDA graph is captured: a capture
+    ends where a host waits.
     """
 
-    def __init__(self, points: int) -> None:
+    def __init__(self, points: int, device: torch.device) -> None:
+        self._device = device
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(points)]
         self._now = torch.cuda.Event(enable_timing=True)
         self._unknown = array("d", [0.0] * points)
@@ -91,10 +93,10 @@ class CudaClock:
             return self._unknown
         self._asked = True
         found = array("d", self._unknown)
-        if not self._passed[-1]:
+        if not self._passed[-1] or torch.cuda.is_current_stream_capturing():
             return found
         self._events[-1].synchronize()
-        self._now.record()
+        self._now.record(torch.cuda.current_stream(self._device))  # the current device may be another one
         self._now.synchronize()
         moment = now()
         for point, event in enumerate(self._events):
@@ -105,4 +107,4 @@ class CudaClock:
 
 def make_clock(device: torch.device, points: int) -> Clock:
     """The clock that work on `device` goes by."""
-    return CudaClock(points) if device.type == "cuda" else HostClock(points)
+    return CudaClock(points, device) if device.type == "cuda" else HostClock(points)

@@ -128,11 +128,14 @@ class ErrorFeedback:
     def added_to(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Copies of the slots' gradients, 1-D, with what is kept added: the way of a setting without error feedback.
 
-        Of these nothing is lost (R is 0), so that what has not been applied is kept, and nothing else. The host waits
-        for `turn`.
+        Of these nothing is lost (R is 0), so that what has not been applied is kept, and nothing else.
         """
-        residual = self.residual
-        self.residuals[1 - int(self.turn)] = 0
+        self.commit()
+        counts = [self.turn == row for row in (0, 1)]
+        first, second = self.residuals
+        residual = torch.where(counts[0], first, second)
+        for row, kept in zip(self.residuals, counts, strict=True):
+            row.masked_fill_(~kept, 0)
         starts = zip(grads, self._bucket.slots, strict=True)
         flats = [(grad.as_strided((slot.numel,), (1,)), residual[slot.offset :][: slot.numel]) for grad, slot in starts]
         return [(flat + part).to(flat.dtype) for flat, part in flats]

@@ -108,12 +108,13 @@ class FlightRecorder:
 
     def end_step(self, step: int) -> None:
         """The averages of a step are stored."""
-        at, row = clocks.now(), self.row
+        row = self.row
+        for bucket, clock in enumerate(self._clocks):
+            row.read(bucket, clock, self.waits)
+        at = clocks.now()  # behind the reading: where that waits for a device, averages are there when it ends
         self._change(Phase.AFTER, at)
         row.step, row.end = step, at
         self.unreduced_before = self.unreduced
-        for bucket, clock in enumerate(self._clocks):
-            row.read(bucket, clock, self.waits)
         self._rows.append(row)
         for told in self.on_step:
             told(row)

@@ -665,10 +665,15 @@ class GradientReducer:
         reduction = self.reductions - counted
         if reduction % EVERY == EVERY - 1 and self._compares:
             self._stragglers.compare(self.step - counted, self.transport)
-        if self.trace is not None and reduction >= self.trace.due:
+        if self.trace is not None and reduction >= self.trace.due and not self._is_captured:
             self.trace.align(reduction, self.transport, self.wire_device)
         for met in self.events.met:
             met(reduction, self.step - counted)
+
+    @property
+    def _is_captured(self) -> bool:
+        """Whether this step is captured in a CUDA graph: then no host may wait."""
+        return self.wire_device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
     def wire_device(self) -> torch.device:

@@ -11,6 +11,15 @@ class SharedBuffers:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, torch.device], Tensor] = {}
+        self._user: torch.cuda.Stream | None = None
+
+    def use_here(self, device: torch.device) -> None:
+        """Before it uses them, let a GPU's current stream wait for what was enqueued with them on another one."""
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            if self._user is not None and self._user != stream:
+                stream.wait_stream(self._user)
+            self._user = stream
 
     def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The memory called `name` as a tensor; pipelines are made by size, the largest first."""

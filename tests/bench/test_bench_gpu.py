@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ pytest.importorskip("triton")
 
 from bench.gpu import collect, runner
 from bench.gpu.collect import RehearsalError, csv_rows, latest, tables
+from bench.gpu.gpu_goals import SHOWN
+from bench.gpu.gpu_goals import shown as shown_by_tests
 from bench.gpu.lines import FILE, Lines, Row, predictions, read, rows, sources
 from bench.gpu.phases import SHARES, Suite, cases_of
 from bench.gpu.trace import overlap
@@ -76,8 +80,20 @@ def test_every_prediction_is_about_a_case():
         for row in csv.DictReader(file):
             assert row["reason"] and (row["low"] or row["high"]), row
             assert f"{row['contestant']}: {row['figure']}" in named, row
-            matching = [c for p, c in found if p == row["phase"] and predictions(p, c)]
-            assert matching, row
+            assert any(p == row["phase"] and fnmatchcase(c, row["case"]) for p, c in found), row
+
+
+def test_what_is_shown_is_shown_by_tests_that_there_are():
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for what, pattern in SHOWN.items():
+        for name in re.findall(r"test_\w+", pattern):
+            assert f"{name}.py" in files or any(f"def {name}" in text for text in files.values()), what
+    tests = (
+        "kernels: test_int8.py::test_bits[triton-1]",
+        "4 ranks: test_gpu.py::test_averages_have_the_bits_of_the_cpus[x]",
+    )
+    found = shown_by_tests(Row("tests", case, "", False, "", "done") for case in tests)
+    assert [verdict for _, verdict, _ in found].count("met") == 2
 
 
 def test_sources_have_a_name_of_their_own_where_git_is_not():
@@ -443,6 +459,22 @@ def test_folders_brought_home_one_by_one_are_collected_together(tmp_path: Path):
         assert [row["phase"] for row in csv.DictReader(file)] == ["probe", "kernels"]
     with pytest.raises(FileNotFoundError, match="no lines in"):
         collect.show(tmp_path / "out", tmp_path / "out", keep=False)
+
+
+def test_figures_of_two_gpus_are_in_tables_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    case = "quantize-bert_large-compression=fp8-triton"
+    for i, (gpu, share) in enumerate((("NVIDIA H200", 0.81), ("NVIDIA H100", 0.92), ("NVIDIA H200", 0.86))):
+        made = Lines(tmp_path / FILE, {**COMMON, "rehearsal": False, "run": f"2026-01-0{i + 1}"})
+        made.write("kernels", "machine", "done", result={"gpu": gpu})
+        made.write("kernels", case, "planned", predictions=predictions("kernels", case))
+        made.write("kernels", case, "done", result=a_kernel("triton", share))
+    collect.show(tmp_path, tmp_path / "out", keep=False)
+    h100, h200 = capsys.readouterr().out.split("Machine, NVIDIA H200")
+    assert "Kernels, NVIDIA H100" in h100 and "Goals, NVIDIA H200" in h200
+    assert "0.92" in h100 and "0.86" not in h100 and "0.86" in h200 and "0.92 to" not in h200
+    with (tmp_path / "out" / "results.csv").open(newline="") as file:
+        found = [(row["gpu"], row["of_copy"]) for row in csv.DictReader(file) if row["contestant"] == "triton"]
+    assert found == [("NVIDIA H200", "0.81"), ("NVIDIA H100", "0.92"), ("NVIDIA H200", "0.86")]
 
 
 def test_overlap_is_what_our_streams_share_with_the_others():

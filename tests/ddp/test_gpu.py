@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -25,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastreduce
 from fastreduce import hooks
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
+from fastreduce.reduction.flight_record import StepFlight
 from fastreduce.transports import GlooTransport, NcclTransport
 from fastreduce.transports.nccl import library
-from tests.support.models import SETTINGS, TWO_SHOT, Grads, assert_same_bits, batch, grads_of, one_by_one
+from tests.support.models import SETTINGS, Grads, assert_same_bits, batch, grads_of, one_by_one
 from tests.support.nccl_cases import OnGpu, OnHost, Place, run_case, world
 from tests.support.ranks import RankPool
 
@@ -35,11 +37,26 @@ HAS_GPU = torch.cuda.is_available()
 SHARING = os.environ.get(library.SHARING_VARIABLE) == "1"
 MANY = [2] if not HAS_GPU else [2, 4] if SHARING else []
 KERNELS = ("triton", "numba_cuda") if HAS_GPU else ("triton",)
-CHOSEN = SETTINGS if HAS_GPU else ("none", "bf16:accumulate=wire", "int8:error_feedback")
+BY_NAME = "rows.0: fp16; rows.[124]: int4:error_feedback; *: none:accumulate=fp32"
+MORE = ("fp8", "fp8:rounding=stochastic", "int8:rounding=stochastic", BY_NAME)
+CHOSEN = (*SETTINGS, *MORE) if HAS_GPU else ("none", "bf16:accumulate=wire", "int8:error_feedback")
+# In mid-run, each for two steps.
+SWITCHED = ("int8:error_feedback", "none:accumulate=fp32", "int4:error_feedback", "fp8:rounding=stochastic", BY_NAME)
 SECONDS = 100.0  # CUDA, NCCL and kernels start in every rank, where several share a GPU one after the other
+CAPTURED = (
+    "none",
+    "fp16",
+    "int8:error_feedback",
+    "fp8",
+    "int4:error_feedback",
+    "bf16:rounding=stochastic",
+    "int8:rounding=stochastic",
+    "*.bias: fp16; *: int4:error_feedback",
+)
 STEPS = 20  # of a case, where ranks share a GPU
 
 pytestmark = [pytest.mark.timeout(240), *([pytest.mark.gpu] if HAS_GPU else [])]
+long_without_a_gpu = pytest.mark.gpu if HAS_GPU else pytest.mark.long
 on_gpu_only = pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
 
 
@@ -100,7 +117,7 @@ def _steps(ddp: Any, rank: int, device: torch.device) -> list[Grads]:
 
 def _bits(rank: int, size: int, place: Place, setting: str, kernels: str) -> None:
     """Averaged by Numba's CPU kernels over gloo, and by this device's kernels over NCCL."""
-    if size > 2 and setting not in TWO_SHOT:
+    if size > 2 and (setting == "none" or setting.endswith("wire")):
         return  # the transports sum themselves, each in an order of its own
     with patch.dict(os.environ, {ENVIRONMENT_VARIABLE: "numba_cpu"}):
         ddp = fastreduce.DistributedDataParallel(Known(), compression=setting, transport=GlooTransport(world()))
@@ -122,6 +139,73 @@ def _bits(rank: int, size: int, place: Place, setting: str, kernels: str) -> Non
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_averages_have_the_bits_of_the_cpus(kernels: str, setting: str, ranks: RankPool, place: Place):
     ranks.run(run_step_case, _bits, place, setting, kernels, timeout=SECONDS)
+
+
+def _switched(rank: int, size: int, place: Place, kernels: str) -> None:
+    """Residuals move along, or into the next gradients; a step that is left out is made up for."""
+    found: list[list[Grads]] = []
+    cpu = torch.device("cpu")
+    for backend, device, transport in (("numba_cpu", cpu, GlooTransport), (kernels, place.device, NcclTransport)):
+        with patch.dict(os.environ, {ENVIRONMENT_VARIABLE: backend}):
+            ddp = fastreduce.DistributedDataParallel(
+                Known().to(device), compression="none:accumulate=fp32", transport=transport(world())
+            )
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            found.append([])
+            for step in range(2 * len(SWITCHED)):
+                if step % 2 == 0:
+                    ddp.set_compression(SWITCHED[step // 2])
+                optimizer.zero_grad()
+                ddp(_given(ddp.module, rank, step, device)).backward()
+                found[-1].append({n: None if grad is None else grad.cpu() for n, grad in grads_of(ddp.module).items()})
+                if step % 3:
+                    optimizer.step()
+            ddp.reducer.close()
+    assert_same_bits(found[1], found[0])
+
+
+@long_without_a_gpu
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_another_setting_in_mid_run_has_the_bits_of_the_cpus(kernels: str, ranks: RankPool, place: Place):
+    ranks.run(run_step_case, _switched, place, kernels, timeout=SECONDS)
+
+
+def _check_flight(step: StepFlight, buckets: int, where: str) -> None:
+    """Every bucket came to every point, one after the other, before the step ended."""
+    assert step.seconds is not None and [each.bucket for each in step.buckets] == list(range(buckets)), where
+    for each in step.buckets:
+        points = (each.compress, each.compressed, each.exchanged, each.summed, each.reduced, each.decompressed)
+        times = [time for time in (*points, step.seconds) if time is not None]
+        assert each.ready is not None and len(times) == 7, f"{where}: {each}"
+        assert times == sorted(times) and times[0] < times[-2], f"{where}: {each}"
+
+
+def _recorded(rank: int, size: int, place: Place, directory: str) -> None:
+    """Of traced steps a GPU's points are known, which are events on its stream, and lie where the host's steps lie."""
+    ddp = fastreduce.DistributedDataParallel(
+        Known((500,) * 6).to(place.device),
+        compression="int8",
+        transport=NcclTransport(world()),
+        bucket_cap_mb=0.003,
+    )
+    ddp.reducer.trace_to(Path(directory), rank)
+    _steps(ddp, rank, place.device)
+    _steps(ddp, rank, place.device)
+    record, buckets = ddp.reducer.flight_record(), len(ddp.reducer.pipelines)
+    ddp.reducer.close()
+    assert buckets > 2
+    for step in record.steps[3:-1]:  # buckets are rebuilt after the first, and timed from the one after that on
+        _check_flight(step, buckets, f"{size} ranks, step {step.step}")
+    slices = [e for e in json.loads(Path(directory, f"rank{rank}.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    for name in ("compress", "wire stage 1", "sum", "wire stage 2", "decompress"):
+        of_step = [e["args"]["step"] for e in slices if e["name"] == name]
+        assert sum(step >= 3 for step in of_step) == 5 * buckets, name
+    backward = {e["args"]["step"]: e["ts"] for e in slices if e["name"] == "backward"}
+    assert all(e["ts"] >= backward[e["args"]["step"]] for e in slices if e["name"] == "compress")
+
+
+def test_a_flight_record_and_a_trace_know_when_the_device_was_where(ranks: RankPool, place: Place, tmp_path: Path):
+    ranks.run(run_step_case, _recorded, place, str(tmp_path), timeout=SECONDS)
 
 
 def _many_buckets(rank: int, size: int, place: Place, steps: int) -> None:
@@ -217,7 +301,7 @@ def test_the_hook_for_torchs_class(setting: str, several: RankPool, place: Place
 
 def _unwatched_steps(rank: int, size: int, place: OnGpu) -> None:
     """From the fourth step on nothing waits on the host, and nothing of a gradient's size is allocated."""
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, *MORE):
         model = Known((300_000,) * 8).to(place.device)
         ddp = fastreduce.DistributedDataParallel(
             model, compression=setting, transport=NcclTransport(world()), bucket_cap_mb=2
@@ -246,7 +330,39 @@ def test_a_step_neither_waits_nor_allocates(ranks: RankPool, place: Place):
     ranks.run(run_step_case, _unwatched_steps, place, timeout=SECONDS)
 
 
-def _graph(rank: int, size: int, place: OnGpu, setting: str) -> None:
+def _unwatched_training(rank: int, size: int, place: OnGpu) -> None:
+    """Nor where an optimizer steps and gradients have been multiplied, which error feedback knows or measures."""
+    for setting in ("int8:error_feedback", "fp8:error_feedback", "int4:error_feedback"):
+        model = Known((3000,) * 8).to(place.device)
+        ddp = fastreduce.DistributedDataParallel(
+            model, compression=setting, transport=NcclTransport(world()), bucket_cap_mb=0.03
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = _given(model, rank, 0, place.device)
+        for step in range(8):
+            torch.cuda.set_sync_debug_mode("error" if step >= 4 else "default")
+            try:
+                optimizer.zero_grad(set_to_none=False)
+                ddp(given).backward()
+                if step % 4 == 0:
+                    ddp.clip_grad_norm_(1.0)
+                elif step % 4 == 1:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                elif step % 4 == 2:
+                    model.rows[3].grad *= 0.5  # type: ignore[operator]
+                if step % 4 < 3:
+                    optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        ddp.reducer.close()
+
+
+@on_gpu_only
+def test_neither_waits_error_feedback_for_what_became_of_gradients(ranks: RankPool, place: Place):
+    ranks.run(run_step_case, _unwatched_training, place, timeout=SECONDS)
+
+
+def _graph(rank: int, size: int, place: OnGpu, setting: str, directory: str) -> None:
     """A step is captured after some have been run, and replayed on other inputs: the bits of a step that is not."""
 
     def wrap() -> Any:
@@ -264,6 +380,8 @@ def _graph(rank: int, size: int, place: OnGpu, setting: str) -> None:
     x = torch.empty(8, 64, device=place.device)
     with torch.cuda.stream(stream):  # what autograd knows of a parameter's stream is from when it is wrapped
         captured, plain = wrap(), wrap()
+        if setting == "fp16":  # a trace waits for the device in each step, and must not in this one
+            captured.reducer.trace_to(Path(directory), rank)
         for step in range(12):  # the first ten are timed
             for ddp in (captured, plain):
                 x.copy_(batch(rank, step, 8, 64))
@@ -287,9 +405,9 @@ def _graph(rank: int, size: int, place: OnGpu, setting: str) -> None:
 
 
 @on_gpu_only
-@pytest.mark.parametrize("setting", ["none", "fp16", "int8:error_feedback"])
-def test_a_step_in_a_cuda_graph(setting: str, ranks: RankPool, place: Place):
-    ranks.run(run_step_case, _graph, place, setting, timeout=SECONDS)
+@pytest.mark.parametrize("setting", CAPTURED)
+def test_a_step_in_a_cuda_graph(setting: str, ranks: RankPool, place: Place, tmp_path: Path):
+    ranks.run(run_step_case, _graph, place, setting, str(tmp_path), timeout=SECONDS)
 
 
 SCRIPT = """

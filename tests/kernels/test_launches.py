@@ -7,10 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,8 @@ from fastreduce.kernels.slots import (
     FP8_FORMAT,
     INT4_FORMAT,
     INT8_FORMAT,
+    OF_AVERAGES,
+    Draws,
     SlotTable,
     fp16_shard_bytes,
     shard_bytes,
@@ -26,7 +30,14 @@ from tests.support.commands import run
 
 
 @pytest.mark.skipif(not find_spec("triton") or not shutil.which("gcc"), reason="no triton, or no gcc for its launcher")
-@pytest.mark.parametrize("check", ["check_each_operation", "check_that_nothing_stale_is_launched"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        "check_each_operation",
+        "check_that_nothing_stale_is_launched",
+        pytest.param("check_each_format", marks=pytest.mark.long),
+    ],
+)
 def test_a_kept_kernel_is_launched_as_triton_launched_it(check: str):
     code = f"from tests.kernels.test_launches import {check}; {check}()"
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -134,6 +145,59 @@ def check_each_operation() -> None:
                 launch(operation)
                 assert case.slots.cache[name][1].passed != passed, f"{name}: another scale"
                 case.scale = 0.5
+
+
+def check_each_format() -> None:
+    """Every format, by chance and with what error feedback keeps: a launch each, kept until a step has other memory."""
+    from tests.support import cuda_stub
+
+    library = cuda_stub.activate()
+    from fastreduce.kernels import triton_cast, triton_int8, triton_tiles
+    from tests.kernels.cases import slot_table
+
+    launches = ctypes.c_long.in_dll(library, "fastreduce_launches")
+    plain = slot_table([300, 128, 5], 128, shards=2)
+    slots = SlotTable(plain.offsets, plain.numels, plain.total, np.arange(1, 4), np.zeros(3, np.int64))
+    half, turn, finite = slots.total // 2, torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.uint8)
+    shard = slots.shard(half, 2 * half)
+    tensors = [torch.zeros(int(numel)) for numel in slots.numels]
+    residuals, own = torch.zeros(2, slots.total), torch.zeros(2, half)
+    bf16 = torch.zeros(slots.total, dtype=torch.bfloat16)
+
+    def every_operation(step: torch.Tensor) -> dict[str, Callable[[], None]]:
+        mine, averages = Draws(3, 1, step), Draws(3, OF_AVERAGES, step)
+        found: dict[str, Callable[[], None]] = {
+            "flatten": lambda: triton_cast.flatten(tensors, slots, bf16, 1.0, finite, mine),
+            "reduce": lambda: triton_cast.reduce_shards(bf16.view(2, -1), bf16[half:], 0.5, shard, averages),
+        }
+        for form in (INT8_FORMAT, INT4_FORMAT, FP8_FORMAT):
+            wire = wires[form.name]
+            to = (tensors, slots, wire, 2, 128)
+            sums = (wire.view(2, -1), wire[len(wire) // 2 :], 0.5, 128, 2)
+            found |= {
+                f"quantize {form.name}": partial(triton_int8.quantize, *to, None, None, finite, form, mine),
+                f"keep {form.name}": partial(triton_int8.quantize, *to, residuals, turn, finite, form),
+                f"dequantize {form.name}": partial(
+                    triton_int8.dequantize, wire, 2, 128, slots, tensors, None, finite, turn, form
+                ),
+                f"sum {form.name}": partial(triton_int8.reduce_quantized, *sums, None, None, form, shard, averages),
+                f"sum and keep {form.name}": partial(triton_int8.reduce_quantized, *sums, own, turn, form),
+            }
+        return found
+
+    forms = (INT8_FORMAT, INT4_FORMAT, FP8_FORMAT)
+    wires = {form.name: torch.zeros(2 * shard_bytes(half // 128, 128, form), dtype=torch.uint8) for form in forms}
+    for number, step in enumerate(torch.zeros(2, 1, 16, dtype=torch.int64)[:, 0].unbind()):
+        for name, operation in every_operation(step[:1]).items():
+            for again in (False, True):
+                before, known = launches.value, len(triton_tiles._compiled)
+                operation()
+                assert launches.value == before + 1, name
+                assert len(triton_tiles._compiled) - known == (not again and number == 0), name
+            drawn = name.partition(" ")[0] in ("flatten", "quantize")
+            if drawn:
+                launch = slots.cache[name.partition(" ")[0]][1]
+                assert step.data_ptr() in launch.passed, f"{name}: the number of another step"
 
 
 class Case:

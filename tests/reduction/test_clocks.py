@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from fastreduce.reduction.clocks import CudaClock
 
+DEVICE = torch.device("cuda", 1)
+
+
+@dataclass
+class Stream:
+    """The current stream of a device, of which this process has several."""
+
+    device: torch.device
+
 
 class Event:
-    """Stands for a CUDA event: its time is how many have been recorded."""
+    """Stands for a CUDA event: its time is how many have been recorded.
+
+    A pipeline records while its device is the current one; who reads may have another.
+    """
 
     recorded = 0
+    reading = False
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        assert (stream == Stream(DEVICE)) if Event.reading else stream is None
         Event.recorded += 1
         self.time = Event.recorded
 
@@ -32,7 +48,7 @@ def test_a_stream_is_timed_in_the_pass_after_a_reading_only(monkeypatch: pytest.
     monkeypatch.setattr(Event, "recorded", 0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    clock = CudaClock(3)
+    clock = CudaClock(3, DEVICE)
 
     def marked() -> int:
         before = Event.recorded
@@ -58,7 +74,7 @@ def test_a_reading_in_the_middle_counts_from_the_next_pass(monkeypatch: pytest.M
     monkeypatch.setattr(Event, "recorded", 0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    clock = CudaClock(2)
+    clock = CudaClock(2, DEVICE)
     clock.mark(0)
     assert clock.between(0, 1) == 0.0
     clock.mark(1)
@@ -66,3 +82,30 @@ def test_a_reading_in_the_middle_counts_from_the_next_pass(monkeypatch: pytest.M
     clock.mark(0)
     clock.mark(1)
     assert clock.between(0, 1) == 1.0
+
+
+def test_times_on_the_hosts_clock_are_read_on_the_clocks_device_and_not_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    capturing = False
+    monkeypatch.setattr(Event, "recorded", 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    clock = CudaClock(2, DEVICE)
+
+    def read(wait: bool) -> list[float]:
+        monkeypatch.setattr(Event, "reading", True)
+        found = list(clock.times(wait))
+        monkeypatch.setattr(Event, "reading", False)
+        return found
+
+    assert read(True) == [0.0, 0.0]
+    clock.mark(0)
+    clock.mark(1)
+    first, last = read(True)
+    assert last - first == pytest.approx(1.0)  # they are 2 and 1 before the reading
+    assert read(False) == [0.0, 0.0]
+    capturing = True
+    before = Event.recorded
+    assert read(True) == [0.0, 0.0] and Event.recorded == before

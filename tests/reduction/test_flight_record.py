@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import urllib.request
+from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from torch import nn
 
 from fastreduce import SettingError, TransportError
 from fastreduce.environment.stacks import dump_at_signal
-from fastreduce.reduction import whereabouts
+from fastreduce.reduction import clocks, whereabouts
+from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.flight_record import BucketFlight, Phase
 from fastreduce.reduction.flight_recorder import STEPS, FlightRecorder, _of_optimizer
+from fastreduce.reduction.pipeline import Point
 from fastreduce.reduction.whereabouts import Whereabouts
 from tests.support.commands import finish, started, with_environment
 from tests.support.models import wrap
@@ -106,6 +110,32 @@ def _asked_by_debug_server(rank: int, world_size: int) -> Any:
             return json.loads(answer.read())
     finally:
         server.shutdown()
+
+
+class Device:
+    """A clock whose device comes to its points later than the host."""
+
+    def __init__(self) -> None:
+        self.passed = array("d", [0.0] * len(Point))
+
+    def times(self, wait: bool = False) -> array[float]:
+        if wait:
+            time.sleep(0.01)
+            self.passed = array("d", [clocks.now()] * len(Point))
+        return self.passed
+
+
+def test_a_step_that_waits_for_a_device_ends_when_that_has_ended():
+    cpu, device = torch.device("cpu"), Device()
+    recorder = FlightRecorder(0, 1, [], [])
+    plan = build_plan([ParameterSpec("", 1, torch.float32, cpu)], [[0]], alignment=16, shards=1)
+    recorder.lay_out(plan, [SimpleNamespace(clock=device)])  # type: ignore[list-item]
+    recorder.waits = True
+    recorder.enter(Phase.WAITING)
+    recorder.end_step(0)
+    (row,) = recorder.last_rows(1)
+    assert row.seconds[Phase.WAITING] >= 0.01
+    assert row.start < device.passed[Point.END] <= row.end == recorder.row.start
 
 
 def test_torchs_debug_server_has_it(ranks2: RankPool):

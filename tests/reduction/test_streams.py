@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
+from fastreduce.reduction.shared_buffers import SharedBuffers
 from fastreduce.reduction.streams import CudaStream, ThreadStream
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check
@@ -137,6 +138,19 @@ def test_one_wait_covers_all_results_that_are_there(cuda: FakeCuda):
     for each in pending:
         each.result()
     assert waits == [stream._stream]
+
+
+def test_memory_that_streams_share_is_used_by_one_after_the_other(cuda: FakeCuda):
+    buffers, streams = SharedBuffers(), [FakeStream() for _ in range(3)]
+    done: list[tuple[FakeStream, int]] = []
+    for i in (0, 0, 1, 2, 2, 0):
+        with cuda.stream(streams[i]):
+            buffers.use_here(DEVICE)
+            for other, count in done:
+                assert other is streams[i] or streams[i].seen[other] >= count
+            done.append((streams[i], streams[i].work()))
+    assert cuda.compute.done == 0 and not cuda.compute.seen
+    buffers.use_here(torch.device("cpu"))
 
 
 def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStream):

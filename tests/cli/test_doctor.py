@@ -23,6 +23,7 @@ from fastreduce.cli import main
 from fastreduce.cli.doctor import choices, machine, self_tests, to_json
 from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
+from fastreduce.distributed.processes import run_ranks
 from fastreduce.ops import backends
 from fastreduce.transports.nccl import library
 from tests.support.commands import FASTREDUCE, ROOT, Done, run
@@ -65,7 +66,7 @@ def healthy(preloaded: None) -> Result:
             patch.delenv(name)
         for name, value in {"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", "NCCL_OF_TOMORROW": "7"}.items():
             patch.setenv(name, value)
-        patch.setattr(self_tests, "run_ranks", functools.partial(self_tests.run_ranks, start_method="forkserver"))
+        patch.setattr(self_tests, "run_ranks", functools.partial(run_ranks, start_method="forkserver"))
         return CliRunner().invoke(main, ["doctor"])
 
 

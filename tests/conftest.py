@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
 # Lightning asks MPI whether it runs under mpirun; a process alone, with Open MPI from a wheel, ends there without this.
@@ -22,6 +24,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its own functions look at it then
 
+from tests.support import fork_server
 from tests.support.compiled import compile_kernels
 from tests.support.ranks import RankPool, one_thread_and_poison
 
@@ -33,24 +36,56 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)  
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
-# What takes longest is begun first, so that nobody waits for it in the end.
+# What takes longest, in `make test` or with what is `long`, is begun first, so that nobody waits for it in the end.
 FIRST = (
+    "test_numba_cuda.py",
     "test_faults.py",
-    "test_launcher.py",
-    "test_examples.py",
-    "test_two_nodes.py",
-    "test_launch.py",
+    "test_aot.py",
+    "test_compare_script.py",
+    "test_switched_histories.py",
+    "test_applied.py",
+    "test_ring_model.py",
     "test_mpi.py",
+    "test_slurm.py",
+    "test_transports.py",
+    "test_shm.py",
+    "test_launcher.py",
+    "test_launch.py",
+    "test_two_nodes.py",
+    "test_examples.py",
+    "test_bench_quick.py",
+    "test_bench_gpu.py",
+    "test_run_children.py",
+    "test_run_names.py",
+    "test_measuring.py",
     "test_nccl.py",
-    "test_frameworks.py",
     "test_compare.py",
+    "test_doctor.py",
+    "test_frameworks.py",
+    "test_readme.py",
+    "test_two_levels.py",
     "test_wrapper.py",
     "test_training.py",
     "test_random_models.py",
-    "test_bench_quick.py",
-    "test_aot.py",
-    "test_numba_cuda.py",
+    "test_int8.py",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """The workers of pytest-xdist share fork servers, which end with the process that starts the workers."""
+    node.workerinput["fork_servers"] = fork_server.share()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # a fifth of what importing takes; until all tests are collected
+    if workerinput := getattr(config, "workerinput", None):
+        fork_server.use(workerinput["fork_servers"])
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nobody walks through torch and the tests again and again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from fastreduce import SettingError, load_checkpoint, save_checkpoint
-from tests.support.commands import run
+from tests.support.commands import PYTHON, run
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 from tests.support.snapshots import FEEDBACK, Training, save
@@ -186,7 +185,7 @@ print(*found)
 
 
 def test_a_kill_at_any_point_of_a_save_leaves_a_whole_snapshot(tmp_path: Path):
-    done = run(sys.executable, "-c", KILLED, tmp_path / "snapshot.pt", seconds=120)
+    done = run(PYTHON, "-c", KILLED, tmp_path / "snapshot.pt", seconds=120)
     assert done.returncode == 0, done.stderr
     epochs = [int(epoch) for epoch in done.stdout.split()]
     assert len(epochs) > 5 and epochs == sorted(epochs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import math
 import multiprocessing
@@ -282,7 +283,11 @@ def _hang(rank: int, report: object) -> None:
     threading.Event().wait()
 
 
-def test_a_rank_that_raises_ends_the_command_with_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("preloaded")
+def test_a_rank_that_raises_ends_the_command_with_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(digits, "run_ranks", functools.partial(run_ranks, start_method="forkserver"))
     before = set(multiprocessing.active_children())
     with pytest.raises(typer.Exit) as ended:
         digits.run(EXPERIMENT, tmp_path, Console(), _raise_on_one)
@@ -360,11 +365,13 @@ ROUNDS, STEPS = 6, 2
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
-    """A small run and where its files are."""
+def finished(preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A small run and where its files are. Its ranks begin as forks, with torch imported."""
     out = tmp_path_factory.mktemp("compare") / "new" / "folder"
     sizes = ["--width", "6", "--rounds", str(ROUNDS), "--steps", str(STEPS)]
-    return _invoke("--ranks", "2", "--settings", *SETTINGS, *sizes, "--out", str(out)), out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "run_ranks", functools.partial(run_ranks, start_method="forkserver"))
+        return _invoke("--ranks", "2", "--settings", *SETTINGS, *sizes, "--out", str(out)), out
 
 
 def test_run_prints_a_table_and_a_conclusion_without_escapes(finished: tuple[Result, Path]):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO
 
 import numpy as np
 import psutil
@@ -18,6 +21,7 @@ from fastreduce.cli import main
 from fastreduce.cli.compare.script import measure, speed, trainings
 from fastreduce.cli.compare.script.plan import Plan
 from tests.support.commands import FASTREDUCE, ROOT, command_line, finish, started
+from tests.support.fork_server import Forked, run_command, server
 
 MODULE = "tests.support.trained_script"
 SCRIPT = str(ROOT / "tests" / "support" / "trained_script.py")
@@ -91,7 +95,18 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, asked: l
 
 # From end to end
 
-STEPS = 40
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings begin as forks, with torch imported; others here begin as users'."""
+
+    def start(command: list[str], env: dict[str, str], stdout: TextIO, **_: Any) -> Forked:
+        assert command[1:3] == ["-c", trainings.COMMAND]
+        return server().fork(run_command, FASTREDUCE, command[3:], None, env=env, output=(stdout.fileno(),) * 2)
+
+    processes = SimpleNamespace(**vars(subprocess))
+    processes.Popen = start
+    monkeypatch.setattr(trainings, "subprocess", processes)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +177,7 @@ def test_a_folder_with_the_name_of_a_setting_is_no_script(
     assert [(plan.settings, plan.words) for plan in asked] == [(("none", "int8"), (SCRIPT, "int8"))]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path: Path):
     options = ["--rounds", 0, "--train", 5, "--seeds", 2, "--seed", 3, "--settings", "none", "int8"]
     result = _invoke(tmp_path, "--ranks", 1, *options, SCRIPT, 9, "failing")
@@ -189,6 +205,7 @@ def test_rounds_that_a_short_script_does_not_reach_are_said_to_be_missing(tmp_pa
     )
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("code", "message"),
     [

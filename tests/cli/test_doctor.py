@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -22,9 +23,10 @@ from fastreduce.cli import main
 from fastreduce.cli.doctor import choices, machine, self_tests, to_json
 from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
+from fastreduce.distributed.processes import run_ranks
 from fastreduce.ops import backends
 from fastreduce.transports.nccl import library
-from tests.support.commands import ROOT, Done, run
+from tests.support.commands import FASTREDUCE, ROOT, Done, run
 
 CPU = torch.device("cpu")
 SECTIONS = [
@@ -40,12 +42,15 @@ SECTIONS = [
 ]
 
 
-def _run(*arguments: str, **more: str) -> Done:
-    """The command, in a process without settings of this one's."""
+def _environment() -> dict[str, str]:
+    """Without settings of this process's."""
     ours = ("FASTREDUCE_", "NCCL_", "GLOO_", "TRITON_", "NUMBA_ENABLE_CUDASIM")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    command = [sys.executable, "-c", "from fastreduce.cli import main; main()", "doctor"]
-    return run(*command, *arguments, env={**kept, "PYTHONPATH": str(ROOT), **more})
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def _run(*arguments: str, **more: str) -> Done:
+    """The command, in a process of its own."""
+    return run(FASTREDUCE, "doctor", *arguments, env={**_environment(), "PYTHONPATH": str(ROOT), **more})
 
 
 def _squeezed(text: str) -> str:
@@ -54,8 +59,15 @@ def _squeezed(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def healthy() -> Done:
-    return _run(GLOO_SOCKET_IFNAME="lo", NCCL_DEBUG="WARN", NCCL_OF_TOMORROW="7")
+def healthy(preloaded: None) -> Result:
+    """In this process, with ranks that begin as forks with torch imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ.keys() - _environment().keys():
+            patch.delenv(name)
+        for name, value in {"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN", "NCCL_OF_TOMORROW": "7"}.items():
+            patch.setenv(name, value)
+        patch.setattr(self_tests, "run_ranks", functools.partial(run_ranks, start_method="forkserver"))
+        return CliRunner().invoke(main, ["doctor"])
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +94,9 @@ def test_a_name_service_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
-def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Done):
+def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Result):
     out = healthy.stdout
-    assert (healthy.returncode, healthy.stderr) == (0, "")
+    assert (healthy.exit_code, healthy.stderr) == (0, "")
     assert [line for line in out.splitlines() if line in SECTIONS] == SECTIONS
     assert max(map(len, out.splitlines())) <= 118
     for name, value in {
@@ -107,7 +119,7 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Done):
     )
 
 
-def test_json_holds_what_the_text_holds(healthy: Done, broken_kernels: Result):
+def test_json_holds_what_the_text_holds(healthy: Result, broken_kernels: Result):
     report = json.loads(broken_kernels.stdout)
     assert list(report["sections"]) == SECTIONS
     text = _squeezed(healthy.stdout)
@@ -244,9 +256,9 @@ NIC0\tPXB\tPXB\tSYS\t X
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_described_and_averages_over_nccl(healthy: Done):
+def test_a_gpu_is_described_and_averages_over_nccl(healthy: Result):
     out = healthy.stdout
-    assert healthy.returncode == 0, out
+    assert healthy.exit_code == 0, out
     assert re.search(rf"✓ GPU 0 +{torch.cuda.get_device_name(0)}, \d+ GiB, sm_", out)
     assert re.search(r"✓ triton on cuda +the reference's bits", out)
     assert re.search(r"✓ nccl, 1 rank +gradients averaged over ", out)

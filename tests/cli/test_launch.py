@@ -7,11 +7,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +19,19 @@ import torch
 from typer.testing import CliRunner
 
 from fastreduce.cli import main
-from tests.support.commands import FASTREDUCE, ROOT, Done, end, finish, free_port, run, started, with_environment
+from tests.support.commands import (
+    FASTREDUCE,
+    INSTALLED,
+    ROOT,
+    Done,
+    Running,
+    end,
+    finish,
+    free_port,
+    run,
+    started,
+    with_environment,
+)
 
 LAUNCH = [FASTREDUCE, "launch"]
 WORKER = ROOT / "fastreduce" / "run" / "worker.py"
@@ -85,15 +97,17 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(["--nproc-per-node", "2", "SCRIPT", "--lr", "0.5"], [], marks=pytest.mark.long),
-        (["--gpus", "2", "--script", "SCRIPT", "--lr", "0.5"], ["starts CPU ranks"]),
+        pytest.param([INSTALLED, "--nproc-per-node", "2", "SCRIPT", "--lr", "0.5"], [], marks=pytest.mark.long),
+        ([FASTREDUCE, "--gpus", "2", "--script", "SCRIPT", "--lr", "0.5"], ["starts CPU ranks"]),
     ],
 )
-def test_a_script_runs_on_every_rank(script: Path, before: list[str], after: list[str]):
+def test_a_script_runs_on_every_rank(script: Path, before: list[Any], after: list[str]):
     nccl = {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}  # as users set them: they reach every rank
+    command, *options = before
     done = _run(
-        *LAUNCH,
-        *[script if a == "SCRIPT" else a for a in before],
+        command,
+        "launch",
+        *[script if a == "SCRIPT" else a for a in options],
         EXPECTED=" ".join(map("=".join, nccl.items())),
         **nccl,
     )
@@ -279,7 +293,7 @@ def test_where_ranks_miss_a_node_first_it_is_named_too(tmp_path: Path):
 
 
 @contextlib.contextmanager
-def _two_nodes(*script: object) -> Iterator[list[subprocess.Popen[str]]]:
+def _two_nodes(*script: object) -> Iterator[list[Running]]:
     """Two launchers as two nodes, whose ranks are up."""
     command = [*LAUNCH, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     command += ["--nproc-per-node", "1"]

@@ -87,7 +87,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="module", params=["a script, hostile names", "digits"])
+@pytest.fixture(scope="module", params=["a script, hostile names", pytest.param("digits", marks=pytest.mark.long)])
 def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """A page for all tests of it, which leave it as they found it and let it say nothing."""
     folder = tmp_path_factory.mktemp("report")

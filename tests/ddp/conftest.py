@@ -16,14 +16,18 @@ def views(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=[(2, False), (3, True)], ids=["2 ranks", "3 ranks with views"])
+@pytest.fixture(
+    params=[(2, False), pytest.param((3, True), marks=pytest.mark.long)], ids=["2 ranks", "3 ranks with views"]
+)
 def ranks_views(request: pytest.FixtureRequest) -> tuple[RankPool, bool]:
     """Both numbers of ranks and both kinds of gradients, in two cases."""
     world_size, views = request.param
     return request.getfixturevalue(f"ranks{world_size}"), views
 
 
-@pytest.fixture(params=[(2, True), (3, False)], ids=["2 ranks with views", "3 ranks"])
+@pytest.fixture(
+    params=[(2, True), pytest.param((3, False), marks=pytest.mark.long)], ids=["2 ranks with views", "3 ranks"]
+)
 def ranks_views_crossed(request: pytest.FixtureRequest) -> tuple[RankPool, bool]:
     """The other two cases."""
     world_size, views = request.param

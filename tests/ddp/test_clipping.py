@@ -35,12 +35,6 @@ from tests.support.ranks import RankPool
 from tests.support.waiting import no_waiting
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest) -> RankPool:
-    pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
-    return pool
-
-
 def known(model: Any) -> int:
     """How many gradients are as their reduction left them, so that they need not be read."""
     return sum(len(slots) for _, slots in known_slots(model.reducer.pipelines, model.parameters()))

@@ -93,8 +93,15 @@ def _compiled(rank: int, world_size: int, backend: str, inside: bool) -> dict[st
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("inside", [False, True], ids=["wrapper compiled", "module compiled"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "inside"),
+    [
+        ("aot_eager", False),
+        ("eager", True),
+        *(pytest.param(*other, marks=pytest.mark.long) for other in (("aot_eager", True), ("eager", False))),
+    ],
+    ids=lambda value: {False: "wrapper compiled", True: "module compiled"}.get(value, value),
+)
 def test_compiled_models_equal_torch_and_dynamos_optimizer_sees_our_class(ranks2: RankPool, backend: str, inside: bool):
     results = ranks2.run(_compiled, backend, inside, timeout=120)
     for rank, seen in enumerate(results):

@@ -34,8 +34,15 @@ def _check(ranks: RankPool, program: Program, setting: str = "none") -> None:
 
 
 @given(program=programs())
-@_examples(25)
+@_examples(10)
 def test_random_programs_train_as_with_torch(ranks: RankPool, program: Program):
+    _check(ranks, program)
+
+
+@pytest.mark.long
+@given(program=programs())
+@_examples(40)
+def test_more_random_programs_train_as_with_torch(ranks: RankPool, program: Program):
     _check(ranks, program)
 
 

@@ -14,9 +14,8 @@ import torch
 
 import fastreduce
 from tests.support import tolerances
-from tests.support.each_setting import EACH_SETTING
+from tests.support.each_setting import EACH_SETTING, EACH_TWO_SHOT
 from tests.support.models import (
-    TWO_SHOT,
     Grads,
     MixedDtypes,
     OddShapes,
@@ -110,7 +109,7 @@ def test_replicas_stay_bitwise_equal_through_training(ranks3: RankPool, setting:
     equal_on_all(ranks3.run(_train, "ours", "mlp", options))
 
 
-@pytest.mark.parametrize("setting", TWO_SHOT)
+@pytest.mark.parametrize("setting", EACH_TWO_SHOT)
 def test_two_shot_results_depend_neither_on_bucket_size_nor_on_views_nor_on_the_run(ranks3: RankPool, setting: str):
     expected: Any = None
     for caps, views in ((25.0, False), (25.0, False), (0.004, True), (1e-6, False)):

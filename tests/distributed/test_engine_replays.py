@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from fastreduce import SettingError
 from fastreduce.environment.engines import SRUN_NAMES
 from tests.support import engine_environments as engines
 from tests.support import mpirun
-from tests.support.commands import FASTREDUCE, ROOT, TORCHRUN, Done, finish, free_port, run, started
+from tests.support.commands import FASTREDUCE, ROOT, TORCHRUN, Done, Running, finish, free_port, run, started
 from tests.support.ranks import RankPool
 
 ENGINES = ("SLURM_", "OMPI_", "PMI", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "GLOO_")
@@ -181,7 +180,7 @@ def test_pods_of_the_manifest_that_lose_one_start_again_and_go_on(tmp_path: Path
     snapshot, port = tmp_path / "digits.pt", free_port()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
-    def start(stack: contextlib.ExitStack) -> list[subprocess.Popen[str]]:
+    def start(stack: contextlib.ExitStack) -> list[Running]:
         environments = [without_engines(**pod(rank, port), PATH=path, PYTHONPATH=str(ROOT)) for rank in range(2)]
         words = ("sh", "-c", script, "sh", "--max_epochs", EPOCHS)
         return [stack.enter_context(started(*words, cwd=ROOT, env=one, together=True)) for one in environments]

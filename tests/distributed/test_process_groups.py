@@ -246,6 +246,7 @@ def _clash(rank: int, world_size: int, method: str, what: str) -> list[str]:
     assert time.monotonic() - start < 20
     if what != "rank":  # all were told, so all may try again
         dist.init_process_group("gloo", method, timeout=timedelta(seconds=seconds), world_size=2, rank=rank)
+        torch_dist.barrier()  # gloo connects in turn: who leaves at once cuts the other's connection
         dist.destroy_process_group()
     return said
 

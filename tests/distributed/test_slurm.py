@@ -55,11 +55,11 @@ def train(tmp_path: Path) -> Path:
 
 
 def test_srun_finds_ranks_hosts_and_address(slurm: Cluster, train: Path):
-    done = slurm.run("srun", "-N", 2, "-n", 4, sys.executable, train)
+    done = slurm.run("srun", "-N", 2, "-n", 3, sys.executable, train)
     assert done.returncode == 0, done.stdout
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
-    locals_ = [0, 1, 2, 0]  # three tasks on the first node, one on the second
-    assert lines == [f"RANK {rank} 4 {locals_[rank]} 127.0.0.1 5.0" for rank in range(4)]
+    locals_ = [0, 1, 0]  # two tasks on the first node, one on the second
+    assert lines == [f"RANK {rank} 3 {locals_[rank]} 127.0.0.1 4.0" for rank in range(3)]
 
 
 def test_a_failing_rank_ends_the_step_with_its_exit_code(slurm: Cluster, train: Path):

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.commands import FASTREDUCE, PYTHON, ROOT, finish, free_port, run, started, with_environment
+from tests.support.commands import (
+    FASTREDUCE,
+    INSTALLED,
+    PYTHON,
+    ROOT,
+    finish,
+    free_port,
+    run,
+    started,
+    with_environment,
+)
 
 SECONDS = 60
 LOSS = r"^epoch \d+: loss ([\d.]+)$"
@@ -73,7 +83,7 @@ def test_the_gpu_example_trains_a_tiny_model_where_there_is_no_gpu(model: str, i
 @pytest.mark.long
 def test_the_sharded_example_trains_and_saves(tmp_path: Path):
     script, options = ROOT / "examples" / "fsdp_train.py", ["--steps", "21", "--checkpoint", tmp_path / "saved"]
-    done = run(FASTREDUCE, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
+    done = run(INSTALLED, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
     assert done.returncode == 0, done.stderr
     found = re.fullmatch(r"step 0: loss (\S+)\nstep 20: loss (\S+)\n\d+ bytes of gradients .*\n", done.stdout)
     assert found and float(found[2]) < 0.8 * float(found[1]), done.stdout

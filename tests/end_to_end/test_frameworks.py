@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
 from fastreduce.run import replace_torchs_class, restore_torchs_class
-from tests.support.commands import FASTREDUCE, ROOT, TORCHRUN, run, with_environment
+from tests.support.commands import FASTREDUCE, PYTHON, ROOT, TORCHRUN, run, with_environment
 from tests.support.ranks import RankPool
 
 QUIET = {
@@ -121,7 +121,7 @@ def test_the_strategy_is_that_of_the_lightning_that_the_script_uses(
         path.write_text(text)
     other = "pytorch_lightning" if chosen.startswith("lightning") or not installed else "lightning.pytorch"
     environment = with_environment(**QUIET, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    done = run(sys.executable, "-c", f"{first}\n{WHICH.format(other=other)}", env=environment)
+    done = run(PYTHON, "-c", f"{first}\n{WHICH.format(other=other)}", env=environment)
     names = ["fastreduce", "fastreduce_fp16", "fastreduce_bf16", "fastreduce_int8"]
     expected = f"{chosen} True {names}\nTrue {{'compression': 'int8'}}\n"
     assert done.stdout == expected, done.stderr
@@ -129,7 +129,7 @@ def test_the_strategy_is_that_of_the_lightning_that_the_script_uses(
 
 def test_without_lightning_the_error_says_what_to_install():
     code = "import sys, importlib.util as u; u.find_spec = lambda _: None\nimport fastreduce.lightning"
-    done = run(sys.executable, "-c", code)
+    done = run(PYTHON, "-c", code)
     assert done.stderr.splitlines()[-1].endswith("pip install lightning, or pip install pytorch-lightning")
 
 

@@ -164,7 +164,7 @@ def _cast(backend: Backend, memory: Memory, inputs: Tensor, dtype: torch.dtype, 
     return wire.cpu()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.long) for size in (1, 2)), 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reduce_shards(backend, memory, dtype, world_size):
     for numel, scale in [(0, 1.0), (1, 1 / 3), (129, 0.5), (4099, 1 / 3), (4096, 1.0)]:

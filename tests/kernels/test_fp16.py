@@ -27,7 +27,7 @@ from .cases import (
 pytestmark = QUIET
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("shards", [*(pytest.param(shards, marks=pytest.mark.long) for shards in (1, 2)), 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp16_blocks(backend, memory, dtype, shards):
     slots = slot_table(SIZES, FP16_BLOCK, [1, 0, 2], shards)

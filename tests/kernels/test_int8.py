@@ -47,7 +47,7 @@ DEFAULTS = [(INT8_FORMAT, 128), (INT4_FORMAT, 32), (FP8_FORMAT, 128)]
 
 
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("shards", [*(pytest.param(shards, marks=pytest.mark.long) for shards in (1, 2)), 3])
 @pytest.mark.parametrize(("form", "block"), BLOCKS, ids=case_name)
 def test_quantize_and_dequantize(backend, memory, form, block, shards, with_residual):
     _check_quantize(backend, memory, torch.float32, form, block, shards, with_residual)
@@ -92,7 +92,7 @@ def received_of(world_size: int, numel: int, form: BlockFormat, block: int) -> T
 
 
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.long) for size in (1, 2)), 3])
 @pytest.mark.parametrize(("form", "block"), BLOCKS, ids=case_name)
 def test_reduce_quantized(backend, memory, form, block, world_size, with_residual):
     blocks = 2051 // block + 1

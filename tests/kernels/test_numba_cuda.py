@@ -31,7 +31,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def _in_the_simulator(*which: str) -> int:
     """Run tests of kernels there; returns how many passed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *which]
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), done.stdout[-8000:]

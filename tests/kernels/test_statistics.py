@@ -88,8 +88,15 @@ def test_statistics_of_unflatten(backend, memory, dtype, wire_dtype):
         assert_same_bits(kept[0].flatten(), kept[1].flatten(), "wherever tensors lie")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("form", "block"), STATISTICS_BLOCKS, ids=case_name)
+@pytest.mark.parametrize(
+    ("form", "block", "dtype"),
+    [
+        pytest.param(*blocks, dtype, marks=[pytest.mark.long] * (i % len(DTYPES) != j))
+        for i, blocks in enumerate(STATISTICS_BLOCKS)
+        for j, dtype in enumerate(DTYPES)
+    ],
+    ids=case_name,
+)
 def test_statistics_of_dequantize(backend, memory, dtype, form, block):
     slots = slot_table(STATISTICS_SIZES, block, [1, 0, 2], 2)
     tensors = int8_tensors(STATISTICS_SIZES, dtype)

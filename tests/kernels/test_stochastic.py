@@ -35,7 +35,10 @@ from .cases import (
 pytestmark = QUIET
 
 FORMATS = [(INT8_FORMAT, 128), (INT4_FORMAT, 32), (FP8_FORMAT, 128)]
-CASES = [(*each, dtype) for each, dtype in zip(BLOCKS, itertools.cycle(DTYPES), strict=False)]
+CASES = [
+    pytest.param(*each, dtype, marks=[pytest.mark.long] * (each not in FORMATS))
+    for each, dtype in zip(BLOCKS, itertools.cycle(DTYPES), strict=False)
+]
 KEYS = np.array([0x0123456789ABCDEF, -1, 0, 1 << 40, -(1 << 62), 5, 6, 7, 8], np.int64)
 
 

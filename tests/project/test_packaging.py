@@ -28,7 +28,7 @@ def _run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["from the tree", "from an sdist"])
+@pytest.fixture(scope="module", params=[pytest.param("from the tree", marks=pytest.mark.long), "from an sdist"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a wheel in it, and for the second the sdist that it was built from."""
     out = tmp_path_factory.mktemp("dist")
@@ -70,7 +70,7 @@ def test_installed_wheel_imports_from_any_directory(built: Path, tmp_path: Path)
     assert version in wheel.name
 
 
-@pytest.mark.parametrize("way", ["PYTHONPATH", "editable"])
+@pytest.mark.parametrize("way", [pytest.param("PYTHONPATH", marks=pytest.mark.long), "editable"])
 def test_tree_imports_from_any_directory(way: str, tmp_path: Path):
     if way == "editable":
         try:

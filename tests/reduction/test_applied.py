@@ -76,9 +76,9 @@ def hunt(ranks: RankPool, examples: int) -> None:
     search()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_applied_and_exact_gradients_differ_by_what_is_kept(request: pytest.FixtureRequest, world_size: int):
-    hunt(request.getfixturevalue(f"ranks{world_size}"), 20)
+    hunt(request.getfixturevalue(f"ranks{world_size}"), 10)
 
 
 @pytest.mark.long
@@ -91,7 +91,7 @@ def test_over_many_histories(request: pytest.FixtureRequest, world_size: int):
 # The cases that lost accuracy, one by one
 
 
-@pytest.mark.parametrize("way", ["ddp", "hook", "call"])
+@pytest.mark.parametrize("way", ["ddp", *(pytest.param(way, marks=pytest.mark.long) for way in ("hook", "call"))])
 @pytest.mark.parametrize(
     "history",
     [

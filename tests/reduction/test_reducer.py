@@ -20,9 +20,8 @@ from fastreduce.reduction.gradients import Collected
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import GlooTransport, LocalTransport, ShmTransport, Transport, Work
 from tests.support import tolerances
-from tests.support.each_setting import EACH_SETTING
+from tests.support.each_setting import EACH_SETTING, EACH_TWO_SHOT
 from tests.support.models import (
-    TWO_SHOT,
     Grads,
     MixedDtypes,
     assert_same_bits,
@@ -61,7 +60,7 @@ def _by_hand(rank: int, world_size: int, over: str, model: str, setting: str) ->
 
 
 @pytest.mark.parametrize("over", list(OVER))
-@pytest.mark.parametrize("setting", TWO_SHOT)
+@pytest.mark.parametrize("setting", EACH_TWO_SHOT)
 def test_two_shot_results_do_not_depend_on_the_transport(ranks3: RankPool, setting: str, over: str):
     over_processes = ranks3.run(_by_hand, over, "mlp", setting)
     in_process = in_threads(3, lambda rank, transport: train_by_hand(transport, mlp, setting))

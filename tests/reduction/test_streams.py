@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import Phase, given, settings
 
 from fastreduce.reduction.shared_buffers import SharedBuffers
 from fastreduce.reduction.streams import CudaStream, ThreadStream
+from tests.support.each_setting import PICKED
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check
 from tests.support.random_programs import programs
@@ -163,8 +164,8 @@ def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStr
     stream.submit(lambda: lambda: None).result()
 
 
-def _steps_one_by_one(rank: int, world_size: int) -> None:
-    for setting in SETTINGS:
+def _steps_one_by_one(rank: int, world_size: int, settings: Iterable[str]) -> None:
+    for setting in settings:
         for views in (False, True):
             options = {"compression": setting, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.002}
             expected = train("ours", MixedDtypes, rank, **options)
@@ -173,8 +174,11 @@ def _steps_one_by_one(rank: int, world_size: int) -> None:
             assert_same_bits(found, expected, f"{setting}, views={views}")
 
 
-def test_buckets_one_by_one_in_shared_buffers_give_the_same_bits(ranks2: RankPool):
-    ranks2.run(_steps_one_by_one)
+@pytest.mark.parametrize(
+    "settings", [sorted(PICKED), pytest.param(SETTINGS, marks=pytest.mark.long)], ids=["picked", "all"]
+)
+def test_buckets_one_by_one_in_shared_buffers_give_the_same_bits(ranks2: RankPool, settings: Iterable[str]):
+    ranks2.run(_steps_one_by_one, settings)
 
 
 def _check_one_by_one(rank: int, world_size: int, program: Program) -> list[str]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fastreduce.cli import main
 from fastreduce.run import replacement
-from tests.support.commands import TORCHRUN, finish, run, started
+from tests.support.commands import INSTALLED, TORCHRUN, finish, run, started
 from tests.support.run_scripts import MODULE, RUN, said
 
 BOTH_WAYS = pytest.mark.parametrize("command", [RUN, pytest.param(MODULE, marks=pytest.mark.long)], ids=["run", "-m"])
@@ -23,11 +23,11 @@ BOTH_WAYS = pytest.mark.parametrize("command", [RUN, pytest.param(MODULE, marks=
     "launcher", ["fastreduce run", pytest.param("torchrun -m fastreduce.run", marks=pytest.mark.long)]
 )
 def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, launcher: str):
-    """Two of them are named as ours are."""
+    """Two of them are named as ours are. Launcher and ranks begin as users' do."""
     torchrun = ["--standalone", "--nproc_per_node=2"]
     own = ["--compression", "int8", "--", "--help"]
     if launcher == "fastreduce run":
-        done = run(*RUN, "--compression", "bf16", *torchrun, script, *own)
+        done = run(INSTALLED, "run", "--compression", "bf16", *torchrun, script, *own)
     else:
         done = run(TORCHRUN, *torchrun, "-m", "fastreduce.run", "--compression", "bf16", script, *own)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastreduce.run import replacement
-from tests.support.commands import FASTREDUCE, run, with_environment
+from tests.support.commands import INSTALLED, run, with_environment
 from tests.support.run_scripts import ALONE, child, said
 
 NAMES = """
@@ -176,7 +176,7 @@ dist.destroy_process_group()
 def test_beside_tensor_parallelism_ours_gives_torchs_gradients(tmp_path: Path):
     path = tmp_path / "train.py"
     path.write_text(TENSOR_PARALLEL)
-    ours, torchs = (run(FASTREDUCE, command, "--nproc-per-node", 2, path) for command in ("run", "launch"))
+    ours, torchs = (run(INSTALLED, command, "--nproc-per-node", 2, path) for command in ("run", "launch"))
     assert ours.returncode == 0, ours.stderr
     assert said(ours)[-1] == "fastreduce run: 2 modules in 2 processes wrapped by fastreduce, compression none"
     assert ours.stdout == torchs.stdout and len(json.loads(ours.stdout)) == 4

@@ -1,7 +1,8 @@
 """Commands for tests: started in a session of their own, ended with all that they started.
 
 Those whose first word is `fastreduce`, `torchrun` or `python` (with a script) are begun by a fork server, with torch
-imported; what they start themselves begins as anywhere. Tests of how a command begins name an interpreter.
+imported, and so are the ranks that they launch; what else they start begins as anywhere. Tests of how a command or its
+ranks begin name an interpreter, or INSTALLED.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 import psutil
 import pytest
@@ -22,56 +26,97 @@ from tests.support.fork_server import run_command, server
 
 ROOT = Path(__file__).parents[2]
 FASTREDUCE, TORCHRUN, PYTHON = "fastreduce", "torchrun", "python"
+INSTALLED = Path(sys.executable).with_name("fastreduce")
+"""The command as users have it: it and its ranks are begun by the system, and import torch."""
 
 Done = subprocess.CompletedProcess[str]
 
 
-class Forked(subprocess.Popen[str]):
-    """A running command that a fork server has begun, which alone can wait for it.
+class Forked:
+    """A running command that a fork server has begun, which alone can wait for it; of `Popen` what tests use."""
 
-    What `Popen` does with pipes is wanted, and only by its own methods can it be had: their arguments here are those of
-    Python 3.10 to 3.14.
-    """
+    def __init__(self, args: list[str], cwd: Path | None, env: Mapping[str, str], together: bool) -> None:
+        self.args = args
+        out, to_out = os.pipe()
+        err, to_err = (-1, to_out) if together else os.pipe()
+        self._forked = server().fork(run_command, args[0], args[1:], cwd, env=env, output=(to_out, to_err))
+        for file in {to_out, to_err}:
+            os.close(file)
+        self._forked.pipe.recv()  # it has a session of its own
+        self.pid = self._forked.pid
+        self.stdout = open(out)  # noqa: SIM115
+        self.stderr = None if together else open(err)  # noqa: SIM115
+        self._readers: list[threading.Thread] = []
+        self._texts: dict[int, str] = {}
 
-    def _execute_child(self, args: list[str], *more: Any) -> None:
-        cwd, env, out, error = more[4], more[5], more[12], more[14]
-        self._forked = server().fork(run_command, args[0], args[1:], cwd, env=env, output=(out, error))
-        self._forked.pipe.recv()
-        self.pid, self._child_created = self._forked.pid, True
-        self._close_pipe_fds(*more[9:15])  # type: ignore[attr-defined]
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, minus the signal's number for a signal; None while it runs."""
+        return self._forked.poll()
 
-    def _internal_poll(self, **_: Any) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._forked.poll()
-        return self.returncode
+    def poll(self) -> int | None:
+        """As `returncode`."""
+        return self._forked.poll()
 
-    def _wait(self, timeout: float | None) -> int:
-        if self.returncode is None:
-            self.returncode = self._forked.poll(timeout)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self.returncode
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, or `subprocess.TimeoutExpired`."""
+        return self._forked.wait(timeout)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command alone, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the command alone."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str | None]:
+        """All that it writes, until it has ended; what was read when `subprocess.TimeoutExpired` is raised is kept."""
+        pipes = [pipe for pipe in (self.stdout, self.stderr) if pipe is not None]
+        if not self._readers:
+            for i, pipe in enumerate(pipes):
+                self._readers.append(threading.Thread(target=self._read, args=(i, pipe), daemon=True))
+                self._readers[-1].start()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for reader in self._readers:
+            reader.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self._texts[0], self._texts.get(1)
+
+    def _read(self, i: int, pipe: TextIO) -> None:
+        self._texts[i] = pipe.read()
+
+
+Running = subprocess.Popen[str] | Forked
 
 
 @contextlib.contextmanager
 def started(
     *command: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, together: bool = False
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[Running]:
     """A running command with pipes for its output, both in one if `together`; nothing of it is left afterwards.
 
     It gets `env`, or this process's environment with this tree as its Python path.
     """
     arguments = [str(word) for word in command]
-    process = (Forked if arguments[0] in (FASTREDUCE, TORCHRUN, PYTHON) else subprocess.Popen)(
-        arguments,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)} if env is None else env,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT if together else subprocess.PIPE,
-        start_new_session=True,
-    )
+    env = with_environment() if env is None else env
+    process: Running
+    if arguments[0] in (FASTREDUCE, TORCHRUN, PYTHON):
+        process = Forked(arguments, cwd, env, together)
+    else:
+        process = subprocess.Popen(
+            arguments,
+            cwd=cwd,
+            env=env,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if together else subprocess.PIPE,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
@@ -81,7 +126,7 @@ def started(
                 pipe.close()
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Running) -> None:
     """End a command and what it started, in whatever groups."""
     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # it may end at any time
         if process.poll() is None:
@@ -92,7 +137,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def finish(process: subprocess.Popen[str], seconds: float) -> Done:
+def finish(process: Running, seconds: float) -> Done:
     """The end of a command, within `seconds`; else the test fails with what it has written."""
     try:
         out, err = process.communicate(timeout=seconds)

@@ -13,21 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from fastreduce.transports import hosts
+from tests.support.commands import PYTHON, run
 from tests.support.ranks import RankPool, message, run_ranks
 
 SAY = "from fastreduce.transports.hosts import this_host; print(this_host())"
 
 
-def _said(*before: str, **variables: str) -> str:
-    environment = {**os.environ, **variables}
-    done = subprocess.run(
-        [*before, sys.executable, "-c", SAY], capture_output=True, text=True, timeout=120, env=environment, check=True
-    )
-    return done.stdout.strip()
-
-
 def test_processes_of_one_host_say_the_same():
-    assert _said() == hosts.this_host()
+    assert run(PYTHON, "-c", SAY).stdout.strip() == hosts.this_host()
 
 
 def test_a_network_namespace_is_a_host():
@@ -36,7 +29,8 @@ def test_a_network_namespace_is_a_host():
         pytest.skip("no network namespaces here: they need root and unshare")
     if subprocess.run([unshare, "-n", "true"], capture_output=True, timeout=20, check=False).returncode:
         pytest.skip("no network namespaces here: unshare -n fails")
-    assert _said(unshare, "-n") != hosts.this_host()
+    done = run(unshare, "-n", sys.executable, "-c", SAY)
+    assert done.stdout.strip() not in ("", hosts.this_host()), done.stderr
 
 
 def test_another_dev_shm_is_another_host(monkeypatch: pytest.MonkeyPatch):

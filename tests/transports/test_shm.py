@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,12 +25,14 @@ from torch import Tensor, nn
 from fastreduce import transports
 from fastreduce.transports import ShmTransport, make_transport
 from fastreduce.transports.shm import connection, segments
-from tests.support.commands import end, free_port, with_environment
+from tests.support.commands import free_port, with_environment
+from tests.support.fork_server import PR_SET_PDEATHSIG, server
 from tests.support.models import assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool, message, run_ranks
 from tests.support.transport_cases import collect, expected
 
 PIECE = connection.GEOMETRY.cell_bytes
+CLONE_NEWNS = 0x00020000
 RING = PIECE * connection.GEOMETRY.cells
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -66,7 +69,7 @@ def _summed(rank: int, world_size: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_sums_have_the_bits_of_torchs_in_rank_order(request: pytest.FixtureRequest, world_size: int):
     pool: RankPool = request.getfixturevalue(f"ranks{world_size}")
     found = pool.run(_summed)
@@ -89,7 +92,7 @@ def _on_two_cores(rank: int, world_size: int) -> list[Any]:
     return collect(ShmTransport(world()))
 
 
-@pytest.mark.parametrize("world_size", [5, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (5, 8))])
 def test_many_ranks_on_two_cores(world_size: int):
     for rank, (_, _, size, *seen) in enumerate(run_ranks(_on_two_cores, world_size)):
         assert_same_bits(seen, expected(rank, size), f"rank {rank}")
@@ -260,51 +263,61 @@ def test_another_version_is_told(ranks2: RankPool):
         assert all("runs another version of fastreduce" in text for text in texts), texts
 
 
-SCRIPT = """
-import os, sys
-import torch.distributed as dist
-import torch
-from fastreduce import BackendUnavailableError, DistributedDataParallel
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-try:
-    DistributedDataParallel(torch.nn.Linear(3, 3), transport="shm")
-except BackendUnavailableError as error:
-    print("told:", error)
-else:
-    print("no error")
-dist.destroy_process_group()
-"""
+def _wrap_in_mounts(pipe: Connection, mount: str, ranks: list[int]) -> None:
+    """For `server().fork`: send what each of these ranks prints where `mount` has been run, "" where it may not be."""
+    ctypes.CDLL(None).unshare(CLONE_NEWNS)
+    if subprocess.run(f"mount --make-rprivate / && {mount}", shell=True, capture_output=True).returncode:
+        pipe.send([""])
+        return
+    pipes = []
+    for rank in ranks:
+        ours, theirs = Pipe(duplex=False)
+        if not os.fork():
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.environ["RANK"] = str(rank)
+            theirs.send(_wrapped_over_shm())
+            return
+        theirs.close()
+        pipes.append(ours)
+    pipe.send([each.recv() for each in pipes])
+    for _ in ranks:
+        os.wait()
+
+
+def _wrapped_over_shm() -> str:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        return message(lambda: wrap("ours", nn.Linear(3, 3), transport="shm"))
+    finally:
+        dist.barrier()  # rank 0 holds the store
+        dist.destroy_process_group()
 
 
 def _mounted(mounts: list[str]) -> list[str]:
-    """What two ranks print in one mount namespace or two, whose /dev/shm these commands mount."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("mount namespaces need root and unshare")
+    """What two ranks are told in one mount namespace or two, whose /dev/shm these commands mount."""
+    if os.geteuid() != 0:
+        pytest.skip("mount namespaces need root")
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [["0", "1"]] if len(mounts) == 1 else [["0"], ["1"]]
-    started, pipe = [], subprocess.PIPE
-    for mount, here in zip(mounts, ranks, strict=True):
-        each = " & ".join(f'RANK={rank} "$0" -c "$1"' for rank in here)
-        command = ["unshare", "-m", "sh", "-c", f"{mount} && {{ {each}; wait; }}", sys.executable, SCRIPT]
-        env = with_environment(**where)
-        started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+    ranks = [[0, 1]] if len(mounts) == 1 else [[0], [1]]
+    started = [
+        server().fork(_wrap_in_mounts, mount, here, env=with_environment(**where))
+        for mount, here in zip(mounts, ranks, strict=True)
+    ]
     try:
-        printed = [process.communicate(timeout=90) for process in started]
+        told = [process.pipe.recv() if process.pipe.poll(90) else ["nothing within 90 s"] for process in started]
     finally:
         for process in started:
-            end(process)
-    if any("mount" in errors and "denied" in errors for _, errors in printed):
+            process.kill()
+    if "" in told[0]:
         pytest.skip("this root may not mount")
-    lines = [line for out, _ in printed for line in out.splitlines()]
-    assert len(lines) == 2, printed
-    return sorted(lines)
+    return [text for here in told for text in here]
 
 
 @pytest.mark.slow
 def test_too_little_room_is_told_by_every_rank_with_what_helps():
     for rank, text in enumerate(_mounted(["mount -t tmpfs -o size=1m tmpfs /dev/shm"])):
-        assert f"told: rank {rank} of 2: ranks cannot share memory here. Rank " in text, text
+        assert f"rank {rank} of 2: ranks cannot share memory here. Rank " in text, text
         assert re.search(r"says: \d+ bytes in /dev/shm: no room: \d+ bytes are free .*--shm-size", text), text
 
 

@@ -24,7 +24,7 @@ from tests.support.thread_ranks import in_threads
 from tests.support.transport_cases import collect, expected
 
 
-@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(params=[pytest.param(2, marks=pytest.mark.long), 3], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest) -> RankPool:
     pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
     return pool
@@ -313,6 +313,7 @@ def _absent_from_two_shot(rank: int, group: Any) -> None:
     _absent_from_backward(rank, group, compression="int8", bucket_cap_mb=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("shm", marks=pytest.mark.long)], indirect=True)
 def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters_and_processes_end(kind: str):
     here, elsewhere = run_ranks(_absent, 2, kind, timeout=90)
     assert [text for text, _ in elsewhere] == [""] * 4

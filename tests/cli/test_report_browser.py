@@ -192,7 +192,7 @@ def test_the_pointer_shows_a_points_numbers_and_a_name_as_it_is(opened: Opened):
     opened.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     label = place.locator(".hoverlayer .hovertext")
     label.wait_for()
-    ratio = "0.76× none (0.73–0.80)" if digits else "0.97× none (0.68–1.14)"
+    ratio = "1.13× none (1.11–1.15)" if digits else "1.03× none (0.97–1.10)"
     assert label.text_content().replace("\xa0", " ") == f"{name}: {ratio}"
     assert name in [text.replace("\xa0", " ") for text in opened.texts("#rounds .legendtext")]
 

@@ -19,6 +19,7 @@ from fastreduce.cli.report import page
 from tests.support.results_files import (
     GROUPS,
     HOSTILE,
+    interval,
     of_a_script,
     of_digits,
     with_flights,
@@ -192,7 +193,8 @@ def test_the_pointer_shows_a_points_numbers_and_a_name_as_it_is(opened: Opened):
     opened.tab.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     label = place.locator(".hoverlayer .hovertext")
     label.wait_for()
-    ratio = "1.13× none (1.11–1.15)" if digits else "1.03× none (0.97–1.10)"
+    results = of_digits()["settings"] if digits else of_a_script()["speed"]
+    ratio = interval(results["int8"]["ratio"], "× none")
     assert label.text_content().replace("\xa0", " ") == f"{name}: {ratio}"
     assert name in [text.replace("\xa0", " ") for text in opened.texts("#rounds .legendtext")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ def with_flights(results: Results) -> Results:
         return {"step": 40, "seconds": 0.116, "began": began, "took": took, "buckets": buckets}
 
     return {**results, "flights": {name: flight(name == "int8") for name in ("none", "none again", "int8")}}
+
+
+def interval(ratio: Mapping[str, float], sign: str = "") -> str:
+    """A ratio of such a file as people read it."""
+    return f"{ratio['median']:.2f}{sign} ({ratio['low']:.2f}–{ratio['high']:.2f})"
 
 
 def with_names(results: Results, names: dict[str, str]) -> Results:

@@ -118,9 +118,16 @@ def ranks3() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture(scope="session")
+def ranks21() -> Iterator[RankPool]:
+    """Three ranks on two hosts, as far as they know: they reduce in two levels."""
+    with RankPool(3, hosts="aab") as pool:
+        yield pool
+
+
 @pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.long)], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest) -> RankPool:
-    """Two ranks, then three."""
+    """Two ranks, then three; under `OVER_HOSTS` three on two hosts, too."""
     pool: RankPool = request.getfixturevalue(f"ranks{request.param}")
     return pool
 

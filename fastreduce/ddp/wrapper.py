@@ -62,18 +62,19 @@ class DistributedDataParallel(TorchDDP):
             int8"`), `"auto4"`, or a function of a parameter's name and the parameter; or a callable that returns one
             for each step, the same on every rank, and is asked 1000 steps ahead (steps are reduced backwards, counted
             from 0); None means FASTREDUCE_COMPRESSION, or `none`.
-        transport: what moves the data, or its name: `"gloo"`, `"shm"` (memory that the ranks of one host share) or
-            `"nccl"`. None means FASTREDUCE_TRANSPORT; else MPI in a job that `init_process_group("mpi")` began, else
-            NCCL for GPUs, and for CPUs `"shm"` where all ranks run on one host and `"gloo"` otherwise, in communicators
-            of its own over the ranks of `process_group` (at world size 1: nothing to move). Where ranks run on several
-            hosts, and several on one of them, those of one host sum in shared memory first, and gloo or MPI carries
-            what leaves the host, unless the setting is `flat`.
+        transport: what moves the data, or its name: `"gloo"`, `"shm"` (memory that the ranks of one host share),
+            `"nccl"` or `"two_level"`. None means FASTREDUCE_TRANSPORT; else MPI in a job that
+            `init_process_group("mpi")` began, else NCCL for GPUs, and for CPUs `"shm"` where all ranks run on one host
+            and `"gloo"` otherwise, in communicators of its own over the ranks of `process_group` (at world size 1:
+            nothing to move). Where ranks run on several hosts, and several on one of them, those of one host sum in
+            shared memory first, and gloo or MPI carries what leaves the host (`"two_level"`), unless the setting is
+            `flat`.
         **kwargs: torch's other arguments.
 
     Raises:
         SettingError: if `compression` is no setting, or `transport` no name of one.
         BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
-        MismatchError: on every rank, if ranks differ in model or settings.
+        MismatchError: on every rank, if ranks differ in model, settings or transport.
         RuntimeError: if no parameter requires a gradient (as torch).
     """
 

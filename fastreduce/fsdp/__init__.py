@@ -28,7 +28,8 @@ def compress(
         compression: as in `DistributedDataParallel`: a spec string, a setting, or a policy of parameters' names; None
             means FASTREDUCE_COMPRESSION. Without `warm_up` and `rounding=stochastic`, and without `accumulate=wire`:
             the sum is our kernel's.
-        transport: the name of what moves the data: `"gloo"`, `"shm"` or `"nccl"`; None as in `DistributedDataParallel`.
+        transport: the name of what moves the data: `"gloo"`, `"shm"`, `"nccl"` or `"two_level"`; None as in
+            `DistributedDataParallel`.
 
     Returns:
         What tells the bytes that are sent, and what error feedback keeps: give it to `torch.distributed.checkpoint`.
@@ -59,7 +60,8 @@ def replicate(
         model: the root, with modules in it that are sharded over a mesh of one dimension.
         over: the other dimension, `mesh["replicate"]`, or its process group.
         compression: as in `DistributedDataParallel`, without `warm_up` and `rounding=stochastic`.
-        transport: the name of what moves the data: `"gloo"`, `"shm"` or `"nccl"`; None as in `DistributedDataParallel`.
+        transport: the name of what moves the data: `"gloo"`, `"shm"`, `"nccl"` or `"two_level"`; None as in
+            `DistributedDataParallel`.
 
     Returns:
         What tells the bytes that are sent, and what error feedback keeps: give it to `torch.distributed.checkpoint`.

@@ -272,7 +272,7 @@ class BucketedGradients:
 
     def at_step(self, step: int) -> None:
         """What random bits follow from until the next call: a number on the device, which a CUDA graph counts on."""
-        if step != self._told and any(setting.random_seed is not None for setting in self.settings):
+        if step != self._told and any(each.compression.random_seed is not None for each in self.pipelines):
             for counted in self._steps.values():
                 counted.add_(1) if step == self._told + 1 else counted.fill_(step)
             self._told = step

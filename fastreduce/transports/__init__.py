@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from ..errors import BackendUnavailableError, SettingError
+from ..errors import BackendUnavailableError, FastreduceError, SettingError
 from .base import SlotTransport, Transport, Work
+from .choices import agree, known_hosts
 from .gloo import GlooTransport, TorchProcessGroup
-from .hosts import hosts_of, nodes_of
+from .hosts import nodes_of
 from .local import LocalTransport, local_ranks
 from .nccl import NcclTransport
 from .shm import ShmTransport
-from .two_level import Connected, Level, Nodes, TwoLevelTransport, two_levels
+from .two_level import Connected, Level, Nodes, TwoLevelTransport, two_levels, why_no_two_levels
 
 __all__ = [
     "Connected",
@@ -43,12 +44,9 @@ logger = logging.getLogger(__name__)
 Factory = Callable[[dist.ProcessGroup], Transport]
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_TRANSPORT"
-TRANSPORTS: dict[str, Factory] = {
-    "gloo": GlooTransport,
-    "shm": ShmTransport,
-    "nccl": NcclTransport,
-}
-_DEVICES = {"gloo": ("cpu",), "shm": ("cpu",), "nccl": ("cuda",)}  # whose tensors they move
+# What can be asked for by name, and whose tensors it moves.
+TRANSPORTS = {"gloo": ("cpu",), "shm": ("cpu",), "nccl": ("cuda",), "two_level": ("cpu",)}
+_OF_ONE_LEVEL: dict[str, Factory] = {"gloo": GlooTransport, "shm": ShmTransport, "nccl": NcclTransport}
 
 SPARE = 4  # times what shared memory takes must be free where nobody asked for it: data loaders want some too
 
@@ -83,39 +81,78 @@ def make_transport(
     Raises:
         SettingError: if no transport has that name.
         BackendUnavailableError: if the one that was asked for, or NCCL for CUDA, cannot be used.
-        TransportError: if ranks that tell each other their hosts do not come within the timeout.
+        MismatchError: on every rank, if ranks ask for different ones; on the others, if one raises the above here.
+        TransportError: if ranks do not come within the timeout.
     """
     if asked is not None and not isinstance(asked, str):
         return asked
-    kind = torch.device(device).type
-    told = os.environ.get(ENVIRONMENT_VARIABLE) or None
-    for name, source in ((asked, f"transport={asked!r}"), (told, f"{ENVIRONMENT_VARIABLE}={told}")):
-        if name is not None and name not in TRANSPORTS:
-            raise SettingError(f"{source}: allowed: {', '.join(TRANSPORTS)}")
-    if asked is not None and kind not in _DEVICES[asked]:
-        raise BackendUnavailableError(
-            f"transport={asked!r} moves tensors on {' or '.join(_DEVICES[asked])}, and these are on {device}"
-        )
+    name, how, error = "", "", None
+    try:
+        name, how = _asked_for(group, asked, torch.device(device))
+    except FastreduceError as found:
+        error = found
+    alone = alone or dist.get_world_size(group) == 1
+    if error is not None and alone:
+        raise error
     if dist.get_world_size(group) == 1:
         return LocalTransport()
-    if asked is not None:
-        return TRANSPORTS[asked](group)
-    if told is not None and kind in _DEVICES[told]:
-        return TRANSPORTS[told](group)
-    world = dist.group.WORLD
-    registered = _factories.get(group) or (_factories.get(world) if world is not None else None)
-    if registered is None and kind == "cuda":
-        return NcclTransport(group)
-    sockets = registered or GlooTransport
-    if alone:
+    hosts = known_hosts(group) if alone else agree(group, name, how, error)
+    if name in _OF_ONE_LEVEL:
+        return _OF_ONE_LEVEL[name](group)
+    sockets = _registered(group) or GlooTransport
+    if name:
+        return _levels(group, sockets, hosts, how)
+    if alone or hosts is None:
         return _last_choice.get(group, sockets)(group)
-    return _choose(group, sockets) if getattr(sockets, "of_some", False) else sockets(group)
+    return _choose(group, sockets, nodes_of(hosts)) if _takes_some(sockets) else sockets(group)
 
 
-def _choose(group: dist.ProcessGroup, sockets: Factory) -> Transport:
+def _asked_for(group: dist.ProcessGroup, asked: str | None, device: torch.device) -> tuple[str, str]:
+    """The name of what this rank asks for, and how it does; no name where hosts decide."""
+    told = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    by_argument, by_variable = f"transport={asked!r}", f"{ENVIRONMENT_VARIABLE}={told}"
+    for name, how in ((asked, by_argument), (told, by_variable)):
+        if name is not None and name not in TRANSPORTS:
+            raise SettingError(f"{how}: allowed: {', '.join(TRANSPORTS)}")
+    if asked is not None and device.type not in TRANSPORTS[asked]:
+        raise BackendUnavailableError(
+            f"{by_argument} moves tensors on {' or '.join(TRANSPORTS[asked])}, and these are on {device}"
+        )
+    if asked is not None:
+        return asked, by_argument
+    if told is not None and device.type in TRANSPORTS[told]:
+        return told, by_variable
+    if device.type == "cuda" and _registered(group) is None:
+        return "nccl", "nccl, for CUDA tensors,"
+    return "", "nothing asked for"
+
+
+def _registered(group: dist.ProcessGroup) -> Factory | None:
+    world = dist.group.WORLD
+    return _factories.get(group) or (_factories.get(world) if world is not None else None)
+
+
+def _takes_some(sockets: Factory) -> bool:
+    return bool(getattr(sockets, "of_some", False))
+
+
+def _levels(group: dist.ProcessGroup, sockets: Factory, hosts: Sequence[str] | None, how: str) -> Transport:
+    """Two levels, which were asked for."""
+    nodes = nodes_of(hosts or ())
+    reason = why_no_two_levels(nodes)
+    if hosts is None:
+        reason = "ranks have not told their hosts yet, and no other one is asked now: wrap a module on every rank first"
+    elif not _takes_some(sockets):
+        reason = "what is registered for these ranks reduces among all of them only"
+    if reason is not None:
+        me = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
+        raise BackendUnavailableError(f"{me}: {how}: {reason}")
+    return two_levels(group, nodes, sockets, spare=1)
+
+
+def _choose(group: dist.ProcessGroup, sockets: Factory, nodes: list[list[int]]) -> Transport:
     """`sockets`, two levels of it and shared memory, or shared memory in gloo's place; on all ranks the same."""
-    nodes, factory = nodes_of(hosts_of(group)), sockets
-    chosen = None
+    factory, chosen = sockets, None
     if len(nodes) == 1 and sockets is GlooTransport:
         shm = ShmTransport(group, SPARE)
         try:
@@ -123,7 +160,7 @@ def _choose(group: dist.ProcessGroup, sockets: Factory) -> Transport:
             chosen, factory = shm, ShmTransport
         except BackendUnavailableError as error:  # on every rank
             logger.info("gradients go over gloo: %s", error)
-    elif 1 < len(nodes) < dist.get_world_size(group):
+    elif why_no_two_levels(nodes) is None:
         factory = partial(two_levels, nodes=nodes, make=sockets, spare=SPARE)
     _last_choice[group] = factory
     return chosen or factory(group)

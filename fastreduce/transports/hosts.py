@@ -1,26 +1,15 @@
-"""Which ranks of a group run on one host: what a host is known by, told once by each rank."""
+"""Which ranks run on one host, and what a host is known by."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch.distributed as dist
-
-from ..errors import TransportError
-from .connections import timeout_of
-from .meeting import AbsentError, clear, meet, notes
-from .store_client import client_of
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_HOST"
 SHARED_MEMORY, NETWORK = Path("/dev/shm"), Path("/proc/self/ns/net")
 DIGITS = 16  # hexadecimal, of a host's name
-
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 
 
 def this_host() -> str:
@@ -45,38 +34,6 @@ def _identity(path: Path) -> str:
     except OSError:
         return ""
     return str(found.st_dev) if path.is_dir() else f"{found.st_dev}:{found.st_ino}"
-
-
-def hosts_of(group: dist.ProcessGroup) -> list[str]:
-    """The host of each rank of `group`. Every rank calls it; the first call waits for all, later ones for nobody.
-
-    Raises:
-        TransportError: naming the ranks that do not come within the group's timeout, or that send no host.
-    """
-    if group not in _known:
-        rank, ranks, seconds = (
-            dist.get_rank(group),
-            range(dist.get_world_size(group)),
-            timeout_of(group).total_seconds(),
-        )
-        where, store = f"rank {rank} of {len(ranks)}: finding out who shares a host", client_of(group)
-        here = store.at("fastreduce/hosts")
-        try:
-            meet(here, rank, ranks, seconds, this_host())
-            told = notes(here, ranks)
-            clear(here, ranks)
-        except AbsentError as error:
-            raise TransportError(
-                f"{where} failed. No word from rank {error.names}: it has exited, takes no part, or did not come "
-                "within the timeout."
-            ) from error
-        except TransportError as error:  # the store's
-            raise TransportError(f"{where} failed: {error}") from error
-        for other, host in enumerate(told):
-            if not re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", host):
-                raise TransportError(f"{where} failed. Rank {other} sent {host!r:.40}, which is no host.")
-        _known[group] = told
-    return _known[group]
 
 
 def nodes_of(hosts: Sequence[str]) -> list[list[int]]:

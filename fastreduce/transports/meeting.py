@@ -103,8 +103,8 @@ def until_cleared(store: StoreClient, seconds: float) -> None:
         raise TransportError(f"a rank has not left an earlier meeting within {seconds:g} s")
 
 
-def clear(store: StoreClient, ranks: Sequence[int]) -> None:
-    """Called by every rank when it is done with a meeting: the last one deletes it; its name can be used again."""
+def clear(store: StoreClient, ranks: Sequence[int], *more: str) -> None:
+    """Called by every rank when it is done with a meeting: the last one deletes it and `more`, and its name is free."""
     if store.add("read", 1) == len(ranks):
         keys = [f"{kind} {rank}" for kind in ("note of", "gone") for rank in ranks]
-        store.delete(*keys, "count", "complete", "read")
+        store.delete(*keys, *more, "count", "complete", "read")

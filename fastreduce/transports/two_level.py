@@ -161,6 +161,15 @@ class TwoLevelTransport(Transport):
         return [self.whole] if levels is None else [*levels.sums, *levels.gathers, levels.moves, self.whole]
 
 
+def why_no_two_levels(nodes: Sequence[Sequence[int]]) -> str | None:
+    """The reason why the ranks of these nodes have no two levels, or None."""
+    if len(nodes) == 1:
+        return "all ranks run on one host, which nothing leaves: use transport='shm', or FASTREDUCE_HOST=NAME for hosts"
+    if len(nodes) == sum(map(len, nodes)):
+        return "each rank runs on a host of its own, where nothing can be summed: use transport='gloo'"
+    return None
+
+
 def two_levels(
     group: dist.ProcessGroup, nodes: Sequence[Sequence[int]], make: Callable[[Any], Transport], spare: int
 ) -> TwoLevelTransport:

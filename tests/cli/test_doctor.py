@@ -112,6 +112,7 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Result):
         "numba_cpu on cpu": "the reference's bits",
         "shm, 2 ranks": "gradients averaged over shm",
         "gloo, 2 ranks": "gradients averaged over gloo",
+        "two_level": "can run, where one of several hosts has several ranks",
     }.items():
         assert re.search(rf"^ +[✓–] {re.escape(name)} +{re.escape(value)}", out, re.MULTILINE), (name, value, out)
     assert out.splitlines()[-1] == (
@@ -216,7 +217,7 @@ def test_shared_memory_is_chosen_where_it_can_be(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("FASTREDUCE_TRANSPORT")
     assert rows()["chosen"] == Row("chosen", "gloo")
     monkeypatch.setenv("FASTREDUCE_TRANSPORT", "tcp")
-    assert rows()["chosen"].state == FAILED and "allowed: gloo, shm, nccl" in rows()["chosen"].value
+    assert rows()["chosen"].state == FAILED and "allowed: gloo, shm, nccl, two_level" in rows()["chosen"].value
 
 
 def _no_package(name: str) -> str:

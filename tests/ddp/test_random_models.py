@@ -53,3 +53,11 @@ def test_more_random_programs_train_as_with_torch(ranks: RankPool, program: Prog
 @_examples(5)
 def test_random_programs_keep_torchs_structure_and_the_formats_bound(ranks: RankPool, setting: str, program: Program):
     _check(ranks, program, setting)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
+@given(program=programs())
+@_examples(4)
+def test_random_programs_train_in_two_levels(ranks21: RankPool, setting: str, program: Program):
+    _check(ranks21, program, setting)

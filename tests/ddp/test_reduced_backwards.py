@@ -24,7 +24,7 @@ from tests.support.models import (
     whole_batch,
     wrap,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import OVER_HOSTS, RankPool
 
 # When a backward is reduced
 
@@ -79,11 +79,13 @@ def test_no_sync_is_torchs_in_every_order(ranks_views: tuple[RankPool, bool], or
     assert _synced(results) == [s == "1" for s in synced]
 
 
+@OVER_HOSTS
 def test_the_second_backward_of_one_forward_stays_local_as_torchs(ranks: RankPool, views: bool):
     results = ranks.run(_play_both, "f1 r1 b1 z f2 r2 z b2 f3 b3", {"gradient_as_bucket_view": views}, {})
     assert _synced(results) == [True, False, True, False, True]
 
 
+@OVER_HOSTS
 def test_a_backward_of_the_bare_module_stays_local_and_takes_no_part(ranks: RankPool):
     results = ranks.run(_play, "m1 b1 z f2 b2 z m3 b3 z f4 b4", {})
     assert _synced(results) == [False, True, False, True]
@@ -174,6 +176,7 @@ def _flags(rank: int, world_size: int, setting: str, views: bool) -> tuple[list[
     return seen, float(model.module.c.weight.grad.mean())
 
 
+@OVER_HOSTS
 @pytest.mark.parametrize("find", [False, True])
 def test_losses_over_disjoint_parts_of_one_forward_may_have_a_backward_each(ranks: RankPool, find: bool):
     for seen in ranks.run(_two_parts, find):

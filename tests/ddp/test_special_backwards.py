@@ -28,7 +28,7 @@ from tests.support.models import (
     whole_batch,
     wrap,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import OVER_HOSTS, RankPool
 from tests.support.threads import communication_threads, threads_left_over
 
 # Checkpointing
@@ -111,6 +111,7 @@ def _broken(rank: int, world_size: int, views: bool, skip: bool) -> tuple[Grads,
     return grads_of(model.module), launched
 
 
+@OVER_HOSTS
 def test_a_backward_that_raises_on_one_rank_gives_the_others_nan_and_training_goes_on(ranks: RankPool):
     for poisoned, grads in ranks.run(_broken_on_one, timeout=30):
         assert poisoned
@@ -162,6 +163,7 @@ def _broken_and_dropped(rank: int, world_size: int) -> tuple[Grads, int]:
     return grads_of(model.module), threads
 
 
+@OVER_HOSTS
 def test_a_first_backward_that_raises_leaves_nothing_behind(ranks: RankPool):
     for grads in ranks.run(_broken_first):
         assert_same_bits(grads, average_of_whole(Breaking, 9, range(ranks.world_size)))
@@ -178,6 +180,7 @@ def _broken_first(rank: int, world_size: int) -> Grads:
     return grads_of(model.module)
 
 
+@OVER_HOSTS
 def test_autograd_grad_reduces_nothing_and_the_backward_after_it_does(ranks: RankPool):
     results = ranks.run(_autograd_grad)
     for step, (inner, grads) in enumerate(equal_on_all([steps for steps, _ in results])):
@@ -219,6 +222,7 @@ class SideOutput(nn.Module):
         return y * 2
 
 
+@OVER_HOSTS
 @pytest.mark.parametrize("grad_before", [False, True], ids=["alone", "after autograd.grad"])
 def test_a_loss_that_is_no_output_of_the_forward_is_reduced_too(ranks: RankPool, grad_before: bool):
     for seen in ranks.run(_side, grad_before):
@@ -266,6 +270,7 @@ def _create_graph(rank: int, world_size: int) -> list[Grads]:
     return seen
 
 
+@OVER_HOSTS
 def test_outputs_in_containers_are_watched(ranks: RankPool):
     equal_on_all(ranks.run(_containers))
 
@@ -280,6 +285,7 @@ def _containers(rank: int, world_size: int) -> list[Grads]:
     return seen
 
 
+@OVER_HOSTS
 def test_user_hooks_run_before_ours_and_what_they_leave_is_averaged(ranks: RankPool, views: bool):
     results = ranks.run(_user_hooks, views)
     mean = sum(range(1, ranks.world_size + 1)) / ranks.world_size

@@ -20,7 +20,7 @@ from tests.support.models import (
     mlp,
     wrap,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import OVER_HOSTS, RankPool
 
 
 def test_with_views_gradients_lie_in_one_buffer_per_bucket_and_stay_there(ranks2: RankPool):
@@ -86,6 +86,7 @@ def _channels_last(rank: int, world_size: int, views: bool) -> list[Grads]:
     return seen["ours"]
 
 
+@OVER_HOSTS
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_buffers_go_the_way_they_go_in_torch(ranks: RankPool, broadcast: bool):
     results = ranks.run(_buffers, broadcast)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ LATE = 5.0
 TEARDOWN = 40.0  # the interpreter's own end: half a second of computing, here beside everything else
 START = 240.0
 HOLDER = r"which holds the store, does not answer|the store is gone, and with it"
-HOSTS = "finding out who shares a host"
+CHOOSING = "choosing a transport"
 AT_ONCE = 3  # groups of ranks
 
 Process = subprocess.Popen[str] | Forked
@@ -127,8 +128,8 @@ def _output(folder: Path, ranks: list[int], failed_at: float) -> Seen:
     return Seen({rank: float(found[-1]) - failed_at for rank, found in marks.items() if found}, output)
 
 
-def _over_gloo(folder: Path, case: Case, transport: str = "gloo", hosts: str = "") -> Seen:
-    """Three ranks over env://, on hosts of these names."""
+def _over_gloo(folder: Path, case: Case, transport: str = "gloo", hosts: str = "", cores: int = 0) -> Seen:
+    """Three ranks over env://, on hosts of these names, and on so few cores."""
     folder.mkdir()
     port = str(free_port())
     with contextlib.ExitStack() as stack:
@@ -140,6 +141,8 @@ def _over_gloo(folder: Path, case: Case, transport: str = "gloo", hosts: str = "
             env = with_environment(**where)
             job = (JOBS, _arguments(folder, "gloo", case), str(folder / f"{rank}.out"))
             processes[rank] = server(rank).fork(run_as_script, *job, env=env)
+            if cores:
+                os.sched_setaffinity(processes[rank].pid, sorted(os.sched_getaffinity(0))[:cores])
             stack.callback(processes[rank].kill)
         _wait_for(folder / "event", processes)
         failed_at = float(folder.joinpath("event").read_text())
@@ -150,17 +153,17 @@ def _over_gloo(folder: Path, case: Case, transport: str = "gloo", hosts: str = "
         return _output(folder, list(left), failed_at)
 
 
-def _over_shm(folder: Path, case: Case) -> Seen:
+def _over_shm(folder: Path, case: Case, cores: int = 0) -> Seen:
     """The same in shared memory."""
-    seen = _over_gloo(folder, case, "shm")
+    seen = _over_gloo(folder, case, "shm", cores=cores)
     for text in seen.output.values():
-        assert case.stage == "exit" or "over shm failed" in text, text
+        assert case.stage in ("construction", "exit") or "over shm failed" in text, text
     return seen
 
 
-def _in_two_levels(folder: Path, case: Case) -> Seen:
+def _in_two_levels(folder: Path, case: Case, cores: int = 0) -> Seen:
     """The same with ranks 0 and 1 on one host and rank 2 on another."""
-    return _over_gloo(folder, case, "", "aab")
+    return _over_gloo(folder, case, "", "aab", cores)
 
 
 def _check(case: Case, seen: Seen) -> None:
@@ -171,7 +174,7 @@ def _check(case: Case, seen: Seen) -> None:
         if case.stage == "exit":  # nobody needs the one that is gone
             continue
         last = next(line for line in reversed(text.splitlines()) if "TransportError: " in line)
-        doing = rf"(connecting|exchange|all_\w+) over (gloo|MPI|shm)|{HOSTS}|a reduction in two levels"
+        doing = rf"(connecting|exchange|all_\w+) over (gloo|MPI|shm)|{CHOOSING}|a reduction in two levels"
         assert re.search(rf"rank {rank} of 3: ({doing}) failed", last), last
         assert case.victim == 0 or f"rank {case.victim}" in last or "exited" in last, last
         assert case.victim != 0 or re.search(HOLDER, last) or "rank 0" in last, last
@@ -204,7 +207,9 @@ def _check_mpi(case: Case, seen: Seen) -> None:
     text = seen.output[-1]
     assert seen.left and max(seen.left.values()) < TIMEOUT + LATE, f"{case}: {text}"
     # mpirun lets a stopped rank go on for a moment before it ends it.
-    told = re.findall(rf"TransportError: rank (?!{case.victim})\d of 3: (?:\w+ over MPI|{HOSTS}) failed[:.] .*", text)
+    told = re.findall(
+        rf"TransportError: rank (?!{case.victim})\d of 3: (?:\w+ over MPI|{CHOOSING}) failed[:.] .*", text
+    )
     assert told, f"{case}: {text}"
     assert all(
         re.search(rf"{HOLDER}|rank {case.victim} did not come|No word from rank {case.victim}:", line) for line in told
@@ -213,6 +218,7 @@ def _check_mpi(case: Case, seen: Seen) -> None:
 
 def _run_all(folder: Path, cases: list[Case], run: Callable[[Path, Case], Seen], check: Check) -> None:
     """Side by side, since they mostly wait."""
+    folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda i: run(folder / str(i), cases[i]), range(len(cases))))
     for i, (case, seen) in enumerate(zip(cases, found, strict=True)):
@@ -232,6 +238,13 @@ def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path, transport: st
 
 def test_nor_are_they_in_two_levels(tmp_path: Path):
     _run_all(tmp_path, IN_LEVELS, _in_two_levels, _check)
+
+
+@pytest.mark.long
+def test_nor_where_all_ranks_share_a_core(tmp_path: Path):
+    cases = [Case("SIGKILL", "collective", 1, "none"), Case("SIGSTOP", "backward", 0, "int8")]
+    _run_all(tmp_path / "levels", cases, partial(_in_two_levels, cores=1), _check)
+    _run_all(tmp_path / "shm", cases[:1], partial(_over_shm, cores=1), _check)
 
 
 @RUNS

@@ -190,34 +190,14 @@ def test_a_resumed_training_has_the_same_bits(counts: tuple[int, ...]):
 # On real ranks
 
 
-class OnNodes:
-    """Ranks that name their hosts, as many on each as `counts` says."""
-
-    def __init__(self, counts: tuple[int, ...]) -> None:
-        self.counts, self.pool = counts, RankPool(sum(counts))
-
-    def run(self, fn: Any, *args: Any, timeout: float = 60.0) -> list[Any]:
-        return self.pool.run(_named, self.counts, fn, args, timeout=timeout)
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.counts)
-
-
-def _named(rank: int, world_size: int, counts: tuple[int, ...], fn: Any, args: tuple[Any, ...]) -> Any:
-    node = next(i for i in range(len(counts)) if rank < sum(counts[: i + 1]))
-    os.environ["FASTREDUCE_HOST"] = f"node {node}"
-    return fn(rank, world_size, *args)
-
-
-@pytest.fixture(scope="module", params=[(2, 2), pytest.param((2, 1), marks=pytest.mark.long)], ids=str)
-def nodes(request: pytest.FixtureRequest) -> Iterator[OnNodes]:
-    made = OnNodes(request.param)
-    with made.pool:
+@pytest.fixture(scope="module", params=["aabb", pytest.param("aab", marks=pytest.mark.long)])
+def nodes(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Ranks that name their hosts."""
+    with RankPool(len(request.param), hosts=request.param) as made:
         yield made
 
 
-def test_nothing_is_lost_over_random_histories(nodes: OnNodes):
+def test_nothing_is_lost_over_random_histories(nodes: RankPool):
     """Unused parameters, clipping, accumulation, `all_reduce_gradients`, hooks, checkpoints."""
 
     @of_trainings(HISTORIES)
@@ -228,7 +208,7 @@ def test_nothing_is_lost_over_random_histories(nodes: OnNodes):
     search()
 
 
-def test_nothing_is_lost_by_switching(nodes: OnNodes):
+def test_nothing_is_lost_by_switching(nodes: RankPool):
     """Settings, warm-ups and sizes of buckets in mid-run, flat ones too."""
 
     @of_trainings(HISTORIES)
@@ -267,7 +247,7 @@ def _whole(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_late_ranks_and_joined_ranks_train_to_the_same_bits_whatever_the_buckets(nodes: OnNodes):
+def test_late_ranks_and_joined_ranks_train_to_the_same_bits_whatever_the_buckets(nodes: RankPool):
     found = nodes.run(_whole)
     for of_rank in found:
         assert of_rank["name"] == "two_level"
@@ -292,11 +272,11 @@ def _snapshot(rank: int, world_size: int, path: Path) -> list[dict[str, Tensor]]
     return [*found, other.reducer.state_dict()["residuals"]]
 
 
-def test_a_snapshot_holds_what_only_some_ranks_keep(nodes: OnNodes, tmp_path: Path):
+def test_a_snapshot_holds_what_only_some_ranks_keep(nodes: RankPool, tmp_path: Path):
     found = nodes.run(_snapshot, tmp_path / "snapshot.pt")
     for saved, loaded in found:
         assert_same_bits(loaded, saved)
-    assert [bool(saved) for saved, _ in found] == [rank != 1 or nodes.counts == (2, 2) for rank in range(len(found))]
+    assert [bool(saved) for saved, _ in found] == [rank != 1 or nodes.hosts == "aabb" for rank in range(len(found))]
 
 
 def _chosen(rank: int, world_size: int) -> dict[str, Any]:
@@ -330,8 +310,8 @@ def _noted(told: list[str]) -> Callable[..., None]:
 
 
 def test_two_levels_are_chosen_where_there_are_several_hosts_and_one_has_several_ranks():
-    with RankPool(4) as pool:
-        for rank, found in enumerate(pool.run(_named, (2, 2), _chosen, ())):
+    with RankPool(4, hosts="aabb") as pool:
+        for rank, found in enumerate(pool.run(_chosen)):
             log = found.pop("log")
             assert found.pop("by one rank", "two_level") == "two_level"
             assert found == {
@@ -371,11 +351,11 @@ def _absent(rank: int, world_size: int) -> str:
 
 
 def test_ranks_that_differ_are_told_and_a_rank_that_does_not_come_is_named_by_all():
-    nodes = OnNodes((2, 2))
-    for told in nodes.run(_differing):
-        assert "ranks differ in" in told and "rank 0 has int8, rank 3 has int8:flat" in told, told
+    nodes = RankPool(4, hosts="aabb")
+    for text in nodes.run(_differing):
+        assert "ranks differ in" in text and "rank 0 has int8, rank 3 has int8:flat" in text, text
     told = nodes.run(_absent)
     for rank in range(3):
         assert f"rank {rank} of 4: " in told[rank] and "Bucket 0 holds" in told[rank], told[rank]
         assert "o word from rank 3: it has exited" in told[rank], told[rank]
-    nodes.pool.kill()
+    nodes.kill()

@@ -279,6 +279,7 @@ class _Checks:
     def __init__(self, torchs: Any, ours: Any, bare: Any, setting: str, world_size: int) -> None:
         self.torchs, self.ours, self.bare = torchs, ours, bare
         self.setting, self.world_size = setting, world_size
+        self.two_levels = ours.reducer.transport.name == "two_level"
         self.problems: list[str] = []
         self.where = ""
         self.kept: dict[str, list[Tensor]] = {}  # what error feedback adds on each rank, by parameter
@@ -293,11 +294,15 @@ class _Checks:
             return
         self.kept = {}
         for pipeline in self.ours.reducer.pipelines:
-            gathered = _gather((pipeline.feedback.residual, pipeline.feedback.shard_residual), self.world_size)
-            shards = torch.cat([shard for _, shard in gathered])
+            feedback, where = pipeline.feedback, pipeline.feedback._where
+            first, second = torch.zeros(2, pipeline.bucket.total, dtype=torch.float64)
+            first[where.first] = feedback.residual * where.unit  # in two levels of the node's sum, in its owner's units
+            second[where.second] = feedback.shard_residual
+            gathered = _gather((first, second), self.world_size)
+            shards = sum(shard for _, shard in gathered)
             for slot in pipeline.bucket.slots:
                 place = slice(slot.offset, slot.offset + slot.numel)
-                self.kept[slot.name] = [(first[place] + shards[place]).double() for first, _ in gathered]
+                self.kept[slot.name] = [first[place] + shards[place] for first, _ in gathered]
 
     def after_backward(self, synced: bool) -> None:
         torchs, ours, local = (_grads(model) for model in (self.torchs, self.ours, self.bare))
@@ -332,13 +337,13 @@ class _Checks:
     def _close(self, name: str, found: Tensor, torchs: Tensor, grads: list[Tensor]) -> None:
         """Within the order of summation of torch's, or within the format's bound of the average."""
         if self.setting == "none":
-            expected, bound = in_memory_order(torchs), tolerances.order_of_summation(grads)
+            expected, bound = in_memory_order(torchs), tolerances.order_of_summation(grads, self.two_levels)
         else:
             sums = [in_memory_order(grad) for grad in grads]
-            bound = tolerances.error_bound(self.setting, grads)
+            bound = tolerances.error_bound(self.setting, grads, self.two_levels)
             if kept := self.kept.get(name):
                 sums = [a + b for a, b in zip(sums, kept, strict=True)]
-                bound = tolerances.error_bound_with_feedback(self.setting, grads, kept)
+                bound = tolerances.error_bound_with_feedback(self.setting, grads, kept, self.two_levels)
             expected = torch.stack(sums).mean(0)
         far = (in_memory_order(found) - expected).abs()
         if not bool((far <= bound).all()):

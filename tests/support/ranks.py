@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,25 +38,36 @@ START_SECONDS = 90.0  # importing torch and joining, on a busy machine
 EXIT_SECONDS = 20.0
 GRACE_SECONDS = 2.0  # for the other ranks to report too, once one has failed
 
+# For the fixture `ranks`: its own, and three on two hosts, which reduce in two levels.
+OVER_HOSTS = pytest.mark.parametrize(
+    "ranks",
+    [2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 21))],
+    indirect=True,
+    ids=["2 ranks", "3 ranks", "2+1 ranks"],
+)
+
 
 class RankError(AssertionError):
     """At least one rank raised, died, hung or did not exit cleanly."""
 
 
 def run_ranks(
-    fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, check_exit: bool = True
+    fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, check_exit: bool = True, hosts: str = ""
 ) -> list[T]:
     """`fn(rank, world_size, *args)` on fresh processes; `timeout` counts from when all have joined."""
-    with RankPool(world_size, check_exit=check_exit) as pool:
+    with RankPool(world_size, check_exit, hosts) as pool:
         return pool.run(fn, *args, timeout=timeout)
 
 
 class RankPool:
-    """`world_size` processes that stay alive between runs; started at the first run after a failure too."""
+    """`world_size` processes that stay alive between runs; started at the first run after a failure too.
 
-    def __init__(self, world_size: int, check_exit: bool = False) -> None:
+    `hosts` names the host of each rank by a letter: "aab" puts the third on a host of its own.
+    """
+
+    def __init__(self, world_size: int, check_exit: bool = False, hosts: str = "") -> None:
         self.world_size = world_size
-        self.check_exit = check_exit
+        self.check_exit, self.hosts = check_exit, hosts
         self._processes: list[Forked] = []
         self._stack_files: list[Path] = []
 
@@ -105,7 +117,8 @@ class RankPool:
             handle, stack_file = tempfile.mkstemp(prefix=f"rank{rank}-", suffix=".stacks")
             os.close(handle)
             self._stack_files.append(Path(stack_file))
-            self._processes.append(server(rank).fork(_work, rank, self.world_size, self._store.port, stack_file))
+            host = self.hosts[rank] if self.hosts else ""
+            self._processes.append(server(rank).fork(_work, rank, self.world_size, self._store.port, stack_file, host))
 
     def _send(self, job: Any) -> None:
         data = _dump(job)
@@ -154,12 +167,14 @@ class RankPool:
         return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _work(pipe: Any, rank: int, world_size: int, port: int, stack_file: str) -> None:
+def _work(pipe: Any, rank: int, world_size: int, port: int, stack_file: str, host: str) -> None:
     """The life of one rank: join, then run and answer until told to end (`None`)."""
     stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler needs it for good)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
         one_thread_and_poison()
+        if host:
+            os.environ["FASTREDUCE_HOST"] = host
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.TCPStore("localhost", port, is_master=False)
         limit = datetime.timedelta(minutes=10)  # the parent's timeout comes first

@@ -143,7 +143,9 @@ def error_bound(setting: str, grads: list[Tensor], two_levels: bool = False) -> 
     return SECOND_ORDER * (ranks * u * size + 2 * fp32 * size + own * mean) + 2 * ranks * tiny + HALF_SUBNORMAL[dtype]
 
 
-def error_bound_with_feedback(setting: str, grads: list[Tensor], kept: list[Tensor]) -> Tensor:
+def error_bound_with_feedback(
+    setting: str, grads: list[Tensor], kept: list[Tensor], two_levels: bool = False
+) -> Tensor:
     """How far one reduction may be from the exact average of gradients plus what error feedback kept of earlier ones.
 
     `kept`: of each rank, in memory order, both stages' residuals. The bound grows with magnitudes only, and no
@@ -152,16 +154,16 @@ def error_bound_with_feedback(setting: str, grads: list[Tensor], kept: list[Tens
     reals = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in grads]
     sizes = [_memory_order(g).double().abs() + k.abs() for g, k in zip(reals, kept, strict=True)]
     dtype = reals[0].dtype
-    return error_bound(setting, [size.to(dtype) for size in sizes])
+    return error_bound(setting, [size.to(dtype) for size in sizes], two_levels)
 
 
-def order_of_summation(grads: list[Tensor]) -> Tensor:
+def order_of_summation(grads: list[Tensor], two_levels: bool = False) -> Tensor:
     """How far two averages over three or more ranks in the gradients' dtype may be apart.
 
     torch multiplies by 1/N or divides (views), and a ring adds in an order that depends on the place in the
     bucket: both are within the bound of `none` of the exact average.
     """
-    return 2 * error_bound("none", grads)
+    return error_bound("none", grads) + error_bound("none", grads, two_levels)
 
 
 SHADOW = 2e-3

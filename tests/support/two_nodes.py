@@ -22,23 +22,19 @@ class CannotMake(Exception):
 @contextlib.contextmanager
 def two_nodes(rate: str | None = None) -> Iterator[tuple[str, str]]:
     """The names of two namespaces that reach each other at `ADDRESSES`, both ways shaped to `rate` as tc spells it."""
-    if os.geteuid() != 0:
-        raise CannotMake("network namespaces need root")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            raise CannotMake(f"{tool} is missing: apt-get install iproute2")
+    need_tools()
     first, second = names = (f"fastreduce-{os.getpid()}-0", f"fastreduce-{os.getpid()}-1")
     try:
         for name in names:
-            _do("ip", "netns", "add", name)
-        _do("ip", "link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+            do("ip", "netns", "add", name)
+        do("ip", "link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
         for name, address in zip(names, ADDRESSES, strict=True):
-            _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
             for device in ("lo", INTERFACE):
-                _do("ip", "-n", name, "link", "set", device, "up")
+                do("ip", "-n", name, "link", "set", device, "up")
             if rate is not None:
                 shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-                _do("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)
+                do("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)
         yield names
     finally:
         for name in names:
@@ -68,7 +64,17 @@ def launch(
     return [node.stdout for node in done]
 
 
-def _do(*command: str) -> None:
+def need_tools() -> None:
+    """Raise CannotMake where there can be no namespaces."""
+    if os.geteuid() != 0:
+        raise CannotMake("network namespaces need root")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise CannotMake(f"{tool} is missing: apt-get install iproute2")
+
+
+def do(*command: str) -> None:
+    """Run a command that makes them."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CannotMake(f"{' '.join(command)}: {done.stderr.strip()}")

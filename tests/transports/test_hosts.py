@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import shutil
 import subprocess
@@ -10,11 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from fastreduce.transports import hosts
 from tests.support.commands import PYTHON, run
-from tests.support.ranks import RankPool, message, run_ranks
 
 SAY = "from fastreduce.transports.hosts import this_host; print(this_host())"
 
@@ -54,38 +51,3 @@ def test_a_name_that_was_given_counts_alone(monkeypatch: pytest.MonkeyPatch):
 
 def test_nodes_are_in_the_order_of_their_first_rank():
     assert hosts.nodes_of(["b", "a", "b", "c", "a"]) == [[0, 2], [1, 4], [3]]
-
-
-def _told(rank: int, world_size: int) -> list[object]:
-    """Nodes of two groups, of which the second is told apart; a second question waits for nobody."""
-    world, pair = dist.group.WORLD, dist.new_group()
-    one = hosts.nodes_of(hosts.hosts_of(world))
-    os.environ["FASTREDUCE_HOST"] = f"node {rank % 2}"
-    try:
-        two = hosts.nodes_of(hosts.hosts_of(pair))
-        again = hosts.nodes_of(hosts.hosts_of(world)) if rank == 0 else one
-    finally:
-        del os.environ["FASTREDUCE_HOST"]
-    return [one, two, again]
-
-
-def test_ranks_tell_each_other(ranks3: RankPool):
-    assert ranks3.run(_told) == [[[[0, 1, 2]], [[0, 2], [1]], [[0, 1, 2]]]] * 3
-
-
-def _alone(rank: int, world_size: int) -> str:
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
-    return message(lambda: hosts.hosts_of(group)) if rank == 0 else ""
-
-
-def _garbled(rank: int, world_size: int) -> str:
-    if rank == 1:
-        hosts.this_host = lambda: "../../etc"
-    return message(lambda: hosts.hosts_of(dist.group.WORLD))
-
-
-def test_who_does_not_come_or_sends_something_else_is_named():
-    told, _ = run_ranks(_alone, 2, check_exit=False)
-    assert "rank 0 of 2: finding out who shares a host failed. No word from rank 1: it has exited" in told
-    for rank, told in enumerate(run_ranks(_garbled, 2)):
-        assert f"rank {rank} of 2: finding out who shares a host failed. Rank 1 sent '../../etc'" in told

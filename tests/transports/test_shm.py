@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import os
 import re
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -321,6 +323,67 @@ def test_too_little_room_is_told_by_every_rank_with_what_helps():
         assert re.search(r"says: \d+ bytes in /dev/shm: no room: \d+ bytes are free .*--shm-size", text), text
 
 
+@contextlib.contextmanager
+def _small_folder(path: Path) -> Iterator[str]:
+    """A file system in memory, of 64 MB."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount")
+    try:
+        yield str(path)
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def _filled(rank: int, world_size: int, folder: str) -> list[str]:
+    """What carries a wrapper's gradients within a host that trains while the folder fills up, and those of the next."""
+
+    def made() -> Any:
+        return wrap("ours", nn.Linear(300, 300, bias=False))
+
+    def train(ddp: Any, steps: int) -> None:
+        for _ in range(steps):
+            ddp.zero_grad()
+            ddp(torch.full((1, 300), rank + 1.0)).sum().backward()
+            assert (ddp.module.weight.grad == (world_size + 1) / 2).all()
+
+    def name(ddp: Any) -> str:
+        transport = ddp.reducer.transport
+        found: str = transport.levels.moves.name if transport.name == "two_level" else transport.name
+        return found
+
+    def fill() -> None:
+        with open(f"{folder}/filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+
+    with _in(folder):
+        before, filler = made(), threading.Thread(target=fill)
+        train(before, 3)
+        if rank == 0:
+            filler.start()
+        train(before, 60)
+        if rank == 0:
+            filler.join()
+            assert os.statvfs(folder).f_bavail == 0
+        dist.barrier()
+        train(before, 30)
+        after = made()
+        train(after, 3)
+        return [name(before), name(after)]
+
+
+@pytest.mark.parametrize("hosts", ["", pytest.param("aab", marks=pytest.mark.long)], ids=["one host", "two hosts"])
+def test_a_folder_that_fills_up_in_mid_training_disturbs_none_and_the_next_wrapper_takes_gloo(
+    hosts: str, tmp_path: Path
+):
+    """What a segment takes is its own from the beginning: no rank ends by SIGBUS."""
+    with _small_folder(tmp_path / "shm") as folder:
+        first, second, *alone = run_ranks(_filled, max(2, len(hosts)), folder, hosts=hosts)
+    assert first == second == ["shm", "gloo"] and alone == [["local", "local"]] * bool(hosts)
+
+
 @pytest.mark.slow
 def test_another_containers_memory_is_told():
     own = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
@@ -354,8 +417,8 @@ def test_transports_are_asked_for_by_name(ranks2: RankPool):
             "gloo gloo",
             "shm shm",
             "gloo gloo",
-            "SettingError: FASTREDUCE_TRANSPORT=udp: allowed: gloo, shm, nccl",
-            "SettingError: transport='tcp': allowed: gloo, shm, nccl",
+            "SettingError: FASTREDUCE_TRANSPORT=udp: allowed: gloo, shm, nccl, two_level",
+            "SettingError: transport='tcp': allowed: gloo, shm, nccl, two_level",
         ]
 
 

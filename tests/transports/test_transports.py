@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import re
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -16,8 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 from fastreduce import TransportError, all_reduce_gradients, transports
-from fastreduce.transports import GlooTransport, LocalTransport, ShmTransport, gloo, local_ranks
+from fastreduce.transports import (
+    GlooTransport,
+    LocalTransport,
+    ShmTransport,
+    Transport,
+    gloo,
+    local_ranks,
+    make_transport,
+)
 from fastreduce.transports.connections import Lease, drop_free
+from tests.support import ranks as support
 from tests.support.models import assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool, message, run_ranks
 from tests.support.thread_ranks import in_threads
@@ -30,13 +41,32 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
     return pool
 
 
-KINDS = {"gloo": GlooTransport, "shm": ShmTransport}
+def _two_level(group: Any) -> Transport:
+    return make_transport(group, "cpu", "two_level")
 
 
-@pytest.fixture(params=list(KINDS))
+KINDS: dict[str, Callable[[Any], Transport]] = {"gloo": GlooTransport, "shm": ShmTransport, "two_level": _two_level}
+PLACES = {"two_level": (3, "aab")}  # how many ranks, and their hosts; else two on one
+DOING = {"two_level": r"over (gloo|shm)|a reduction in two levels"}
+
+
+@pytest.fixture(params=["gloo", "shm", pytest.param("two_level", marks=pytest.mark.long)])
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest, kind: str) -> RankPool:
+    """Ranks that live on, as many as a kind wants."""
+    found: RankPool = request.getfixturevalue("ranks21" if kind == "two_level" else "ranks2")
+    return found
+
+
+def _run(kind: str, fn: Any, check_exit: bool = True) -> list[Any]:
+    """On fresh ranks."""
+    ranks, hosts = PLACES.get(kind, (2, ""))
+    return run_ranks(fn, ranks, kind, timeout=90, check_exit=check_exit, hosts=hosts)
 
 
 def _collected(rank: int, world_size: int, kind: str) -> list[Any]:
@@ -52,7 +82,7 @@ def _closed(rank: int, world_size: int, kind: str) -> list[str]:
             transport.exchange(0)
         getattr(transport, end)()
         transport.close()
-        wire = torch.ones(4)
+        wire = torch.ones(2 * world_size)
         calls: list[Any] = [
             lambda t=transport, w=wire: t.all_reduce(w),
             lambda t=transport, w=wire: t.all_to_all(torch.empty_like(w), w),
@@ -63,9 +93,11 @@ def _closed(rank: int, world_size: int, kind: str) -> list[str]:
     return seen
 
 
-def test_a_closed_transport_says_so(ranks2: RankPool, kind: str):
-    for rank, seen in enumerate(ranks2.run(_closed, kind)):
-        assert seen == [f"TransportError: rank {rank} of 2: this {kind} transport is closed"] * 12
+def test_a_closed_transport_says_so(pool: RankPool, kind: str):
+    carries = "gloo" if kind == "two_level" else kind  # what goes over all ranks
+    for rank, seen in enumerate(pool.run(_closed, kind)):
+        me = f"rank {rank} of {pool.world_size}"
+        assert seen == [f"TransportError: {me}: this {carries} transport is closed"] * 12
 
 
 def _connections_to_the_store(rank: int, world_size: int) -> list[int]:
@@ -117,20 +149,21 @@ def test_a_connection_that_is_made_again_in_the_same_store_asks_for_no_stale_add
 
 
 def _two_under_way(rank: int, world_size: int, kind: str) -> list[str]:
-    """What two collectives under way say on rank 0 when rank 1 does not come to them."""
+    """What two collectives under way say when rank 1 does not come to them."""
     transport = KINDS[kind](dist.new_group(timeout=datetime.timedelta(seconds=2)))
     transport.exchange(rank)
-    works = [] if rank else [transport.all_gather(torch.ones(2)) for _ in range(2)]
+    works = [] if rank == 1 else [transport.all_gather(torch.ones(world_size)) for _ in range(2)]
     told = [message(work.wait) for work in works]
     transport.abort()
     return told
 
 
 def test_all_that_fails_with_the_first_names_who_is_missing_too(kind: str):
-    first, _ = run_ranks(_two_under_way, 2, kind, check_exit=False)
+    first, *_ = _run(kind, _two_under_way, check_exit=False)
     assert len(first) == 2 and all("No word from rank 1: it has exited" in text for text in first), first
 
 
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
 def test_what_moves_is_what_should(ranks: RankPool, kind: str):
     for rank, (name, at, size, *seen) in enumerate(ranks.run(_collected, kind)):
         assert (name, at, size) == (kind, rank, ranks.world_size)
@@ -169,8 +202,8 @@ def test_a_thread_that_does_not_come_is_a_transport_error():
 # gloo: our own group
 
 
-def test_our_collectives_do_not_mix_with_the_users(ranks2: RankPool, kind: str):
-    for good in ranks2.run(_mixed, kind):
+def test_our_collectives_do_not_mix_with_the_users(pool: RankPool, kind: str):
+    for good in pool.run(_mixed, kind):
         assert good
 
 
@@ -182,7 +215,7 @@ def _mixed(rank: int, world_size: int, kind: str) -> bool:
     def run_ours() -> None:
         for _ in range(20):
             transport.all_reduce(ours).wait()
-            ours.mul_(0.5)
+            ours.div_(world_size)
 
     thread = threading.Thread(target=run_ours)
     if rank == 0:
@@ -190,15 +223,17 @@ def _mixed(rank: int, world_size: int, kind: str) -> bool:
         time.sleep(0.05)
     for _ in range(20):
         dist.all_reduce(users)
-        users.mul_(0.5)
-    if rank == 1:
+        users.div_(world_size)
+    if rank != 0:
         thread.start()
     thread.join()
-    return bool((ours == 1.5).all() and (users == 10.5).all())
+    mean = (world_size - 1) / 2
+    return bool((ours == 1 + mean).all() and (users == 10 + mean).all())
 
 
-def test_many_groups_of_ours_stand_beside_each_other(ranks3: RankPool, kind: str):
-    assert ranks3.run(_many, kind) == [[6.0 * (i + 1) for i in range(4)]] * 3
+def test_many_groups_of_ours_stand_beside_each_other(request: pytest.FixtureRequest, kind: str):
+    three: RankPool = request.getfixturevalue("ranks21" if kind == "two_level" else "ranks3")
+    assert three.run(_many, kind) == [[6.0 * (i + 1) for i in range(4)]] * 3
 
 
 def _many(rank: int, world_size: int, kind: str) -> list[float]:
@@ -291,21 +326,21 @@ def _absent(rank: int, world_size: int, kind: str) -> list[tuple[str, float]]:
 
 
 def _absent_from_construction(rank: int, group: Any) -> None:
-    if rank == 0:
+    if rank != 1:
         wrap("ours", nn.Linear(4, 4), process_group=group)
 
 
 def _absent_from_function(rank: int, group: Any) -> None:
     gradients = [torch.ones(5), torch.ones(6)]
     all_reduce_gradients(gradients, "fp16", group=group)
-    if rank == 0:
+    if rank != 1:
         all_reduce_gradients(gradients, "fp16", group=group)
 
 
 def _absent_from_backward(rank: int, group: Any, **options: Any) -> None:
     body = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
     model = wrap("ours", body, process_group=group, **options)
-    for step in range(3 + (rank == 0)):
+    for step in range(3 + (rank != 1)):
         model(batch(rank, step, 4, 20)).sum().backward()
 
 
@@ -315,18 +350,20 @@ def _absent_from_two_shot(rank: int, group: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["gloo", pytest.param("shm", marks=pytest.mark.long)], indirect=True)
 def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters_and_processes_end(kind: str):
-    here, elsewhere = run_ranks(_absent, 2, kind, timeout=90)
+    here, elsewhere, *third = _run(kind, _absent)
     assert [text for text, _ in elsewhere] == [""] * 4
     construction, function, backward, two_shot = (text for text, _ in here)
-    for text, took in here:
-        assert "rank 0 of 2" in text and f"over {kind} failed" in text, text
+    for i, (text, took) in enumerate(here):
+        doing = DOING.get(kind, f"over {kind}") if i else "choosing a transport"
+        assert re.search(rf"rank 0 of {3 if third else 2}: .*({doing}) failed", text), text
         assert "No word from rank 1: it has exited, takes no part" in text, text
         assert took < SHORT + 15
-    assert "connecting" in construction
-    assert "all_to_all" in function and "Bucket 0 holds tensor 0, tensor 1" in function
-    assert "all_reduce" in backward and "Bucket 0 holds" in backward
+    if kind != "two_level":
+        assert "all_to_all" in function and "all_reduce" in backward and "all_to_all" in two_shot
+    assert "Bucket 0 holds tensor 0, tensor 1" in function
+    assert "Bucket 0 holds" in backward and "Bucket" not in construction
     assert all(name in backward for name in ("0.weight", "0.bias", "1.weight", "1.bias"))
-    assert "all_to_all" in two_shot and "Bucket 0 holds 1." in two_shot
+    assert "Bucket 0 holds 1." in two_shot
 
 
 def _one_of_three_is_absent(rank: int, world_size: int, kind: str) -> str:
@@ -344,7 +381,8 @@ def _one_of_three_is_absent(rank: int, world_size: int, kind: str) -> str:
 
 @pytest.mark.long
 def test_of_three_ranks_only_the_absent_one_is_named(kind: str):
-    first, absent, third = run_ranks(_one_of_three_is_absent, 3, kind, timeout=60)
+    hosts = PLACES.get(kind, (3, ""))[1]
+    first, absent, third = run_ranks(_one_of_three_is_absent, 3, kind, timeout=60, hosts=hosts)
     assert absent == ""
     for text in (first, third):
         assert "No word from rank 1: it has exited" in text, text
@@ -364,8 +402,10 @@ def _dies(rank: int, world_size: int, kind: str) -> str:
     return "nothing"
 
 
-def test_a_peer_that_dies_is_a_transport_error_at_once(kind: str):
-    pool = RankPool(2)
+def test_a_peer_that_dies_is_a_transport_error_at_once(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(support, "GRACE_SECONDS", 10.0)  # in two levels ranks ask each other for 2 s
+    ranks, hosts = PLACES.get(kind, (2, ""))
+    pool = RankPool(ranks, hosts=hosts)
     try:
         with pytest.raises(AssertionError) as caught:
             pool.run(_dies_and_tells, kind, timeout=40)
@@ -376,6 +416,6 @@ def test_a_peer_that_dies_is_a_transport_error_at_once(kind: str):
 
 def _dies_and_tells(rank: int, world_size: int, kind: str) -> None:
     text = _dies(rank, world_size, kind)
-    assert f"over {kind} failed" in text, text
+    assert re.search(f"({DOING.get(kind, f'over {kind}')}) failed", text), text
     assert "Bucket 0 holds weight, bias" in text or "Bucket 0 holds bias, weight" in text, text
     raise AssertionError(f"TransportError told: {text}")

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
-from fastreduce.transports import Nodes
+from fastreduce.transports import Nodes, TwoLevelTransport, make_transport
+from fastreduce.transports.shm import segments
 from tests.support import two_nodes
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankPool
+from tests.support.transport_cases import collect, expected
 from tests.support.two_level_job import SETTINGS
 
 
@@ -47,3 +56,52 @@ def test_across_two_hosts(ranks: tuple[int, int], tmp_path: Path):
             # ring, which goes from a node to the other once, 2 (N-1)/N W.
             share = 3 / 4 if ranks == (2, 1) else 2 / 3 if setting == "none" else 1 / 2
             assert two <= 1.05 * flat * share, f"{setting}: {two} bytes, flat {flat}"
+
+
+# On ranks that name their hosts
+
+
+def _asked(group: Any) -> TwoLevelTransport:
+    transport = make_transport(group, "cpu", "two_level")
+    assert isinstance(transport, TwoLevelTransport)
+    return transport
+
+
+def _collected(rank: int, world_size: int) -> list[Any]:
+    """What every collective gives over all ranks, those of the node, and those of the column."""
+    transport = _asked(dist.group.WORLD)
+    levels = transport.levels
+    found = [collect(each) for each in (transport, *levels.sums)]
+    transport.close()
+    return found
+
+
+def test_what_moves_on_each_level_is_what_should(ranks21: RankPool):
+    places = [("shm", 0, 2), ("gloo", 0, 2)], [("shm", 1, 2), ("local", 0, 1)], [("local", 0, 1), ("gloo", 1, 2)]
+    for rank, found in enumerate(ranks21.run(_collected)):
+        assert [tuple(seen[:3]) for seen in found] == [("two_level", rank, 3), *places[rank]]
+        for _, at, of, *seen in found:
+            assert_same_bits(seen, expected(at, of), f"rank {rank}, {at} of {of}")
+
+
+def _constructed(rank: int, world_size: int, folder: str, times: int) -> list[Any]:
+    """Descriptors, threads and mapped segments after some and after many, beside two groups by turns."""
+    process, seen, groups = psutil.Process(), [], [dist.group.WORLD, dist.new_group()]
+    with patch.object(segments, "FOLDER", Path(folder)):
+        for i in range(times):
+            transport = _asked(groups[i % 2])
+            levels, tensor = transport.levels, torch.ones(10)
+            for level in levels.sums:
+                level.all_reduce(tensor).wait()
+            assert tensor[0] == (2 if rank == 1 else 3)  # which owns no column
+            transport.close()
+            if i in (9, times - 1):
+                maps = Path("/proc/self/maps").read_text()
+                seen.append((process.num_fds(), process.num_threads(), maps.count(segments.PREFIX)))
+    return [*seen, os.listdir(folder)]
+
+
+@pytest.mark.long
+def test_many_constructions_leave_nothing(ranks21: RankPool, tmp_path: Path):
+    for early, late, left in ranks21.run(_constructed, str(tmp_path), 100, timeout=300):
+        assert early == late and left == []

@@ -54,13 +54,14 @@ def transport_rows(device: torch.device) -> list[Row]:
         shm = Row("shm", "can run, for ranks of one host") if no_shm is None else Row("shm", no_shm, MISSING)
         asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
         by_itself = "shm within a host, gloo between hosts" if no_shm is None else "gloo"
-        chosen = Row(CHOSEN, asked if asked in ("gloo", "shm") else by_itself)
+        chosen = Row(CHOSEN, asked if "cpu" in TRANSPORTS.get(asked, ()) else by_itself)
         if asked == "shm" and no_shm is not None:
             chosen = Row(CHOSEN, f"none: {no_shm}", FAILED, f"unset {ENVIRONMENT_VARIABLE}")
         if asked and asked not in TRANSPORTS:
             allowed = ", ".join(TRANSPORTS)
             chosen = Row(CHOSEN, f"none: {ENVIRONMENT_VARIABLE}={asked}: allowed: {allowed}", FAILED)
-        return [chosen, mpi, shm, Row("nccl", "moves CUDA tensors only", MISSING)]
+        levels = Row("two_level", "can run, where one of several hosts has several ranks")
+        return [chosen, mpi, shm, levels, Row("nccl", "moves CUDA tensors only", MISSING)]
     if nccl is None:
         return [Row(CHOSEN, "nccl"), Row("gloo", "moves CPU tensors", MISSING)]
     return [Row(CHOSEN, f"none: {nccl}", FAILED if torch.cuda.is_available() else MISSING)]

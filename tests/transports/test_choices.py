@@ -1,0 +1,149 @@
+"""What ranks ask for, told before a transport is made: those that differ get one error, and nobody waits."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastreduce import all_reduce_gradients, transports
+from fastreduce.transports import GlooTransport, choices, make_transport
+from fastreduce.transports.hosts import nodes_of
+from tests.support.models import wrap
+from tests.support.ranks import RankPool, message
+
+# What each of three ranks asks for by transport= and by FASTREDUCE_TRANSPORT, and what all are told.
+Asked = tuple[str | None, str]
+SAME = "Ask for the same on every rank"
+DIFFERING: dict[str, tuple[list[Asked], str]] = {
+    "arguments": (
+        [("shm", ""), ("gloo", ""), ("shm", "")],
+        f"ranks differ in their transport: transport='shm' on rank 0, 2; transport='gloo' on rank 1. {SAME}",
+    ),
+    "variables": (
+        [(None, "gloo"), (None, "gloo"), (None, "shm")],
+        "ranks differ in their transport: FASTREDUCE_TRANSPORT=gloo on rank 0, 1; FASTREDUCE_TRANSPORT=shm on rank 2. "
+        + SAME,
+    ),
+    "one asks": (
+        [(None, ""), ("gloo", ""), (None, "two_level")],
+        "ranks differ in their transport: nothing asked for on rank 0; transport='gloo' on rank 1; "
+        f"FASTREDUCE_TRANSPORT=two_level on rank 2. {SAME}",
+    ),
+}
+
+
+def _made(asked: Asked, make: Any) -> str:
+    with patch.dict(os.environ, FASTREDUCE_TRANSPORT=asked[1]):
+        return message(lambda: make(asked[0]))
+
+
+def _differ(rank: int, world_size: int) -> tuple[list[list[str]], list[str], float]:
+    """What wrapping and averaging say in each case, over one group; then what one gets who asks in several ways."""
+    group: Any = dist.new_group()
+    tensors, start = [torch.ones(3)], time.monotonic()
+    calls = (
+        lambda asked: wrap("ours", nn.Linear(2, 2), process_group=group, transport=asked),
+        lambda asked: all_reduce_gradients(tensors, group=group, transport=asked),
+    )
+    told = [[_made(asked[rank], call) for call in calls] for asked, _ in DIFFERING.values()]
+    told.append([_made(("tcp" if rank == 1 else "gloo", ""), calls[0])])
+    seconds = time.monotonic() - start
+    with patch.dict(os.environ, FASTREDUCE_TRANSPORT="gloo" if rank else "nccl"):  # which moves no CPU tensors
+        names = [make_transport(group, "cpu", None if rank else "gloo").name]
+    names += [make_transport(group).name, make_transport(group, "cpu", "shm").name]
+    return told, names, seconds
+
+
+def test_ranks_that_ask_for_others_are_told_what_all_ask_for(ranks3: RankPool):
+    for rank, (told, names, seconds) in enumerate(ranks3.run(_differ)):
+        *cases, unknown = told
+        for seen, (_, expected) in zip(cases, DIFFERING.values(), strict=True):
+            assert seen == [f"MismatchError: {expected}"] * 2
+        why = "SettingError: transport='tcp': allowed: gloo, shm, nccl, two_level"
+        assert unknown == [why if rank == 1 else f"MismatchError: rank 1 could not be set up: {why}"]
+        assert names == ["gloo", "shm", "shm"] and seconds < 30  # not the group's timeout
+
+
+def _many(rank: int, world_size: int) -> str:
+    with patch.object(choices, "NAMED", 2):
+        return message(lambda: make_transport(dist.group.WORLD, "cpu", "shm" if rank == 2 else "gloo"))
+
+
+def test_long_lists_of_ranks_are_cut(ranks3: RankPool):
+    found = [choices.Choice("gloo", "transport='gloo'", "", "")] * 20
+    assert choices._listed(found) == "transport='gloo' on rank 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    assert "transport='gloo' on rank 0, 1; transport='shm' on rank 2." in ranks3.run(_many)[0]
+
+
+def _two_levels(rank: int, world_size: int) -> dict[str, str]:
+    """What asking for two levels gives, by who shares a host with whom."""
+
+    def made(hosts: str, device: str = "cpu", alone: bool = False) -> str:
+        with patch.dict(os.environ, FASTREDUCE_HOST=hosts[rank]):
+            group: Any = dist.new_group()
+            return message(lambda: make_transport(group, device, "two_level", alone))
+
+    found = {"one": made("aaa"), "each": made("abc"), "two": made("aab"), "alone": made("aab", alone=True)}
+    found["cuda"] = made("aab", "cuda")
+    with patch.dict(os.environ, FASTREDUCE_HOST="aab"[rank]):
+        group: Any = dist.new_group()
+        transports.register_transport(group, lambda group: GlooTransport(group))
+        found["registered"] = message(lambda: make_transport(group, "cpu", "two_level"))
+        chosen: Any = dist.new_group()
+        made_here = make_transport(chosen, "cpu", "two_level")
+        found["name"] = made_here.name
+        if rank == 0:
+            found["loaded"] = make_transport(chosen, "cpu", "two_level", alone=True).name
+    return found
+
+
+def test_two_levels_can_be_asked_for_and_are_refused_with_the_reason(ranks3: RankPool):
+    for rank, found in enumerate(ranks3.run(_two_levels)):
+        refused = f"BackendUnavailableError: rank {rank} of 3: transport='two_level': "
+        assert found["two"] == "no error" and found["name"] == "two_level"
+        assert found.pop("loaded", "two_level") == "two_level"
+        assert found["one"].startswith(f"{refused}all ranks run on one host") and "transport='shm'" in found["one"]
+        assert found["each"].startswith(f"{refused}each rank runs on a host of its own")
+        assert found["alone"].startswith(f"{refused}ranks have not told their hosts yet")
+        assert found["registered"].startswith(f"{refused}what is registered for these ranks")
+        assert "moves tensors on cpu, and these are on cuda" in found["cuda"]
+
+
+# Hosts
+
+
+def _told(rank: int, world_size: int) -> list[Any]:
+    """The nodes of two groups, of which the second is told apart, and of the first one again: told once."""
+    world, pair = dist.group.WORLD, dist.new_group()
+    one = nodes_of(choices.agree(world, "", ""))
+    with patch.dict(os.environ, FASTREDUCE_HOST=f"node {rank % 2}"):
+        two = nodes_of(choices.agree(pair, "", ""))
+        return [one, two, nodes_of(choices.agree(world, "", ""))]
+
+
+def test_ranks_tell_each_other_their_hosts(ranks3: RankPool):
+    assert ranks3.run(_told) == [[[[0, 1, 2]], [[0, 2], [1]], [[0, 1, 2]]]] * 3
+
+
+def _unheard(rank: int, world_size: int) -> list[str]:
+    """What is said where rank 1 does not come, and where it sends something else."""
+    group: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    told = [message(lambda: make_transport(group)) if rank == 0 else ""]
+    garbled: Any = dist.new_group()
+    host = "../../etc" if rank == 1 else choices.this_host()  # type: ignore[attr-defined]
+    with patch.object(choices, "this_host", lambda: host):
+        return [*told, message(lambda: make_transport(garbled))]
+
+
+def test_who_does_not_come_or_sends_something_else_is_named(ranks2: RankPool):
+    for rank, (absent, garbled) in enumerate(ranks2.run(_unheard)):
+        assert rank == 1 or "rank 0 of 2: choosing a transport failed. No word from rank 1: it has exited" in absent
+        assert f"rank {rank} of 2: choosing a transport failed. rank 1 sent " in garbled, garbled
+        assert "which is no message of fastreduce: '../../etc' is no host" in garbled, garbled

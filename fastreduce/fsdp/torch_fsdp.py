@@ -6,6 +6,7 @@ breaks in the middle of a backward.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,8 @@ FIRST, LAST = "2.9", "2.15"  # the versions of torch that we know
 _PLACE = "torch.distributed.fsdp._fully_shard"
 _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
     "_fsdp_common": {"FSDPMeshInfo": (), "HSDPMeshInfo": ()},
-    "_fsdp_state": {"FSDPState": ("_fsdp_param_group",)},
+    "_fsdp_collectives": {"DefaultReduceScatter": ()},
+    "_fsdp_state": {"FSDPState": ("_fsdp_param_group", "_is_root", "_lazy_init", "_modules")},
     "_fsdp_param": {
         "FSDPParam": (
             "_unsharded_param",
@@ -34,6 +36,7 @@ _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "_fsdp_param_group": {
         "FSDPParamGroup": (
+            "_all_gather_comm",
             "_all_reduce_hook",
             "_post_reduce_event",
             "_reduce_scatter_comm",
@@ -45,6 +48,7 @@ _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
             "mesh_info",
             "modules",
             "mp_policy",
+            "post_forward_mesh_info",
             "post_backward",
             "reduce_grads",
         )
@@ -72,9 +76,10 @@ def missing_names(find: Callable[[str], Any] = importlib.import_module) -> list[
 
 
 def _has(cls: type, name: str) -> bool:
-    """Whether instances have an attribute: of the class, declared in it, or set by its constructor."""
-    constructor: Any = vars(cls)["__init__"]
-    return hasattr(cls, name) or name in inspect.get_annotations(cls) or name in constructor.__code__.co_names
+    """Whether instances have an attribute: of the class, declared in it, or set by what constructs them."""
+    makers: list[Any] = [vars(cls)[maker] for maker in ("__init__", "init") if maker in vars(cls)]
+    is_set = any(name in maker.__code__.co_names for maker in makers)
+    return hasattr(cls, name) or name in inspect.get_annotations(cls) or is_set
 
 
 def check_torch(missing: Sequence[str], version: str) -> None:
@@ -92,6 +97,8 @@ def check_torch(missing: Sequence[str], version: str) -> None:
 
 check_torch(missing_names(), torch.__version__)
 _meshes: Any = importlib.import_module(f"{_PLACE}._fsdp_common")
+_collectives: Any = importlib.import_module(f"{_PLACE}._fsdp_collectives")
+_states: Any = importlib.import_module(f"{_PLACE}._fsdp_state")
 
 
 class Member:
@@ -157,6 +164,12 @@ class Group:
         return f"module {self.name!r}" if self.name else "the root module"
 
     @property
+    def listed(self) -> str:
+        """Names of its parameters, of many the first ones."""
+        names = [member.name for member in self.members]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    @property
     def device(self) -> torch.device:
         """Where gradients are reduced."""
         device: torch.device = self._inner.device
@@ -176,10 +189,26 @@ class Group:
         return dtype
 
     @property
+    def gather_dtype(self) -> torch.dtype:
+        """What parameters are gathered in, as its mixed precision says and parameters are now."""
+        dtype: torch.dtype = self._inner.mp_policy.param_dtype or self.members[0].parameter.dtype
+        return dtype
+
+    @property
     def divides_by(self) -> float | None:
         """What `set_gradient_divide_factor` was told."""
         factor: float | None = self._inner.gradient_divide_factor
         return factor
+
+    @property
+    def reduces(self) -> bool:
+        """What `set_requires_gradient_sync` was told."""
+        return bool(self._inner.reduce_grads)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody has replaced torch's reduce-scatter."""
+        return type(self._inner._reduce_scatter_comm) is not _collectives.DefaultReduceScatter
 
     @property
     def reduces_over_replicas(self) -> bool:
@@ -212,6 +241,25 @@ class Group:
         """Let `reduce_scatter` be called in place of torch's; `present` tells of what."""
         self._inner._reduce_scatter_comm = reduce_scatter
         self._watch()
+
+    def gathered_otherwise(self) -> SettingError | None:
+        """An error, if parameters are gathered in more ways than one."""
+        before, after = self._inner.mesh_info, self._inner.post_forward_mesh_info
+        if after is not None and after != before:
+            return SettingError(
+                f"fastreduce.fsdp.compress(all_gather=…): {self} is gathered by fewer ranks in backward, as "
+                "reshard_after_forward says; allowed with all_gather are True and False"
+            )
+        if any(hasattr(member.local, "fsdp_pre_all_gather") for member in self.members):
+            return SettingError(
+                f"fastreduce.fsdp.compress(all_gather=…): parameters of {self} say themselves how they are gathered "
+                "(fsdp_pre_all_gather)"
+            )
+        return None
+
+    def gather_with(self, all_gather: Any) -> None:
+        """Let `all_gather` be called in place of torch's."""
+        self._inner._all_gather_comm = all_gather
 
     def hooked(self) -> SettingError | None:
         """An error, if `set_all_reduce_hook` was called for it."""
@@ -305,6 +353,24 @@ def scale_of(op: Any, ranks: int) -> float:
     if kind == dist.ReduceOp.SUM:
         return 1.0
     raise SettingError(f"fastreduce.fsdp: a reduce-scatter by {op}; allowed: AVG, SUM and PREMUL_SUM")
+
+
+def when_training_begins(call: Callable[[nn.Module], None]) -> None:
+    """Call with the root of every sharded model, right before its parameters are gathered for the first time.
+
+    Every rank does, since every rank gathers. Who is the root is known no sooner.
+    """
+    state: Any = _states.FSDPState
+    begin = state._lazy_init
+
+    @functools.wraps(begin)
+    def begin_and_call(self: Any) -> None:
+        begun = self._is_root is not None
+        begin(self)
+        if not begun:
+            call(self._modules[0])
+
+    state._lazy_init = begin_and_call
 
 
 def call_after_backward(call: Callable[[], None]) -> None:

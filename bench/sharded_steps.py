@@ -79,6 +79,7 @@ class Reduction:
     """How a contestant reduces sharded gradients: by default as torch does."""
 
     compress: str | None = None  # the setting of what is scattered
+    all_gather: str | None = None  # the setting of parameters
     replicate: str | None = None  # the setting of what replicas exchange
     transport: str | None = None  # None: it chooses
     by_hand: Callable[[], Any] | None = None  # in place of torch's reduce-scatter
@@ -93,21 +94,25 @@ ON_ONE_HOST = {
 }
 SHARDED = {
     **{name: Reduction(name) for name in ("none", "fp16", "int8", "int4")},
+    **{f"int8, parameters {name}": Reduction("int8", all_gather=name) for name in ("bf16", "int8")},
     "torch": Reduction(),
     "torch, cast to fp16": Reduction(by_hand=partial(CastAllToAll, torch.float16)),
 }
 HYBRID = {
-    **{name: Reduction("none", name) for name in ("none", "fp16", "int8", "int4")},
+    **{name: Reduction("none", replicate=name) for name in ("none", "fp16", "int8", "int4")},
     "torch": Reduction(),
 }
 # Relative to the norm of the gradients that torch's own reduction ends with, whose order of summation may be another.
 TOLERANCES = {"none": 2.0**-20, "fp16": 2.0**-10, "bf16": 2.0**-7, "int8": 2.0**-5, "int4": 2.0**-2}
+ROUNDED = {None: 1, "bf16": 4, "int8": 8}  # times as much, where parameters are rounded too
 
 
 def bounds(settings: dict[str, Reduction]) -> dict[str, float]:
     """By contestant, for ours."""
     return {
-        name: TOLERANCES[each.replicate or each.compress or "none"] for name, each in settings.items() if each.compress
+        name: TOLERANCES[each.replicate or each.compress] * ROUNDED[each.all_gather]
+        for name, each in settings.items()
+        if each.compress is not None
     }
 
 
@@ -126,7 +131,9 @@ class Contestant:
         self.timed: list[Timed] = []
         ours: ShardedModel | None = None
         if reduction.compress is not None:
-            ours = fastreduce.fsdp.compress(model, reduction.compress, transport=reduction.transport)
+            ours = fastreduce.fsdp.compress(
+                model, reduction.compress, all_gather=reduction.all_gather, transport=reduction.transport
+            )
         if reduction.replicate is not None:
             fastreduce.fsdp.replicate(model, mesh["replicate"], reduction.replicate, transport=reduction.transport)
         if ours is not None and timed:

@@ -1,15 +1,13 @@
 """FSDP2 of torch as far as it is private: no other module of ours touches a name that torch may change.
 
-Names are checked when this is imported, so that a torch that has changed them is told by its version, and not by what
-breaks in the middle of a backward.
+A name that it touches stands in `torch_names.py` too, which looks for it in the installed torch.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,88 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..errors import BackendUnavailableError, SettingError
+from ..errors import SettingError
+from .torch_names import PLACE  # they are there
 
-FIRST, LAST = "2.9", "2.15"  # the versions of torch that we know
-_PLACE = "torch.distributed.fsdp._fully_shard"
-_TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
-    "_fsdp_common": {"FSDPMeshInfo": (), "HSDPMeshInfo": ()},
-    "_fsdp_collectives": {"DefaultReduceScatter": ()},
-    "_fsdp_state": {"FSDPState": ("_fsdp_param_group", "_is_root", "_lazy_init", "_modules")},
-    "_fsdp_param": {
-        "FSDPParam": (
-            "_unsharded_param",
-            "grad_offload_event",
-            "padded_sharded_param_size",
-            "sharded_param",
-            "unsharded_accumulated_grad",
-        )
-    },
-    "_fsdp_param_group": {
-        "FSDPParamGroup": (
-            "_all_gather_comm",
-            "_all_reduce_hook",
-            "_post_reduce_event",
-            "_reduce_scatter_comm",
-            "_reduce_scatter_process_group",
-            "all_reduce_grads",
-            "device",
-            "fsdp_params",
-            "gradient_divide_factor",
-            "mesh_info",
-            "modules",
-            "mp_policy",
-            "post_forward_mesh_info",
-            "post_backward",
-            "reduce_grads",
-        )
-    },
-}
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and activation checkpointing add to names
-
-
-def missing_names(find: Callable[[str], Any] = importlib.import_module) -> list[str]:
-    """What we touch, and the installed torch lacks; `find` imports a module."""
-    missing = []
-    for module_name, classes in _TOUCHED.items():
-        try:
-            module = find(f"{_PLACE}.{module_name}")
-        except ImportError:
-            missing.append(f"{_PLACE}.{module_name}")
-            continue
-        for class_name, attributes in classes.items():
-            cls = getattr(module, class_name, None)
-            if cls is None:
-                missing.append(f"{module_name}.{class_name}")
-            else:
-                missing += [f"{class_name}.{name}" for name in attributes if not _has(cls, name)]
-    return missing
-
-
-def _has(cls: type, name: str) -> bool:
-    """Whether instances have an attribute: of the class, declared in it, or set by what constructs them."""
-    makers: list[Any] = [vars(cls)[maker] for maker in ("__init__", "init") if maker in vars(cls)]
-    is_set = any(name in maker.__code__.co_names for maker in makers)
-    return hasattr(cls, name) or name in inspect.get_annotations(cls) or is_set
-
-
-def check_torch(missing: Sequence[str], version: str) -> None:
-    """Refuse a torch that lacks names.
-
-    Raises:
-        BackendUnavailableError: naming the version and the names.
-    """
-    if missing:
-        raise BackendUnavailableError(
-            f"fastreduce.fsdp: torch {version} has changed FSDP2, and lacks {', '.join(missing)}. It works with torch "
-            f"{FIRST} to {LAST}: install one of these, or a newer fastreduce"
-        )
-
-
-check_torch(missing_names(), torch.__version__)
-_meshes: Any = importlib.import_module(f"{_PLACE}._fsdp_common")
-_collectives: Any = importlib.import_module(f"{_PLACE}._fsdp_collectives")
-_states: Any = importlib.import_module(f"{_PLACE}._fsdp_state")
+_meshes: Any = importlib.import_module(f"{PLACE}._fsdp_common")
+_collectives: Any = importlib.import_module(f"{PLACE}._fsdp_collectives")
+_states: Any = importlib.import_module(f"{PLACE}._fsdp_state")
 
 
 class Member:

@@ -34,7 +34,9 @@ def _begin(model: nn.Module) -> None:
         why = str(error)
     if replacement.ORDERS in os.environ:
         if why:
-            raise SettingError(f"fastreduce compare: contestants cannot reduce the gradients of this {name}: {why}")
+            advice = ", by fastreduce.fsdp.compress or otherwise: leave it to compare" if groups else ""
+            refusal = f"contestants cannot reduce the gradients of this {name}: {why}{advice}"
+            raise SettingError(f"fastreduce compare: {refusal}")
         measuring.attach(MeasuredModel(model, groups, Orders.read().first))
         return
     setting = "" if why else str(compress(model).compression)

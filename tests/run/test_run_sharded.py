@@ -119,3 +119,4 @@ def test_a_reduction_that_the_script_chooses_cannot_be_compared(tmp_path: Path):
     done, _ = measured(tmp_path, SCRIPT, 2, "4", "own", end=3)
     assert done.returncode != 0
     assert "contestants cannot reduce the gradients of this Sequential: the script itself says what" in done.stderr
+    assert "by fastreduce.fsdp.compress or otherwise: leave it to compare" in done.stderr

@@ -163,7 +163,9 @@ def watch_sharding(module: ModuleType) -> None:
         _watch_sharded()
         return fully_shard(*args, **kwargs)
 
-    module.fully_shard = shard_and_watch  # type: ignore[attr-defined]
+    for each in list(sys.modules.values()):  # who has imported it before, too
+        if getattr(each, "__dict__", {}).get("fully_shard") is fully_shard:
+            each.fully_shard = shard_and_watch  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -82,7 +82,8 @@ def test_a_setting_that_it_cannot_have_ends_the_run(sharding: Path):
     assert "fastreduce.fsdp.compress: 'int8:warm_up=5': it counts no steps, so it takes no warm_up" in done.stderr
 
 
-@pytest.mark.parametrize("first", ["int8", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["int8", "torch"])
 def test_one_contestant_of_a_sharded_training_is_timed(tmp_path: Path, first: str):
     orders = {"contestants": (first,), "rounds": 1, "warm_up": 1, "settle": 1, "steps": 2}
     done, lines = measured(tmp_path, SCRIPT, 2, "9", first=first, **orders)

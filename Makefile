@@ -39,8 +39,10 @@ gpu:
 	$(PYTHON) -m bench.gpu --out out/gpu
 	$(PYTHON) -m bench.gpu --collect out/gpu --out out/gpu
 
+# SHARDED=test/distributed/_composable/fsdp of a checkout of torch: its tests of FSDP2 too, which its wheel leaves out
 conformance: .venv/.stamp-dev
 	$(BIN)/python -m tests.conformance
+	$(if $(SHARDED),$(BIN)/python -m tests.conformance --sharded $(SHARDED))
 
 lint: .venv/.stamp-lint
 	$(BIN)/ruff check

@@ -95,12 +95,31 @@ def goals(results: Results) -> Iterator[Goal]:
         for name, limit in (("int8", 0.6), ("torch", 0.2), ("torch fp16 hook", 0.35)):
             what = f"step int8 in two levels / {name}, 25 M parameters, 2 nodes of 2 ranks, 1 Gbit/s"
             yield Goal(what, False, limit, *_with_interval(rows[name]["ratio"]))
+    yield from _sharded(results)
     if "test_step[none]" in results:
         rows = results["test_step[none]"]["contestants"].items()
         counts = {name: row["allocations"] for name, row in rows if row["stages_s"] and "reference" not in name}
         most = max(counts, key=lambda name: counts[name])
         where = f"most of {len(counts)}: {most}"
         yield Goal("gradient-sized allocations a step, beyond the model's own", False, 0, counts[most], where)
+
+
+def _sharded(results: Results) -> Iterator[Goal]:
+    """Goals of models that FSDP2 has sharded."""
+    for compression in ("fp16", "bf16"):
+        if (name := f"test_sharded_reduce_scatter[{compression}]") in results:
+            rival = f"torch, cast to {compression}"
+            what = f"FSDP2: reduce-scatter {compression} / {rival}, 25 M parameters, 2 ranks of one host"
+            figure = results[name]["contestants"][rival]["ratio"]
+            yield Goal(what, False, 0.8, *_with_interval(figure))
+    for test, compression, where in (
+        ("sharded", "int8, parameters bf16", "sharded over 2 nodes"),
+        ("hybrid", "int8", "2 nodes of 2 ranks, averaged between nodes"),
+    ):
+        if (name := f"test_{test}_step[{compression}]") in results:
+            what = f"FSDP2: step {compression} / torch, 25 M parameters, {where}, 1 Gbit/s"
+            figure = results[name]["contestants"]["torch"]["ratio"]
+            yield Goal(what, False, 0.35, *_with_interval(figure))
 
 
 def _shared(results: Results) -> Iterator[Goal]:

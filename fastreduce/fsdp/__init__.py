@@ -16,7 +16,11 @@ _ATTRIBUTE = "_fastreduce_fsdp"  # of the model, which holds what holds it: both
 
 
 def compress(
-    model: nn.Module, compression: AnySetting | Policy = None, *, transport: str | None = None
+    model: nn.Module,
+    compression: AnySetting | Policy = None,
+    *,
+    all_gather: AnySetting | Policy = None,
+    transport: str | None = None,
 ) -> ShardedModel:
     """Let gradients be reduced by our kernels from now on, in place of every reduce-scatter of a sharded model.
 
@@ -28,6 +32,9 @@ def compress(
         compression: as in `DistributedDataParallel`: a spec string, a setting, or a policy of parameters' names; None
             means FASTREDUCE_COMPRESSION. Without `warm_up` and `rounding=stochastic`, and without `accumulate=wire`:
             the sum is our kernel's.
+        all_gather: a setting or a policy for parameters too, such as `"bf16"` or `"int8"`: forward and backward compute
+            with what it makes of them, the same on every rank, and the sharded parameters stay as they are for the
+            optimizer. Without `error_feedback`, besides. None: they are gathered by torch, as they are.
         transport: the name of what moves the data: `"gloo"`, `"shm"`, `"nccl"` or `"two_level"`; None as in
             `DistributedDataParallel`.
 
@@ -35,12 +42,13 @@ def compress(
         What tells the bytes that are sent, and what error feedback keeps: give it to `torch.distributed.checkpoint`.
 
     Raises:
-        SettingError: if `compression` is no setting that can be used, or the model is not sharded, or is replicated.
+        SettingError: if `compression` or `all_gather` is no setting that can be used, or the model is not sharded, or
+            is replicated.
         MismatchError: on every rank, if models or settings differ between ranks.
         BackendUnavailableError: if kernels or transport cannot run here.
     """
     found = _of(model, "compress")
-    found.compress(compression, transport)
+    found.compress(compression, all_gather, transport)
     return found
 
 

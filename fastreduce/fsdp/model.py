@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..reduction.pipeline import warm_up as warm_up_pipelines
 from ..reduction.shared_buffers import SharedBuffers
 from ..transports import Transport, make_transport
 from . import wires
+from .all_gather import CompressedAllGather
 from .followed import Follower
 from .kept import Kept
 from .reduce_scatter import CompressedReduceScatter
@@ -32,6 +34,9 @@ class ShardedModel:
     Args:
         model: the model.
 
+    Attributes:
+        compression: what `compress` was given, a setting or a policy; None before.
+
     Raises:
         SettingError: if nothing in it is sharded, or something by what cannot be replaced.
     """
@@ -43,6 +48,7 @@ class ShardedModel:
         self._averages: list[ReplicaAverage] = []
         self._transports: list[Transport] = []
         self._replicas: Transport | None = None
+        self.compression: Compression | Policy | None = None
         self._follower = Follower()
         self._close = weakref.finalize(self, _close, self._transports)
         self._close.atexit = False
@@ -57,20 +63,33 @@ class ShardedModel:
         """Bytes that this rank sends in one backward for its gradients, by the reductions that were replaced."""
         return sum(reduction.sent_bytes for reduction in self._reductions)
 
+    @property
+    def transport_name(self) -> str:
+        """What moves gradients, as in `transport=`; of several transports the first one's."""
+        return self._transports[0].name
+
     def close(self) -> None:
         """End the connections; the model trains no more."""
         self._close()
 
-    def compress(self, compression: AnySetting | Policy, transport: str | None) -> None:
-        """Replace the reduce-scatter of every group (`fastreduce.fsdp.compress`)."""
+    def compress(
+        self, compression: AnySetting | Policy, all_gather: AnySetting | Policy, transport: str | None
+    ) -> None:
+        """Replace the reduce-scatter of every group, and where asked the all-gather (`fastreduce.fsdp.compress`)."""
         if self._scatters:
             raise SettingError("fastreduce.fsdp.compress: called already for this model; call it once")
-        settings, error = self._settings(compression, "compress", summed_here=True)
+        settings, error = self._settings(compression, "compress", _why_not_scattered)
+        gathered: dict[str, Compression] = {}
+        if all_gather is not None:
+            gathered, wrong = self._settings(all_gather, "compress(all_gather=…)", _why_not_gathered)
+            for group in self._groups:
+                wrong = wrong or group.gathered_otherwise()
+            error = error or wrong
         by_ranks: dict[tuple[int, ...], list[Group]] = {}
         for group in self._groups:
             by_ranks.setdefault(tuple(dist.get_process_group_ranks(group.ranks)), []).append(group)
         for groups in by_ranks.values():
-            made = self._connect(groups[0].ranks, groups, transport, settings, error)
+            made = self._connect(groups[0].ranks, groups, transport, settings, error, gathered)
             for group, dtype, setting in self._kinds(groups, settings):
                 wires.warm_up(dtype, group.device, setting, made.world_size)
             buffers = SharedBuffers()
@@ -78,12 +97,23 @@ class ShardedModel:
                 scatter = CompressedReduceScatter(group, settings, made, buffers, self._follower)
                 group.reduce_with(scatter)
                 self._scatters.append(scatter)
+            if gathered:  # over connections of its own: on a GPU both are under way at once
+                self._gather(groups, gathered, self._connect(groups[0].ranks, groups, transport, gathered))
+        self.compression = Policy.of(compression)
+
+    def _gather(self, groups: Sequence[Group], settings: Mapping[str, Compression], made: Transport) -> None:
+        for device, dtype, setting in dict.fromkeys(
+            (group.device, group.gather_dtype, settings[member.name]) for group in groups for member in group.members
+        ):
+            wires.warm_up_gather(dtype, device, setting, made.world_size)
+        for group in groups:
+            group.gather_with(CompressedAllGather(group, settings, made))
 
     def replicate(self, ranks: dist.ProcessGroup, compression: AnySetting | Policy, transport: str | None) -> None:
         """Average every group's shard over `ranks` (`fastreduce.fsdp.replicate`)."""
         if self._averages:
             raise SettingError("fastreduce.fsdp.replicate: called already for this model; call it once")
-        settings, error = self._settings(compression, "replicate", summed_here=False)
+        settings, error = self._settings(compression, "replicate", _why_not_averaged)
         for group in self._groups:
             error = error or group.hooked()
         self._replicas = made = self._connect(ranks, self._groups, transport, settings, error)
@@ -95,8 +125,8 @@ class ShardedModel:
             self._averages.append(average)
 
     def _settings(
-        self, compression: AnySetting | Policy, call: str, summed_here: bool
-    ) -> tuple[dict[str, Compression], Exception | None]:
+        self, compression: AnySetting | Policy, call: str, why_not: Callable[[Compression], str]
+    ) -> tuple[dict[str, Compression], SettingError | None]:
         """The setting of each parameter; an error is for all ranks to know."""
         try:
             setting = Policy.of(compression)
@@ -107,15 +137,8 @@ class ShardedModel:
             parameters = [member.parameter for group in self._groups for member in group.members]
             settings = dict(zip(self._names, assigned(setting, self._names, parameters), strict=True))
             for each in dict.fromkeys(settings.values()):
-                if each.random_seed is not None:
-                    raise SettingError(
-                        f"fastreduce.fsdp.{call}: {str(each)!r}: it counts no steps, so it takes no rounding=stochastic"
-                    )
-                if summed_here and not each.two_shot and not isinstance(each, NoCompression):
-                    raise SettingError(
-                        f"fastreduce.fsdp.{call}: {str(each)!r} is summed by the transport's all-reduce, and sharded "
-                        f"gradients are reduced by an all-to-all and our kernel: write {each.name!r}"
-                    )
+                if why := why_not(each):
+                    raise SettingError(f"fastreduce.fsdp.{call}: {str(each)!r}{why}")
         except SettingError as error:
             return {}, error
         return settings, None
@@ -126,13 +149,18 @@ class ShardedModel:
         groups: Iterable[Group],
         asked: str | None,
         settings: Mapping[str, Compression],
-        error: Exception | None,
+        error: Exception | None = None,
+        gathered: Mapping[str, Compression] = MappingProxyType({}),
     ) -> Transport:
         """A transport, on which all ranks have agreed."""
         groups = list(groups)
         made = make_transport(ranks, groups[0].device, asked)
         members = [member for group in groups for member in group.members]
-        told = {f"the parameter {m.name!r}": f"{settings.get(m.name)}, {_describe(m.parameter)}" for m in members}
+        told = {}
+        for member in members:
+            also = f", gathered under {gathered[member.name]}" if member.name in gathered else ""
+            named = f"{settings.get(member.name)}{also}"
+            told[f"the parameter {member.name!r}"] = f"{named}, {_describe(member.parameter)}"
         try:
             check_agreement(made, told, error)
         except BaseException:
@@ -187,6 +215,32 @@ class ShardedModel:
             raise SettingError(f"fastreduce.fsdp: only {where} has residuals of parameter {name!r} under {kind!r}")
         for each in kept:
             each.load(state[each.kind])
+
+
+def _why_not_averaged(setting: Compression) -> str:
+    """Why an all-reduce between replicas cannot have a setting; ""."""
+    if setting.random_seed is not None:
+        return ": it counts no steps, so it takes no rounding=stochastic"
+    return ""
+
+
+def _why_not_scattered(setting: Compression) -> str:
+    """Why a reduce-scatter cannot have a setting; ""."""
+    if not setting.two_shot and not isinstance(setting, NoCompression):
+        return (
+            " is summed by the transport's all-reduce, and sharded gradients are reduced by an all-to-all and our "
+            f"kernel: write {setting.name!r}"
+        )
+    return _why_not_averaged(setting)
+
+
+def _why_not_gathered(setting: Compression) -> str:
+    """Why an all-gather of parameters cannot have a setting; ""."""
+    if setting.error_feedback:
+        return ": parameters are gathered from what they are each time, so it takes no error_feedback"
+    if not setting.two_shot and not isinstance(setting, NoCompression):
+        return f" says how gradients are summed, and nothing is summed in an all-gather: write {setting.name!r}"
+    return _why_not_averaged(setting)
 
 
 def _describe(parameter: Tensor) -> str:

@@ -50,9 +50,7 @@ class CompressedReduceScatter:
         self._follower = follower
         self._followed: list[Followed] = []
         self._group, self._settings, self._transport, self._buffers = group, settings, transport, buffers
-        names = [member.name for member in group.members]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        self._naming = Naming(f"FSDP reduces {group}, with {', '.join(names[:8])}{more}.")
+        self._naming = Naming(f"FSDP reduces {group}, with {group.listed}.")
         self._kernels = ops.choose(group.device)
         self._lay_out([i for i, member in enumerate(group.members) if member.parameter.requires_grad])
 

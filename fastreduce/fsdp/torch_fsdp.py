@@ -1,14 +1,13 @@
 """FSDP2 of torch as far as it is private: no other module of ours touches a name that torch may change.
 
-Names are checked when this is imported, so that a torch that has changed them is told by its version, and not by what
-breaks in the middle of a backward.
+A name that it touches stands in `torch_names.py` too, which looks for it in the installed torch.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,82 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..errors import BackendUnavailableError, SettingError
+from ..errors import SettingError
+from .torch_names import PLACE  # they are there
 
-FIRST, LAST = "2.9", "2.15"  # the versions of torch that we know
-_PLACE = "torch.distributed.fsdp._fully_shard"
-_TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
-    "_fsdp_common": {"FSDPMeshInfo": (), "HSDPMeshInfo": ()},
-    "_fsdp_state": {"FSDPState": ("_fsdp_param_group",)},
-    "_fsdp_param": {
-        "FSDPParam": (
-            "_unsharded_param",
-            "grad_offload_event",
-            "padded_sharded_param_size",
-            "sharded_param",
-            "unsharded_accumulated_grad",
-        )
-    },
-    "_fsdp_param_group": {
-        "FSDPParamGroup": (
-            "_all_reduce_hook",
-            "_post_reduce_event",
-            "_reduce_scatter_comm",
-            "_reduce_scatter_process_group",
-            "all_reduce_grads",
-            "device",
-            "fsdp_params",
-            "gradient_divide_factor",
-            "mesh_info",
-            "modules",
-            "mp_policy",
-            "post_backward",
-            "reduce_grads",
-        )
-    },
-}
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and activation checkpointing add to names
-
-
-def missing_names(find: Callable[[str], Any] = importlib.import_module) -> list[str]:
-    """What we touch, and the installed torch lacks; `find` imports a module."""
-    missing = []
-    for module_name, classes in _TOUCHED.items():
-        try:
-            module = find(f"{_PLACE}.{module_name}")
-        except ImportError:
-            missing.append(f"{_PLACE}.{module_name}")
-            continue
-        for class_name, attributes in classes.items():
-            cls = getattr(module, class_name, None)
-            if cls is None:
-                missing.append(f"{module_name}.{class_name}")
-            else:
-                missing += [f"{class_name}.{name}" for name in attributes if not _has(cls, name)]
-    return missing
-
-
-def _has(cls: type, name: str) -> bool:
-    """Whether instances have an attribute: of the class, declared in it, or set by its constructor."""
-    constructor: Any = vars(cls)["__init__"]
-    return hasattr(cls, name) or name in inspect.get_annotations(cls) or name in constructor.__code__.co_names
-
-
-def check_torch(missing: Sequence[str], version: str) -> None:
-    """Refuse a torch that lacks names.
-
-    Raises:
-        BackendUnavailableError: naming the version and the names.
-    """
-    if missing:
-        raise BackendUnavailableError(
-            f"fastreduce.fsdp: torch {version} has changed FSDP2, and lacks {', '.join(missing)}. It works with torch "
-            f"{FIRST} to {LAST}: install one of these, or a newer fastreduce"
-        )
-
-
-check_torch(missing_names(), torch.__version__)
-_meshes: Any = importlib.import_module(f"{_PLACE}._fsdp_common")
+_meshes: Any = importlib.import_module(f"{PLACE}._fsdp_common")
+_collectives: Any = importlib.import_module(f"{PLACE}._fsdp_collectives")
+_states: Any = importlib.import_module(f"{PLACE}._fsdp_state")
 
 
 class Member:
@@ -157,6 +87,12 @@ class Group:
         return f"module {self.name!r}" if self.name else "the root module"
 
     @property
+    def listed(self) -> str:
+        """Names of its parameters, of many the first ones."""
+        names = [member.name for member in self.members]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    @property
     def device(self) -> torch.device:
         """Where gradients are reduced."""
         device: torch.device = self._inner.device
@@ -176,10 +112,26 @@ class Group:
         return dtype
 
     @property
+    def gather_dtype(self) -> torch.dtype:
+        """What parameters are gathered in, as its mixed precision says and parameters are now."""
+        dtype: torch.dtype = self._inner.mp_policy.param_dtype or self.members[0].parameter.dtype
+        return dtype
+
+    @property
     def divides_by(self) -> float | None:
         """What `set_gradient_divide_factor` was told."""
         factor: float | None = self._inner.gradient_divide_factor
         return factor
+
+    @property
+    def reduces(self) -> bool:
+        """What `set_requires_gradient_sync` was told."""
+        return bool(self._inner.reduce_grads)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody has replaced torch's reduce-scatter."""
+        return type(self._inner._reduce_scatter_comm) is not _collectives.DefaultReduceScatter
 
     @property
     def reduces_over_replicas(self) -> bool:
@@ -212,6 +164,25 @@ class Group:
         """Let `reduce_scatter` be called in place of torch's; `present` tells of what."""
         self._inner._reduce_scatter_comm = reduce_scatter
         self._watch()
+
+    def gathered_otherwise(self) -> SettingError | None:
+        """An error, if parameters are gathered in more ways than one."""
+        before, after = self._inner.mesh_info, self._inner.post_forward_mesh_info
+        if after is not None and after != before:
+            return SettingError(
+                f"fastreduce.fsdp.compress(all_gather=…): {self} is gathered by fewer ranks in backward, as "
+                "reshard_after_forward says; allowed with all_gather are True and False"
+            )
+        if any(hasattr(member.local, "fsdp_pre_all_gather") for member in self.members):
+            return SettingError(
+                f"fastreduce.fsdp.compress(all_gather=…): parameters of {self} say themselves how they are gathered "
+                "(fsdp_pre_all_gather)"
+            )
+        return None
+
+    def gather_with(self, all_gather: Any) -> None:
+        """Let `all_gather` be called in place of torch's."""
+        self._inner._all_gather_comm = all_gather
 
     def hooked(self) -> SettingError | None:
         """An error, if `set_all_reduce_hook` was called for it."""
@@ -305,6 +276,24 @@ def scale_of(op: Any, ranks: int) -> float:
     if kind == dist.ReduceOp.SUM:
         return 1.0
     raise SettingError(f"fastreduce.fsdp: a reduce-scatter by {op}; allowed: AVG, SUM and PREMUL_SUM")
+
+
+def when_training_begins(call: Callable[[nn.Module], None]) -> None:
+    """Call with the root of every sharded model, right before its parameters are gathered for the first time.
+
+    Every rank does, since every rank gathers. Who is the root is known no sooner.
+    """
+    state: Any = _states.FSDPState
+    begin = state._lazy_init
+
+    @functools.wraps(begin)
+    def begin_and_call(self: Any) -> None:
+        begun = self._is_root is not None
+        begin(self)
+        if not begun:
+            call(self._modules[0])
+
+    state._lazy_init = begin_and_call
 
 
 def call_after_backward(call: Callable[[], None]) -> None:

@@ -116,3 +116,11 @@ def warm_up(dtype: torch.dtype, device: torch.device, compression: Compression, 
         for numel in (32, 33):  # Triton compiles for multiples of 16, for others, and for 1
             shards = torch.zeros(ranks, numel, dtype=each, device=device)
             ops.choose(device).reduce_shards(shards, torch.zeros_like(shards[0]), 1.0)
+
+
+def warm_up_gather(dtype: torch.dtype, device: torch.device, compression: Compression, ranks: int) -> None:
+    """Compile (or load from the disk cache) every kernel that an all-gather of `dtype` will launch."""
+    own, every = (RowWire([0], [""], [1], compression, rows, device) for rows in (1, ranks))
+    packed = torch.zeros(every.numel(dtype), dtype=every.dtype(dtype), device=device)
+    own.compress([torch.zeros(1, dtype=dtype, device=device)], packed.view(ranks, -1)[0])
+    every.decode(packed, dtype, list(torch.zeros(ranks, 1, dtype=dtype, device=device)))

@@ -40,8 +40,10 @@ def canonical(name: str) -> str:
     return str(Policy.of(name))
 
 
-def why_fixed(model: TorchDDP) -> str:
+def why_fixed(model: Any) -> str:
     """Why the contestant of `model` cannot change while it trains; "" where it can."""
+    if not isinstance(model, TorchDDP):
+        return "the script shards its model, and settings of sharded models are for good"
     if model.mixed_precision is not None:
         return "the script trains with mixed_precision="
     if model._delay_all_reduce_params:
@@ -55,10 +57,12 @@ def why_fixed(model: TorchDDP) -> str:
     return ""
 
 
-def why_missing(model: TorchDDP, name: str) -> str:
+def why_missing(model: Any, name: str) -> str:
     """Why torch does not have a contestant for `model`; "" where it has, and for settings of ours."""
     hook = TORCHS.get(name)
     try:
+        if hook is not None and not isinstance(model, TorchDDP):
+            return "FSDP2 takes no communication hooks"
         if hook is not None:
             model._check_comm_hook(hook)
     except (TypeError, ValueError) as error:

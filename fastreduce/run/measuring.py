@@ -31,8 +31,8 @@ from .orders import Orders
 _training: Training | None = None
 
 
-def attach(model: TorchDDP) -> None:
-    """Measure the training of this process, whose new wrapper `model` is."""
+def attach(model: Any) -> None:
+    """Measure the training of this process, whose new wrapper `model` is, or `sharded.MeasuredModel`."""
     global _training
     if _training is None:
         _training = Training(Orders.read(), model)
@@ -48,10 +48,10 @@ class Training:
     4. Rank 0 writes what all ranks have measured, after each step or turn, while nobody is timed.
     """
 
-    def __init__(self, orders: Orders, model: TorchDDP) -> None:
+    def __init__(self, orders: Orders, model: Any) -> None:
         self._orders, self._turns = orders, orders.turns
-        self._models: weakref.WeakSet[TorchDDP] = weakref.WeakSet()
-        self._lead: weakref.ref[TorchDDP] | None = None  # the wrapper whose reductions are steps
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lead: weakref.ref[Any] | None = None  # the wrapper whose reductions are steps
         self._place = open(f"{orders.record}.{model.process_group.rank()}", "wb", buffering=0)  # noqa: SIM115
         self._transport = make_transport(model.process_group, "cpu")
         self._cuda = model.device_type == "cuda"
@@ -69,20 +69,24 @@ class Training:
             parameters=parameters,
             ranks=self._transport.world_size,
             device=model.device_type,
-            transport=model.reducer.transport.name if isinstance(model, DistributedDataParallel) else "",
+            transport=_transport_of(model),
         )
         self._listen()
 
-    def add(self, model: TorchDDP) -> None:
+    def add(self, model: Any) -> None:
         """Let a new wrapper begin as the first contestant."""
         missing = {name: why for name in set(self._turns) if (why := contestants.why_missing(model, name))}
         if missing and len(missing) < len(set(self._turns)):
             self._turns = [name for name in self._turns if name not in missing]
             self._write(missing=missing)
-        contestants.begin(model, self._orders.first)
+        if isinstance(model, TorchDDP):
+            contestants.begin(model, self._orders.first)
         if self._orders.shadow and not self._models and isinstance(model, DistributedDataParallel):
             self._shadow = Shadow(model, self._orders.shadow, self._orders.shadow_every)
         self._models.add(model)
+        if not isinstance(model, TorchDDP):  # sharded: it has begun, and is in its first forward
+            model.module.register_forward_pre_hook(lambda *_: self.forward(model))
+            self.forward(model)
 
     def _listen(self) -> None:
         torch.autograd.backward = _around_backward(torch.autograd.backward, self)
@@ -90,7 +94,7 @@ class Training:
         for kind in (TorchDDP, DistributedDataParallel):
             kind._pre_forward = _before_forward(kind._pre_forward, self)  # type: ignore[method-assign]
 
-    def forward(self, model: TorchDDP) -> None:
+    def forward(self, model: Any) -> None:
         """Called before each forward of a wrapper."""
         if not torch.is_grad_enabled():
             return
@@ -112,7 +116,7 @@ class Training:
                 self._armed = True
                 self._say_place(f"is in step {self._steps + 1}")
 
-    def _why_fixed(self, model: TorchDDP) -> str:
+    def _why_fixed(self, model: Any) -> str:
         """Between one wrapper's steps another's backward may be pending, as in a GAN."""
         return "the script wraps several modules" if len(self._models) > 1 else contestants.why_fixed(model)
 
@@ -225,6 +229,12 @@ class Training:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _transport_of(model: Any) -> str:
+    if not isinstance(model, TorchDDP):
+        return str(model.transport_name)
+    return model.reducer.transport.name if isinstance(model, DistributedDataParallel) else ""
 
 
 def _loss(roots: Any) -> float:

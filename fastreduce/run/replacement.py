@@ -4,10 +4,11 @@ Imports the standard library alone, and ours (0.4 s) when a module is wrapped: a
 
 1. `environment` makes the environment of a run: `startup/sitecustomize.py` comes first in every Python that it starts.
 2. `join_run`, called from there, lets torch's class be replaced once torch is imported. Nobody else imports it.
-3. The class itself stays, so that it does not matter who holds it, since when and by which name: what it constructs
+3. `fully_shard` is watched: what it has sharded is ours to reduce from its first forward on (`sharded.py`).
+4. The class itself stays, so that it does not matter who holds it, since when and by which name: what it constructs
    becomes ours, and a class derived from it is derived from ours from then on. Dynamo finds the active module there.
-4. Where FASTREDUCE_SEED is set, Python, NumPy and torch are seeded before the script sees them.
-5. Each wrapping leaves a line in the run's record as it happens, by what reduces its gradients; `summary` counts them.
+5. Where FASTREDUCE_SEED is set, Python, NumPy and torch are seeded before the script sees them.
+6. Each wrapping leaves a line in the run's record as it happens, by what reduces its gradients; `summary` counts them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ ORDERS = "_FASTREDUCE_ORDERS"  # of `fastreduce compare`: run/orders.py
 SEED = "FASTREDUCE_SEED"
 STARTUP = str(Path(__file__).parent / "startup")
 TORCHS_MODULE = "torch.nn.parallel.distributed"
-NONE_WRAPPED = "no module was wrapped: no Python process of this run that we reached made a DistributedDataParallel"
+SHARDING = "torch.distributed.fsdp._fully_shard._fully_shard"  # where fully_shard is
+NONE_WRAPPED = (
+    "no module was wrapped: no Python process of this run that we reached made a DistributedDataParallel, or trained "
+    "what fully_shard has sharded"
+)
+HOW = {"wrapped": "wrapped by fastreduce", "sharded": "sharded by FSDP2 and reduced by fastreduce"}
+NOT_OURS = {"wrapped": "wrapped by torch's class", "sharded": "sharded by FSDP2 and left as they are"}
 OURS = "_transport_argument"  # an attribute that our __init__ sets before it calls torch's
 
 _record = ""  # the file that wrappings are noted in; "": nobody wants to know
@@ -60,6 +67,7 @@ def join_run() -> None:
         return
     _record = run["record"]
     _when_loaded[TORCHS_MODULE] = replace
+    _when_loaded[SHARDING] = watch_sharding
     if (number := seed()) is not None:
         _seed(number)
     sys.meta_path.insert(0, _Finder())
@@ -146,6 +154,35 @@ def replace(module: ModuleType) -> None:
     torchs.__init__, torchs.__setstate__ = construct_ours, set_state_and_note
 
 
+def watch_sharding(module: ModuleType) -> None:
+    """Let `module.fully_shard`, torch's function, say that there will be sharded models (`sharded.py`)."""
+    fully_shard = module.fully_shard
+
+    @functools.wraps(fully_shard)
+    def shard_and_watch(*args: Any, **kwargs: Any) -> Any:
+        _watch_sharded()
+        return fully_shard(*args, **kwargs)
+
+    for each in list(sys.modules.values()):  # who has imported it before, too
+        if getattr(each, "__dict__", {}).get("fully_shard") is fully_shard:
+            each.fully_shard = shard_and_watch  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _watch_sharded() -> None:
+    try:
+        from .sharded import watch
+    except Exception as error:
+        write_down("sharded", "what fully_shard has sharded", "", "", _cannot_import(error))
+    else:
+        watch()
+
+
+def _cannot_import(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    return f"fastreduce cannot be imported by {sys.executable}: {type(error).__name__}: {text}"
+
+
 def restore(module: ModuleType) -> None:
     """Undo `replace`. What has become ours stays so."""
     torchs = module.DistributedDataParallel
@@ -163,8 +200,7 @@ def _become_ours(model: Any, torchs: type) -> str:
     try:
         ours = _ours()
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
-        return f"fastreduce cannot be imported by {sys.executable}: {type(error).__name__}: {text}"
+        return _cannot_import(error)
     take_name(sys.modules[TORCHS_MODULE])
     kind = type(model)
     if kind is torchs:
@@ -209,7 +245,6 @@ def _why_torch_reduces(model: Any) -> str:
 
 def _note(model: Any, why: str) -> None:
     """Write down who reduces the gradients of `model`: fastreduce, if there is no `why`."""
-    global _said
     kind, inside = type(model).__name__, type(model.module).__name__
     if ORDERS in os.environ:
         from . import measuring
@@ -218,10 +253,25 @@ def _note(model: Any, why: str) -> None:
     if why:
         warnings.warn(f"torch's own DistributedDataParallel reduces the gradients of this {kind}: {why}", stacklevel=3)
     setting = "" if why else str(model.compression)
-    if not (why or _said) and model.process_group.rank() == 0:
+    write_down("wrapped", f"{kind}({inside})", inside, setting, why, model.process_group.rank())
+
+
+def write_down(how: str, what: str, name: str, setting: str, why: str, rank: int = 0) -> None:
+    """Say once, and leave in the run's record, who reduces the gradients of a module.
+
+    Args:
+        how: "wrapped" or "sharded".
+        what: it is, in the record.
+        name: of its class.
+        setting: ours, if there is no `why`.
+        why: it is not us.
+        rank: of this process; 0 says it.
+    """
+    global _said
+    if not (why or _said) and rank == 0:
         _said = True
-        print(f"fastreduce: {inside} is wrapped by fastreduce, compression {setting}", file=sys.stderr, flush=True)
-    line = json.dumps({"pid": os.getpid(), "what": f"{kind}({inside})", "setting": setting, "why": why})
+        print(f"fastreduce: {name} is {HOW[how]}, compression {setting}", file=sys.stderr, flush=True)
+    line = json.dumps({"pid": os.getpid(), "how": how, "what": what, "setting": setting, "why": why})
     try:
         file = os.open(_record, os.O_WRONLY | os.O_APPEND)
     except OSError:  # nobody wants to know, or the run is over
@@ -237,17 +287,19 @@ def summary(record: Path) -> str:
         lines = [json.loads(line) for line in record.read_text().splitlines() if line.endswith("}")]
     except OSError as error:  # long runs outlive temporary files
         return f"what was wrapped is not known: {error}"
-    ours = [line for line in lines if not line["why"]]
-    torchs = Counter((line["what"], line["why"]) for line in lines if line["why"])
+    torchs = Counter((line["how"], line["what"], line["why"]) for line in lines if line["why"])
     parts = []
-    if ours:
+    for how, reduced in HOW.items():
+        ours = [line for line in lines if line["how"] == how and not line["why"]]
+        if not ours:
+            continue
         settings = Counter(line["setting"] for line in ours)
         named = ", ".join(f"{name} ({n})" for name, n in settings.items()) if len(settings) > 1 else ours[0]["setting"]
         processes = len({line["pid"] for line in ours})
         where = "1 process" if processes == 1 else f"{processes} processes"
-        parts.append(f"{_modules(len(ours))} in {where} wrapped by fastreduce, compression {named}")
-    for (what, why), count in torchs.items():
-        parts.append(f"{_modules(count)} wrapped by torch's class: {what}, because {why}")
+        parts.append(f"{_modules(len(ours))} in {where} {reduced}, compression {named}")
+    for (how, what, why), count in torchs.items():
+        parts.append(f"{_modules(count)} {NOT_OURS[how]}: {what}, because {why}")
     return "; ".join(parts)
 
 
@@ -261,5 +313,5 @@ def _say_summary(owner: int) -> None:
     record = Path(_record)
     text = summary(record) or NONE_WRAPPED
     record.unlink(missing_ok=True)
-    if os.environ.get("RANK", "0") == "0" or "torch's class" in text:
+    if os.environ.get("RANK", "0") == "0" or ", because " in text:
         print(f"fastreduce run: {text}", file=sys.stderr, flush=True)

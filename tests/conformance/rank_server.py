@@ -6,6 +6,7 @@ Reads a line of JSON a test from stdin, answers with one on stdout; ends at end 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -21,13 +22,19 @@ GRACE_SECONDS = 3.0  # for the other ranks to report too, once one has failed
 FAILED = 3  # exit code of a rank that says why
 
 
+def _shim() -> Any:
+    """What has the tests: of DDP, or of FSDP2, which come from a folder."""
+    name = "sharded_shim" if "CONFORMANCE_SOURCES" in os.environ else "shim"
+    return importlib.import_module(f"tests.conformance.{name}")
+
+
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    from . import shim
+    shim = _shim()
 
     shim.warm_up()
-    print(json.dumps(shim.ddp_tests()), file=answers)
+    print(json.dumps(shim.names()), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(run(**request)), file=answers)
@@ -72,7 +79,7 @@ def _fork(rank: int, test: str, which: str, folder: Path, timeout: float) -> int
 
 
 def _be_rank(rank: int, test: str, which: str, folder: Path) -> int:
-    from . import shim
+    shim = _shim()
 
     os.environ["TEMP_DIR"] = str(folder)
     try:

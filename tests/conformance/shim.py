@@ -41,6 +41,19 @@ def _identity(*args: Any, **_: Any) -> Any:
     return args[0] if args and inspect.isfunction(args[0]) else lambda function: function
 
 
+@contextlib.contextmanager
+def skips_lifted() -> Iterator[None]:
+    """What is imported within has no tests that are skipped for want of a GPU."""
+    from torch.testing._internal import common_distributed
+
+    with contextlib.ExitStack() as stack:
+        for name in ("skip", "skipIf", "skipUnless"):
+            stack.enter_context(mock.patch.object(unittest, name, _identity))
+        for name in ("skip_if_lt_x_gpu", "skip_if_no_gpu", "nccl_skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend"):
+            stack.enter_context(mock.patch.object(common_distributed, name, _identity))
+        yield
+
+
 def _import_tests() -> Any:
     try:
         importlib.import_module("expecttest")
@@ -51,13 +64,7 @@ def _import_tests() -> Any:
     os.environ.setdefault("BACKEND", "gloo")
     os.environ.setdefault("WORLD_SIZE", "2")
     os.environ.setdefault("TEMP_DIR", "/nonexistent")
-    from torch.testing._internal import common_distributed
-
-    with contextlib.ExitStack() as stack:
-        for name in ("skip", "skipIf", "skipUnless"):
-            stack.enter_context(mock.patch.object(unittest, name, _identity))
-        for name in ("skip_if_lt_x_gpu", "skip_if_no_gpu", "nccl_skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend"):
-            stack.enter_context(mock.patch.object(common_distributed, name, _identity))
+    with skips_lifted():
         return importlib.import_module("torch.testing._internal.distributed.distributed_test")
 
 
@@ -79,7 +86,7 @@ def warm_up() -> None:
     pipeline.warm_up(torch.float32, CPU, NoCompression(), LocalTransport())
 
 
-def ddp_tests() -> list[str]:
+def names() -> list[str]:
     """Names of the tests that construct a DistributedDataParallel, themselves or in a helper that they call."""
     functions = {name: f for name, f in vars(_Base).items() if inspect.isfunction(f)}
     sources = {name: inspect.getsource(inspect.unwrap(f)) for name, f in functions.items()}
@@ -95,7 +102,7 @@ def ddp_tests() -> list[str]:
 
 def install(which: str) -> None:
     """Map CUDA to the CPU in this process, and put the class `which` in the place of torch's."""
-    _map_devices()
+    map_devices()
     for ddp in {TorchDDP, CLASSES[which]}:
         ddp.__init__ = _without_devices(ddp.__init__)  # type: ignore[method-assign]
     for module in (nn.parallel, tests):  # not torch.nn.parallel.distributed: Dynamo looks there
@@ -158,7 +165,7 @@ def _no_context(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-def _map_devices() -> None:
+def map_devices() -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     cuda: Any = torch.cuda
     cuda.device_count = lambda: world_size

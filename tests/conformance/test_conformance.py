@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.conformance.known_differences import KNOWN_DIFFERENCES, WITHOUT_BASELINE
-from tests.conformance.run import Server
+from tests.conformance.run import Server, judge
 
 QUICK = [
     "test_DistributedDataParallelCPU_grad_is_view",
@@ -64,3 +65,45 @@ def test_lists_agree(server: Server) -> None:
     assert not KNOWN_DIFFERENCES.keys() & WITHOUT_BASELINE.keys()
     assert not {*QUICK, *OTHERS} & (KNOWN_DIFFERENCES.keys() | WITHOUT_BASELINE.keys())
     assert len(set(server.tests) - WITHOUT_BASELINE.keys()) > 50
+
+
+SHARDED = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch.testing._internal.common_fsdp import FSDPTest
+
+class TestOfThree(FSDPTest):
+    def _train(self, mesh=None):
+        model = fully_shard(torch.nn.Linear(4, 4).cuda(), mesh=mesh)
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        self.assertEqual(model.bias.grad.full_tensor(), torch.full((4,), 2.0))
+        return type(model._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm).__name__
+
+    @skip_if_lt_x_gpu(8)
+    def test_same(self):
+        self._train()
+
+    def test_sees_the_difference(self):
+        self.assertEqual(self._train(), "DefaultReduceScatter")
+
+    def test_hybrid(self):
+        self._train(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+"""
+
+
+@pytest.mark.long
+def test_tests_of_fsdp2_run_with_our_reduction(tmp_path: Path) -> None:
+    (tmp_path / "test_fully_shard_three.py").write_text(SHARDED)
+    (tmp_path / "test_fully_shard_newer.py").write_text("from torch.distributed.fsdp import not_yet")
+    with Server(sources=tmp_path) as server:
+        assert {test.partition(".Test")[0] for test in server.tests} == {"three"}
+        found = {test.rpartition(".")[2]: judge(server, test, timeout=60) for test in server.tests}
+    assert {name: verdict.text for name, verdict in found.items()} == {
+        "test_same": "same",
+        "test_sees_the_difference": "DIFFERENT",
+        "test_hybrid": "refused",
+    }
+    assert "CompressedReduceScatter" in found["test_sees_the_difference"].results[-1].message
+    assert "fastreduce.fsdp.replicate(model, mesh['replicate']" in found["test_hybrid"].results[-1].message

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fastreduce.fsdp
 from fastreduce import BackendUnavailableError, MismatchError, NotInitializedError, SettingError, TransportError
-from fastreduce.fsdp import torch_fsdp
+from fastreduce.fsdp import torch_names
 from tests.support import tolerances
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankError, RankPool, run_ranks
@@ -231,7 +231,7 @@ def test_a_rank_that_dies_is_told_with_the_parameters(tmp_path: Path):
 
 
 def test_torch_has_what_is_touched():
-    assert torch_fsdp.missing_names() == []
+    assert torch_names.missing_names() == []
 
 
 def test_a_torch_that_has_changed_is_named():
@@ -245,11 +245,11 @@ def test_a_torch_that_has_changed_is_named():
         group = type("FSDPParamGroup", (), {"__init__": lambda self: None, "post_backward": None})
         return types.SimpleNamespace(FSDPParamGroup=group)
 
-    missing = torch_fsdp.missing_names(changed)
+    missing = torch_names.missing_names(changed)
     assert "torch.distributed.fsdp._fully_shard._fsdp_common" in missing
     assert "FSDPParamGroup._reduce_scatter_comm" in missing and "FSDPParamGroup.post_backward" not in missing
     with pytest.raises(BackendUnavailableError) as caught:
-        torch_fsdp.check_torch(["FSDPParamGroup._all_reduce_hook"], "2.16.0")
+        torch_names.check_torch(["FSDPParamGroup._all_reduce_hook"], "2.16.0")
     assert "torch 2.16.0 has changed FSDP2, and lacks FSDPParamGroup._all_reduce_hook" in str(caught.value)
     assert "It works with torch 2.9 to 2.15" in str(caught.value)
 

@@ -19,8 +19,8 @@ HOUSE = [
     {"policy"},
     {"ops", "transports"},
     {"reduction"},
-    {"ddp", "checkpoint", "hooks"},
-    {"fastreduce", "run", "lightning", "distributed", "fsdp"},
+    {"ddp", "checkpoint", "hooks", "fsdp"},
+    {"fastreduce", "run", "lightning", "distributed"},
     {"cli"},
 ]
 REDUCTION = [

@@ -36,7 +36,7 @@ def _gradients(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(n, generator=torch.Generator().manual_seed(97 * step + 7 * rank + n)) for n in SIZES]
 
 
-def _sent() -> int:
+def sent() -> int:
     """Bytes that have left this node."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
@@ -49,7 +49,7 @@ def _train(setting: str, cap: float) -> dict[str, Any]:
     for step in range(2 + STEPS):  # buckets are laid out anew before the second
         if step == 2:
             dist.barrier()
-            before = _sent()
+            before = sent()
             dist.barrier()  # before anybody sends more
         ddp.zero_grad()
         ddp(_gradients(rank, step)).backward()
@@ -65,7 +65,7 @@ def _train(setting: str, cap: float) -> dict[str, Any]:
     found = {
         "digest": digest.hexdigest(),
         "worst": worst,
-        "bytes": _sent() - before,
+        "bytes": sent() - before,
         "name": ddp.reducer.transport.name,
     }
     ddp.reducer.close()

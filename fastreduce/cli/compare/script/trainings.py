@@ -130,8 +130,8 @@ def run(plan: Plan, training: Training, on_line: OnLine) -> list[Line]:
     if not lines:
         raise TrainingError(
             f"{training.what} made no DistributedDataParallel, so there is nothing to compare: {plan.name} must wrap "
-            f"its model in torch's class or ours, in {plan.ranks} ranks that `fastreduce run` starts; its output is "
-            f"in {log}",
+            f"its model in torch's class or ours, or shard it with fully_shard, in {plan.ranks} ranks that "
+            f"`fastreduce run` starts; its output is in {log}",
             2,
         )
     return lines

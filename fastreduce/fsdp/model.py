@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compression import Compression, NoCompression
+from ..compression import KINDS, Compression, NoCompression, PowerSGD
 from ..environment.exits import Exit, at_exit
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned
@@ -110,6 +110,12 @@ class ShardedModel:
                 if each.random_seed is not None:
                     raise SettingError(
                         f"fastreduce.fsdp.{call}: {str(each)!r}: it counts no steps, so it takes no rounding=stochastic"
+                    )
+                if isinstance(each, PowerSGD):
+                    allowed = ", ".join(name for name in KINDS if name != each.name)
+                    raise SettingError(
+                        f"fastreduce.fsdp.{call}: {str(each)!r}: a shard is a part of a matrix, which has no factors of "
+                        f"its own; allowed: {allowed}"
                     )
                 if summed_here and not each.two_shot and not isinstance(each, NoCompression):
                     raise SettingError(

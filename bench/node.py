@@ -1,4 +1,4 @@
-"""What each rank on two nodes runs in the benchmark over a slow link: `node.py SIZES OUT [NAMES]`, of all contestants."""
+"""What each rank on two nodes runs in the benchmark over a slow link: `node.py WIDTH ROUNDS OUT [NAMES]`."""
 
 from __future__ import annotations
 

@@ -326,10 +326,10 @@ class INT4(_Quantized):
 class PowerSGD(Compression):
     """In the place of a matrix travel two thin factors of it, summed by the transport in FP32 (Vogels et al. 2019).
 
-    A gradient is a matrix of as many rows as its parameter's first dimension has. It travels as factors of `rank` columns
-    where that makes it smaller by more than `min_compression_rate`, as in torch's hook:
-    (rows + columns) · rank · min_compression_rate < rows · columns. Other gradients, such as biases, travel in FP32 in the
-    same wire, and lose nothing. What the factors do not hold of a gradient is kept and added to the next one: error
+    A gradient is a matrix of as many rows as its parameter's first dimension has. It travels as factors of `rank`
+    columns where that makes it smaller by more than `min_compression_rate`, as in torch's hook:
+    (rows + columns) · rank · min_compression_rate < rows · columns. Other gradients, such as biases, travel in FP32 in
+    the same wire, and lose nothing. What the factors do not hold of a gradient is kept and added to the next one: error
     feedback is part of the method.
     """
 

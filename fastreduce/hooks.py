@@ -223,7 +223,8 @@ class CompressState:
             "step": self._step,
             "residuals": {name: parts.residual for name, parts in self._kept.items()} | saved["residuals"],
             "units": {name: parts.unit for name, parts in self._kept.items()} | saved["units"],
-            "factors": {n: parts.factor for n, parts in self._kept.items() if parts.factor is not None} | saved["factors"],
+            "factors": {n: parts.factor for n, parts in self._kept.items() if parts.factor is not None}
+            | saved["factors"],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

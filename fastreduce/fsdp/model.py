@@ -114,8 +114,8 @@ class ShardedModel:
                 if isinstance(each, PowerSGD):
                     allowed = ", ".join(name for name in KINDS if name != each.name)
                     raise SettingError(
-                        f"fastreduce.fsdp.{call}: {str(each)!r}: a shard is a part of a matrix, which has no factors of "
-                        f"its own; allowed: {allowed}"
+                        f"fastreduce.fsdp.{call}: {str(each)!r}: a shard is a part of a matrix, and has no factors "
+                        f"of its own; allowed: {allowed}"
                     )
                 if summed_here and not each.two_shot and not isinstance(each, NoCompression):
                     raise SettingError(

@@ -20,7 +20,6 @@ from .shared_buffers import SharedBuffers
 STIR = 2.0**-10  # how much of the first right factor stays in each later one
 DEPENDENT = 2.0**-20  # a column that is so little beside what others hold of it is FP32's rounding: it becomes zero
 GRAM = 1 << 22  # numbers at most that a step of `_gram` works on at a time
-AT_A_TIME = 1 << 17  # elements of an average that are worked out at a time on a CPU: they stay in the cache
 
 
 class _Matrix(NamedTuple):
@@ -36,21 +35,22 @@ class _Matrix(NamedTuple):
 class LowRank:
     """The factors of one bucket's matrices, and the wire that they travel in (Vogels et al. 2019, PowerSGD).
 
-    1. `compress`: the gradient and what was kept of earlier ones → M, a matrix for each slot that the setting compresses,
-       and M·right → left, [rows, rank]. Other slots and the used-flags come behind, in the same part of the wire.
-    2. The left factors are summed over the ranks. `project`: their columns become orthonormal (`basis`), and basisᵀ·M →
-       right, [rank, columns].
-    3. The right factors are summed. Meanwhile, `keep_rest`: M − basis·(own right) is kept. The method's mean over the
-       ranks is the same, and each rank's part stays as small as what it lost; the method's own, M less the average,
-       holds what ranks differ by, and grows with every step.
+    1. `compress`: the gradient and what was kept of earlier ones → M, a matrix for each slot that the setting
+       compresses, and M·right → left, [rows, rank]. Other slots and the used-flags come behind, in the same part of the
+       wire.
+    2. The left factors are summed over the ranks. `project`: their columns become orthonormal (`basis`), and
+       basisᵀ·M → right, [rank, columns].
+    3. The right factors are summed. Meanwhile, `keep_rest`: M − basis·(own right) is kept. Its mean over the ranks is
+       that of the paper's residual, M less the average. But in the paper's what ranks differ by grows from step to
+       step; here each basis takes its part out.
     4. `decompress`: basis·right → averages.
 
-    The next `right` begins as the last one (warm start), its columns orthonormal, and a little of the first one, which is
-    random: so a direction that all factors had lost comes back once what is kept of it is large, and a zero gradient
+    The next `right` begins as the last one (warm start), its columns orthonormal, and a little of the first one, which
+    is random: so a direction that all factors had lost comes back once what is kept of it is large, and a zero gradient
     leaves a start for the next.
 
-    All ranks have the same bits, whatever their threads: what is worked out alike on every rank, bases and averages, is
-    done element by element, in a fixed order; products of libraries make only what is summed over the ranks, or kept.
+    All ranks have the same bits, whatever their threads: what is worked out alike on every rank, bases and averages,
+    is done element by element, in a fixed order; products of libraries make only what is summed over ranks, or kept.
 
     Args:
         bucket: whose gradients.
@@ -169,8 +169,13 @@ class LowRank:
 
     def _multiply(self, averaged: Sequence[Tensor], finite: Tensor | None) -> None:
         for matrix in self._matrices:
-            factors = self._basis[matrix.left], self._right[:, matrix.right]
-            multiply(*factors, _as(averaged[matrix.position], matrix.shape), finite)
+            into = _as(averaged[matrix.position], matrix.shape)
+            self._kernels.multiply(self._basis[matrix.left], self._right, matrix.right.start, into, finite)
+
+    def launch_kernels(self) -> None:
+        """Launch the kernel for averages once, where none need be a matrix."""
+        one = self.wire.new_zeros(1, 1)
+        self._kernels.multiply(one.expand(1, self._rank).contiguous(), one.expand(self._rank, 1).contiguous(), 0, one)
 
     def magnitudes(self, bucket: Bucket) -> Tensor:
         """Of each slot's average: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
@@ -232,29 +237,6 @@ def _as(tensor: Tensor, shape: tuple[int, int]) -> Tensor:
     return tensor.detach().as_strided(shape, (shape[1], 1))
 
 
-def multiply(left: Tensor, right: Tensor, into: Tensor, finite: Tensor | None = None) -> None:
-    """`[rows, rank]` · `[rank, columns]` → `into`, in its dtype; the sum's terms are added in order, each rounded.
-
-    So the bits are the same on every machine, which a library's product does not promise. In FP16, where what is finite
-    in FP32 may not be, `finite` becomes 0 if it is not.
-    """
-    rows, columns = into.shape
-    step = rows if into.is_cuda else max(1, AT_A_TIME // max(1, columns))
-    narrow = into.dtype is torch.float16 and finite is not None
-    made, term = (left.new_empty(min(step, rows), columns) for _ in range(2))
-    for start in range(0, rows, step):
-        part, target = left[start : start + step], into[start : start + step]
-        total, product = (target if into.dtype is torch.float32 else made[: len(part)]), term[: len(part)]
-        torch.mul(part[:, :1], right[0], out=total)
-        for k in range(1, len(right)):
-            torch.mul(part[:, k : k + 1], right[k], out=product)
-            total.add_(product)
-        if total is not target:
-            target.copy_(total)
-        if narrow and finite is not None:
-            finite.mul_(target.isfinite().all())
-
-
 class _Orthonormal:
     """Makes the columns of many matrices orthonormal, those of like sizes together.
 
@@ -277,8 +259,10 @@ class _Orthonormal:
             self._rows.append(rows.to(device))
 
     def __call__(self, stacked: Tensor) -> Tensor:
-        """`[rows of all matrices, rank]`, FP32 → the same with columns that are orthonormal, or zero where they depend
-        on those before. All of a matrix is NaN where one of its numbers is not finite."""
+        """`[rows of all matrices, rank]`, FP32 → the same with orthonormal columns.
+
+        A column is zero where it depends on those before, and all of a matrix NaN where a number in it is not finite.
+        """
         padded = torch.nn.functional.pad(stacked, (0, 0, 0, 1))
         made = torch.empty_like(padded, memory_format=torch.contiguous_format)
         for rows in self._rows:

@@ -245,7 +245,7 @@ class BucketPipeline:
         return parts if self.low_rank is None else parts._replace(factor=self.low_rank.factor(i))
 
     def put(self, i: int, parts: Parts) -> None:
-        """Go on with what was kept of a slot elsewhere; a setting without error feedback adds it to its next gradients."""
+        """Go on with what was kept of a slot elsewhere; without error feedback it is added to the next gradients."""
         if self.kept is not None or parts.holds_any:
             self.keep_remainder().put(i, parts)
         if self.low_rank is not None and parts.factor is not None:
@@ -560,6 +560,8 @@ class BucketPipeline:
             self._reduce_shards(self._received)
         if self._gathered is not None:
             self._kernels.share_exponents(self._column, self._gathered)
+        if self.low_rank is not None:
+            self.low_rank.launch_kernels()
         self.decompress(grads)
 
     def magnitudes(self) -> Tensor:

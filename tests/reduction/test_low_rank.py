@@ -101,6 +101,7 @@ def test_columns_become_orthonormal_or_zero_and_span_what_they_did():
     columns[1, :, 2] = 0
     columns[2, :, 3] = 2 * columns[2, :, 0] - columns[2, :, 1]  # dependent
     columns[2] = columns[2].float()
+    columns[3, :, 4] = columns[3, :, 0] + 1e-5 * columns[3, :, 4]  # nearly
     columns[3, 40:] = 0  # padded
     before, made = columns.clone(), orthonormal(columns)
     products = made.transpose(1, 2) @ made
@@ -226,6 +227,18 @@ def test_zeros_and_matrices_of_lower_rank_are_exact_and_leave_a_start():
         for i in range(4):
             exact = (grads(0, step)[i] + grads(1, step)[i]) / 2
             assert (averages[step][i] - exact).abs().max() <= tolerances.LOW_RANK * exact.abs().max(), (step, i)
+
+
+def test_nothing_overflows_that_is_no_overflow_as_an_average():
+    def grads(rank: int, step: int) -> list[Tensor]:
+        made = [torch.zeros(shape) for shape in SHAPES]
+        made[0][3, 4] = made[1][2] = 3e38
+        return made
+
+    (averages, _, pipeline), _ = trained(2, PowerSGD(), 3, grads)
+    assert pipeline.finite
+    for average in averages:
+        assert float(average[0][3, 4]) == pytest.approx(3e38, rel=1e-5) and average[1][2] == torch.tensor(3e38)
 
 
 @pytest.mark.parametrize("where", [0, 1], ids=["matrix", "small"])

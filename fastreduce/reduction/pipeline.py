@@ -32,8 +32,8 @@ class Point(IntEnum):
 
     START = 0
     COMPRESSED = 1
-    EXCHANGED = 2  # the all-to-all of a two-shot has ended
-    SUMMED = 3  # and this rank's shard is summed
+    EXCHANGED = 2  # the all-to-all of a two-shot has ended, or the sum of left factors
+    SUMMED = 3  # and this rank's shard is summed, or its right factors are there
     STARTED = 4  # the last collective is under way
     RESUMED = 5  # it is waited for
     REDUCED = 6

@@ -262,6 +262,20 @@ def test_a_step_that_is_not_finite_leaves_residuals_and_factors_alone(where: int
         assert_same_bits(found[0][0][3], without[0][0][2])
 
 
+def test_a_rank_whose_backward_raised_leaves_no_half_average():
+    def run(rank: int, transport: Transport) -> None:
+        bucket = Bucket(transport, PowerSGD())
+        bucket.step(gradients(rank, 0))
+        before = bucket.kept
+        if rank:
+            bucket.pipeline.run_broken()
+            return
+        assert not any(average.isfinite().any() for average in bucket.step(gradients(rank, 1)))
+        assert_same_bits(bucket.kept, before)
+
+    in_threads(2, run)
+
+
 def test_where_the_host_may_not_wait_steps_have_the_same_bits():
     """As on a GPU, where only the device knows which row of residuals counts."""
 

@@ -36,6 +36,7 @@ class Backend:
     reduce_fp16: Callable[..., None]
     share_exponents: Callable[..., None]
     multiply: Callable[..., None]
+    orthonormal: Callable[..., None]
 
 
 _OPERATIONS = tuple(field.name for field in fields(Backend) if field.name != "name")

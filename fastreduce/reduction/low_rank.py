@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,6 @@ from .error_feedback import ErrorFeedback, Place, reads_late
 from .shared_buffers import SharedBuffers
 
 STIR = 2.0**-10  # how much of the first right factor stays in each later one
-DEPENDENT = 2.0**-20  # a column that is so little beside what others hold of it is FP32's rounding: it becomes zero
-GRAM = 1 << 22  # numbers at most that a step of `_gram` works on at a time
 
 
 class _Matrix(NamedTuple):
@@ -88,8 +86,8 @@ class LowRank:
         self._last = torch.zeros_like(self._right)  # right factors, the last ones that were finite
         self._first_ones = self._draw(bucket, columns)
         self._groups = (
-            _Orthonormal([matrix.left for matrix in self._matrices], bucket.device),
-            _Orthonormal([matrix.right for matrix in self._matrices], bucket.device),
+            _Orthonormal([matrix.left for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
+            _Orthonormal([matrix.right for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
         )
         place = Place(slice(0, bucket.total), slice(0, 0), ranks)
         self.feedback = ErrorFeedback(bucket, place, setting.alignment)
@@ -173,8 +171,9 @@ class LowRank:
             self._kernels.multiply(self._basis[matrix.left], self._right, matrix.right.start, into, finite)
 
     def launch_kernels(self) -> None:
-        """Launch the kernel for averages once, where none need be a matrix."""
+        """Launch both kernels once, where none need be a matrix."""
         one = self.wire.new_zeros(1, 1)
+        self._kernels.orthonormal(one.double()[None])
         self._kernels.multiply(one.expand(1, self._rank).contiguous(), one.expand(self._rank, 1).contiguous(), 0, one)
 
     def magnitudes(self, bucket: Bucket) -> Tensor:
@@ -243,9 +242,11 @@ class _Orthonormal:
     Args:
         places: the rows of each matrix among those of all.
         device: where they are.
+        make: the kernel.
     """
 
-    def __init__(self, places: Sequence[slice], device: torch.device) -> None:
+    def __init__(self, places: Sequence[slice], device: torch.device, make: Callable[[Tensor], None]) -> None:
+        self._make = make
         sizes: dict[int, list[slice]] = {}
         for place in places:
             sizes.setdefault(1 << (place.stop - place.start - 1).bit_length(), []).append(place)
@@ -266,45 +267,7 @@ class _Orthonormal:
         padded = torch.nn.functional.pad(stacked, (0, 0, 0, 1))
         made = torch.empty_like(padded, memory_format=torch.contiguous_format)
         for rows in self._rows:
-            made[rows] = orthonormal(padded[rows].double()).float()
+            columns = padded[rows].double()
+            self._make(columns)
+            made[rows] = columns.float()
         return made[:-1]
-
-
-def orthonormal(columns: Tensor) -> Tensor:
-    """FP64 `[matrices, rows, rank]`, whose rows are a power of two in number → orthonormal columns, in place.
-
-    Twice by Cholesky's factor of the columns' products: the second time makes good what the first one's rounding left.
-    """
-    rank = columns.shape[2]
-    for _ in range(2):
-        gram = _gram(columns)
-        squares = gram.diagonal(dim1=1, dim2=2).clone()
-        for k in range(rank):
-            pivot = gram[:, k, k]
-            scale = torch.where(pivot > squares[:, k] * DEPENDENT**2, pivot.sqrt().reciprocal(), 0.0)[:, None]
-            columns[:, :, k].mul_(scale)
-            if k + 1 < rank:
-                factor = gram[:, k + 1 :, k] * scale
-                gram[:, k + 1 :, k + 1 :].sub_(factor[:, :, None] * factor[:, None, :])
-                columns[:, :, k + 1 :].sub_(columns[:, :, k : k + 1] * factor[:, None, :])
-        columns.add_(_sum((squares * 0.0)[:, :, None], 1)[:, :, None])  # NaN if not all was finite
-    return columns
-
-
-def _gram(columns: Tensor) -> Tensor:
-    """The products of each matrix's columns, `[matrices, rank, rank]`."""
-    rank = columns.shape[2]
-    step = max(1, GRAM // max(1, columns.numel()))
-    parts = [columns[:, :, :, None] * columns[:, :, None, k : k + step] for k in range(0, rank, step)]
-    return torch.cat([_sum(part, 1) for part in parts], 2)
-
-
-def _sum(values: Tensor, dimension: int) -> Tensor:
-    """The sum over a dimension, by halves: no library's order, and no number of threads, is in its bits."""
-    while (count := values.shape[dimension]) > 1:
-        half = count // 2
-        halves = values.narrow(dimension, 0, half) + values.narrow(dimension, half, half)
-        if count % 2:
-            halves.narrow(dimension, 0, 1).add_(values.narrow(dimension, count - 1, 1))
-        values = halves
-    return values.squeeze(dimension)

@@ -83,7 +83,7 @@ class LowRank:
         self.holds_matrices = bool(self._matrices)
         self._basis = torch.zeros_like(self._left)
         self._own = torch.zeros_like(self._right)
-        self._last = torch.zeros_like(self._right)  # right factors, the last ones that were finite
+        self._last = torch.zeros_like(self._right)  # right factors, of the last step in which all was finite
         self._first_ones = self._draw(bucket, columns)
         self._groups = (
             _Orthonormal([matrix.left for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
@@ -160,9 +160,9 @@ class LowRank:
     def decompress(self, averaged: Sequence[Tensor], used: Tensor, finite: Tensor) -> None:
         """Wire → averages and used-flags; `finite` becomes 0 if they are not, and the last right factors stay."""
         self._kernels.unflatten(self._flat, self._table, [*(averaged[i] for i in self._small), used], 1.0, None, finite)
-        finite.mul_(self.wire.isfinite().all())
-        if self._matrices:
-            torch.where(self._right.isfinite().all(), self._right, self._last, out=self._last)
+        whole = self.wire.isfinite().all()
+        finite.mul_(whole)
+        torch.where(whole, self._right, self._last, out=self._last)
         self._multiply(averaged, finite)
 
     def _multiply(self, averaged: Sequence[Tensor], finite: Tensor | None) -> None:

@@ -230,10 +230,9 @@ def test_a_step_that_is_not_finite_leaves_residuals_and_factors_alone(where: int
         assert not averages[2][where].isfinite().any() or where == 1
         assert not averages[2][where].view(-1)[5].isfinite() and bool(pipeline.finite)
         assert_same_bits(kept[2], kept[1])
-        assert_same_bits(kept[3], without[rank][1][2]) if where == 0 else None
+        assert_same_bits(kept[3], without[rank][1][2])
         assert all(each.isfinite().all() for each in (*kept[3], *averages[3]))
-    if where == 0:  # the warm start too was that of the step before
-        assert_same_bits(found[0][0][3], without[0][0][2])
+    assert_same_bits(found[0][0][3], without[0][0][2], "the warm start too was that of the step before")
 
 
 def test_a_rank_whose_backward_raised_leaves_no_half_average():

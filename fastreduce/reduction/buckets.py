@@ -135,7 +135,7 @@ def group_by_size(
 def rows_of(tensor: Tensor) -> int:
     """The size of the dimension that is outermost in memory: the first, unless the memory format is another."""
     if tensor.is_contiguous():
-        return tensor.shape[0] if tensor.dim() else 1
+        return (tensor.shape or (1,))[0]
     return max(zip(tensor.stride(), tensor.shape, strict=True))[1]
 
 

@@ -115,7 +115,7 @@ class Gradients:
                     f"{', '.join(map(str, ops.FLOATS))}"
                 )
             self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
-            rows = rows_of(self._layout(len(self.specs)))
+            rows = (real.shape or (1,))[0] if self._contiguous[-1] else rows_of(real)
             self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, rows))
 
     def check_unmoved(self, indices: Sequence[int]) -> None:

@@ -324,8 +324,11 @@ class BucketPipeline:
 
     @property
     def sent_by_stage(self) -> dict[str, int]:
-        """The same by stage on the wire: a two-shot in one level has two, everything else one."""
+        """The same by stage on the wire: a two-shot in one level has two, and so has PowerSGD; everything else one."""
         sent = self.sent_bytes
+        if self.low_rank is not None and self.low_rank.holds_matrices:
+            second = 2 * self.low_rank.second.nbytes * (self._shards - 1) // self._shards
+            return {"wire stage 1": sent - second, "wire stage 2": second}
         if self._received is None or self._node is not None:
             return {"wire": sent}
         return {"wire stage 1": sent // 2, "wire stage 2": sent // 2}

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastreduce import PowerSGD
+from fastreduce import PowerSGD, note_applied
 from fastreduce.reduction import error_feedback, low_rank
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.error_feedback import agree_that_finite
+from fastreduce.reduction.error_feedback import Parts, agree_that_finite
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import Transport
 from tests.support import tolerances
@@ -201,6 +201,31 @@ def test_zeros_and_matrices_of_lower_rank_are_exact_and_leave_a_start():
         for i in range(4):
             exact = (grads(0, step)[i] + grads(1, step)[i]) / 2
             assert (averages[step][i] - exact).abs().max() <= tolerances.LOW_RANK * exact.abs().max(), (step, i)
+
+
+def test_what_was_kept_of_what_travels_whole_is_sent_once():
+    """By a setting that ran before this one; where the step's averages are thrown away, it stays."""
+    kept = torch.arange(7.0)
+
+    def run(rank: int, transport: Transport) -> list[Tensor]:
+        bucket, found = Bucket(transport, PowerSGD()), []
+        if rank == 0:
+            bucket.pipeline.put(1, Parts(kept, None, 1.0))
+        for step in range(4):
+            found.append(bucket.step(gradients(rank, step))[1])
+            if step == 0:
+                note_applied(bucket.parameters, 0.0)
+            found.append(bucket.kept[1])
+        return found
+
+    first, second = in_threads(2, run)
+    for step in range(4):
+        exact = gradients(0, step)[1] * 0.5 + gradients(1, step)[1] * 0.5
+        for found in (first, second):
+            owed = kept * 0.5 if step < 2 else 0.0
+            assert (found[2 * step] - exact - owed).abs().max() <= tolerances.LOW_RANK
+        assert_same_bits(first[2 * step + 1], kept if step == 0 else torch.zeros(7), f"kept, step {step}")
+        assert not second[2 * step + 1].any()
 
 
 def test_nothing_overflows_that_is_no_overflow_as_an_average():

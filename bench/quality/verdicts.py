@@ -33,7 +33,6 @@ SETTINGS = (
     "int4:error_feedback",
     "int4:rounding=stochastic",
     "auto4",
-    "powersgd:rank=4",
 )
 Row = dict[str, Any]
 Case = tuple[str, str, int]  # task, optimizer, ranks

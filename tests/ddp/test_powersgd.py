@@ -50,8 +50,8 @@ def hunt(ranks: RankPool, examples: int, each_step: st.SearchStrategy[Step]) -> 
 
 
 def test_applied_and_exact_gradients_differ_by_what_is_kept(ranks2: RankPool):
-    hunt(ranks2, 3, steps(2))
-    hunt(ranks2, 4, switching_steps(2, SWITCHES))
+    hunt(ranks2, 2, steps(2))
+    hunt(ranks2, 3, switching_steps(2, SWITCHES))
 
 
 @pytest.mark.long
@@ -143,18 +143,28 @@ def _resume(rank: int, world_size: int, old: str, new: str, path: Path) -> Any:
     return training.all(), again.all(), training.model.reducer.state_dict()["factors"]
 
 
-def test_a_checkpoint_goes_on_bit_for_bit_under_the_same_setting_or_another(ranks2: RankPool, tmp_path: Path):
-    names = ("powersgd:rank=2", "powersgd:rank=1", "int8:error_feedback")
-    for i, (old, new) in enumerate([(names[0], names[0]), names[:2], names[1::-1], names[::2], names[::-2]]):
-        for kept, resumed, factors in ranks2.run(_resume, old, new, tmp_path / f"{i}.pt"):
-            for part in ("model", "optimizer"):
-                assert_same_bits(resumed[part], kept[part], f"{old} to {new}")
-            assert_same_bits(resumed["reducer"]["residuals"], kept["reducer"]["residuals"])
-            assert_same_bits(resumed["reducer"]["factors"], kept["reducer"]["factors"])
-            rank = {names[0]: 2, names[1]: 1}.get(new)
-            small = ["5.weight"] if rank == 1 else []  # 3 by 26
-            assert sorted(factors) == (["0.weight", "3.weight", *small] if rank else [])
-            assert all(factor.any(1).all() and len(factor) == rank for factor in factors.values())
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (2, 2),
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.long),
+        pytest.param(2, 0, marks=pytest.mark.long),
+        pytest.param(0, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_checkpoint_goes_on_bit_for_bit_under_the_same_setting_or_another(
+    ranks2: RankPool, old: int, new: int, tmp_path: Path
+):
+    before, after = (f"powersgd:rank={rank}" if rank else "int8:error_feedback" for rank in (old, new))
+    for kept, resumed, factors in ranks2.run(_resume, before, after, tmp_path / "snapshot.pt"):
+        for part in ("model", "optimizer"):
+            assert_same_bits(resumed[part], kept[part], part)
+        assert_same_bits(resumed["reducer"]["residuals"], kept["reducer"]["residuals"])
+        assert_same_bits(resumed["reducer"]["factors"], kept["reducer"]["factors"])
+        small = ["5.weight"] if new == 1 else []  # 3 by 26
+        assert sorted(factors) == (["0.weight", "3.weight", *small] if new else [])
+        assert all(factor.any(1).all() and len(factor) == new for factor in factors.values())
 
 
 def _save(rank: int, world_size: int, path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What each rank on two nodes runs in the benchmark over a slow link: `node.py SIZES OUT`."""
+"""What each rank on two nodes runs in the benchmark over a slow link: `node.py WIDTH ROUNDS OUT [NAMES]`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ STEPS = {
     "fp16": Setting("fastreduce", {"compression": "fp16"}),
     "int8": Setting("fastreduce", {"compression": "int8"}),
     "int4": Setting("fastreduce", {"compression": "int4"}),
+    "powersgd": Setting("fastreduce", {"compression": "powersgd:rank=4"}),
     "torch": Setting("torch"),
     "torch fp16 hook": Setting("torch", hook=True),
+    # In one bucket: of several, callbacks start the second collectives, in any order, and gloo aborts.
+    "torch powersgd hook": Setting("torch", {"bucket_cap_mb": 1000}, powersgd=4),
     "unwrapped": Setting(""),
 }
 TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5, "int4": 2.0**-2}  # as in bench_steps.py
@@ -33,6 +36,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     settings, bounds = (STEPS, TOLERANCES) if world_size == 2 else (LEVELS, BOUNDS)
+    settings = {name: settings[name] for name in sys.argv[4:] or settings}
     results = measure(rank, world_size, settings, "linear", width, rounds, bounds)
     Path(sys.argv[3], f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,6 +42,7 @@ class Setting:
     wrapper: str  # "fastreduce", "torch", or "" for none
     options: dict[str, Any] = field(default_factory=dict)  # of the wrapper
     hook: bool = False  # torch's FP16 hook
+    powersgd: int = 0  # the rank of torch's PowerSGD hook
     no_sync: bool = False  # gradients stay on their rank
     zero_in_place: bool = False  # in place of zero_grad's None
     node_hooks: bool = False  # a Python function on each parameter that does nothing
@@ -77,6 +79,10 @@ class Contestant:
             self.wrapped = TorchDDP(self.plain, process_group=group, **setting.options)
         if setting.hook:
             self.wrapped.register_comm_hook(group, fp16_compress_hook)
+        if setting.powersgd:
+            # Its earliest beginning, so that the steps that warm up are over before times are taken.
+            options: dict[str, Any] = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": 1e-8}
+            self.wrapped.register_comm_hook(PowerSGDState(group, setting.powersgd, **options), powerSGD_hook)
         if setting.node_hooks:
             nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.plain.parameters()]
             self.hooks = [(node, node.register_hook(lambda *_: None)) for node in nodes]

@@ -1,7 +1,7 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression
+from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD
 from .data import ShardSampler, shard_range
 from .ddp import DistributedDataParallel, Shadow
 from .errors import (
@@ -42,6 +42,7 @@ __all__ = [
     "NoCompression",
     "NotInitializedError",
     "Policy",
+    "PowerSGD",
     "RanksFailedError",
     "ReducerError",
     "SettingError",

@@ -322,4 +322,46 @@ class INT4(_Quantized):
     block: int = 32
 
 
-KINDS: dict[str, type[Compression]] = {kind.name: kind for kind in (NoCompression, FP16, BF16, INT8, FP8, INT4)}
+@dataclass(frozen=True)
+class PowerSGD(Compression):
+    """In the place of a matrix travel two thin factors of it, summed by the transport in FP32 (Vogels et al. 2019).
+
+    A gradient is a matrix of as many rows as its parameter's first dimension has. It travels as factors of `rank`
+    columns where that makes it smaller by more than `min_compression_rate`, as in torch's hook:
+    (rows + columns) · rank · min_compression_rate < rows · columns. Other gradients, such as biases, travel in FP32 in
+    the same wire, and lose nothing. What the factors do not hold of a gradient is kept and added to the next one: error
+    feedback is part of the method.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    rank: int = 4
+    min_compression_rate: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, value in (("rank", self.rank), ("min_compression_rate", self.min_compression_rate)):
+            if not isinstance(value, int) or value < 1:
+                raise SettingError(f"{option}={brief(value)} in {self.name!r}; allowed: whole numbers from 1 on")
+
+    @property
+    def two_shot(self) -> bool:
+        """The transport sums factors."""
+        return False
+
+    @property
+    def error_feedback(self) -> bool:
+        """It is part of the method."""
+        return True
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """FP32."""
+        return torch.float32
+
+    def compresses(self, rows: int, columns: int) -> bool:
+        """Whether a matrix travels as factors."""
+        return (rows + columns) * self.rank * self.min_compression_rate < rows * columns
+
+
+KINDS: dict[str, type[Compression]] = {
+    kind.name: kind for kind in (NoCompression, FP16, BF16, INT8, FP8, INT4, PowerSGD)
+}

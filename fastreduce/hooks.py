@@ -20,7 +20,7 @@ from .policy import single
 from .reduction import saved_residuals
 from .reduction.agreement import check_agreement
 from .reduction.arrivals import Reached, weakly
-from .reduction.buckets import BucketPlan, ParameterSpec, build_plan
+from .reduction.buckets import BucketPlan, ParameterSpec, build_plan, rows_of
 from .reduction.error_feedback import Parts, agree_that_finite
 from .reduction.node_level import parts_of
 from .reduction.pipeline import BucketPipeline
@@ -89,7 +89,7 @@ class CompressState:
             self._pipelines.clear()
         buffer = bucket.buffer()
         specs = [
-            ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device)
+            ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device, rows_of(grad))
             for name, grad in zip(names, bucket.gradients(), strict=True)
         ]
         transport = self._connect(buffer.device)
@@ -223,6 +223,8 @@ class CompressState:
             "step": self._step,
             "residuals": {name: parts.residual for name, parts in self._kept.items()} | saved["residuals"],
             "units": {name: parts.unit for name, parts in self._kept.items()} | saved["units"],
+            "factors": {n: parts.factor for n, parts in self._kept.items() if parts.factor is not None}
+            | saved["factors"],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastreduce import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, SettingError
+from fastreduce import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD, SettingError
 
 plain = st.one_of(
     st.builds(NoCompression, accumulate=st.sampled_from(["fp32", "wire"])),
@@ -24,7 +24,8 @@ seeds = st.integers(0, 2**32 - 1)
 stochastic = st.builds(
     lambda kind, seed: kind(rounding="stochastic", seed=seed), st.sampled_from([BF16, INT8, INT4, FP8]), seeds
 )
-settings = st.one_of(plain, int8, int4, fp8, stochastic)
+powersgd = st.builds(PowerSGD, rank=st.integers(1, 64), min_compression_rate=st.integers(1, 9))
+settings = st.one_of(plain, int8, int4, fp8, stochastic, powersgd)
 
 
 @given(settings)
@@ -51,6 +52,8 @@ def test_what_a_setting_prints_it_parses_back(setting: Compression):
         ("fp8:error_feedback", FP8(error_feedback=True), "fp8:error_feedback"),
         ("int4:block=64,error_feedback", INT4(64, True), "int4:block=64,error_feedback"),
         ("int8:rounding=nearest", INT8(), "int8"),
+        ("powersgd:rank=4", PowerSGD(), "powersgd"),
+        ("powersgd:min_compression_rate=1,rank=2", PowerSGD(2, 1), "powersgd:rank=2,min_compression_rate=1"),
         ("bf16:rounding=stochastic", BF16(rounding="stochastic"), "bf16:rounding=stochastic"),
         ("int4:seed=7,rounding=stochastic", INT4(rounding="stochastic", seed=7), "int4:rounding=stochastic,seed=7"),
         (
@@ -98,6 +101,9 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
         ("int8:rounding=stochastic,seed=4294967296", "seed=4294967296", "below 2^32"),
         ("int8:seed=3", "seed=3", "without rounding=stochastic"),
         ("int8:rounding=stochastic,error_feedback", "error_feedback", "take one of them"),
+        ("powersgd:rank=0", "rank=0", "whole numbers from 1 on"),
+        ("powersgd:min_compression_rate=0", "min_compression_rate=0", "whole numbers from 1 on"),
+        ("powersgd:error_feedback", "'error_feedback'", "powersgd takes: rank, min_compression_rate, warm_up"),
         ("bf16:rounding=stochastic,accumulate=wire", "accumulate=wire", "accumulate=fp32"),
     ],
 )
@@ -202,4 +208,4 @@ def test_what_a_setting_tells_the_pipeline_fits_together(setting: Compression, d
     assert (wire is torch.uint8) == (setting.block > 0 or (setting.name == "fp16" and dtype is not torch.float16))
     assert setting.alignment % max(setting.block, 1) == 0 and setting.alignment >= 8
     assert setting.two_shot or not setting.block, "a transport cannot sum quantized wires"
-    assert not setting.error_feedback or setting.two_shot
+    assert not setting.error_feedback or setting.two_shot or isinstance(setting, PowerSGD)

@@ -69,7 +69,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
         for layout in layouts.values():
             if _rank():  # the same on every rank
-                del layout["buckets"], layout["orders"], layout["settings"]
+                for same in ("buckets", "orders", "settings", "factors"):
+                    del layout[same]
         kept = any(state["residuals"] for state in reducers.values())
         return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}, kept
 

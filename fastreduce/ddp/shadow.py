@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..compression import Compression
+from ..compression import Compression, PowerSGD
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned, match
 from ..reduction import clocks
@@ -52,7 +52,7 @@ class Shadow:
 
     It is the first rounding, that of a rank's own gradients, of one step: the average of N ranks has less of it where
     gradients point the same way, and a second rounding on top, of the same size. Of a setting with error feedback it is
-    what the next step adds again.
+    what the next step adds again. Under PowerSGD factors begin anew each time: it is what the first step loses.
 
     Every rank makes one, between the same two steps. It measures until `close`, or until the wrapper trains with other
     ranks, whether the object is kept or not; what it has found is in `ddp.reducer.counters()` too.
@@ -205,8 +205,10 @@ def _by_keys(keys: Sequence[str], names: Sequence[str], parameters: Sequence[Ten
 
 
 def _of_one_step(setting: Compression) -> Compression:
-    """The same without a memory."""
-    return replace(setting, error_feedback=False) if setting.error_feedback else setting  # type: ignore[call-arg]
+    """The same without a memory; PowerSGD begins anew with each pipeline."""
+    if isinstance(setting, PowerSGD) or not setting.error_feedback:
+        return setting
+    return replace(setting, error_feedback=False)  # type: ignore[call-arg]
 
 
 def _there_and_back(
@@ -214,12 +216,15 @@ def _there_and_back(
 ) -> list[Tensor]:
     """What arrives of gradients that a setting sends."""
     device = grads[0].device
-    specs = [ParameterSpec(slot.name, slot.numel, dtype, device) for slot in slots]
+    specs = [ParameterSpec(slot.name, slot.numel, dtype, device, slot.rows) for slot in slots]
     plan = build_plan(specs, [range(len(specs))], alignment=setting.alignment, shards=1)
     pipeline = BucketPipeline(plan.buckets[0], setting, LocalTransport())
     back = [torch.empty_like(grad) for grad in grads]
-    pipeline.compress(grads)
-    pipeline.decompress(back)
+    if pipeline.low_rank is not None:  # whose second factors follow from the sums of the first
+        pipeline.run(grads, back)
+    else:
+        pipeline.compress(grads)
+        pipeline.decompress(back)
     return back
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compression import Compression, NoCompression
+from ..compression import KINDS, Compression, NoCompression, PowerSGD
 from ..environment.exits import Exit, at_exit
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned
@@ -221,26 +221,32 @@ def _why_not_averaged(setting: Compression) -> str:
     """Why an all-reduce between replicas cannot have a setting; ""."""
     if setting.random_seed is not None:
         return ": it counts no steps, so it takes no rounding=stochastic"
+    if isinstance(setting, PowerSGD):
+        allowed = ", ".join(name for name in KINDS if name != setting.name)
+        return f": a shard is a part of a matrix, and has no factors of its own; allowed: {allowed}"
     return ""
 
 
 def _why_not_scattered(setting: Compression) -> str:
     """Why a reduce-scatter cannot have a setting; ""."""
-    if not setting.two_shot and not isinstance(setting, NoCompression):
+    why = _why_not_averaged(setting)
+    if not why and not setting.two_shot and not isinstance(setting, NoCompression):
         return (
             " is summed by the transport's all-reduce, and sharded gradients are reduced by an all-to-all and our "
             f"kernel: write {setting.name!r}"
         )
-    return _why_not_averaged(setting)
+    return why
 
 
 def _why_not_gathered(setting: Compression) -> str:
     """Why an all-gather of parameters cannot have a setting; ""."""
+    if why := _why_not_averaged(setting):
+        return why
     if setting.error_feedback:
         return ": parameters are gathered from what they are each time, so it takes no error_feedback"
     if not setting.two_shot and not isinstance(setting, NoCompression):
         return f" says how gradients are summed, and nothing is summed in an all-gather: write {setting.name!r}"
-    return _why_not_averaged(setting)
+    return ""
 
 
 def _describe(parameter: Tensor) -> str:

@@ -35,6 +35,8 @@ class Backend:
     unflatten_fp16: Callable[..., None]
     reduce_fp16: Callable[..., None]
     share_exponents: Callable[..., None]
+    multiply: Callable[..., None]
+    orthonormal: Callable[..., None]
 
 
 _OPERATIONS = tuple(field.name for field in fields(Backend) if field.name != "name")
@@ -104,11 +106,17 @@ class _Declaration:
 
 
 _DECLARED = {
-    "reference": _Declaration(("reference",), _why_not_reference),
-    "numba_cpu": _Declaration(("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8"), _why_not_numba_cpu),
-    "triton": _Declaration(("triton_cast", "triton_fp16", "triton_int8"), _why_not_triton, for_devices=True),
+    "reference": _Declaration(("reference", "torch_low_rank"), _why_not_reference),
+    "numba_cpu": _Declaration(
+        ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8", "numba_cpu_low_rank"), _why_not_numba_cpu
+    ),
+    "triton": _Declaration(
+        ("triton_cast", "triton_fp16", "triton_int8", "torch_low_rank"), _why_not_triton, for_devices=True
+    ),
     "numba_cuda": _Declaration(
-        ("numba_cuda_cast", "numba_cuda_fp16", "numba_cuda_int8"), _why_not_numba_cuda, for_devices=True
+        ("numba_cuda_cast", "numba_cuda_fp16", "numba_cuda_int8", "torch_low_rank"),
+        _why_not_numba_cuda,
+        for_devices=True,
     ),
 }
 NAMES = tuple(_DECLARED)

@@ -9,28 +9,37 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..kernels.slots import SlotTable
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a plan needs to know of one parameter; `numel` counts real numbers (two for a complex one)."""
+    """What a plan needs to know of one parameter; `numel` counts real numbers (two for a complex one).
+
+    `rows` is the size of the dimension that is outermost in memory: what its gradient is cut into as a matrix.
+    """
 
     name: str
     numel: int
     dtype: torch.dtype
     device: torch.device
+    rows: int = 1
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket: `parameter` is its index among the specs, the rest in elements."""
+    """One parameter's place in a bucket: `parameter` is its index among the specs, the rest in elements.
+
+    `rows` is what its gradient is cut into as a matrix (`ParameterSpec`).
+    """
 
     parameter: int
     name: str
     offset: int
     numel: int
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,13 @@ def group_by_size(
     return [group for _, group in sorted(done)]
 
 
+def rows_of(tensor: Tensor) -> int:
+    """The size of the dimension that is outermost in memory: the first, unless the memory format is another."""
+    if tensor.is_contiguous():
+        return (tensor.shape or (1,))[0]
+    return max(zip(tensor.stride(), tensor.shape, strict=True))[1]
+
+
 def shortest(caps: Sequence[int]) -> tuple[int, ...]:
     """The same caps without those at the end that the last one's rule makes."""
     return tuple(caps[:1]) if len(set(caps)) == 1 else tuple(caps)
@@ -151,8 +167,9 @@ def build_plan(
     for index, (group, alignment, count) in enumerate(zip(groups, alignments, parts, strict=True)):
         slots, end = [], 0
         for parameter in group:
-            slots.append(Slot(parameter, specs[parameter].name, end, specs[parameter].numel))
-            end = _round_up(end + specs[parameter].numel, alignment)
+            spec = specs[parameter]
+            slots.append(Slot(parameter, spec.name, end, spec.numel, spec.rows))
+            end = _round_up(end + spec.numel, alignment)
         total = _round_up(end + len(slots), alignment * count)
         spec = specs[group[0]]
         buckets.append(Bucket(index, spec.dtype, spec.device, tuple(slots), end, total))

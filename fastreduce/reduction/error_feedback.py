@@ -364,12 +364,14 @@ class ErrorFeedback:
 class Parts(NamedTuple):
     """What is kept of one slot on one rank: FP32 `[numel]`.
 
-    `base` is Q where its average is in `.grad` still (`ErrorFeedback`).
+    `base` is Q where its average is in `.grad` still (`ErrorFeedback`), `factor` what `LowRank` begins its next
+    factors from.
     """
 
     residual: Tensor
     base: Tensor | None
     unit: float
+    factor: Tensor | None = None
 
     @property
     def holds_any(self) -> bool:

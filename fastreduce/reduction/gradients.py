@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import TensorError
-from .buckets import Bucket, ParameterSpec
+from .buckets import Bucket, ParameterSpec, rows_of
 
 Action = Callable[[], Any]
 
@@ -114,8 +114,9 @@ class Gradients:
                     f"parameter {name!r} is {parameter.dtype}; its real numbers must be one of "
                     f"{', '.join(map(str, ops.FLOATS))}"
                 )
-            self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device))
             self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
+            rows = (real.shape or (1,))[0] if self._contiguous[-1] else rows_of(real)
+            self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, rows))
 
     def check_unmoved(self, indices: Sequence[int]) -> None:
         """Raise if a parameter was cast or moved since construction: autograd has then dropped our hook on it.

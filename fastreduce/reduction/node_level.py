@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..compression import Compression
+from ..compression import Compression, PowerSGD
 from ..kernels.slots import SlotTable, spare
 from ..transports import Connected, Nodes, Transport, TwoLevelTransport
 from .buckets import Bucket
@@ -20,9 +20,10 @@ from .shared_buffers import SharedBuffers
 def two_level(transport: Transport, compression: Compression) -> TwoLevelTransport | None:
     """The transport, if buckets under a setting are reduced in two levels over it.
 
-    Random bits of stochastic rounding follow slots of a rank's own gradients, so those are reduced in one level.
+    Random bits of stochastic rounding follow slots of a rank's own gradients, and a column is no matrix, so those are
+    reduced in one level.
     """
-    one_level = compression.flat or compression.random_seed is not None
+    one_level = compression.flat or compression.random_seed is not None or isinstance(compression, PowerSGD)
     return transport if isinstance(transport, TwoLevelTransport) and not one_level else None
 
 

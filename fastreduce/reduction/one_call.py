@@ -124,7 +124,7 @@ def _forget(owners: weakref.ref[_Owners], identity: int) -> None:
 def _take(reduction: _Reduction, name: str) -> Parts:
     """What is kept of a tensor, out of a reduction."""
     (found,) = (
-        pipeline.feedback.take(i)
+        pipeline.take(i)
         for pipeline in reduction.pipelines
         if pipeline.feedback is not None
         for i, slot in enumerate(pipeline.bucket.slots)

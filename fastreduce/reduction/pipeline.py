@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..compression import Compression
+from ..compression import Compression, PowerSGD
 from ..errors import TransportError
 from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, OF_AVERAGES, Draws, SlotTable, tile_elements
 from ..transports import SlotTransport, Transport, Work
@@ -21,6 +21,7 @@ from .applied import norms_of
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
 from .error_feedback import ErrorFeedback, Parts, Place
+from .low_rank import LowRank
 from .node_level import NodeLevel, parts_of, two_level
 from .shared_buffers import SharedBuffers
 from .streams import Finish
@@ -31,8 +32,8 @@ class Point(IntEnum):
 
     START = 0
     COMPRESSED = 1
-    EXCHANGED = 2  # the all-to-all of a two-shot has ended
-    SUMMED = 3  # and this rank's shard is summed
+    EXCHANGED = 2  # the all-to-all of a two-shot has ended, or the sum of left factors
+    SUMMED = 3  # and this rank's shard is summed, or its right factors are there
     STARTED = 4  # the last collective is under way
     RESUMED = 5  # it is waited for
     REDUCED = 6
@@ -59,6 +60,8 @@ class BucketPipeline:
        blocks, a byte each, and take the largest of each block.
     3. `decompress`: wire → gradients and reduced used-flags, one kernel launch.
 
+    Under PowerSGD the wire holds factors of matrices, which are summed one after the other (`LowRank`).
+
     In two levels (`NodeLevel`) the ranks of a node first sum the gradients, each a column of the flat. `compress` and
     `reduce` are those of a column, among the ranks, one of each node, that own it; then a node's ranks gather the wires
     of all columns. Else there is one column, which belongs to all ranks.
@@ -83,6 +86,7 @@ class BucketPipeline:
     Attributes:
         about: what the bucket holds, as a sentence.
         clock: when the last reduction passed each `Point`.
+        low_rank: the factors that travel; None but under PowerSGD.
         feedback: what was lost; None without error feedback.
         remainder: what an earlier setting with error feedback has left, until it has been applied; None mostly.
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
@@ -127,7 +131,11 @@ class BucketPipeline:
         # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
         self._fp16 = wire_dtype is torch.uint8 and not self._block
         self._parts = shards if compression.two_shot else 1
-        if self._fp16:
+        self.low_rank: LowRank | None = None
+        if isinstance(compression, PowerSGD):  # in one level
+            self.low_rank = LowRank(bucket, compression, ranks, 1 / (divisor or ranks), staging or SharedBuffers())
+            numel = self.low_rank.wire.numel()
+        elif self._fp16:
             numel = ops.fp16_wire_numel(elements, self._parts)
         else:
             numel = ops.wire_numel(elements, shards, self._block, self._form)
@@ -140,7 +148,10 @@ class BucketPipeline:
 
         # Error feedback may measure later what became of the averages, which are in the wire.
         count = numel * rows
-        self._rows = buffer(count, wire_dtype) if compression.error_feedback else wire("wire", count)
+        if self.low_rank is not None:
+            self._rows = self.low_rank.wire
+        else:
+            self._rows = buffer(count, wire_dtype) if compression.error_feedback else wire("wire", count)
         self.wire = self._rows[: numel * columns]
         self._column = self._rows.view(rows, -1)[own_row]
         # One rank's shard is its wire; quantized ones are summed all the same, for the second rounding's bits.
@@ -159,7 +170,7 @@ class BucketPipeline:
 
         own_start, own = own_row * elements + place * (elements // shards), elements // shards
         # Where the wire is the flat in the gradients' own dtype, bucket views can lie in it.
-        self._in_place = self._block == 0 and wire_dtype == bucket.dtype
+        self._in_place = self._block == 0 and wire_dtype == bucket.dtype and self.low_rank is None
         # One rank's average in the gradients' own dtype is what it has.
         self.alone = ranks == 1 and self._in_place
         self._sums_in_wire = self._node is not None and self._in_place and wire_dtype == self._node.dtype
@@ -170,7 +181,9 @@ class BucketPipeline:
         self._flag_block = max(0, bucket.flags_offset - own_start) // self._block if self._block else 0
         self.shard = own_row * shards + place if self._owns else -1
         self.feedback = None
-        if compression.error_feedback:
+        if self.low_rank is not None:
+            self.feedback = self.low_rank.feedback
+        elif compression.error_feedback:
             where = Place(slice(0, bucket.total), slice(own_start, own_start + own), ranks)
             if self._node is not None:
                 where = self._node.place(own if self._owns else 0, own_start, ranks)
@@ -201,7 +214,7 @@ class BucketPipeline:
         self._sum_scale = 1.0 / unit
         if compression.two_shot:
             self._scale_before, self._scale_after = 1.0, 1.0
-        elif self._fp16:
+        elif self.low_rank is not None or self._fp16:
             self._scale_before, self._scale_after = 1.0, self._average
         elif wire_dtype == bucket.dtype:
             self._scale_before, self._scale_after = self._average, 1.0
@@ -224,6 +237,19 @@ class BucketPipeline:
             self.remainder = ErrorFeedback(self.bucket, where, self.compression.alignment)
         assert self.kept is not None
         return self.kept
+
+    def take(self, i: int) -> Parts:
+        """Remove what is kept of slot `i` on this rank, and return it."""
+        assert self.kept is not None
+        parts = self.kept.take(i)
+        return parts if self.low_rank is None else parts._replace(factor=self.low_rank.factor(i))
+
+    def put(self, i: int, parts: Parts) -> None:
+        """Go on with what was kept of a slot elsewhere; without error feedback it is added to the next gradients."""
+        if self.kept is not None or parts.holds_any:
+            self.keep_remainder().put(i, parts)
+        if self.low_rank is not None and parts.factor is not None:
+            self.low_rank.go_on(i, parts.factor)
 
     def make_whole(self, flat: Tensor) -> None:
         """A `[total]` tensor of which each rank has its shard → the whole one, on every rank."""
@@ -298,8 +324,11 @@ class BucketPipeline:
 
     @property
     def sent_by_stage(self) -> dict[str, int]:
-        """The same by stage on the wire: a two-shot in one level has two, everything else one."""
+        """The same by stage on the wire: a two-shot in one level has two, and so has PowerSGD; everything else one."""
         sent = self.sent_bytes
+        if self.low_rank is not None and self.low_rank.holds_matrices:
+            second = 2 * self.low_rank.second.nbytes * (self._shards - 1) // self._shards
+            return {"wire stage 1": sent - second, "wire stage 2": second}
         if self._received is None or self._node is not None:
             return {"wire": sent}
         return {"wire stage 1": sent // 2, "wire stage 2": sent // 2}
@@ -409,7 +438,9 @@ class BucketPipeline:
             self._finite.fill_(1)
 
     def _compress(self, tensors: Sequence[Tensor], slots: SlotTable) -> None:
-        if self._block:
+        if self.low_rank is not None:
+            self.low_rank.compress(tensors[:-1], tensors[-1], self._finite)
+        elif self._block:
             kept = self.feedback
             rows = (kept.residuals, kept.turn) if kept else (None, None)
             told = (self._shards, self._block, *rows, self._finite, self._form, self._draws)
@@ -424,6 +455,8 @@ class BucketPipeline:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
         if self._node is not None:
             return _Levels(self._sum_column() if self._owns else None, self._gather_columns)
+        if self.low_rank is not None:
+            return self._sum_factors(self.low_rank)
         work = self._sum(self.transport)
         if self._received is None:
             return work
@@ -432,6 +465,18 @@ class BucketPipeline:
         self._reduce_shards(self._received)
         self.clock.mark(_SUMMED)
         return self.transport.all_gather(self.wire)
+
+    def _sum_factors(self, low_rank: LowRank) -> Work:
+        work = self.transport.all_reduce(low_rank.first)
+        if not low_rank.holds_matrices:
+            return work
+        work.wait()
+        self.clock.mark(_EXCHANGED)
+        low_rank.project()
+        self.clock.mark(_SUMMED)
+        work = self.transport.all_reduce(low_rank.second)
+        low_rank.keep_rest()
+        return work
 
     def _sum_column(self) -> Work:
         assert self._node is not None
@@ -475,6 +520,9 @@ class BucketPipeline:
         self.reduced = {}
         if in_wire:
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
+        elif self.low_rank is not None:
+            assert self._finite is not None
+            self.low_rank.decompress(averaged, self.used_by_any, self._finite)
         elif self._block:
             shards = self._columns * self._shards
             turn = None if self.feedback is None else self.feedback.turn
@@ -491,8 +539,8 @@ class BucketPipeline:
             self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics, self._finite)
 
     def keep_statistics(self) -> None:
-        """Let `decompress` fill `statistics` from now on."""
-        if self.statistics is None:
+        """Let `decompress` fill `statistics` from now on; under PowerSGD there are none."""
+        if self.statistics is None and self.low_rank is None:
             shape = ops.statistics_shape(self.bucket.table, self._block)
             dtype = ops.statistics_dtype(self.bucket.dtype)
             self.statistics = torch.zeros(shape, dtype=dtype, device=self.bucket.device)
@@ -515,12 +563,16 @@ class BucketPipeline:
             self._reduce_shards(self._received)
         if self._gathered is not None:
             self._kernels.share_exponents(self._column, self._gathered)
+        if self.low_rank is not None:
+            self.low_rank.launch_kernels()
         self.decompress(grads)
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
         if self._noted is not None:
             return self._noted.clone()
+        if self.low_rank is not None:
+            return self.low_rank.magnitudes(self.bucket)
         shards = self._columns * self._shards
         scales, own = self._scales().abs(), self._form.payload_bytes(self.bucket.total // shards)
         payload = self.wire.view(shards, -1)[:, :own].view(torch.int8)

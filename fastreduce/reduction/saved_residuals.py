@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
     """What error feedback keeps, by parameter name, removed from pipelines that nobody will use."""
     return {
-        slot.name: pipeline.kept.take(i)
+        slot.name: pipeline.take(i)
         for pipeline in pipelines
         if pipeline.kept is not None
         for i, slot in enumerate(pipeline.bucket.slots)
@@ -38,8 +38,7 @@ def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> N
     for pipeline in pipelines:
         parts = {i: kept[slot.name] for i, slot in enumerate(pipeline.bucket.slots) if slot.name in kept}
         for i, part in pipeline.of_node(parts).items():
-            if pipeline.kept is not None or part.holds_any:
-                pipeline.keep_remainder().put(i, part)
+            pipeline.put(i, part)
 
 
 def save(
@@ -50,7 +49,7 @@ def save(
     Gradients are not part of it: averages that have not been applied count as thrown away. `folded`: with second-stage
     residuals as part of the first stage, for buckets that will be divided otherwise.
     """
-    residuals, units = {}, {}
+    residuals, units, factors = {}, {}, dict[str, Tensor]()
     shard_residuals = [torch.zeros(0) for _ in pipelines]
     for pipeline in pipelines:
         if (feedback := pipeline.kept) is not None:
@@ -62,6 +61,8 @@ def save(
                 residuals[slot.name] = feedback.folded(i, residual, shard)
                 if not math.isnan(unit):
                     units[slot.name] = unit
+        if pipeline.low_rank is not None:
+            factors |= pipeline.low_rank.factors()
     return {
         "rank": rank,
         "world_size": plan.shards,
@@ -71,14 +72,18 @@ def save(
         "shards": [pipeline.shard for pipeline in pipelines],
         "residuals": residuals,
         "units": units,
+        "factors": factors,
         "shard_residuals": shard_residuals if any(p.feedback for p in pipelines) and not folded else [],
     }
 
 
 def kept_in(state: Mapping[str, Any]) -> dict[str, Parts]:
-    """The first-stage residuals of a state that `save` made; one of an older version has no units."""
-    units = state.get("units", {})
-    return {name: Parts(value, None, units.get(name, math.nan)) for name, value in state["residuals"].items()}
+    """The first-stage residuals of a state that `save` made; one of an older version has no units and no factors."""
+    units, factors = state.get("units", {}), state.get("factors", {})
+    return {
+        name: Parts(value, None, units.get(name, math.nan), factors.get(name))
+        for name, value in state["residuals"].items()
+    }
 
 
 def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compression: str) -> Mapping[str, Any]:

@@ -179,11 +179,15 @@ def test_alone_and_wrong(alone: None):
     ):
         with pytest.raises(SettingError, match=message):
             Shadow(ddp, settings, **more)  # type: ignore[arg-type]
+    low_rank = Shadow(ddp, ["powersgd:rank=4", "powersgd:rank=1"])
     shadow = Shadow(ddp, "int8")
     ddp(batch(0, 0, 4, 96)).square().mean().backward()
     assert shadow.last is not None
     expected = _errors([{name: grad for name, grad in grads_of(model).items() if grad is not None}], "int8")
     assert shadow.last.errors["int8"] == pytest.approx(expected, rel=SHADOW)
+    assert low_rank.last is not None  # of four gradients, each an outer product
+    assert low_rank.last.errors["powersgd"]["all"] < 1e-9 and 0.01 < low_rank.last.errors["powersgd:rank=1"]["all"] < 1
+    low_rank.close()
     model[0].weight.grad = None
     ddp.zero_grad()
     Shadow(ddp, ["fp16"], every=1)

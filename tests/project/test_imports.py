@@ -26,7 +26,7 @@ HOUSE = [
 REDUCTION = [
     {"agreement", "applied", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
     {"arrivals", "error_feedback", "gradients"},
-    {"node_level"},
+    {"low_rank", "node_level"},
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},
     {"bucketed"},

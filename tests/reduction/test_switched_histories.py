@@ -7,6 +7,7 @@ those of which nothing else is lost: `none`, and those with error feedback.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -34,13 +35,13 @@ SETTINGS = [
 ]
 
 
-def switching_steps(world_size: int) -> st.SearchStrategy[Step]:
+def switching_steps(world_size: int, settings: Sequence[str] = SETTINGS) -> st.SearchStrategy[Step]:
     def switched(step: Step, switch: str, cap: float | None) -> Step:
         # After loading, an optimizer must be seen once: under `none` nobody looks (as in `train`).
-        saved = step.saved and switch.endswith(",error_feedback")
+        saved = step.saved and (switch.endswith(",error_feedback") or switch.startswith("powersgd"))
         return dataclasses.replace(step, switch=switch, switched_cap_mb=cap if switch else None, saved=saved)
 
-    return st.builds(switched, steps(world_size), FEW(["", *SETTINGS]), FEW([None, None, 1e-6, 1e-3]))
+    return st.builds(switched, steps(world_size), FEW(["", *settings]), FEW([None, None, 1e-6, 1e-3]))
 
 
 def hunt(ranks: RankPool, examples: int) -> None:

@@ -72,7 +72,7 @@ def compare(
         list[str],
         typer.Option(
             metavar="SPEC ...",
-            help="Settings: none, fp16, bf16, int8, fp8, int4, with options as in int8:block=64,error_feedback; of a "
+            help="Settings: none, fp16, bf16, int8, fp8, int4, powersgd; options as int8:block=64,error_feedback; of a "
             "script also torch, torch:fp16 and torch:bf16, torch's own class alone and with its hooks.",
         ),
     ] = DEFAULT_SETTINGS,

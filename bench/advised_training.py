@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .scaling.star import INTERFACE
 from .timed_models import Gpt2, linear_layers
 
 MODELS = ["mlp", "gpt"]
-INTERFACE, PORT = "veth0", 29500
+PORT = 29500
 PR_SET_PDEATHSIG = 1
 BUCKET_MB = 1  # models are small, so that 24 cells take minutes; so are their buckets
 

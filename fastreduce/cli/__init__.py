@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .advise import advise
 from .compare import CompareCommand, compare
 from .doctor import doctor
 from .launch import LaunchCommand, launch
@@ -21,6 +22,7 @@ main = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+main.command(cls=CompareCommand)(advise)
 main.command(cls=CompareCommand)(compare)
 main.command()(doctor)
 main.command()(report)

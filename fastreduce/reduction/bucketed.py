@@ -175,6 +175,18 @@ class BucketedGradients:
                     warm_up(dtype, device, setting, self.transport, self.keeps_statistics)
                 self._warm.add(setting)
 
+    def pipelines_under(self, setting: Compression | Policy | str) -> list[BucketPipeline]:
+        """What would average the same gradients under another setting; nothing of what is in force changes.
+
+        Raises:
+            SettingError: if it is no setting, or a policy does not fit the parameters.
+        """
+        settings = self.assign(Policy.of(setting))
+        self.warm_up([Policy.of(setting)])
+        groups = [group for order in self.orders for group in group_by_size(self.specs, order, self.caps, settings)]
+        averaging = CompressedAveraging(settings, self._steps)
+        return averaging.make_pipelines(self.gradients, groups, self.transport, as_views=False)[1]
+
     # Layout
 
     def first_groups(self) -> list[list[int]]:

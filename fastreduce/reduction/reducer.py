@@ -70,6 +70,7 @@ class GradientReducer:
         recorder: what notes when each bucket was where, and what this rank does.
         trace: where every step is written; None without one.
         reductions: how many there have been that these ranks share; `step` may be restored on some of them only.
+        overlaps: as given; it may change between two steps, on all ranks alike.
         active_ranks: tells how many ranks bring gradients, which sums are divided by; None means that all do.
 
     Raises:
@@ -106,7 +107,7 @@ class GradientReducer:
             leave_out=self._sparse.parameters,
         )
         self.buckets.warm_up(self.schedule.settings)
-        self._overlaps = overlaps
+        self.overlaps = overlaps
         self._nonfinite = NonFiniteSteps()
         self.events = Events()
         self.active_ranks: Callable[[], int] | None = None
@@ -535,7 +536,7 @@ class GradientReducer:
 
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
-        last = len(self.pipelines) - 1 if self._overlaps else 0
+        last = len(self.pipelines) - 1 if self.overlaps else 0
         with self._launching:
             while (index := self._next) < last and not self._arrivals.waiting[index]:
                 if not self.buckets.alone(index):

@@ -18,6 +18,7 @@ from ..errors import SettingError
 from ..policy import Policy
 
 NO_REDUCTION = "no reduction"
+AFTER_BACKWARD = "none after backward"  # nothing is sent before backward has ended
 TORCHS: dict[str, Callable[..., Any] | None] = {
     "torch": None,
     "torch:fp16": fp16_compress_hook,
@@ -96,7 +97,8 @@ def take(model: Any, name: str) -> None:
         model.__class__, model.reducer, model.logger = _set_aside.pop(model)
         model.reducer.replace_hooks()
     if name not in TORCHS:
-        model.set_compression(name)
+        model.set_compression("none" if name == AFTER_BACKWARD else name)
+        model.reducer.overlaps = name != AFTER_BACKWARD and not model._meets_elsewhere()
         return
     model.reducer.look()  # lets error feedback see what became of the last averages
     model.reducer.remove_hooks()

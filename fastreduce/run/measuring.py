@@ -25,7 +25,7 @@ from ..ddp import DistributedDataParallel, Shadow
 from ..errors import SettingError
 from ..reduction.reducer import GradientReducer
 from ..transports import make_transport
-from . import contestants
+from . import contestants, probing
 from .orders import Orders
 
 _training: Training | None = None
@@ -70,6 +70,7 @@ class Training:
             ranks=self._transport.world_size,
             device=model.device_type,
             transport=_transport_of(model),
+            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", self._transport.world_size)),
         )
         self._listen()
 
@@ -106,6 +107,8 @@ class Training:
             self._write(fixed=why)
             self._leave()
         if self._due is not None and (self._lead is None or self._lead() in (None, model)):
+            if self._due == 0 and self._orders.probes:
+                self._probe(model)
             name, self._due = self._turns[self._due], None
             if len(self._turns) > 1:
                 contestants.take(model, name)
@@ -115,6 +118,16 @@ class Training:
             if not self._armed and self._lead() is model:
                 self._armed = True
                 self._say_place(f"is in step {self._steps + 1}")
+
+    def _probe(self, model: Any) -> None:
+        if self._cuda or not isinstance(getattr(model, "reducer", None), GradientReducer):
+            why = "the model is on a GPU" if self._cuda else f"no reducer of ours averages this {type(model).__name__}"
+            self._write(fixed=f"{why}, and steps are predicted of DistributedDataParallel on CPUs only")
+            self._leave()
+        self._say_place("measures the link and the kernels")
+        for line in probing.probe(model.reducer, self._orders.probes, self._transport):
+            self._write(**line)
+            self._say_place(f"has measured {line.get('probe', 'the link')}")
 
     def _why_fixed(self, model: Any) -> str:
         """Between one wrapper's steps another's backward may be pending, as in a GAN."""
@@ -180,7 +193,10 @@ class Training:
         self._clock = now
         if len(self._seconds) == self._orders.steps:
             seconds = [self._seconds] if self._in_join else self._transport.exchange(self._seconds)
-            self._write(turn=turn, contestant=self._turns[turn], seconds=seconds, flight=self._flight(turn))
+            line = {"turn": turn, "contestant": self._turns[turn], "seconds": seconds, "flight": self._flight(turn)}
+            if self._orders.flights:
+                line["flights"] = self._transport.exchange(self._flights())
+            self._write(**line)
             self._seconds = []
             self._due = turn + 1
             if self._due == len(self._turns):
@@ -194,6 +210,11 @@ class Training:
             return None
         steps = lead.reducer.flight_record().steps[:-1][-self._orders.steps :]  # type: ignore[union-attr]
         return asdict(sorted(steps, key=lambda step: step.seconds or 0.0)[len(steps) // 2])
+
+    def _flights(self) -> list[dict[str, Any]]:
+        assert self._lead is not None
+        lead: Any = self._lead()
+        return probing.flights(lead.reducer.recorder.last_rows(self._orders.steps - 1))
 
     def _say_place(self, text: str) -> None:
         self._place.seek(0)

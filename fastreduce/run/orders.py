@@ -32,6 +32,8 @@ class Orders:
         shadow: settings of which a `Shadow` measures what they would lose of the first wrapper's gradients.
         shadow_every: in which steps.
         keeps_torchs_class: torch's class stays torch's, since no other contestant comes.
+        probes: settings whose stages are measured before the first turn (`probing.py`).
+        flights: whether a turn's line has the flights of its steps, but for the first, before which ranks meet.
     """
 
     record: str
@@ -45,6 +47,8 @@ class Orders:
     shadow: tuple[str, ...] = ()
     shadow_every: int = 100
     keeps_torchs_class: bool = False
+    probes: tuple[str, ...] = ()
+    flights: bool = False
 
     @property
     def turns(self) -> list[str]:
@@ -59,4 +63,4 @@ class Orders:
     def read() -> Orders:
         """Those in this process's environment."""
         found = json.loads(os.environ[VARIABLE])
-        return Orders(**{**found, **{name: tuple(found[name]) for name in ("contestants", "shadow")}})
+        return Orders(**{**found, **{name: tuple(found[name]) for name in ("contestants", "shadow", "probes")}})

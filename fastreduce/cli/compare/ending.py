@@ -66,11 +66,11 @@ def write_page(out: Path) -> str:
     return f"Wrote {out}/results.json, compare.png and report.html."
 
 
-def make_folder(out: Path) -> None:
+def make_folder(out: Path, command: str = "compare") -> None:
     """Make the folder for results, or end the command."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"cannot write to {out}: {error.strerror}")
+        fail(f"cannot write to {out}: {error.strerror}", command=command)
     if not os.access(out, os.W_OK):
-        fail(f"cannot write to {out}: permission denied")
+        fail(f"cannot write to {out}: permission denied", command=command)

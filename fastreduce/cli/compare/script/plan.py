@@ -100,14 +100,7 @@ def make_plan(
 ) -> Plan:
     """The plan, or an error and exit code 2 before anything starts."""
     need("scipy", "matplotlib")
-    module = words[0] == "-m"
-    words = words[1:] if module else words
-    if not words:
-        fail("-m needs the name of a module")
-    if module and PathFinder.find_spec(words[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        fail(f"there is no module {words[0]!r}")
-    if not module and not Path(words[0]).exists():
-        fail(f"there is no script {words[0]!r}")
+    words, module = read_words(words)
     try:
         specs = [canonical(name) for name in settings]
     except FastreduceError as error:
@@ -125,7 +118,7 @@ def make_plan(
         fail("--metric-line and --metric-file both name the metric: give one of them")
     _check_pattern(metric_line)
     return Plan(
-        words=tuple(words),
+        words=words,
         module=module,
         settings=tuple(dict.fromkeys(named)),
         ranks=ranks or torch.cuda.device_count() or 2,
@@ -141,6 +134,19 @@ def make_plan(
         metric_line=metric_line,
         metric_file=metric_file,
     )
+
+
+def read_words(words: Sequence[str], command: str = "compare") -> tuple[tuple[str, ...], bool]:
+    """The script or module with its arguments, and whether it is a module; or an error and exit code 2."""
+    module = words[0] == "-m"
+    words = words[1:] if module else words
+    if not words:
+        fail("-m needs the name of a module", command=command)
+    if module and PathFinder.find_spec(words[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        fail(f"there is no module {words[0]!r}", command=command)
+    if not module and not Path(words[0]).exists():
+        fail(f"there is no script {words[0]!r}", command=command)
+    return tuple(words), module
 
 
 def _check_pattern(pattern: str | None) -> None:

@@ -1,0 +1,79 @@
+"""`fastreduce advise`: what a step would take under every setting, and whether to compress at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ... import FastreduceError
+from ...policy import Policy
+from ..compare import PLAIN_WIDTH
+from ..compare.ending import fail, make_folder, need
+from ..compare.script.plan import BASE, read_words
+
+DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
+ROUNDS = 8
+BUILT_IN = ["-m", "fastreduce.cli.compare.digits.alone"]
+
+
+def advise(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[[-m] SCRIPT [ARGUMENTS]]",
+            help="A training script and its arguments; without it a small built-in network.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str], typer.Option(metavar="SPEC ...", help="Settings to choose from; none is always there.")
+    ] = DEFAULT_SETTINGS,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes on this machine; 1 is one process, which may start ranks itself.")
+    ] = 2,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Rounds in which the best predicted settings are really run beside none; from 6 on, ratios have an "
+            "interval. 0: the advice is a prediction.",
+        ),
+    ] = ROUNDS,
+    nodes: Annotated[
+        int | None, typer.Option(min=2, help="Project to so many hosts, each with the ranks of this one.")
+    ] = None,
+    gbits: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of each host's adapter, for --nodes.")] = None,
+    out: Annotated[Path, typer.Option(help="Where advice.json and the training's output go.")] = Path("out/advise"),
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which a training that takes no step is ended.")
+    ] = 300.0,
+) -> None:
+    """Say whether to compress the gradients of a training here, with which setting, and why.
+
+    Starts the script's ranks on this machine, unedited, with our DistributedDataParallel in the place of torch's.
+    Measures the link, the kernels of each setting at the sizes of its buckets, and when each bucket is ready; predicts
+    the step under each setting, with its parts; then runs the best ones beside none, and says how far off that was.
+
+    Prints tables, an advice and its reason, and writes advice.json.
+    """
+    if (nodes is None) != (gbits is None):
+        fail("--nodes and --gbits go together: hosts, and what their adapters move", command="advise")
+    need("scipy", *([] if words else ["sklearn"]), command="advise")
+    script, module = read_words(words or BUILT_IN, "advise")
+    try:
+        chosen = tuple(dict.fromkeys([BASE, *(str(Policy.of(name)) for name in settings)]))
+    except FastreduceError as error:
+        fail(str(error), command="advise")
+    from . import measure  # which needs scipy
+    from .prediction import Link
+
+    make_folder(out, "advise")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    link = None if nodes is None or gbits is None else Link(nodes, gbits)
+    plan = measure.make_plan(script, module, chosen, ranks, rounds, out, timeout)
+    measure.run(plan, link, console)

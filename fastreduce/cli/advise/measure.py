@@ -1,0 +1,190 @@
+"""Two trainings of a script: one of which link, kernels and steps are measured, one that checks the prediction."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from ...run.contestants import AFTER_BACKWARD
+from ..compare.ending import SignalError, fail, signals_end_ranks
+from ..compare.script import speed, trainings
+from ..compare.script.plan import BASE, WARM_UP_STEPS, Plan
+from ..compare.script.speed import Speed, Turn
+from ..compare.script.trainings import Line, Training, TrainingError
+from . import report
+from .advice import Advice, advise, contenders, who_is_late
+from .prediction import Link, Prediction, predict
+from .readings import Readings, read
+
+PROFILE_ROUNDS, PROFILE_STEPS = 3, 5
+CHECK_STEPS = 3
+SETTLE_STEPS = 1  # reducers stay: the first step under a setting pays for its memory
+
+
+@dataclass
+class Findings:
+    """What was found.
+
+    Attributes:
+        readings: of the first training.
+        predicted: by setting; `none` first.
+        turns: of the second.
+        measured: by setting, in milliseconds.
+        advice: for here.
+        projected: by setting, and the advice, for the link that was asked for.
+        missing: what was not measured, and why.
+    """
+
+    lines: list[Line]
+    readings: Readings
+    predicted: dict[str, Prediction]
+    turns: list[Turn] = field(default_factory=list)
+    measured: dict[str, Speed] = field(default_factory=dict)
+    advice: Advice | None = None
+    projected: tuple[dict[str, Prediction], Advice] | None = None
+    missing: str = ""
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Of settings that were measured: how far the prediction is off, as a share of what was measured."""
+        return {name: 1e3 * self.predicted[name].step.value / found.step - 1 for name, found in self.measured.items()}
+
+
+def make_plan(
+    words: Sequence[str], module: bool, settings: Sequence[str], ranks: int, rounds: int, out: Path, timeout: float
+) -> Plan:
+    """Settings with `none` first, and rounds of the check; no quality."""
+    return Plan(
+        words=tuple(words),
+        module=module,
+        settings=tuple(settings),
+        ranks=ranks,
+        rounds=rounds,
+        steps=CHECK_STEPS,
+        out=out,
+        trains=False,
+        length=0,
+        seeds=(0,),
+        margin=0.0,
+        target=None,
+        timeout=timeout,
+        metric_line=None,
+        metric_file=None,
+    )
+
+
+def run(plan: Plan, link: Link | None, console: Console) -> None:
+    """Train, predict, check, and report.
+
+    Raises:
+        typer.Exit: with a training's exit code if the first one failed, with 128 + the signal if one came.
+    """
+    start = time.monotonic()
+    try:
+        with signals_end_ranks():
+            findings = investigate(plan, link, console)
+    except TrainingError as error:
+        fail(str(error), error.code, "advise")
+    except SignalError as error:
+        fail(f"{error.received.name}: all ranks were ended", 128 + error.received, "advise")
+    report.show(console, findings, link)
+    report.write(plan.out / "advice.json", sys.argv, plan, findings, link, time.monotonic() - start)
+    said = f"\n{time.monotonic() - start:.0f} s. Wrote {plan.out}/advice.json."
+    console.print(said, highlight=False, markup=False, soft_wrap=True)
+
+
+def investigate(plan: Plan, link: Link | None, console: Console) -> Findings:
+    """All but the report.
+
+    Raises:
+        TrainingError: if the first training failed, or ended before it was measured, or its settings cannot change.
+    """
+    say = _Saying(plan, console)
+    lines = trainings.run(plan, _profile(plan), say.line)
+    if why := speed.why_fixed(lines):
+        raise TrainingError(f"{why}: nothing is predicted then; fastreduce compare measures", 2)
+    readings = read(lines)
+    if readings.wrapped["ranks"] < 2:
+        raise TrainingError("one rank alone has nothing to send: take --ranks 2 or more", 2)
+    if not readings.flights or not readings.alone:
+        steps = WARM_UP_STEPS + 2 * PROFILE_ROUNDS * (SETTLE_STEPS + PROFILE_STEPS)
+        raise TrainingError(f"{plan.name} ended before it was measured, which takes {steps} steps: train longer", 2)
+    findings = Findings(lines, readings, predict(readings))
+    if plan.rounds:
+        _check(plan, findings, say)
+    late = who_is_late(readings.flights)
+    findings.advice = advise(findings.predicted, findings.measured, late)
+    if link is not None:
+        there = predict(readings, link)
+        findings.projected = there, advise(there, {}, late)
+    return findings
+
+
+def _profile(plan: Plan) -> Training:
+    orders = {
+        "contestants": (BASE, AFTER_BACKWARD),
+        "rounds": PROFILE_ROUNDS,
+        "warm_up": WARM_UP_STEPS,
+        "settle": SETTLE_STEPS,
+        "steps": PROFILE_STEPS,
+        "probes": plan.settings,
+        "flights": True,
+    }
+    return Training("the training that is measured", "measured", BASE, plan.seeds[0], BASE, orders)
+
+
+def rotation(plan: Plan, names: Sequence[str], rounds: int) -> Training:
+    """A training in which settings take turns."""
+    orders = {
+        "contestants": tuple(names),
+        "rounds": rounds,
+        "warm_up": WARM_UP_STEPS,
+        "settle": SETTLE_STEPS,
+        "steps": plan.steps,
+    }
+    return Training("the training that checks the prediction", "checked", BASE, plan.seeds[0], BASE, orders)
+
+
+def turns_of(lines: Sequence[Line], names: Sequence[str]) -> list[Turn]:
+    """The turns of the rounds that are complete."""
+    turns = [line for line in lines if "turn" in line]
+    found = [Turn(line["turn"] // len(names), line["contestant"], line["seconds"]) for line in turns]
+    return found[: len(found) // len(names) * len(names)]
+
+
+def _check(plan: Plan, findings: Findings, say: _Saying) -> None:
+    names = [BASE, *contenders(findings.predicted)]
+    say.text(f"checking the prediction: {', '.join(names)} in turns, --rounds {plan.rounds}")
+    try:
+        lines = trainings.run(plan, rotation(plan, names, plan.rounds), say.line)
+    except TrainingError as error:
+        findings.missing = f"the prediction was not checked: {error}"
+        return
+    findings.turns = turns_of(lines, names)
+    findings.measured = {each.contestant: each for each in speed.summarise(names, findings.turns)}
+    if not findings.measured:
+        findings.missing = f"the prediction was not checked: {plan.name} ended before a round was over"
+
+
+class _Saying:
+    """What goes on, a line each."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self._console = console
+        self.text(f"{plan.name}, --ranks {plan.ranks}: {', '.join(plan.settings)}.")
+
+    def text(self, text: str) -> None:
+        """Say it."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def line(self, line: Line) -> None:
+        """Say what a rank has measured."""
+        if "link" in line:
+            self.text("measured the link")
+        elif "probe" in line:
+            self.text(f"measured kernels and transfers of {line['probe']}")

@@ -1,0 +1,193 @@
+"""What the advisor leaves: tables and sentences on the terminal, and advice.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...run.probing import COLLECTIVES
+from ..compare import results
+from ..compare.script.plan import BASE, Plan
+from .prediction import Interval, Link, Prediction
+from .readings import Readings
+
+if TYPE_CHECKING:
+    from .measure import Findings
+
+STEPS = (
+    "predicted: ms, with 95 % from the scatter of what was measured. over none: a step's ratio to that of none. "
+    "measured: the median of steps that were run in turns."
+)
+PARTS = (
+    "The predicted step in ms, which parts add up to: compute in the mean of the ranks, waiting for the slowest, "
+    "and communication behind backward. What goes on beside backward is hidden. "
+    "other: what of none's measured step the model does not explain."
+)
+MOVED = 0.15  # by which none's own step may be off before that is told
+
+
+def show(console: Console, findings: Findings, link: Link | None) -> None:
+    """The link, the steps, their parts, what the check says, and the advice."""
+    readings = findings.readings
+    wrapped = readings.wrapped
+    over = f"over {wrapped['transport']}" if wrapped["transport"] else ""
+    about = f"{wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {wrapped['ranks']} ranks {over}".rstrip()
+    console.print(f"\n{about}. {links_text(readings)}", highlight=False, markup=False)
+    _print(console, _steps_table(findings.predicted, findings), STEPS)
+    _print(console, _parts_table(findings.predicted), PARTS)
+    console.print()
+    _say(console, _checked(findings))
+    if findings.advice is not None:
+        console.print(Text(findings.advice.sentence, style="bold"))
+        _say(console, findings.advice.caution)
+    if findings.projected is not None and link is not None:
+        there, advice = findings.projected
+        each = wrapped["local_ranks"]
+        console.print(f"\nProjected to {link.nodes} hosts of {each} ranks, {link.gbits:g} Gbit/s:", highlight=False)
+        _print(console, _steps_table(there, None), "predicted only: nothing was run there.")
+        _print(console, _parts_table(there), PARTS)
+        console.print()
+        console.print(Text(advice.sentence, style="bold"))
+        _say(console, advice.caution)
+
+
+def links(readings: Readings) -> dict[str, dict[str, float]]:
+    """By collective: seconds of a small one, and Gbit/s each way that a rank sends, alone and with others beside it."""
+    found = {name: {"latency_s": readings.latency[name]} for name in readings.latency}
+    ranks = readings.wrapped["ranks"]
+    for probe in readings.probes.values():
+        stages, share = probe.draw()
+        sent = sum(probe.wire) * 8e-9 * (ranks - 1) / ranks
+        two = probe.collectives == 2
+        columns = {"all-to-all": "exchange", "all-gather": "reduce"} if two else {"all-reduce": "reduce"}
+        for name, column in columns.items():
+            seconds = sum(getattr(each, column) for each in stages)
+            if seconds > 0 and "gbits" not in found.setdefault(name, {}):
+                gbits = (sent if two else 2 * sent) / seconds
+                found[name] |= {"gbits": gbits, "gbits_at_once": gbits / share}
+    return {name: found[name] for name in COLLECTIVES if name in found}
+
+
+def links_text(readings: Readings) -> str:
+    """The link, in a sentence."""
+    told = []
+    for name, figures in links(readings).items():
+        rate = ""
+        if "gbits" in figures:
+            rate = f", {figures['gbits']:.2g} Gbit/s alone, {figures['gbits_at_once']:.2g} with others"
+        told.append(f"{name} {1e3 * figures['latency_s']:.2f} ms{rate}")
+    return f"The link: {'; '.join(told)}."
+
+
+def _steps_table(predicted: Mapping[str, Prediction], findings: Findings | None) -> Table:
+    table = _table(["predicted, ms\n(95 %)", "over none\n(95 %)", "sent,\nMB"])
+    measured = {} if findings is None else findings.measured
+    if measured:
+        for column in ("measured,\nms", "its ratio\n(95 %)", "prediction\nis off by"):
+            table.add_column(column, justify="right", no_wrap=True)
+    chosen = findings.advice.setting if findings is not None and findings.advice is not None else ""
+    for name, each in predicted.items():
+        cells = [_interval(each.step, 1e3, 1), "1" if name == BASE else _interval(each.ratio, 1, 2)]
+        cells.append(f"{each.sent / 1e6:.1f}")
+        if measured:
+            cells += ["–", "–", "–"]
+        if findings is not None and name in measured:
+            seen = measured[name]
+            ratio = Interval(seen.ratio.median, seen.ratio.low, seen.ratio.high)
+            cells[-3:] = [
+                f"{seen.step:.1f}",
+                "1" if name == BASE else _interval(ratio, 1, 2),
+                f"{findings.errors[name]:+.0%}",
+            ]
+        table.add_row(Text(name), *cells, style="bold" if name == chosen else None)
+    return table
+
+
+def _parts_table(predicted: Mapping[str, Prediction]) -> Table:
+    columns = ["step", "compute", "waiting", "compress", "wire", "sum", "decompress", "other", "hidden"]
+    table = _table(columns, "setting")
+    for name, each in predicted.items():
+        found = [getattr(each.parts, column) for column in columns]
+        table.add_row(Text(name), *(f"{1e3 * seconds:.1f}" for seconds in found))
+    return table
+
+
+def _table(columns: Sequence[str], first: str = "\nsetting") -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _print(console: Console, table: Table, notes: str) -> None:
+    console.print()
+    console.print(table)
+    console.print(f"\n{notes}", style="dim", highlight=False)
+
+
+def _say(console: Console, text: str) -> None:
+    if text:
+        console.print(text, highlight=False, markup=False)
+
+
+def _interval(found: Interval, unit: float, digits: int) -> str:
+    value, low, high = (unit * each for each in (found.value, found.low, found.high))
+    interval = "" if np.isnan(low) else f" ({low:.{digits}f}–{high:.{digits}f})"
+    return f"{value:.{digits}f}{interval}"
+
+
+def _checked(findings: Findings) -> str:
+    if findings.missing:
+        return f"Missing: {findings.missing}."
+    if not findings.errors:
+        return "Nothing was checked (--rounds 0): the advice is a prediction."
+    worst = max(map(abs, findings.errors.values()))
+    text = f"Where the prediction was checked it is off by {worst:.0%} at most."
+    if abs(findings.errors[BASE]) > MOVED:
+        text += " none's own step was another than before: the machine, or the training, was not the same all the time."
+    return text
+
+
+def write(
+    path: Path, command: Sequence[str], plan: Plan, findings: Findings, link: Link | None, seconds: float
+) -> None:
+    """Everything measured, predicted and said."""
+    there = findings.projected
+    results.write(
+        path,
+        {
+            **results.describe("cpu"),
+            "command": list(command),
+            "seconds": seconds,
+            "plan": {**asdict(plan), "out": str(plan.out)},
+            "wrapped": findings.readings.wrapped,
+            "link": links(findings.readings),
+            "advice": asdict(findings.advice) if findings.advice is not None else None,
+            "predicted": {name: _as_dict(each) for name, each in findings.predicted.items()},
+            "measured": {name: asdict(each) for name, each in findings.measured.items()},
+            "errors": findings.errors,
+            "missing": findings.missing,
+            "projected": None
+            if there is None or link is None
+            else {
+                **asdict(link),
+                "advice": asdict(there[1]),
+                "predicted": {name: _as_dict(each) for name, each in there[0].items()},
+            },
+            "turns": [asdict(turn) for turn in findings.turns],
+            "lines": findings.lines,
+        },
+    )
+
+
+def _as_dict(each: Prediction) -> dict[str, object]:
+    return {**asdict(each), "parts": {**asdict(each.parts), "step": each.parts.step}}

@@ -1,0 +1,199 @@
+"""The advisor's model: parts that add up, steps that never get shorter where something gets slower, known answers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastreduce.cli.advise import model
+from fastreduce.cli.advise.advice import EQUAL, HIGHER, advise, contenders, who_is_late
+from fastreduce.cli.advise.model import Parts, Stages, Step
+from fastreduce.cli.advise.prediction import Interval, Prediction
+from fastreduce.cli.advise.readings import Flight
+from fastreduce.cli.compare.intervals import Estimate
+from fastreduce.cli.compare.script.speed import Speed
+from tests.support.commands import ROOT
+
+MS = 1e-3
+short = st.floats(0, 1).map(lambda x: round(x, 3))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Step, list[Stages], float, float]:
+    """A step, its buckets, a share and a drag."""
+    count = draw(st.integers(1, 6))
+    backward, length = draw(short), draw(short)
+    ready = sorted(backward + length * draw(short) for _ in range(count - 1))
+    end = backward + length
+    step = Step(backward, (*ready, end), end, end * draw(short))
+    stages = [Stages(*(draw(short) for _ in range(5))) for _ in range(count)]
+    return step, stages, draw(st.floats(0.2, 2)), draw(st.sampled_from([0.0, 0.3, 1.0]))
+
+
+@given(cases())
+def test_parts_add_up_to_the_step(case: tuple[Step, list[Stages], float, float]):
+    parts = model.parts(*case)
+    assert parts.step == pytest.approx(model.seconds(*case), rel=1e-12, abs=1e-12)
+    assert min(parts.compute, parts.waiting, parts.compress, parts.wire, parts.sum, parts.decompress) >= -1e-12
+    assert 0 <= parts.hidden <= parts.compute + parts.waiting + 1e-12
+
+
+@given(cases(), st.floats(1, 10), st.sampled_from(["exchange", "reduce", "compress", "sum", "decompress"]))
+def test_a_step_never_gets_shorter_where_a_stage_gets_slower(
+    case: tuple[Step, list[Stages], float, float], factor: float, stage: str
+):
+    step, stages, share, drag = case
+    slower = [Stages(**{**vars(each), stage: factor * getattr(each, stage)}) for each in stages]
+    assert model.seconds(step, slower, share, drag) >= model.seconds(step, stages, share, drag) - 1e-12
+
+
+def test_what_is_over_before_backward_ends_costs_nothing():
+    step = Step(10.0, (12.0, 20.0), 20.0, 20.0)
+    parts = model.parts(step, [Stages(1.0, 2.0, 1.0, 2.0, 1.0), Stages(0, 0, 0, 0, 0)], 1.0)
+    assert parts == Parts(compute=20.0, waiting=0, compress=0, wire=0, sum=0, decompress=0, hidden=7.0)
+
+
+def test_one_bucket_is_all_exposed():
+    parts = model.parts(Step(10.0, (20.0,), 20.0, 20.0), [Stages(1.0, 2.0, 3.0, 4.0, 5.0)], 1.0)
+    assert parts == Parts(compute=20.0, waiting=0, compress=1.0, wire=6.0, sum=3.0, decompress=5.0, hidden=0.0)
+
+
+def test_kernels_go_on_beside_the_wire():
+    """The second bucket is compressed while the first one is sent, and takes the link after it."""
+    step, bucket = Step(0.0, (10.0, 10.0), 10.0, 10.0), Stages(1.0, 0.0, 0.0, 4.0, 1.0)
+    parts = model.parts(step, [bucket, bucket], 1.0)
+    assert (parts.compress, parts.wire, parts.decompress, parts.step) == (1.0, 8.0, 1.0, 20.0)
+    assert model.seconds(step, [bucket, bucket], 0.5) == 18.0  # the link takes the second after half of the first
+
+
+def test_ranks_that_wait_for_one():
+    assert model.parts(Step(0.0, (30.0,), 30.0, 20.0), [Stages(0, 0, 0, 1.0, 0)], 1.0).waiting == 10.0
+    flights = [Flight(Step(0.0, (30.0,), 30.0, 20.0), [[0]], [10 * MS, 30 * MS], 31.0)] * 3
+    assert who_is_late(flights) == "rank 1"
+    taking_turns = [*flights, *(Flight(f.step, f.buckets, f.computed[::-1], 31.0) for f in flights)]
+    assert who_is_late(taking_turns) == "each other in turn"
+
+
+def test_what_goes_on_beside_backward_slows_it_down():
+    step, stages = Step(0.0, (4.0, 10.0), 10.0, 10.0), [Stages(0, 0, 0, 2.0, 0), Stages(0, 0, 0, 1.0, 0)]
+    assert model.seconds(step, stages, 1.0, drag=0.0) == 11.0
+    assert model.seconds(step, stages, 1.0, drag=0.5) == 12.0  # two seconds beside it make one more
+
+
+def test_the_share_is_what_a_burst_tells():
+    buckets = [Stages(0.1, 1.0, 0.1, 2.0, 0.1)] * 4
+    for share in (0.3, 0.7, 1.5):
+        burst = model.end_of(model.spans([0.0] * 4, buckets, share))
+        assert model.fit_share(buckets, burst) == pytest.approx(share, abs=1e-4)
+
+
+def test_a_projection_counts_what_leaves_a_host():
+    here = [Stages(8.0, 1.0, 4.0, 1.0, 2.0)]
+    (there,) = model.projected(here, [0.0], [(10**9, 2)], 1, 4, 8.0, (0.0, 0.5))
+    assert there == Stages(8.0, 0.75 + 0.5, 4.0, 0.75 + 0.5, 2.0)  # three quarters of 1 GB at 1 GB/s, twice
+    (there,) = model.projected(here, [1.0], [(10**9, 1)], 2, 2, 8.0, (0.25, 0.0))
+    assert there == Stages(4.0 + 1.0, 0.0, 2.0, 2 * 0.5 + 0.25, 2.0)  # a column each, and one all-reduce
+
+
+# The advice
+
+
+def predicted(setting: str, ratio: float, **parts: float) -> Prediction:
+    """With an interval of a hundredth."""
+    zero = dict.fromkeys(("compute", "waiting", "compress", "wire", "sum", "decompress", "hidden"), 0.0)
+    found = Interval(ratio, ratio - 0.01, ratio + 0.01)
+    sent = {"none": 100, "fp16": 50}.get(setting, 26)
+    return Prediction(setting, found, found, Parts(**{**zero, **parts}), sent)
+
+
+def measured(setting: str, ratio: float, spread: float = 0.01) -> Speed:
+    estimate = Estimate(ratio, ratio - spread, ratio + spread)
+    return Speed(setting, 100 * ratio, (0.0, 0.0), estimate, None, 6)
+
+
+LATE = "rank 1"
+
+
+@pytest.mark.parametrize(
+    ("none", "others", "seen", "setting", "words"),
+    [
+        (
+            {"compute": 0.3, "wire": 0.7},
+            {"fp16": 0.6, "int8": 0.4},
+            {"fp16": 0.62, "int8": 0.41},
+            "int8",
+            "0.41 of none",
+        ),
+        ({"compute": 0.3, "wire": 0.7}, {"fp16": 0.6}, {}, "fp16", "70% of it are communication behind backward"),
+        ({"compute": 0.3, "wire": 0.7}, {"fp8": 0.42, "int8": 0.41}, {"fp8": 0.42, "int8": 0.41}, "fp8", "sends 0.26"),
+        (
+            {"compute": 0.3, "wire": 0.7},
+            {"fp16": 0.6},
+            {"fp16": 1.2},
+            "none",
+            "takes 1.20 of none's (1.19–1.21), measured",
+        ),
+        ({"compute": 1.0, "wire": 0.01, "hidden": 0.5}, {"fp16": 1.0}, {}, "none", "backward hides communication"),
+        ({"compute": 1.0, "wire": 0.01}, {"fp16": 1.0}, {}, "none", "there is nothing to save"),
+        ({"compute": 0.9, "wire": 0.3}, {"fp16": 1.1}, {}, "none", "the link is not the bottleneck"),
+        ({"compute": 0.5, "wire": 0.1, "other": 0.4}, {"fp16": 1.1}, {}, "none", "threads wait for a processor"),
+        (
+            {"compute": 0.5, "waiting": 0.4, "wire": 0.1},
+            {"fp16": 0.99},
+            {},
+            "none",
+            "ranks wait for rank 1, 400.0 of 1000.0 ms, and",
+        ),
+        (
+            {"compute": 0.4, "waiting": 0.4, "wire": 0.2},
+            {"fp16": 0.9},
+            {},
+            "fp16",
+            "Ranks wait for rank 1, 400.0 of 1000.0 ms",
+        ),
+    ],
+)
+def test_the_advice_and_its_reason(
+    none: dict[str, float], others: dict[str, float], seen: dict[str, float], setting: str, words: str
+):
+    predictions = {"none": predicted("none", 1.0, **none), **{n: predicted(n, r) for n, r in others.items()}}
+    speeds = {name: measured(name, ratio) for name, ratio in {"none": 1.0, **seen}.items()} if seen else {}
+    found = advise(predictions, speeds, LATE)
+    assert found.setting == setting and words in found.sentence
+    assert found.sentence.startswith("Do not compress: " if setting == "none" else f"Compress with {setting}: ")
+    assert ("up to 18 % higher" in found.caution and "fp16" in found.caution) == (setting == "int8")
+
+
+def test_a_measurement_that_decides_nothing_leaves_it_to_the_prediction():
+    for ratio, setting in ((0.9, "fp16"), (1.0, "none")):
+        predictions = {"none": predicted("none", 1.0, wire=0.9), "fp16": predicted("fp16", ratio)}
+        found = advise(predictions, {"fp16": measured("fp16", 0.9, spread=0.5)}, LATE)
+        assert found.setting == setting
+    assert (
+        "more --rounds would decide"
+        in advise(
+            {"none": predicted("none", 1.0, wire=0.9), "fp16": predicted("fp16", 0.9)},
+            {"fp16": measured("fp16", 0.9, spread=0.5)},
+            LATE,
+        ).sentence
+    )
+
+
+def test_the_two_fastest_are_checked_and_one_that_is_no_risk():
+    ratios = {"none": 1.0, "fp16": 0.6, "fp8": 0.5, "int8": 0.4, "int4": 0.3}
+    assert contenders({name: predicted(name, ratio) for name, ratio in ratios.items()}) == ["int4", "int8", "fp8"]
+
+
+def test_what_has_trained_worse_is_what_the_docs_say():
+    """The table of docs/which-setting.md, row by row."""
+    text = (ROOT / "docs" / "which-setting.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| [\d.]+ \| [^|]+ \| (.*equal.*) \|$", text, re.MULTILINE)
+    higher = {}
+    for setting, cells in rows:
+        if "higher" in cells:
+            higher[setting] = max(float(found) for found in re.findall(r"to \+([\d.e-]+)", cells))
+    assert higher == HIGHER
+    assert {setting for setting, _ in rows} - set(higher) | {"none"} == EQUAL

@@ -148,7 +148,7 @@ def _caution(chosen: _Figure, paying: Sequence[_Figure]) -> str:
         return ""
     if chosen.setting in HIGHER:
         what = f"{chosen.setting} has trained worse: losses up to {HIGHER[chosen.setting]:.0f} % higher in cases where "
-        what += "small gradients lie beside large ones, most of all under AdamW (docs/which-setting.md)."
+        what += "small gradients lie beside large ones, most of all under AdamW."
     else:
         what = f"Whether {chosen.setting} trains as well is not known: it is not in the table of docs/which-setting.md."
     safe = min((f for f in paying if f.setting in EQUAL), key=lambda f: f.ratio, default=None)

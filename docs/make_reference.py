@@ -24,6 +24,7 @@ from torch.distributed import run as torchrun
 
 import fastreduce
 import fastreduce.distributed
+import fastreduce.elastic
 import fastreduce.fsdp
 import fastreduce.hooks
 from fastreduce import FastreduceError, Policy
@@ -66,6 +67,7 @@ def reference() -> str:
         "fastreduce: errors": errors(),
         "fastreduce.distributed": module(fastreduce.distributed),
         "fastreduce.distributed.functional": module(fastreduce.distributed.functional),
+        "fastreduce.elastic": module(fastreduce.elastic),
         "fastreduce.fsdp": module(fastreduce.fsdp),
         "fastreduce.hooks": module(fastreduce.hooks, ["CompressState", "compress"]),
         "Command line": commands(),

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import CheckpointError, SettingError
 from ..reduction.reducer import GradientReducer
 from ..transports.messages import gather_bytes
 from . import snapshot_file
+from .parts import load_into, state_of
 from .snapshot_file import OURS, State
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
     reducers: dict[str, State] = {}
 
     def collect() -> tuple[str, State, bool]:
-        states.update({name: _state_of(part) for name, part in parts.items() if not isinstance(part, GradientReducer)})
+        states.update({name: state_of(part) for name, part in parts.items() if not isinstance(part, GradientReducer)})
         reducers.update({name: reducer.state_dict() for name, reducer in _reducers(parts).items()})
         layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
         for layout in layouts.values():
@@ -151,7 +152,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     reducers = _reducers(parts)
     states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
     for name, part in wanted.items():
-        _load(part, snapshot.pop(name))
+        load_into(part, snapshot.pop(name))
     for name, state in states[0].items():
         try:
             reducers[name].load_state_dict(state)
@@ -250,27 +251,6 @@ def _broadcast_file(path: Path) -> bytes:
 
 
 # Parts
-
-
-def _unwrapped(part: Any) -> Any:
-    """The module inside torch.compile and DDP."""
-    part = getattr(part, "_orig_mod", part)
-    return _unwrapped(part.module) if isinstance(part, TorchDDP) else part
-
-
-def _state_of(part: Any) -> Any:
-    part = _unwrapped(part)
-    return part.state_dict() if hasattr(part, "state_dict") else part
-
-
-def _load(part: Any, state: Any) -> None:
-    target = _unwrapped(part)
-    if isinstance(target, nn.Module):
-        own = target.state_dict()
-        for prefix in ("_orig_mod.", "module."):  # of a file that was written without us
-            if all(name.startswith(prefix) for name in state) and not any(name.startswith(prefix) for name in own):
-                state = {name.removeprefix(prefix): value for name, value in state.items()}
-    target.load_state_dict(state)
 
 
 def _reducers(parts: Mapping[str, Any]) -> dict[str, GradientReducer]:

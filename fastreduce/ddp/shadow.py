@@ -70,7 +70,8 @@ class Shadow:
         seconds: that measuring has taken on this rank, in all.
 
     Raises:
-        SettingError: if a setting is none, a parameter matches no key, or torch reduces all gradients of this wrapper.
+        SettingError: if a setting is none, a parameter matches no key, torch reduces all gradients of this
+            wrapper, or its ranks may be lost.
         MismatchError: on every rank, if ranks differ in settings, steps or groups.
     """
 
@@ -83,6 +84,8 @@ class Shadow:
     ) -> None:
         if ddp._delay_all_reduce_all_params:
             raise SettingError("Shadow and delay_all_reduce_named_params of all parameters: torch reduces them")
+        if ddp._elastic:
+            raise SettingError("Shadow and elastic=True: ranks would agree on what they found when some may be lost")
         reducer: GradientReducer = ddp.reducer
         names, parameters = reducer.buckets.gradients.names, reducer.buckets.gradients.parameters
         error: Exception | None = None

@@ -35,6 +35,7 @@ from ..transports.connections import timeout_of
 from ..transports.store_client import client_of
 from .checks import check_module, describe_wrapping, group_asked_for, module_device
 from .clipping import clip_
+from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
 from .logger import TorchLogger, environment
 from .mixed_precision import LowPrecision
 from .reducer import TorchReducer
@@ -69,10 +70,14 @@ class DistributedDataParallel(TorchDDP):
             nothing to move). Where ranks run on several hosts, and several on one of them, those of one host sum in
             shared memory first, and gloo or MPI carries what leaves the host (`"two_level"`), unless the setting is
             `flat`.
+        elastic: whether ranks may be lost and come while it trains, without a restart: then
+            `fastreduce.elastic.join(ddp, …)` takes the place of `init_process_group`. On CPUs, over gloo or shared
+            memory.
         **kwargs: torch's other arguments.
 
     Raises:
-        SettingError: if `compression` is no setting, or `transport` no name of one.
+        SettingError: if `compression` is no setting, or `transport` no name of one, or under `elastic` for what cannot
+            go on without a lost rank.
         BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
         MismatchError: on every rank, if ranks differ in model, settings or transport.
         RuntimeError: if no parameter requires a gradient (as torch).
@@ -81,6 +86,7 @@ class DistributedDataParallel(TorchDDP):
     __module__ = "fastreduce.ddp"  # where pickles find it
     reducer: TorchReducer  # type: ignore[assignment]
     logger: TorchLogger  # type: ignore[assignment]
+    _elastic = False
     _may_have_changed = False
     _joining = False
 
@@ -92,6 +98,7 @@ class DistributedDataParallel(TorchDDP):
         *args: Any,
         compression: Setting = None,
         transport: Transport | str | None = None,
+        elastic: bool = False,
         **kwargs: Any,
     ) -> None:
         if device_ids is not None and all(device is None for device in device_ids):
@@ -106,7 +113,10 @@ class DistributedDataParallel(TorchDDP):
         bound = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        self._transport_argument = transport
+        self._transport_argument, self._elastic = transport, elastic
+        if elastic:
+            check_elastic(module, arguments, transport)
+            group_of_one()
         group = group_asked_for(arguments["process_group"], arguments["device_mesh"])
         self._transport = make_transport(group, module_device(module), transport)
         error, description = None, dict[str, str]()
@@ -120,6 +130,7 @@ class DistributedDataParallel(TorchDDP):
         except Exception as found:  # whatever it is, other ranks must not wait
             error = found
         check_agreement(self._transport, description, error)
+        self._description = description
         super().__init__(module, device_ids, output_device, *args, **kwargs)
 
     def _ddp_init_helper(
@@ -135,7 +146,7 @@ class DistributedDataParallel(TorchDDP):
             names.setdefault(id(parameter), name)
         first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
         low = self.mixed_precision
-        self.reducer = TorchReducer(
+        self.reducer = (ElasticReducer if self._elastic else TorchReducer)(
             parameters,
             [names[id(p)] for p in parameters],
             self._transport,

@@ -15,10 +15,10 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ..environment.exits import Exit, at_exit
+from ..environment.fates import fate, introduction
 from ..environment.stacks import OURS, python_stacks
 from ..errors import TransportError
 from ..transports.messages import decode, of_types
@@ -48,8 +48,7 @@ class Whereabouts:
 
     def introduce(self, rank: int) -> None:
         """Write which process a rank is."""
-        pid = os.getpid()
-        self._store.set(f"process of {rank}", json.dumps([_host(), pid, _born(pid)]))
+        self._store.set(f"process of {rank}", json.dumps(introduction()))
 
     def tell(self, rank: int) -> None:
         """Write where this rank's process is."""
@@ -96,36 +95,8 @@ class Whereabouts:
 
 
 def _fate(told: Any) -> str:
-    """What has become of a process of this host; "" where it runs, or is elsewhere."""
-    host, pid, born = of_types(told, str, int, str)
-    if not host or host != _host():
-        return ""
-    try:
-        if _born(pid) != born:
-            raise ProcessLookupError
-        state = _stat(pid)[0]
-    except (OSError, IndexError):
-        return f"its process {pid} has ended"
-    names = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
-    return f"its process {pid} {names[state]}" if state in names else ""
-
-
-def _stat(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()
-
-
-def _born(pid: int) -> str:
-    """When a process began, in ticks since the host did: ids are used again."""
-    return _stat(pid)[19]
-
-
-def _host() -> str:
-    """The host, and which of its processes this one sees; "" where the system does not tell, as in some sandboxes."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    """What has become of a process that introduced itself."""
+    return fate(*of_types(told, str, int, str))
 
 
 # The thread

@@ -120,6 +120,11 @@ class _Beside:
         else:
             self.free.add(number)
 
+    def abort(self) -> None:
+        for connection in [self.control, *self.made]:
+            if connection is not None and not connection.failed:
+                connection.abort()
+
     def drop_free(self) -> None:
         for number in self.free:
             self.made[number] = None
@@ -139,6 +144,12 @@ def drop_free(kind: str) -> None:
     for kinds in list(_all.values()):
         if kind in kinds:
             kinds[kind].drop_free()
+
+
+def abort_beside(group: Ranks) -> None:
+    """Abort all connections beside a group of which ranks are lost, those that are being made included."""
+    for beside in list(_all.get(group, {}).values()):
+        beside.abort()
 
 
 def _free_and_made(value: Any) -> tuple[set[int], int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,11 @@ from . import messages
 from .base import Transport, Work
 from .connections import Lease, drop_free, timeout_of
 from .deadlines import GRACE_SECONDS, in_background
-from .meeting import SHORTEST, AbsentError, clear, meet, notes, wait_until
+from .meeting import SHORTEST, AbsentError, clear, look_for, meet, notes, wait_until
 from .store_client import SOON_SECONDS, StoreClient, client_of
-from .subgroups import Ranks, names_of, own_name, place_in
+from .subgroups import Ranks, names_of, own_name, place_in, who_is_gone
+
+NEVER_SENT = (1 << 31) - 1  # a tag
 
 at_exit(Exit.GLOO, lambda: drop_free("gloo"))
 
@@ -29,9 +32,9 @@ at_exit(Exit.GLOO, lambda: drop_free("gloo"))
 class _GlooStore(dist.Store):
     """Where gloo leaves the addresses that it listens at: torch's interface, over the one client."""
 
-    def __init__(self, client: StoreClient) -> None:
+    def __init__(self, client: StoreClient, look: Callable[[], None]) -> None:
         super().__init__()
-        self._client = client
+        self._client, self._look = client, look
 
     def set(self, key: str, value: Any) -> None:
         """Write bytes."""
@@ -48,7 +51,7 @@ class _GlooStore(dist.Store):
         Raises:
             TimeoutError: if they do not come within the client's deadline.
         """
-        if not wait_until(self._client, lambda client: not client.absent(keys), self._client.seconds):
+        if not wait_until(self._client, lambda client: not client.absent(keys), self._client.seconds, self._look):
             raise TimeoutError(f"no word at {', '.join(keys)} within {self._client.seconds:g} s")
 
 
@@ -64,6 +67,7 @@ class _Connection:
         self.me, self.names = own_name(group), names_of(group)
         self.seconds = timeout_of(group).total_seconds()
         self.failed = False
+        self._gone = who_is_gone(group)
         self._asking, self._told = threading.Lock(), "A peer"
         self._missing: list[int] = []
         self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
@@ -77,16 +81,17 @@ class _Connection:
         """
         ranks, store = self.names, client_of(group).at(prefix)
         here, place = store.at("here"), uuid.uuid4().hex
-        self.call("connecting", meet, here, ranks[self.rank], ranks, self.seconds, place)
+        look = look_for(self._gone)
+        self.call("connecting", meet, here, ranks[self.rank], ranks, self.seconds, place, look)
         place, *_ = self.call("connecting", notes, here, ranks)
         self.call("connecting", clear, here, ranks)
         self._failures = self._failures.at(place)
-        self._addresses = _GlooStore(store.at(place))  # gloo keeps it, without what is Python's of it
+        self._addresses = _GlooStore(store.at(place), look)  # gloo keeps it, without what is Python's of it
 
         def make() -> Any:
             return dist.ProcessGroupGloo(self._addresses, self.rank, self.size, timeout=timeout_of(group))
 
-        return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS)
+        return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS, look)
 
     @property
     def gloo(self) -> Any:
@@ -110,8 +115,12 @@ class _Connection:
             self._gloo = None
 
     def abort(self) -> None:
-        """Drop it: gloo ends what waits on it."""
-        self.failed, self._gloo = True, None
+        """Drop it, and end what waits on it: where one wait times out, gloo closes all of its sockets."""
+        gloo, self.failed, self._gloo = self._gloo, True, None
+        if gloo is not None:
+            with contextlib.suppress(RuntimeError):
+                nothing = gloo.recv([torch.empty(1)], (self.rank + 1) % self.size, NEVER_SENT)
+                nothing.wait(timedelta(milliseconds=1))
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
@@ -156,6 +165,9 @@ class _Connection:
 
         Those that wait in a collective do say so, so the others are the ones that they wait for. Steps cost nothing.
         """
+        if self._gone is not None:
+            self._missing = list(self._gone())
+            return _named(self._missing)
         silent = [name for name in self.names if name != self.names[self.rank]]
 
         def all_told(store: StoreClient) -> bool:
@@ -170,7 +182,11 @@ class _Connection:
         except TransportError as error:
             return f"Nobody can be asked who is missing: {error}. A peer"
         self._missing = silent
-        return f"No word from rank {', '.join(map(str, silent))}: it" if silent else "A peer"
+        return _named(silent)
+
+
+def _named(missing: Sequence[int]) -> str:
+    return f"No word from rank {', '.join(map(str, missing))}: it" if missing else "A peer"
 
 
 class _Works:

@@ -22,6 +22,16 @@ class AbsentError(TransportError):
         super().__init__(f"rank {self.names} did not come within {seconds:g} s", ranks)
 
 
+def look_for(gone: Callable[[], Sequence[int]] | None) -> Callable[[], None]:
+    """What to call while ranks are waited for, where somebody knows at once which of them are gone: it raises then."""
+
+    def look() -> None:
+        if gone is not None and (ranks := gone()):
+            raise AbsentError(ranks, LOOK_SECONDS)
+
+    return look
+
+
 def wait_until(
     store: StoreClient, done: Callable[[StoreClient], bool], seconds: float, look: Callable[[], None] = lambda: None
 ) -> bool:

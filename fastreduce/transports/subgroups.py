@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ class Subgroup:
         world_ranks: their ranks in the default group.
         store: where they meet, and nobody else.
         timeout: the whole group's.
+        absent: tells at once which of `names` are gone; without it those that wait ask each other, which takes time.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Subgroup:
     world_ranks: tuple[int, ...]
     store: StoreClient
     timeout: timedelta
+    absent: Callable[[], Sequence[int]] | None = None
 
 
 Ranks = dist.ProcessGroup | Subgroup
@@ -58,3 +60,8 @@ def own_name(ranks: Ranks) -> str:
     """This rank, as errors begin."""
     rank, size = place_in(ranks)
     return f"rank {names_of(ranks)[rank]} of {ranks.of if isinstance(ranks, Subgroup) else size}"
+
+
+def who_is_gone(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
+    """What tells at once which of the ranks are gone, where somebody knows."""
+    return ranks.absent if isinstance(ranks, Subgroup) else None

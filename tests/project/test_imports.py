@@ -20,7 +20,7 @@ HOUSE = [
     {"ops", "transports"},
     {"reduction"},
     {"ddp", "checkpoint", "hooks", "fsdp"},
-    {"fastreduce", "run", "lightning", "distributed"},
+    {"fastreduce", "run", "lightning", "distributed", "elastic"},
     {"cli"},
 ]
 REDUCTION = [

@@ -28,6 +28,7 @@ from typer.core import TyperCommand
 
 from ...run import worker
 from . import elastic
+from .each_for_itself import EachForItself
 from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
 from .nodes import limit_seconds
 
@@ -102,8 +103,10 @@ def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
         Ranks.grace_seconds = seconds
     least, most = torchrun.parse_min_max_nnodes(options.nnodes)
     # Where nodes may come and go or ranks start again, the rendezvous deals with it.
-    Ranks.watches_nodes = least == most > 1 and options.max_restarts == 0
-    elastic_processes.SubprocessContext = Ranks  # type: ignore[misc]
+    Ranks.watches_nodes = least == most > 1 and options.max_restarts == 0 and not options.elastic
+    if options.elastic:
+        EachForItself.restarts, options.max_restarts = options.max_restarts, 0
+    elastic_processes.SubprocessContext = EachForItself if options.elastic else Ranks  # type: ignore[misc]
 
 
 def _run(start: elastic_launch, arguments: list[str]) -> int:
@@ -135,6 +138,10 @@ def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
     parser.add_argument(
         "--gpus", type=int, help="Ranks on this machine, each with one GPU of its own, device 0 to it; as CPU ranks "
         "where there is no GPU."
+    )  # fmt: skip
+    parser.add_argument(
+        "--elastic", action="store_true", help="When a rank fails, let the others go on (fastreduce.elastic.join), and "
+        "start it again by itself, so often as --max-restarts says."
     )  # fmt: skip
     parser.add_argument("--script", help="The script; what these options do not name are its arguments.")
     given = os.environ.get

@@ -23,9 +23,9 @@ from ...kernels.slots import SlotTable
 from .. import messages
 from ..base import Work
 from ..connections import timeout_of
-from ..meeting import AbsentError, clear, meet, notes, until_cleared
+from ..meeting import AbsentError, clear, look_for, meet, notes, until_cleared
 from ..store_client import StoreClient, client_of
-from ..subgroups import Ranks, names_of, own_name, place_in
+from ..subgroups import Ranks, names_of, own_name, place_in, who_is_gone
 from . import ring
 from .flags import NUMBERS, wake
 from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host, why_no_shm
@@ -87,6 +87,7 @@ class Connection:
         self.rank, self.size = place_in(group)
         self._me, self._names = own_name(group), names_of(group)
         self.failed = False
+        self._gone = who_is_gone(group)
         self._why = ""
         self._missing: tuple[int, ...] = ()
         self._seconds = timeout_of(group).total_seconds()
@@ -150,7 +151,7 @@ class Connection:
 
     def _meet(self, store: StoreClient, note: str) -> list[str]:
         until_cleared(store, self._seconds)  # of an attempt before this one
-        meet(store, self._names[self.rank], self._names, self._seconds, note)
+        meet(store, self._names[self.rank], self._names, self._seconds, note, look_for(self._gone))
         found = notes(store, self._names)
         clear(store, self._names)
         return found
@@ -314,6 +315,8 @@ class Connection:
         A rank that waits counts its looks, in this collective or an earlier one, and here too: others may ask at the
         same time.
         """
+        if self._gone is not None:
+            return list(self._gone())
         before = {rank: self._segments[rank].word(BEAT) for rank in self._others}
         silent, start = self._others, time.monotonic()
         own = self._segments[self.rank]

@@ -1,0 +1,42 @@
+"""Train on scikit-learn's digits with ranks that may be lost, and come back, without a restart.
+
+fastreduce launch --elastic --nproc-per-node 3 --max-restarts 10 examples/elastic_train.py --steps 2000
+
+Kill a rank while it trains (kill -9 PID): the others go on, and the one that is started in its place joins them.
+"""
+
+import argparse
+import os
+
+import torch
+from sklearn.datasets import load_digits
+
+from fastreduce import DistributedDataParallel as DDP
+from fastreduce import elastic
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=2000)
+parser.add_argument("--timeout", type=float, default=10.0, help="seconds after which a silent rank is lost")
+parser.add_argument("--compression")
+args = parser.parse_args()
+
+digits = load_digits()
+x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+ddp = DDP(model, elastic=True, compression=args.compression)
+optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+
+members = elastic.join(ddp, timeout=args.timeout, optimizer=optimizer, scheduler=scheduler)
+print(f"process {os.getpid()} is rank {members.rank} of {members.size}, at step {members.step}", flush=True)
+members.on_change(lambda now: print(f"rank {now.rank} of {now.size} from step {now.step} on", flush=True))
+
+while members.step < args.steps:  # the same step on all of them
+    drawn = torch.randint(len(x), (32,))  # each its own: nothing is dealt out, so nobody waits for what a lost one had
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(ddp(x[drawn]), y[drawn])
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    if members.rank == 0 and members.step % 200 == 0:
+        print(f"step {members.step}: loss {loss.item():.3f}", flush=True)

@@ -1,0 +1,79 @@
+"""`fastreduce launch --elastic`: ranks that end one by one, and start again one by one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from typing import ClassVar
+
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+
+from .elastic import Ranks, say
+
+
+class EachForItself(Ranks):
+    """Ranks of an elastic training: when one fails, the others go on, and it starts again.
+
+    So often as `restarts` says, for all of this machine together. Those that have failed for good are left out; the job
+    has succeeded where one rank on this machine has.
+    """
+
+    restarts: ClassVar[int] = 0
+
+    def _start(self) -> None:
+        super()._start()
+        self._first_pids = super().pids()
+        self._left, self._times = self.restarts, dict.fromkeys(self._first_pids, 0)
+        self._succeeded: set[int] = set()
+
+    def pids(self) -> dict[int, int]:
+        """Those of the first processes: torch's agent takes others for an error."""
+        return self._first_pids
+
+    def _poll(self) -> RunProcsResult | None:
+        if self.nodes is not None:
+            self.nodes.check()
+        for local_rank in sorted(self._running_local_ranks):
+            code = self.subprocess_handlers[local_rank].proc.poll()
+            if code == 0:
+                self._succeeded.add(local_rank)
+            if code is not None and (code == 0 or not self._start_again(local_rank, code)):
+                self._running_local_ranks.discard(local_rank)
+        if self._running_local_ranks:
+            return None
+        if not self._succeeded:
+            self._running_local_ranks = set(self._first_pids)  # torch sees that they have failed
+            return super()._poll()
+        self.close()
+        values = dict.fromkeys(self._first_pids)
+        return RunProcsResult(return_values=values, stdouts=self.stdouts, stderrs=self.stderrs)
+
+    def _start_again(self, local_rank: int, code: int) -> bool:
+        """Whether it does."""
+        env = self.envs[local_rank]
+        fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+        again = self._left > 0
+        more = f"starts again, {self._left - 1} restart(s) left" if again else "stays away (--max-restarts)"
+        say(f"rank {env['RANK']} {fate}; the others go on, and it {more}")
+        if not again:
+            return False
+        with suppress(FileNotFoundError):
+            os.unlink(env["TORCHELASTIC_ERROR_FILE"])
+        self._left -= 1
+        self._times[local_rank] += 1
+        files = [
+            path if path in ("", os.devnull) else f"{path}.{self._times[local_rank]}"
+            for path in (self.stdouts[local_rank], self.stderrs[local_rank])
+        ]
+        self.subprocess_handlers[local_rank] = get_subprocess_handler(
+            entrypoint=str(self.entrypoint),
+            args=self.args[local_rank],
+            env=env,
+            stdout=files[0],
+            stderr=files[1],
+            local_rank_id=local_rank,
+            numa_options=self._numa_options,
+        )
+        return True

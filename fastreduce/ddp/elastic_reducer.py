@@ -1,0 +1,281 @@
+"""ElasticReducer: a reducer whose ranks may be lost, and come, while it trains."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compression import PowerSGD
+from ..environment.variables import folder_asked_for
+from ..errors import NotInitializedError, ReducerError, SettingError, TransportError
+from ..reduction.arrivals import weakly
+from ..reduction.bucketed import BucketJob
+from ..reduction.streams import Pending
+from ..reduction.trace import VARIABLE as TRACE
+from ..sync_batchnorm import SyncBatchNorm
+from ..transports import Transport
+from .reducer import TorchReducer
+
+TRANSPORTS = (None, "gloo", "shm")
+
+
+class Group(Protocol):
+    """Those who train together, as the reducer needs them.
+
+    Attributes:
+        transport: what moves wires among those present.
+    """
+
+    transport: Transport
+
+    def before_forward(self, step: int) -> None:
+        """Between two steps, with so many committed: let in who waits."""
+
+    def commit(self) -> None:
+        """Return when every rank has called it: all of them have all averages of the step.
+
+        Raises:
+            TransportError: if a rank is lost.
+        """
+
+    def abort(self) -> None:
+        """End what is under way."""
+
+    def regroup(self, step: int, whole: bool) -> bool:
+        """Meet those who are left, and connect with them.
+
+        Args:
+            step: how many steps this rank has committed; another one is under way.
+            whole: whether this rank has all of its averages.
+
+        Returns:
+            Whether they count: every rank that is left has them.
+
+        Raises:
+            TransportError: if this rank is out.
+        """
+
+
+class _AgainError(TransportError):
+    """Those who are left reduce the step under way again."""
+
+
+class ElasticReducer(TorchReducer):
+    """A TorchReducer over a group that loses ranks and gets others.
+
+    The law of a step:
+
+    1. Before a bucket is reduced, its gradients are copied (as much memory as the gradients take).
+    2. When all averages of the step are here, and before an optimizer sees one, ranks commit: a small all-reduce.
+       Who has passed it knows that every rank has all averages.
+    3. Where a collective fails, this rank aborts what is under way and meets those who are left (`Group.regroup`). If
+       one of them has passed the commit, or all have all averages, these count, the lost ones' gradients included.
+       Otherwise local gradients are put back, and reduced again among those who are left; so often as it takes.
+    4. Then, or where the averages counted before the next forward, buckets are laid out for the new ranks. What error
+       feedback keeps on this rank goes along; what lost ranks kept is lost, and new ones begin with none.
+
+    Buckets keep the order in which they were made: ranks never compare the order in which gradients arrive.
+    """
+
+    group: Group | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("sparse"):
+            raise SettingError("elastic=True with sparse gradients: they travel in no bucket, and cannot be put back")
+        super().__init__(*args, **kwargs)
+        if self.schedule.due < math.inf:
+            raise SettingError(
+                "elastic=True with a setting that changes in mid-run (warm_up, a callable of the step): take one"
+            )
+        if any(isinstance(setting, PowerSGD) for setting in self.buckets.settings):
+            raise SettingError(
+                "elastic=True with powersgd: its factors follow from earlier ones, which new ranks have not"
+            )
+        self._rebuilt = True
+        self._copies: dict[int, Tensor] = {}  # memory, by parameter
+        self._kept: list[tuple[Tensor, Tensor]] = []  # gradients of this step, and what was in them
+        self.events.launching.append(weakly(self._keep))
+        self.events.arrived.append(weakly(self._commit))
+
+    @property
+    def _joined(self) -> Group:
+        if self.group is None:
+            raise NotInitializedError("a forward with elastic=True", "call members = fastreduce.elastic.join(ddp, …)")
+        return self.group
+
+    def _rebuild_buckets(self) -> bool:
+        """Called before every forward with gradients enabled."""
+        group = self._joined
+        if self._in_backward:
+            raise ReducerError(
+                "a backward raised before its end, and with elastic=True a step cannot be left out on one rank alone: "
+                "end this process, and start it again"
+            )
+        group.before_forward(self.step)
+        self._follow()
+        return super()._rebuild_buckets()
+
+    def _follow(self) -> None:
+        """Go on over the transport of those who are there now."""
+        transport = self._joined.transport
+        if transport is not self.transport:
+            self.move_to(lambda: transport)
+            self._moved, self._due = False, self.schedule.due  # all of it was agreed on when they joined
+            self.logger.update(rank=transport.rank, world_size=transport.world_size)
+
+    # A step
+
+    def arm(self) -> None:
+        """Make the next backward reduce."""
+        self._kept.clear()
+        super().arm()
+
+    @torch.no_grad()
+    def _keep(self, job: BucketJob) -> None:
+        """Copy a bucket's gradients, into memory that is kept for that."""
+        copies, grads = [], []
+        for slot in job.pipeline.bucket.slots:
+            grad = self.buckets.gradients.parameters[slot.parameter].grad
+            if grad is not None:
+                copy = self._copies.get(slot.parameter)
+                if copy is None or copy.stride() != grad.stride() or copy.dtype != grad.dtype:
+                    copy = self._copies[slot.parameter] = torch.empty_like(grad)
+                copies.append(copy)
+                grads.append(grad)
+        if grads:
+            torch._foreach_copy_(copies, grads)
+            self._kept += zip(grads, copies, strict=True)
+
+    def _put_back(self) -> None:
+        for grad, copy in self._kept:
+            grad.copy_(copy)
+        self._kept.clear()
+
+    def _commit(self) -> None:
+        """All averages have come."""
+        try:
+            self._joined.commit()
+        except TransportError as error:
+            if not self._joined.regroup(self.step, whole=True):
+                raise _AgainError(str(error)) from error
+
+    def _reduce_all(self) -> None:
+        while True:
+            step, used, launches = self.step, list(self.used), self._launches
+            try:
+                super()._reduce_all()
+            except TransportError as error:
+                self._end(launches)
+                if not isinstance(error, _AgainError):
+                    self._joined.regroup(step, whole=False)
+                _let_go(error)
+                self._put_back()
+                self._follow()
+                self.schedule.step, self._arrivals.used[:], self._left_over = step, used, set()
+            else:
+                return
+
+    def _end(self, launches: Sequence[tuple[BucketJob, Pending]]) -> None:
+        """Wait until nothing writes to gradients any more."""
+        self._joined.abort()
+        for _, pending in launches:
+            pending.cancel()
+        for _, pending in launches:
+            try:
+                pending.begun()
+                pending.result()
+            except CancelledError:
+                pass
+            except TransportError as error:
+                _let_go(error)
+
+    def _reduce_left_over(self) -> None:
+        if any(self.used[i] for i in self._left_over):
+            raise ReducerError(
+                "a second backward through one forward brought first gradients for some parameters: with elastic=True "
+                "sum the losses and call backward once"
+            )
+
+    def _meet(self, counted: bool = False) -> None:
+        """Ranks exchange nothing after a commit: some might find others gone, and some not."""
+
+    # What is refused
+
+    def set_compression(self, setting: Any, at: int | None = None, bucket_bytes: float | None = None) -> None:
+        """Refused.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(f"set_compression({setting!r}) with elastic=True: those who come later would not know of it")
+
+    def use_hook(self, state: object, hook: Any) -> None:
+        """Refused.
+
+        Raises:
+            SettingError: always.
+        """
+        raise SettingError(f"communication hook {hook!r} with elastic=True: what it keeps and sends is not known here")
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        raise SettingError("join() with elastic=True: a rank that has no more inputs leaves (members.leave())")
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        raise SettingError("_update_process_group with elastic=True: fastreduce.elastic.join says who takes part")
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Let frames that have ended forget what they held: connections would stay until Python collects its garbage."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def group_of_one() -> dist.ProcessGroup:
+    """The default process group of a process of an elastic job: itself alone; others come and go beside it.
+
+    Raises:
+        SettingError: if there is one of several ranks.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    if dist.get_world_size() > 1:
+        raise SettingError(
+            f"elastic=True in a process group of {dist.get_world_size()} ranks, which cannot lose one: leave "
+            "init_process_group out (or MPI: Open MPI, without ULFM, ends the job with its first rank); "
+            "fastreduce.elastic.join connects the ranks"
+        )
+    return group
+
+
+def check_elastic(module: nn.Module, arguments: Mapping[str, Any], transport: object) -> None:
+    """Raise SettingError for what cannot go on without a lost rank, with the reason."""
+    if any(p.device.type != "cpu" for p in module.parameters()):
+        raise SettingError(
+            "elastic=True on GPUs: NCCL communicators with a lost rank would have to be aborted under running kernels, "
+            "which has not been shown to work here; allowed: modules on the CPU"
+        )
+    if transport not in TRANSPORTS:
+        raise SettingError(f"elastic=True with transport={transport!r}: allowed: 'gloo', 'shm'")
+    if any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in module.modules()):
+        raise SettingError("elastic=True with SyncBatchNorm: its collectives in forward cannot lose a rank")
+    if arguments["process_group"] is not None or arguments["device_mesh"] is not None:
+        raise SettingError("elastic=True with process_group or device_mesh: fastreduce.elastic.join connects the ranks")
+    if arguments["gradient_as_bucket_view"]:
+        raise SettingError(
+            "elastic=True with gradient_as_bucket_view: gradients would lie where a broken collective writes"
+        )
+    for name in ("mixed_precision", "delay_all_reduce_named_params"):
+        if arguments[name] is not None:
+            raise SettingError(f"elastic=True with {name}: what it keeps between backwards cannot be put back")
+    if folder_asked_for(TRACE) is not None:
+        raise SettingError(f"elastic=True with {TRACE}: ranks that come and go have no common clock")

@@ -1,0 +1,245 @@
+"""Membership: one process's place among those who train together, and what it does when one is lost or comes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..ddp import DistributedDataParallel
+from ..ddp.elastic_reducer import ElasticReducer
+from ..environment.exits import Exit, at_exit
+from ..errors import BackendUnavailableError, MismatchError, SettingError, TransportError
+from ..reduction.agreement import check_agreement
+from ..reduction.arrivals import weakly
+from ..transports import GlooTransport, LocalTransport, ShmTransport, Transport
+from ..transports.connections import abort_beside
+from ..transports.store_client import StoreClient
+from ..transports.subgroups import Subgroup
+from . import state
+from .generations import Generation, Meetings, Note, Stage, inconsistent
+from .presence import Presence
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """The group of an elastic reducer (`ddp.elastic_reducer.Group`).
+
+    Args:
+        ddp: what it reduces.
+        parts: what has a state, by name.
+        store: the job's part of the store.
+        timeout: after which a process that does not answer is lost.
+        place: where this one wants to stand among the others.
+        asked: the transport that was asked for.
+
+    Attributes:
+        transport: what moves wires among those who train.
+        generation: who they are.
+        changes: called whenever they are others.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        parts: Mapping[str, Any],
+        store: StoreClient,
+        timeout: timedelta,
+        place: int,
+        asked: str | None,
+    ) -> None:
+        assert isinstance(ddp.reducer, ElasticReducer)
+        self._ddp, self._parts, self._store, self._timeout, self._asked = ddp, dict(parts), store, timeout, asked
+        self._description = ddp._description
+        told = [asked, *self._description.items()]
+        digest = hashlib.sha256(repr(told).encode()).hexdigest()
+        self._digest, self._place = digest, place
+        self._presence = Presence(store, timeout.total_seconds(), place, digest, asked or "", weakly(self._on_loss))
+        self._end = weakref.finalize(self, self._presence.leave)
+        self._end.atexit = False  # the list of exits says when
+        self._meetings = Meetings(self._presence)
+        self.generation = Generation(0, (), {}, (), digest)
+        self._someone_waits, self._left, self._stage = False, False, Stage.NEW
+        self.changes: list[Callable[[], object]] = []
+        self._commit = torch.zeros(2)
+        self.transport: Transport = LocalTransport()
+        self._group: Subgroup | None = None
+        _alive.add(self)
+
+    @property
+    def rank(self) -> int:
+        """This process among those who train."""
+        return self.generation.members.index(self._presence.id)
+
+    @property
+    def size(self) -> int:
+        """How many train."""
+        return len(self.generation.members)
+
+    @property
+    def step(self) -> int:
+        """How many steps this process has committed."""
+        return self._ddp.reducer.step
+
+    def leave(self) -> None:
+        """Take part no more; the others go on."""
+        if not self._left:
+            self._left = True
+            self._end()
+            self.transport.close()
+
+    # What the reducer asks
+
+    def before_forward(self, step: int) -> None:
+        """Between two steps: let in who waits, if all have found at the last commit that somebody does."""
+        self._check_here()
+        if self._someone_waits:
+            self._regroup(Note(step, Stage.BETWEEN))
+
+    def commit(self) -> None:
+        """Return when all members have called it, which know then whether somebody waits to come in."""
+        self._check_here()
+        known = {*self.generation.members, *self.generation.out}
+        self._commit[0], self._commit[1] = 1.0, float(not self._presence.waiting <= known)
+        self.transport.all_reduce(self._commit).wait()
+        self._someone_waits = bool(self._commit[1] > 0)
+
+    def abort(self) -> None:
+        """End what is under way, here and on the peers, connecting included."""
+        self.transport.abort()
+        if self._group is not None:
+            abort_beside(self._group)
+
+    def regroup(self, step: int, whole: bool) -> bool:
+        """Meet those who are left (`ddp.elastic_reducer.Group`)."""
+        self._check_here()
+        return self._regroup(Note(step, Stage.WHOLE if whole else Stage.UNDER_WAY))
+
+    # How it is done
+
+    def enter(self, least: int, seconds: float) -> None:
+        """Become a member, and take the others' state.
+
+        Raises:
+            TransportError: see `fastreduce.elastic.join`.
+        """
+        self.generation = self._meetings.first(least, self._digest, seconds)
+        if not self._connected():
+            self._regroup(Note(self._step_of_others(), Stage.NEW))
+        self._ddp.reducer._follow()
+
+    def _check_here(self) -> None:
+        if self._left:
+            raise TransportError("this process has left: members.leave() was called")
+
+    def _on_loss(self, generation: int) -> None:
+        """On the thread that looks: let a collective that waits for the lost end now."""
+        if self.generation.number == generation:
+            self.abort()
+
+    def _step_of_others(self) -> int:
+        return max((note.step for note in self.generation.notes.values()), default=0)
+
+    def _regroup(self, note: Note) -> bool:
+        counts = False
+        while True:
+            self.abort()
+            self._store.set(f"broken {self.generation.number}", "")
+            self._someone_waits = False
+            before, self.generation = self.generation, self._meetings.next(self.generation, note)
+            lost = [rank for rank, member in enumerate(before.members) if member not in self.generation.members]
+            if lost:
+                names = ", ".join(map(str, lost))
+                logger.log(
+                    logging.INFO if self.rank else logging.WARNING,  # said by one of them
+                    "rank %s of %d is lost in step %d: %d go on", names, len(before.members), note.step, self.size
+                )  # fmt: skip
+            if note.stage in (Stage.UNDER_WAY, Stage.WHOLE) and self.generation.counts(note.step):
+                if note.stage is Stage.UNDER_WAY:
+                    raise inconsistent(note.step)
+                counts, note = True, Note(note.step + 1, Stage.COUNTED)
+            if self._connected():
+                return counts
+            if note.stage is Stage.NEW:
+                note = Note(self._step_of_others(), Stage.NEW)
+
+    def _connected(self) -> bool:
+        """Connect with the members of the generation, and let new ones have the state; whether nobody was lost."""
+        generation = self.generation
+        self.transport, self._group = LocalTransport(), None
+        self._presence.watch(generation.number, generation.members)
+        try:
+            self.transport = self._connect(generation)
+            if generation.number == 1:
+                check_agreement(self.transport, self._description)
+            self._share(generation)
+        except TransportError as error:
+            logger.info("process %d: generation %d ended early: %s", self._presence.id, generation.number, error)
+            return False
+        logger.info("rank %d of %d in generation %d", self.rank, self.size, generation.number)
+        for call in self.changes:
+            call()
+        return True
+
+    def _connect(self, generation: Generation) -> Transport:
+        if self.size == 1:
+            return LocalTransport()
+        members = generation.members
+        self._group = group = Subgroup(
+            self.rank,
+            members,
+            len(members),
+            members,
+            self._store.at(f"generation {generation.number}/transport"),
+            self._timeout,
+            absent=lambda: self._presence.gone(members),
+        )
+        processes = [self._presence.process(member) for member in members]
+        if len(asked := {process.transport or "none" for process in processes}) > 1:
+            raise MismatchError(f"ranks differ in the transport that is asked for: {', '.join(sorted(asked))}")
+        hosts = {process.host for process in processes}
+        if self._asked == "shm" or (self._asked is None and len(hosts) == 1):
+            shm = ShmTransport(group)
+            try:
+                shm.connect()
+                return shm
+            except BackendUnavailableError as error:
+                if self._presence.gone(members):
+                    raise TransportError(f"a process was lost while memory was shared: {error}") from error
+                if self._asked == "shm":
+                    raise
+        gloo = GlooTransport(group)
+        gloo.exchange(generation.number)
+        return gloo
+
+    def _share(self, generation: Generation) -> None:
+        """Let new members have the state of the first of the others."""
+        new, source = generation.newcomers, generation.source
+        if not new:
+            return
+        if source is None:
+            if self._step_of_others() > 0:
+                raise SettingError("everybody who has trained was lost before the state had been sent")
+            source = generation.members[0]
+        here = generation.members.index(source)
+        takes = self._presence.id in new and self._presence.id != source
+        step = state.send(self._parts, self.step, self.transport, here, takes)
+        if step is not None:
+            self._ddp.reducer.schedule.step = step
+
+
+_alive: weakref.WeakSet[Membership] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for membership in list(_alive):
+        membership.leave()
+
+
+at_exit(Exit.REDUCERS, _leave_all)

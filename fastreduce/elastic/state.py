@@ -1,0 +1,69 @@
+"""The state of a training on its way from one rank to the others: over the transport, as plain data and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..checkpoint import snapshot_file
+from ..checkpoint.parts import load_into, state_of
+from ..errors import SettingError, TransportError
+from ..transports import Transport
+from ..transports.messages import checked, of_types
+
+SHARD_BYTES = 4 << 20  # that each rank passes on at once
+
+
+def send(parts: Mapping[str, Any], step: int, transport: Transport, source: int, new: bool) -> int | None:
+    """Send the state of rank `source` to all, and load it where a rank is `new`; every rank calls it.
+
+    Args:
+        parts: what has a state, by name.
+        step: how many steps the source has committed.
+        transport: among all.
+        source: a rank.
+        new: whether this rank takes the state.
+
+    Returns:
+        The source's step, where it was taken.
+
+    Raises:
+        TransportError: if a rank is lost, or what comes is no state.
+        SettingError: if a part has no such state: ranks have different parts.
+    """
+    data = b""
+    if transport.rank == source:
+        data = snapshot_file.dump({"step": step, "parts": {name: state_of(part) for name, part in parts.items()}})
+    data = _broadcast(data, transport, source)
+    if not new:
+        return None
+    try:
+        found = snapshot_file.load(data, dict)
+        step, states = of_types([found["step"], found["parts"]], int, dict)
+    except Exception as error:
+        raise TransportError(f"rank {source} sent no state of a training: {error}") from error
+    if states.keys() != parts.keys():
+        raise SettingError(
+            f"fastreduce.elastic.join was given the parts {', '.join(parts)}; those who train have {', '.join(states)}"
+        )
+    for name, part in parts.items():
+        load_into(part, states[name])
+    return int(step)
+
+
+def _broadcast(data: bytes, transport: Transport, source: int) -> bytes:
+    """Rank `source`'s bytes, on every rank: each gets a shard of them, and passes it on to all."""
+    ranks = transport.world_size
+    sizes = checked(transport.exchange(len(data)), lambda size: of_types([size], int)[0], "size of its state")
+    size, chunk = sizes[source], SHARD_BYTES * ranks
+    whole = torch.zeros(-(-size // ranks) * ranks, dtype=torch.uint8)
+    if data:
+        whole[:size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    for wire in whole.split(chunk):
+        received = torch.empty_like(wire).view(ranks, -1)
+        transport.all_to_all(received, wire).wait()
+        wire.view(ranks, -1)[transport.rank] = received[source]
+        transport.all_gather(wire).wait()
+    return whole[:size].numpy().tobytes()

@@ -1,0 +1,243 @@
+"""One process whose group fails again and again: what reaches the optimizer is what would have without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastreduce import (
+    DistributedDataParallel,
+    FastreduceError,
+    NotInitializedError,
+    ReducerError,
+    SettingError,
+    Shadow,
+    SyncBatchNorm,
+    TransportError,
+    elastic,
+)
+from fastreduce.elastic.generations import Generation, Note, Stage, decoded
+from fastreduce.reduction.saved_residuals import save
+from fastreduce.transports import LocalTransport, Transport, Work, local_ranks
+from tests.support.tolerances import APPLIED, error_bound
+
+STEPS = 30
+
+
+class Failing(LocalTransport):
+    """A rank alone whose collectives fail by chance, before anything has moved or after."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self._chance = chance
+
+    def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
+        self._fail()
+        work = super().all_to_all(received, wire)
+        self._fail()
+        return work
+
+    def all_gather(self, wire: Tensor) -> Work:
+        self._fail()
+        return super().all_gather(wire)
+
+    def _fail(self) -> None:
+        if self._chance.random() < 0.04:
+            raise TransportError("by chance")
+
+
+class Group:
+    """Who regroups with itself alone."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self.transport: Transport = Failing(chance)
+        self.regrouped = {"counted": 0, "again": 0, "under way": 0}
+
+    def before_forward(self, step: int) -> None:
+        pass
+
+    def commit(self) -> None:
+        if self._chance.random() < 0.4:
+            raise TransportError("by chance")
+
+    def abort(self) -> None:
+        pass
+
+    def regroup(self, step: int, whole: bool) -> bool:
+        self.transport = Failing(self._chance)
+        counts = whole and self._chance.random() < 0.5
+        self.regrouped["counted" if counts else "again" if whole else "under way"] += 1
+        return counts
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20), nn.Linear(20, 5))
+
+
+@pytest.mark.parametrize("setting", ["none", "fp16", "int8", "int8:error_feedback"])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_what_was_applied_and_what_is_kept_are_all_gradients(setting: str, seed: int):
+    chance = random.Random(seed)
+    model = _model()
+    ddp = DistributedDataParallel(model, elastic=True, compression=setting, bucket_cap_mb=0.002)
+    group = ddp.reducer.group = Group(chance)  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    exact = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    applied = {name: torch.zeros_like(sum_) for name, sum_ in exact.items()}
+    bounds = {name: torch.zeros(sum_.numel(), dtype=torch.float64) for name, sum_ in exact.items()}
+    for step in range(STEPS):
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
+        local = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        for (name, parameter), grad in zip(model.named_parameters(), local, strict=True):
+            exact[name] += grad
+            applied[name] += parameter.grad
+            feedback = "error_feedback" in setting
+            bounds[name] += APPLIED * grad.abs().max() if feedback else error_bound(setting, [grad])
+        optimizer.step()
+        assert ddp.reducer.step == step + 1
+    assert all(group.regrouped.values()) or setting in ("none", "fp16"), group.regrouped  # alone they move nothing
+    kept = ddp.reducer.state_dict()["residuals"]
+    for name, sum_ in exact.items():
+        there = applied[name] + (kept[name].view_as(sum_) if name in kept else 0)
+        assert ((there - sum_).flatten().abs() <= bounds[name]).all(), name
+
+
+def test_who_is_left_keeps_its_residuals_and_those_of_its_shard():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = []
+    for transport in local_ranks(3):
+        ddp = DistributedDataParallel(_model(), elastic=True, compression="int8:error_feedback")
+        group = ddp.reducer.group = Group(random.Random(0))  # type: ignore[attr-defined]
+        group.transport, group.commit = transport, lambda: None  # type: ignore[method-assign]
+        ranks.append((ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), group))
+
+    def train(rank: int) -> None:
+        ddp, optimizer, _ = ranks[rank]
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + rank))
+            ddp(x).square().mean().backward()
+            optimizer.step()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(train, range(3)))
+    left = [ranks[0], ranks[2]]
+    kept = []
+    for (ddp, _, group), transport in zip(left, local_ranks(2), strict=True):
+        reducer = ddp.reducer
+        kept.append(save(reducer.plan, reducer.pipelines, 0, "", folded=True)["residuals"])
+        group.transport = transport
+        ddp(torch.ones(2, 40))
+    for (ddp, _, _), before in zip(left, kept, strict=True):
+        after = ddp.reducer.state_dict()
+        assert after["world_size"] == 2 and not any(shard.any() for shard in after["shard_residuals"])
+        assert all(torch.equal(after["residuals"][name], value) and value.any() for name, value in before.items())
+
+
+NEW, BETWEEN, UNDER_WAY, WHOLE, COUNTED = Stage
+
+
+@pytest.mark.parametrize(
+    ("notes", "step", "counts"),
+    [
+        ([(7, WHOLE), (7, WHOLE)], 7, True),
+        ([(7, WHOLE), (7, UNDER_WAY)], 7, False),
+        ([(7, WHOLE), (7, BETWEEN)], 7, False),  # it has not begun the step
+        ([(7, WHOLE), (8, UNDER_WAY)], 7, True),  # one has committed it
+        ([(7, WHOLE), (8, BETWEEN)], 7, True),
+        ([(7, WHOLE), (8, COUNTED)], 7, True),  # it learned so in a meeting before
+        ([(7, WHOLE), (7, NEW)], 7, True),  # it has no averages, and will get the state
+        ([(7, WHOLE), (8, UNDER_WAY)], 8, False),
+    ],
+)
+def test_averages_count_that_one_has_committed_or_all_have(notes: list[tuple[int, Stage]], step: int, counts: bool):
+    by_member = {member: Note(*note) for member, note in enumerate(notes)}
+    generation = Generation(3, tuple(by_member), by_member, (), "")
+    assert generation.counts(step) == counts
+    assert decoded(generation.encoded(), 3) == generation
+
+
+@pytest.mark.parametrize("told", ["[]", "[[0, 0], {}, [], 1]", '[[1], {"1": [0, 9]}, [], ""]', '{"__reduce__": 1}'])
+def test_what_is_no_generation_is_refused(told: str):
+    with pytest.raises(TransportError, match="no message of fastreduce"):
+        decoded(told, 1)
+
+
+def test_what_cannot_lose_a_rank_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    def refused(match: str, module: nn.Module | None = None, **options: object) -> None:
+        with pytest.raises(SettingError, match=match):
+            DistributedDataParallel(module or _model(), elastic=True, **options)
+
+    refused("transport='nccl'", transport="nccl")
+    refused("warm_up", compression="int8:warm_up=10")
+    refused("powersgd", compression="powersgd")
+    refused("gradient_as_bucket_view", gradient_as_bucket_view=True)
+    refused("SyncBatchNorm", nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3)))
+    refused("sparse", nn.EmbeddingBag(5, 3, sparse=True))
+    ddp = DistributedDataParallel(_model(), elastic=True)
+    refused("process_group", process_group=dist.group.WORLD)
+    with pytest.raises(NotInitializedError, match=r"fastreduce\.elastic\.join"):
+        ddp(torch.ones(2, 40))
+    with pytest.raises(SettingError, match="set_compression"):
+        ddp.set_compression("fp16")
+    with pytest.raises(SettingError, match="Shadow and elastic=True"):
+        Shadow(ddp, ["int8"])
+    with pytest.raises(SettingError, match="communication hook"):
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+    def join(match: str, *args: object, kind: type[FastreduceError] = SettingError, **options: object) -> None:
+        with pytest.raises(kind, match=match):
+            elastic.join(*(args or (ddp,)), **options)
+
+    join("elastic=True", _model())
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    join("a store that outlives each rank")
+    join("timeout=0", timeout=0)
+    join("has no state", store="127.0.0.1:1", epoch=3)
+    join("host:port", store="somewhere")
+
+
+def test_a_backward_that_raised_cannot_be_left_out_on_one_rank():
+    model = _model()
+    ddp = DistributedDataParallel(model, elastic=True)
+    ddp.reducer.group = Group(random.Random(0))  # type: ignore[attr-defined]
+    out = ddp(torch.ones(2, 40))
+    handle = model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.sum().backward()
+    handle.remove()
+    with pytest.raises(ReducerError, match="end this process"):
+        ddp(torch.ones(2, 40))
+
+
+def test_one_process_alone_trains_and_leaves():
+    store = dist.HashStore()
+    model = _model()
+    ddp = DistributedDataParallel(model, elastic=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    members = elastic.join(ddp, store=store, least=1, timeout=5, optimizer=optimizer)
+    before = model[0].weight.detach().clone()
+    ddp(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    assert (members.rank, members.size, members.step, members.generation) == (0, 1, 1, 1)
+    assert not torch.equal(model[0].weight, before)
+    members.leave()
+    with pytest.raises(TransportError, match="has left"):
+        ddp(torch.ones(2, 40))

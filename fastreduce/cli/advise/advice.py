@@ -150,7 +150,7 @@ def _caution(chosen: _Figure, paying: Sequence[_Figure]) -> str:
         what = f"{chosen.setting} has trained worse: losses up to {HIGHER[chosen.setting]:.0f} % higher in cases where "
         what += "small gradients lie beside large ones, most of all under AdamW."
     else:
-        what = f"Whether {chosen.setting} trains as well is not known: it is not among those that have trained several tasks."
+        what = f"Whether {chosen.setting} trains as well is not known: it has not been tried on several tasks."
     safe = min((f for f in paying if f.setting in EQUAL), key=lambda f: f.ratio, default=None)
     instead = "No setting without that risk pays." if safe is None else f"{safe.setting}, which has not: {safe}."
     return f"{what} {instead} `fastreduce compare --train` tests it with your script."

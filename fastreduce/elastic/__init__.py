@@ -79,8 +79,6 @@ def join(
     transport: of the module, of `parts`, and the number of steps. `members.step` is the same on all of them, so loop
     over that.
 
-    What happens when a rank is lost: docs/elastic.md.
-
     Args:
         ddp: made with `elastic=True`.
         timeout: seconds after which a rank that does not answer is lost. Longer than the longest step, and than what

@@ -92,7 +92,7 @@ def test_the_sharded_example_trains_and_saves(tmp_path: Path):
 
 def test_the_page_of_the_sharded_example_shows_its_code():
     page, script = (ROOT.joinpath(name).read_text() for name in ("docs/fsdp.md", "examples/fsdp_train.py"))
-    shown, saved, _ = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    shown, _, saved, _ = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert textwrap.indent(shown, " " * 4) in script and textwrap.indent(saved, " " * 8) in script
 
 

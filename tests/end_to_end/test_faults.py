@@ -211,7 +211,8 @@ def _check_mpi(case: Case, seen: Seen) -> None:
         rf"TransportError: rank (?!{case.victim})\d of 3: (?:\w+ over MPI|{CHOOSING}) failed[:.] .*", text
     )
     assert told, f"{case}: {text}"
-    assert all(
+    # Of two ranks that write at once, mpirun mixes the lines: one of them is whole.
+    assert any(
         re.search(rf"{HOLDER}|rank {case.victim} did not come|No word from rank {case.victim}:", line) for line in told
     ), f"{case}: {text}"
 

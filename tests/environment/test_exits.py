@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fastreduce.distributed
+import fastreduce.elastic.membership
 import fastreduce.fsdp  # noqa: F401
 from fastreduce.environment import exits
 from fastreduce.environment.exits import Exit
@@ -47,12 +48,13 @@ def test_all_ends_run_once_in_order_though_one_fails(way: str):
 
 
 def test_each_end_is_in_its_step():
-    where = {step.name: [end.__module__.removeprefix("fastreduce.") for end in exits._ends[step]] for step in Exit}
+    ends = {step.name: [end.__module__.removeprefix("fastreduce.") for end in exits._ends[step]] for step in Exit}
+    where = {step: sorted(modules) for step, modules in ends.items()}
     where["FILES"] = []  # where a folder was made
     assert where == {
         "TELL": ["transports.mpi.communicator"],
         "DELIVER": ["distributed.point_to_point"],
-        "REDUCERS": ["reduction.whereabouts", "reduction.reducer", "fsdp.model"],
+        "REDUCERS": ["elastic.membership", "fsdp.model", "reduction.reducer", "reduction.whereabouts"],
         "NCCL": ["transports.nccl.connection"],
         "GLOO": ["transports.gloo"],
         "STORE": ["transports.store_client"],

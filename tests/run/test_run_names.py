@@ -84,7 +84,7 @@ def test_a_record_that_is_gone_or_torn_fails_nobody(tmp_path: Path):
     done = run(sys.executable, "-c", ALONE + NAMES, env={**with_environment(), **replacement.environment(str(record))})
     assert done.returncode == 0, done.stderr
     assert replacement.summary(record).startswith("what was wrapped is not known: ")
-    record.write_text('{"pid": 1, "what": "DDP(Net)", "setting": "int8", "why": ""}\n{"pid": 2, "wh')
+    record.write_text('{"pid": 1, "how": "wrapped", "what": "DDP(Net)", "setting": "int8", "why": ""}\n{"pid": 2, "wh')
     assert replacement.summary(record) == "1 module in 1 process wrapped by fastreduce, compression int8"
 
 

@@ -20,20 +20,22 @@ WIDTH = 1024
 
 
 def _bytes_of_a_backward(setting: str) -> int:
-    """Of one that gathers no parameters again: its reduce-scatters alone."""
+    """Its reduce-scatters alone, since it gathers no parameters again. The least of four: TCP may send parts twice."""
     torch.manual_seed(0)
     model: Any = shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)))
     model.set_reshard_after_forward(False)
     if setting != "torch":
         fastreduce.fsdp.compress(model, setting)
-    for _ in range(2):  # connections are made in the first
+    least = sys.maxsize
+    for _ in range(4):  # connections are made in the first
         loss = model(torch.ones(2, WIDTH)).square().mean()
         dist.barrier()
         before = sent()
         dist.barrier()  # before anybody sends more
         loss.backward()
         dist.barrier()
-    return sent() - before
+        least = min(least, sent() - before)
+    return least
 
 
 def main() -> None:

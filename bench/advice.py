@@ -2,8 +2,8 @@
 
 In each cell a model trains on so many ranks over a link: on this host, or each rank in a network namespace of its own,
 behind a switch whose cables tc shapes. The advisor is asked; then all settings are measured, in turns within one
-training. A row is written when a cell has ended, and a command that is repeated measures what is missing. Needs root,
-`ip` and `tc`.
+training. A row is written when a cell has ended, and a command that is repeated measures what is missing, or was
+measured in fewer rounds. Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def cell(model: str, link: str, ranks: int, settings: Sequence[str], rounds: int
         "model": model,
         "link": link,
         "ranks": ranks,
+        "rounds": rounds,
         "transport": findings.readings.wrapped["transport"],
         "advised": advised,
         "best": best,
@@ -106,6 +107,7 @@ def columns(row: dict[str, Any]) -> list[str]:
         row["model"],
         f"{row['link']}, {row['transport']}",
         str(row["ranks"]),
+        str(row["rounds"]),
         row["advised"],
         row["best"],
         f"{row['ratio']:.2f}",
@@ -119,6 +121,7 @@ TITLES = [
     "model",
     "link",
     "ranks",
+    "rounds",
     "advised",
     "best measured",
     "ratio",
@@ -162,7 +165,7 @@ def main(
     try:
         with open(os.devnull, "w") as nowhere, signals_end_ranks():
             for key in wanted:
-                if key in done:
+                if key in done and done[key]["rounds"] >= rounds:
                     continue
                 row = cell(*key, settings, rounds, Console(file=nowhere))
                 json_lines.append(rows, [row])

@@ -238,6 +238,7 @@ def test_readable_on_a_phone_in_light_and_dark(opened: Opened):
     opened.tab.set_viewport_size({"width": 1200, "height": 900})
 
 
+@pytest.mark.long
 def test_the_order_of_headings_and_the_names_of_what_can_be_used(opened: Opened):
     levels = opened.tab.evaluate("[...document.querySelectorAll('h1, h2')].map(e => e.tagName)")
     assert levels == ["H1"] + ["H2"] * (opened.count("div.plot") + 1)

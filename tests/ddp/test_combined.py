@@ -96,9 +96,9 @@ def _compiled(rank: int, world_size: int, backend: str, inside: bool) -> dict[st
 @pytest.mark.parametrize(
     ("backend", "inside"),
     [
-        ("aot_eager", False),
+        ("eager", False),
         ("eager", True),
-        *(pytest.param(*other, marks=pytest.mark.long) for other in (("aot_eager", True), ("eager", False))),
+        *(pytest.param("aot_eager", inside, marks=pytest.mark.long) for inside in (False, True)),
     ],
     ids=lambda value: {False: "wrapper compiled", True: "module compiled"}.get(value, value),
 )

@@ -228,6 +228,7 @@ def _many_buckets(rank: int, size: int, place: Place, steps: int) -> None:
     ddp.reducer.close()
 
 
+@pytest.mark.long
 def test_overlapping_buckets_sum_exactly(ranks: RankPool, place: Place):
     steps = 4 if not HAS_GPU else 300 if ranks.world_size == 1 else STEPS
     ranks.run(run_step_case, _many_buckets, place, steps, timeout=SECONDS)

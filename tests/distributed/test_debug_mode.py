@@ -130,6 +130,7 @@ def _alone_with_it(rank: int, world_size: int) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_a_message_that_nobody_answers_is_an_error_in_time(ranks2: RankPool):
     first, second = ranks2.run(_alone_with_it, timeout=30)
     to_1 = "TransportError: send on rank 0: rank 1 did not come to receive with tag {} within 1 s"

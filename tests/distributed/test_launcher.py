@@ -233,6 +233,7 @@ def test_a_script_without_a_guard_runs_up_to_its_call_on_every_rank(
     assert lines[-3:] == ["value [14, 0, 'argument']", "value [14, 1, 'argument']", "after 0"]
 
 
+@pytest.mark.long
 def test_a_second_call_without_a_guard_says_what_to_write(tmp_path: Path):
     call = "work(Box(7))"
     one = DECORATED.format(method="spawn").replace("n_gpus=2", "n_gpus=1")

@@ -54,6 +54,7 @@ def train(tmp_path: Path) -> Path:
     return script
 
 
+@pytest.mark.long
 def test_srun_finds_ranks_hosts_and_address(slurm: Cluster, train: Path):
     done = slurm.run("srun", "-N", 2, "-n", 3, sys.executable, train)
     assert done.returncode == 0, done.stdout
@@ -62,6 +63,7 @@ def test_srun_finds_ranks_hosts_and_address(slurm: Cluster, train: Path):
     assert lines == [f"RANK {rank} 3 {locals_[rank]} 127.0.0.1 4.0" for rank in range(3)]
 
 
+@pytest.mark.long
 def test_a_failing_rank_ends_the_step_with_its_exit_code(slurm: Cluster, train: Path):
     done = slurm.run("srun", "-N", 1, "-n", 2, sys.executable, train, 3, seconds=60)
     assert done.returncode == 3, done.stdout
@@ -69,6 +71,7 @@ def test_a_failing_rank_ends_the_step_with_its_exit_code(slurm: Cluster, train: 
 
 
 @pytest.mark.parametrize("command", [("salloc", "-n", 3), pytest.param(("sbatch",), marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_plain_process_in_an_allocation_waits_for_nobody(
     slurm: Cluster, train: Path, tmp_path: Path, command: tuple[Any, ...]
 ):

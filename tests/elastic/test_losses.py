@@ -69,10 +69,10 @@ class Processes:
     ("stage", "transport", "setting"),
     [
         ("backward", "gloo", "none"),
-        ("commit", "shm", "none"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ("commit", "shm", "none"),
                 ("forward", "gloo", "none"),
                 ("collective", "gloo", "none"),
                 ("collective", "shm", "none"),

@@ -237,6 +237,7 @@ def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path, transport: st
     _run_all(tmp_path, PICKED[transport], _over_gloo if transport == "gloo" else _over_shm, _check)
 
 
+@pytest.mark.long
 def test_nor_are_they_in_two_levels(tmp_path: Path):
     _run_all(tmp_path, IN_LEVELS, _in_two_levels, _check)
 

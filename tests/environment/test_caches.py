@@ -84,6 +84,7 @@ def test_a_package_that_cannot_be_written_wraps_and_trains_without_a_home(instal
     assert {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nbc")} == compiled, "compiled again"
 
 
+@pytest.mark.long
 def test_gpu_kernels_and_cupy_get_a_folder_too(installed: Path, tmp_path: Path):
     pytest.importorskip("cupy")
     pytest.importorskip("numba_cuda")

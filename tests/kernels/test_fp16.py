@@ -164,7 +164,7 @@ def test_empty_fp16_wires(backend, memory):
     backend.share_exponents(wire, memory.empty(0, torch.uint8).view(2, 0))
 
 
-@pytest.mark.parametrize("ranks", [2, 4096])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4096, marks=pytest.mark.long)])
 def test_one_flag_of_many_ranks_stays_above_zero(backend, memory, ranks):
     slots = slot_table([32], FP16_BLOCK)
     flags = torch.zeros(32)

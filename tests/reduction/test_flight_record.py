@@ -190,6 +190,7 @@ waits_in_cpp()
 """
 
 
+@pytest.mark.long
 def test_a_signal_prints_record_and_stacks_and_takes_no_handler():
     with started(sys.executable, "-c", SIGNALS, env=with_environment()) as process:
         assert process.stdout is not None and process.stdout.readline() == "went on\n"

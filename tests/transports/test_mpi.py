@@ -58,6 +58,7 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
     output = _ended(tmp_path, "exits", 10)
     assert "rank 1 has ended, or takes no part any more. Bucket 0 holds" in output

@@ -14,7 +14,7 @@ from tests.support.ring_model import Model, WrongError
         (2, 1, [(ALL_REDUCE, 2)]),
         (2, 2, [(ALL_TO_ALL, 2), (ALL_GATHER, 1)]),
         (2, 2, [(ALL_GATHER, 2), (ALL_REDUCE, 1), (ONE_SHOT, 1)]),
-        (3, 1, [(ONE_SHOT, 1)]),
+        pytest.param(3, 1, [(ONE_SHOT, 1)], marks=pytest.mark.long),
         pytest.param(2, 2, [(ALL_REDUCE, 3)], marks=pytest.mark.long),
         pytest.param(2, 2, [(ALL_REDUCE, 4), (ALL_TO_ALL, 2)], marks=pytest.mark.long),
         pytest.param(2, 3, [(ALL_REDUCE, 5)], marks=pytest.mark.long),

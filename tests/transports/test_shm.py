@@ -94,7 +94,8 @@ def _on_two_cores(rank: int, world_size: int) -> list[Any]:
     return collect(ShmTransport(world()))
 
 
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (5, 8))])
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [3, 5, 8])
 def test_many_ranks_on_two_cores(world_size: int):
     for rank, (_, _, size, *seen) in enumerate(run_ranks(_on_two_cores, world_size)):
         assert_same_bits(seen, expected(rank, size), f"rank {rank}")

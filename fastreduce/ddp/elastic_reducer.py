@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
@@ -16,8 +16,8 @@ from ..compression import PowerSGD
 from ..environment.variables import folder_asked_for
 from ..errors import NotInitializedError, ReducerError, SettingError, TransportError
 from ..reduction.arrivals import weakly
+from ..reduction.backward import Launches
 from ..reduction.bucketed import BucketJob
-from ..reduction.streams import Pending
 from ..reduction.trace import VARIABLE as TRACE
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport
@@ -103,6 +103,7 @@ class ElasticReducer(TorchReducer):
         self._kept: list[tuple[Tensor, Tensor]] = []  # gradients of this step, and what was in them
         self.events.launching.append(weakly(self._keep))
         self.events.arrived.append(weakly(self._commit))
+        self._backward.recover = weakly(self._recover)
 
     @property
     def _joined(self) -> Group:
@@ -113,7 +114,7 @@ class ElasticReducer(TorchReducer):
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled."""
         group = self._joined
-        if self._in_backward:
+        if self.in_backward:
             raise ReducerError(
                 "a backward raised before its end, and with elastic=True a step cannot be left out on one rank alone: "
                 "end this process, and start it again"
@@ -127,7 +128,7 @@ class ElasticReducer(TorchReducer):
         transport = self._joined.transport
         if transport is not self.transport:
             self.move_to(lambda: transport)
-            self._moved, self._due = False, self.schedule.due  # all of it was agreed on when they joined
+            self._agreed.move(compared=True)  # when they joined
             self.logger.update(rank=transport.rank, world_size=transport.world_size)
 
     # A step
@@ -166,23 +167,16 @@ class ElasticReducer(TorchReducer):
             if not self._joined.regroup(self.step, whole=True):
                 raise _AgainError(str(error)) from error
 
-    def _reduce_all(self) -> None:
-        while True:
-            step, used, launches = self.step, list(self.used), self._launches
-            try:
-                super()._reduce_all()
-            except TransportError as error:
-                self._end(launches)
-                if not isinstance(error, _AgainError):
-                    self._joined.regroup(step, whole=False)
-                _let_go(error)
-                self._put_back()
-                self._follow()
-                self.schedule.step, self._arrivals.used[:], self._left_over = step, used, set()
-            else:
-                return
+    def _recover(self, error: TransportError, step: int, launches: Launches) -> None:
+        """A collective has failed: let the step under way begin again among those who are left."""
+        self._end(launches)
+        if not isinstance(error, _AgainError):
+            self._joined.regroup(step, whole=False)
+        _let_go(error)
+        self._put_back()
+        self._follow()
 
-    def _end(self, launches: Sequence[tuple[BucketJob, Pending]]) -> None:
+    def _end(self, launches: Launches) -> None:
         """Wait until nothing writes to gradients any more."""
         self._joined.abort()
         for _, pending in launches:
@@ -195,16 +189,6 @@ class ElasticReducer(TorchReducer):
                 pass
             except TransportError as error:
                 _let_go(error)
-
-    def _reduce_left_over(self) -> None:
-        if any(self.used[i] for i in self._left_over):
-            raise ReducerError(
-                "a second backward through one forward brought first gradients for some parameters: with elastic=True "
-                "sum the losses and call backward once"
-            )
-
-    def _meet(self, counted: bool = False) -> None:
-        """Ranks exchange nothing after a commit: some might find others gone, and some not."""
 
     # What is refused
 

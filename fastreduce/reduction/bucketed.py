@@ -347,12 +347,22 @@ class BucketedGradients:
         rest = [p.finite for p in self.pipelines if p.kept is None and p.finite is not None]
         agree_that_finite(self.feedbacks, rest)
 
+    def look(self) -> None:
+        """Before gradients accumulate: let error feedback see what has become of the last averages."""
+        for feedback in self.feedbacks:
+            feedback.look()
+
     @property
     def feedbacks(self) -> list[ErrorFeedback]:
         """What is kept of each bucket, under error feedback or after it."""
         return [pipeline.kept for pipeline in self.pipelines if pipeline.kept is not None]
 
     # Figures
+
+    @property
+    def wire_device(self) -> torch.device:
+        """Where tensors are that the transport moves."""
+        return self.specs[0].device if self.transport.enqueues else torch.device("cpu")
 
     @property
     def seconds(self) -> Seconds:

@@ -30,11 +30,13 @@ REDUCTION = [
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},
     {"bucketed"},
-    {"events", "flight_record", "one_call"},
+    {"agreed_schedule", "events", "flight_record", "one_call", "saved_state"},
     {"flight_recorder", "trace_files"},
     {"clock_offsets", "stragglers", "whereabouts"},
     {"counters", "trace"},
     {"counter_files"},
+    {"telemetry"},
+    {"backward"},
     {"reducer"},
 ]
 KERNELS_FOR_ALL = {"kernels.slots", "kernels.numba_cache", "kernels.numba_cpu_elements"}

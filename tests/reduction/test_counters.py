@@ -179,7 +179,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     name = f"rank0.{number}" if number else "rank0"
     lines, page = tmp_path / "new" / f"{name}.jsonl", tmp_path / "new" / f"{name}.prom"
     assert len(lines.read_text().splitlines()) == 1 and 'reductions_total{rank="0"' in page.read_text()
-    ddp.reducer._stragglers.last = Comparison(0, [Straggler(1, "data", 0.01, 0.2, 3)], 0.05, {}, 0.0)
+    ddp.reducer._telemetry.stragglers.last = Comparison(0, [Straggler(1, "data", 0.01, 0.2, 3)], 0.05, {}, 0.0)
     ddp.reducer.note_errors({"int8": {"all": math.nan}})
     for _ in range(3):  # ten seconds are not over
         _step(ddp)
@@ -192,8 +192,8 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert sorted(path.name for path in page.parent.iterdir()) == sorted([lines.name, page.name])
 
     broken = wrap("ours", nn.Linear(64, 8), compression="int8")
-    broken.reducer._counter_files._seconds = 0.0
-    broken.reducer._counter_files._lines = Path("/dev/full")
+    broken.reducer._telemetry.files._seconds = 0.0
+    broken.reducer._telemetry.files._lines = Path("/dev/full")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             _step(broken)

@@ -1,0 +1,94 @@
+"""AgreedSchedule: the schedule on which all ranks agree, whose settings the buckets follow."""
+
+from __future__ import annotations
+
+from ..errors import SettingError, TransportError
+from ..transports.messages import checked, of_types
+from .agreement import check_agreement
+from .bucketed import BucketedGradients
+from .schedule import Schedule, Setting
+
+
+class AgreedSchedule:
+    """Has ranks compare what is to come, and puts the setting of each step into force before its forward.
+
+    Args:
+        schedule: the one of construction, which ranks have compared.
+        buckets: what follows it; their sizes are those of stretches that name none.
+
+    Attributes:
+        schedule: the setting of each step.
+    """
+
+    def __init__(self, schedule: Schedule, buckets: BucketedGradients) -> None:
+        self.schedule, self._buckets, self._caps = schedule, buckets, buckets.caps
+        self._due: float = schedule.step
+        self._moved = False
+        buckets.warm_up(schedule.settings)
+
+    def change(self, setting: Setting, at: int | None, bucket_bytes: float | None, in_backward: bool) -> None:
+        """Let another setting be in force from step `at` on, as `GradientReducer.set_compression` has it."""
+        error: Exception | None = None
+        changed = None
+        try:
+            if in_backward:
+                raise SettingError(f"set_compression({setting!r}) in a backward: call it between two steps")
+            changed = self.schedule.with_setting(self.schedule.step if at is None else at, setting, bucket_bytes)
+        except Exception as found:  # whatever it is, other ranks must not wait
+            error = found
+        self._adopt(changed, error)
+
+    def _adopt(self, schedule: Schedule | None, error: Exception | None = None) -> None:
+        """Go on with a schedule on which all ranks agree."""
+        step, gradients = self.schedule.step, self._buckets.gradients
+        told = {"the number of steps reduced": str(step)}
+        try:
+            if schedule is not None:
+                told |= schedule.description(gradients.names, gradients.parameters)
+        except Exception as found:
+            error = found
+        try:
+            check_agreement(self._buckets.transport, told, error)
+        except TransportError as found:
+            raise TransportError(
+                f"{found} Settings are compared where set_compression is called, which every rank does between the "
+                f"same two steps: this one has reduced {step}"
+            ) from found
+        assert schedule is not None
+        self._buckets.warm_up(schedule.settings)
+        self.resume(schedule)
+
+    def resume(self, schedule: Schedule) -> None:
+        """Go on with a schedule that ranks need not compare now."""
+        self.schedule, self._due = schedule, schedule.step
+
+    def move(self, compared: bool) -> None:
+        """Other ranks take part: before the next forward they compare what is to come, unless they have."""
+        self._moved, self._due = not compared, self.schedule.due if compared else 0
+
+    def switch_if_due(self) -> bool:
+        """Before a forward: let the setting of the next step be in force; returns whether buckets were laid out anew.
+
+        It takes effect on all ranks at one step, because they have agreed on it before.
+        """
+        schedule, buckets = self.schedule, self._buckets
+        if schedule.step < self._due:
+            return False
+        if self._moved:  # ranks may have come unequally far
+            steps = checked(buckets.transport.exchange(schedule.step), lambda value: of_types([value], int), "step")
+            schedule.step, self._moved = max(step for (step,) in steps), False
+            self._adopt(schedule)
+        if schedule.must_compare:
+            error = None
+            try:
+                schedule.ask()
+            except SettingError as found:
+                error = found
+            self._adopt(schedule, error)
+        self._due = schedule.due
+        caps = self._caps if schedule.bucket_bytes is None else (schedule.bucket_bytes,)
+        if (buckets.assign(schedule.setting), caps) == (buckets.settings, buckets.caps):
+            buckets.compression = schedule.setting
+            return False
+        buckets.switch(schedule.setting, caps)
+        return True

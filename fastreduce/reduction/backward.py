@@ -1,0 +1,326 @@
+"""Backward: what is reduced of one backward, from the forward that arms it to averages in `.grad`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ReducerError, TransportError
+from .agreed_schedule import AgreedSchedule
+from .arrivals import Arrivals, weakly
+from .bucketed import BucketedGradients, BucketJob
+from .events import Events
+from .flight_record import Phase
+from .sparse import SparseGradients
+from .streams import Finish, Pending
+from .telemetry import Telemetry
+
+Launches = Sequence[tuple[BucketJob, Pending]]
+
+
+class Backward:
+    """Launches buckets in index order as they become full, and settles all of them when backward has ended.
+
+    `lay_out` comes first. What a backward leaves behind that raised is forgotten by the next forward.
+
+    Args:
+        buckets: the gradients, laid out.
+        sparse: those that travel in no bucket.
+        agreed: where steps are counted.
+        events: what is called on the way.
+        overlaps: whether full buckets are launched during backward, or all when it has ended.
+
+    Attributes:
+        arrivals: which gradients have arrived.
+        telemetry: what is noted of it.
+        armed: whether the next backward is to be reduced.
+        running: whether a backward has begun that has not come to its end.
+        reduced_once: whether one has been reduced.
+        reductions: how many there have been that these ranks share.
+        active_ranks: tells how many ranks bring gradients; None means that all do.
+        recover: called where a reduction fails, with the error, the step and what had been launched; when it returns,
+            gradients are as they were, and are reduced again. Then nothing follows a reduction (`Events.met`), and
+            another backward through the same forward brings nothing.
+    """
+
+    active_ranks: Callable[[], int] | None = None
+    recover: Callable[[TransportError, int, Launches], None] | None = None
+
+    def __init__(
+        self,
+        buckets: BucketedGradients,
+        sparse: SparseGradients,
+        agreed: AgreedSchedule,
+        events: Events,
+        overlaps: bool,
+    ) -> None:
+        self._buckets, self._sparse, self._agreed, self._events = buckets, sparse, agreed, events
+        self.overlaps = overlaps
+        self._launching = threading.Lock()  # each device's hooks run on a thread of their own
+        self.reductions = 0
+        self.armed = self.running = self.reduced_once = False
+        # Parameters that no rank used in the last reduction: the same set on every rank.
+        self._left_over: set[int] = set()
+        self.arrivals = Arrivals(buckets.gradients.parameters, self._launch_full_buckets, self._report)
+        self.telemetry = Telemetry(buckets, self.arrivals.used)
+        self._recorder = self.telemetry.recorder
+        events.launching.append(self._recorder.ready)
+
+    # Between two backwards
+
+    def lay_out(self) -> None:
+        """Buckets have been laid out anew."""
+        self.arrivals.lay_out(self._buckets.plan)
+        self._recorder.lay_out(self._buckets.plan, self._buckets.pipelines)
+        self._forget()
+
+    def arm(self) -> None:
+        """Make the next backward reduce, whatever an earlier one left behind."""
+        self.drop_broken()
+        self._forget()
+        self.armed, self._left_over = True, set()
+        self._buckets.at_step(self._agreed.schedule.step)
+        # Until the backward is known to have begun, and all through the first one, every hook reports.
+        self.arrivals.report()
+
+    def drop_broken(self) -> None:
+        """Forget a backward that raised before its end, and make up for the collectives that this rank owes."""
+        if not self.running:
+            return
+        with suppress(TransportError):
+            for _, pending in self._launches:
+                pending.result()
+            if self.armed:
+                self._count()  # as on the ranks that reduce it
+                for pipeline in self._buckets.pipelines[self._next :]:
+                    pipeline.run_broken()
+                self._sparse.take_part(self._divisor(), broken=True)
+                self._meet(counted=True)
+        self.armed = self.running = False
+        self._forget()
+        for dropped in self._events.dropped:
+            dropped()
+
+    def reset(self) -> None:
+        """Forget what is under way and what was learned, as if no backward had been."""
+        self.armed = self.running = self.reduced_once = False
+        self._left_over, self.active_ranks = set(), None
+        self.arrivals.forget_used()
+        self.arrivals.fires[:] = [1] * len(self.arrivals.fires)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._launches: list[tuple[BucketJob, Pending]] = []
+        self._next = 0  # the first bucket that has not been launched
+        self.arrivals.stop()
+        if not self.reduced_once:
+            self.arrivals.order.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as plain data."""
+        order, fires = self.arrivals.order.copy(), self.arrivals.fires.copy()
+        return {"reduced_once": self.reduced_once, "order": order, "fires": fires}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` told."""
+        self.reduced_once = state["reduced_once"]
+        self.arrivals.order[:], self.arrivals.fires[:] = state["order"], state["fires"]
+
+    # During one
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Hook a forward's outputs, so that the end of the outermost backward through them is known."""
+        if self.armed:
+            enter = weakly(self._enter)
+            for output in outputs:
+                if output.grad_fn is not None:
+                    output.register_hook(enter)
+
+    def _enter(self, _: object = None) -> None:
+        if (self.armed or self._left_over) and not self.running:
+            self.running = True
+            self._recorder.enter(Phase.BACKWARD)
+            self._buckets.look()
+            if self.armed and self.reduced_once:
+                self.arrivals.count()
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(weakly(self._end))
+
+    def _report(self, i: int) -> None:
+        if not self.running:  # no output hook has run
+            self._enter()
+            self.arrivals.again(i)
+        elif not self.reduced_once:
+            self.arrivals.order.append(i)
+        elif (bucket := self.arrivals.bucket_of[i]) < self._next:
+            raise ReducerError(
+                f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient after "
+                f"its bucket {bucket} had been sent. In the first backward it received {self.arrivals.fires[i]} "
+                "gradient(s), now more: run the forward that uses it most often first, or checkpoint with "
+                "use_reentrant=False"
+            )
+
+    def _launch_full_buckets(self) -> None:
+        # The last bucket is full when backward ends: it is run there, without a change of threads.
+        last = len(self._buckets.pipelines) - 1 if self.overlaps else 0
+        with self._launching:
+            while (index := self._next) < last and not self.arrivals.waiting[index]:
+                if not self._buckets.alone(index):
+                    job = self._collect(index)
+                    self._launches.append((job, job.launch()))
+                self._next += 1
+
+    def _collect(self, index: int) -> BucketJob:
+        job = self._buckets.collect(index, self.arrivals.used)
+        for launching in self._events.launching:
+            launching(job)
+        return job
+
+    # At its end
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        if not self.running:
+            return
+        self.running = False
+        if not self.armed:
+            self._reduce_left_over()
+        elif self.arrivals.counted_any if self.reduced_once else self.arrivals.order:
+            self.armed = False
+            with self.telemetry.explaining():
+                if self.recover is None:
+                    self._reduce_all()
+                else:
+                    self._reduce_until_all_have(self.recover)
+        else:  # autograd.grad: nothing was accumulated, so the forward stays armed
+            self._buckets.gradients.check_unmoved(range(len(self._buckets.specs)))
+            self.arrivals.report()
+        for ended in self._events.ended:
+            ended()
+
+    def _reduce_until_all_have(self, recover: Callable[[TransportError, int, Launches], None]) -> None:
+        """Reduce again where a reduction has failed, as often as it takes."""
+        while True:
+            step, used, launches = self._agreed.schedule.step, list(self.arrivals.used), self._launches
+            try:
+                self._reduce_all()
+            except TransportError as error:
+                recover(error, step, launches)
+                self._agreed.schedule.step, self.arrivals.used[:], self._left_over = step, used, set()
+            else:
+                return
+
+    def _reduce_all(self) -> None:
+        self._recorder.enter(Phase.WAITING)
+        for computed in self._events.computed:
+            computed()
+        try:
+            for _, pending in self._launches[-1:]:
+                pending.begun()  # streams leave starting collectives to this thread
+            under_way: list[tuple[BucketJob, Finish]] = [(job, pending.result) for job, pending in self._launches]
+            alone = [index for index in range(self._next) if self._buckets.alone(index)]
+            self._left_over |= self._average([*alone, *range(self._next, len(self._buckets.pipelines))], under_way)
+            self._left_over |= self._sparse.settle(self.arrivals.used, self._divisor())
+            self._meet()
+            self._buckets.agree_that_finite()
+            self.telemetry.nonfinite.count(self._buckets.pipelines, self._recorder.rank)
+        except TransportError:
+            for _, pending in self._launches:
+                pending.result()  # the first bucket that failed tells more than the last
+            raise
+        finally:
+            for _, pending in self._launches:
+                pending.cancel()
+            self._count()
+            self.arrivals.forget_used()
+            if not self.reduced_once:
+                self.reduced_once = True
+                self.arrivals.learn_fires()
+            self._forget()
+
+        for stored in self._events.stored:
+            stored()
+        self._recorder.end_step(self._agreed.schedule.step - 1)
+
+    def _average(self, indices: Iterable[int], under_way: Iterable[tuple[BucketJob, Finish]] = ()) -> set[int]:
+        """Reduce buckets and what is under way, and store it; returns the parameters that no rank used."""
+        left, reduced = set(), list(under_way)
+        for index in indices:
+            if self._buckets.alone(index):
+                left |= self._buckets.unused(index, self.arrivals.used)
+            else:
+                job = self._collect(index)
+                reduced.append((job, job.begin()))
+        for _, finish in reduced:
+            finish()
+        for arrived in self._events.arrived:
+            arrived()
+        divisor = self._divisor()
+        for job, _ in reduced:
+            left |= self._buckets.settle(job, divisor)
+        return left
+
+    def _reduce_left_over(self) -> None:
+        """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.
+
+        What no rank used in the first backward is the same set on all ranks, so all run the same buckets.
+        """
+        used = self.arrivals.used
+        fired = {i for i in self._left_over if used[i]}
+        if not fired:
+            return
+        if self.recover is not None:
+            raise ReducerError(
+                "a second backward through one forward brought first gradients for some parameters: with elastic=True "
+                "sum the losses and call backward once"
+            )
+        names = self._buckets.gradients.names
+        twice = [name for i, name in enumerate(names) if used[i] and i not in fired]
+        if twice:
+            raise ReducerError(
+                f"rank {self._recorder.rank}: a second backward through one forward brought first gradients for "
+                f"{names[min(fired)]!r} and further ones for {twice[0]!r}, which was averaged already. "
+                "Sum the losses and call backward once"
+            )
+        in_buckets = self._left_over.intersection(self._buckets.indices)
+        self._average(sorted({self.arrivals.bucket_of[i] for i in in_buckets}))
+        self._sparse.settle(used, self._divisor(), self._left_over)
+        self._left_over -= fired
+        self.arrivals.forget_used()
+
+    def take_part(self) -> None:
+        """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
+        self._recorder.enter(Phase.WAITING)
+        self.arrivals.forget_used()
+        self._buckets.at_step(self._agreed.schedule.step)
+        self._buckets.take_part()
+        for arrived in self._events.arrived:
+            arrived()
+        self._buckets.agree_that_finite()
+        self._sparse.take_part(self._divisor())
+        self._meet()
+        self._count()
+        self.reduced_once = True
+        self._forget()
+        self._recorder.end_step(self._agreed.schedule.step - 1)
+
+    def _count(self) -> None:
+        """One more reduction."""
+        self._agreed.schedule.step += 1
+        self.reductions += 1
+
+    def _meet(self, counted: bool = False) -> None:
+        """At the end of a reduction, the same one on all ranks: those who follow it with collectives."""
+        if self.recover is None:  # else some ranks might find others gone, and some not
+            reduction, step = self.reductions - counted, self._agreed.schedule.step - counted
+            self.telemetry.meet(reduction, step)
+            for met in self._events.met:
+                met(reduction, step)
+
+    def _divisor(self) -> int:
+        return self._buckets.transport.world_size if self.active_ranks is None else self.active_ranks()

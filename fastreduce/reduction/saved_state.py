@@ -1,0 +1,60 @@
+"""What a reducer's buckets save, each rank its own, and go on from: settings, layout and residuals, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..compression import Compression
+from ..policy import Policy
+from . import saved_residuals
+from .bucketed import BucketedGradients
+
+
+def save(buckets: BucketedGradients) -> dict[str, Any]:
+    """Residuals by parameter name, with the layout of the buckets."""
+    names = buckets.gradients.names
+    return {
+        **saved_residuals.save(buckets.plan, buckets.pipelines, buckets.transport.rank, str(buckets.compression)),
+        "settings": {name: str(each) for name, each in zip(names, buckets.settings, strict=True)},
+        "caps": list(buckets.caps),
+        "orders": [[names[i] for i in order] for order in buckets.orders],
+        "statistics": buckets.keeps_statistics,
+    }
+
+
+def pick(states: Sequence[Mapping[str, Any]], buckets: BucketedGradients) -> Mapping[str, Any]:
+    """The state that this rank is to go on from: its own, or one made of all ranks' of another world size.
+
+    Raises:
+        SettingError: if the states are of different compressions, or of other parameters, or ranks are missing.
+    """
+    compression = str(states[0]["compression"] if states else buckets.compression)
+    transport = buckets.transport
+    chosen = saved_residuals.pick(states, transport.rank, transport.world_size, compression)
+    saved_residuals.check_parameters(chosen, [buckets.specs[i] for i in buckets.indices])
+    return chosen
+
+
+def restore(state: Mapping[str, Any], buckets: BucketedGradients) -> None:
+    """Lay buckets out as they were, under the setting that saved them, with their residuals.
+
+    Raises:
+        SettingError: if that is another setting than the one in force, and a user's hook averages. Nothing has changed.
+    """
+    by_name = {name: Compression.parse(spec) for name, spec in state.get("settings", {}).items()}
+    saved = Policy(chooser=lambda name, _: by_name[name]) if by_name else Compression.parse(state["compression"])
+    if buckets.assign(saved) != buckets.settings:
+        buckets.use(saved)
+    index_of = {name: i for i, name in enumerate(buckets.gradients.names)}
+    buckets.caps = tuple(state.get("caps", buckets.caps))
+    orders = state.get("orders", [[name for bucket in state["buckets"] for name in bucket]])
+    buckets.orders = [[index_of[name] for name in order] for order in orders]
+    buckets.lay_out([[index_of[name] for name in bucket] for bucket in state["buckets"]])
+    state = saved_residuals.fold_moved(state, buckets.pipelines)
+    saved_residuals.restore(saved_residuals.kept_in(state), buckets.pipelines)
+    for pipeline, kept in zip(buckets.pipelines, state["shard_residuals"], strict=False):
+        if pipeline.feedback is not None and len(kept):
+            pipeline.feedback.shard_residual.copy_(kept)
+    if state.get("statistics"):
+        buckets.keep_statistics()

@@ -330,6 +330,7 @@ class GradientReducer:
         Buckets are laid out as at construction, so that ranks with another past agree. Residuals move along. Before the
         next forward ranks compare what settings are to come; the step is that of the rank that has come furthest.
         """
+        self._telemetry.leave()
         self._close()
         transport = make()
         self._telemetry.move_to(transport)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastreduce
+from fastreduce.reduction import whereabouts
 from tests.support.models import (
     EXACT,
     Branches,
@@ -34,6 +35,8 @@ def _regroup(rank: int, world_size: int, groups: list[list[int]], options: dict[
         model, seen[kind] = wrap(kind, whole_(Branches()), bucket_cap_mb=1e-6, **options), []
         for group, ranks in zip(made, groups, strict=True):
             model._update_process_group(group)
+            if kind == "ours" and rank in ranks:  # one rank alone tells nobody where it is
+                assert (model.reducer.recorder in whereabouts._watch._places) == (len(ranks) > 1)
             for step in range(3):
                 model.zero_grad()
                 if rank in ranks:

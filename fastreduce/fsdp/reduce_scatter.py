@@ -121,7 +121,11 @@ class CompressedReduceScatter:
                 f"fastreduce.fsdp: torch {torch.__version__} asks for a reduce-scatter with async_op=True; "
                 "allowed: False, as in FSDP2 so far"
             )
-        scale, present = scale_of(op, self._transport.world_size), list(self._group.present)
+        scale = scale_of(op, self._transport.world_size)
+        if self._transport.world_size == 1:  # torch 2.9 asks there too
+            torch.mul(input_tensor, scale, out=output_tensor)
+            return
+        present = list(self._group.present)
         self._check(input_tensor, output_tensor, present)
         if not self._known.issuperset(present):
             self._learn(present)

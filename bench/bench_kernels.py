@@ -47,6 +47,7 @@ CASES: list[tuple[str, str, Options]] = [
     *(("unflatten_with_statistics", "resnet50", {"dtype": dtype, "scale": 0.5}) for dtype in ("fp16", "bf16")),
     ("dequantize_with_statistics", "resnet50", {}),
     ("dequantize_with_statistics", "resnet50", {"compression": "int4"}),
+    *((operation, name, {}) for operation in ("take_largest", "average_taken") for name in ("resnet50", "gpt2")),
 ]
 
 

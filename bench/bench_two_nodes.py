@@ -15,7 +15,12 @@ from .bench_steps import slowest
 from .conftest import Size
 from .paired import record
 
-SLOWER = ("powersgd", "torch powersgd hook", "int4")  # at 100 Mbit/s, where other steps take seconds
+SLOWER = (
+    "topk",
+    "powersgd",
+    "torch powersgd hook",
+    "int4, error feedback",
+)  # at 100 Mbit/s; a step of the others takes seconds
 LAUNCH = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE", "-m", "bench.node"]
 
 
@@ -47,7 +52,7 @@ def _measured(
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2 * ranks)]
 
 
-@pytest.mark.parametrize("compression", ["fp16", "int8", "int4", "powersgd"])
+@pytest.mark.parametrize("compression", ["fp16", "int8", "int4", "powersgd", "topk"])
 def test_two_nodes(benchmark: Any, steps: list[dict[str, Any]], compression: str) -> None:
     """25 million parameters at 1 Gbit/s."""
     times = slowest(steps)

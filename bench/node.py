@@ -15,7 +15,9 @@ STEPS = {
     "fp16": Setting("fastreduce", {"compression": "fp16"}),
     "int8": Setting("fastreduce", {"compression": "int8"}),
     "int4": Setting("fastreduce", {"compression": "int4"}),
+    "int4, error feedback": Setting("fastreduce", {"compression": "int4:error_feedback"}),
     "powersgd": Setting("fastreduce", {"compression": "powersgd:rank=4"}),
+    "topk": Setting("fastreduce", {"compression": "topk:ratio=0.01"}),
     "torch": Setting("torch"),
     "torch fp16 hook": Setting("torch", hook=True),
     # In one bucket: of several, callbacks start the second collectives, in any order, and gloo aborts.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastreduce import BF16, Compression, ops
+from fastreduce import BF16, Compression, TopK, ops
 from fastreduce.kernels.slots import OF_AVERAGES, Draws
 from fastreduce.ops import backends
 from fastreduce.ops.backends import Backend
@@ -412,6 +412,56 @@ def reduce_quantized(model: Model, compression: str = "int8") -> Case:
 
     to_nearest = drawn and (lambda kernels: run(kernels, None))
     return Case(run, shards, _nbytes(received) + _nbytes(shards), to_nearest=to_nearest)
+
+
+def take_largest(model: Model, ratio: float = 0.01) -> Case:
+    """Gradients → of each its largest elements, with their places, and the rest."""
+    grads = [grad.view(-1) for each in model for grad in each.grads if TopK(ratio, 1).count(grad.numel())]
+    rests = [torch.zeros_like(grad) for grad in grads]
+    counts = [TopK(ratio, 1).count(grad.numel()) for grad in grads]
+    taken = [grad.new_zeros(count) for grad, count in zip(grads, counts, strict=True)]
+    places = [grad.new_zeros(count, dtype=torch.int32) for grad, count in zip(grads, counts, strict=True)]
+
+    def run(kernels: Backend) -> None:
+        for grad, rest, values, where in zip(grads, rests, taken, places, strict=True):
+            rest.copy_(grad)
+            kernels.take_largest(rest, values, where)
+
+    def topk() -> None:
+        """Of equal magnitudes any."""
+        for grad, rest, values, where in zip(grads, rests, taken, places, strict=True):
+            rest.copy_(grad)
+            found = rest.abs().topk(len(values), sorted=False).indices.sort().values
+            where.copy_(found)
+            torch.index_select(rest, 0, found, out=values)
+            rest.index_fill_(0, found, 0.0)
+
+    nbytes = 3 * _nbytes(rests) + _nbytes(taken) + _nbytes(places)
+    return Case(run, [*taken, *places, *rests], nbytes, {"copy_, abs, topk, index_fill_": topk})
+
+
+def average_taken(model: Model, ratio: float = 0.01) -> Case:
+    """What two ranks have taken of each gradient → averages."""
+    targets, messages = [grad.view(-1).clone() for each in model for grad in each.grads], []
+    counts = [TopK(ratio, 1).count(target.numel()) for target in targets]
+    for target, count in zip(targets, counts, strict=True):
+        message = torch.randn(RANKS, 2 * count)
+        for places in message[:, count:].view(torch.int32):
+            places.copy_(torch.randperm(target.numel())[:count].sort().values)
+        messages.append(message)
+
+    def run(kernels: Backend) -> None:
+        for message, count, target in zip(messages, counts, targets, strict=True):
+            kernels.average_taken(message, 0, count, count, 1 / RANKS, target)
+
+    def index_add() -> None:
+        for message, count, target in zip(messages, counts, targets, strict=True):
+            target.zero_()
+            for values, places in zip(message[:, :count], message[:, count:].view(torch.int32), strict=True):
+                target.index_add_(0, places, values)
+            target.mul_(1 / RANKS)
+
+    return Case(run, targets, _nbytes(messages) + _nbytes(targets), {"zero_, index_add_, mul_": index_add})
 
 
 def case_id(case: tuple[str, str, Options]) -> str:

@@ -1,7 +1,7 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD
+from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD, TopK
 from .data import ShardSampler, shard_range
 from .ddp import DistributedDataParallel, Shadow
 from .errors import (
@@ -50,6 +50,7 @@ __all__ = [
     "ShardSampler",
     "SyncBatchNorm",
     "TensorError",
+    "TopK",
     "TransportError",
     "__version__",
     "all_reduce_gradients",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from dataclasses import Field, dataclass, field, fields
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +16,8 @@ from .errors import SettingError
 from .kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, BlockFormat
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
+
+_DECIMAL = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,10 @@ def _read_option(spec: str, piece: str, default: object, value: str | None) -> o
             return int(value)
         except ValueError as error:  # Python reads no more than 4300 digits
             raise SettingError(f"{brief(piece)} in {brief(spec)}: a number of {len(value)} digits") from error
+    if isinstance(default, float):
+        if not _DECIMAL.fullmatch(value):
+            raise SettingError(f"{brief(piece)} in {brief(spec)} needs a number")
+        return float(value)
     return value
 
 
@@ -362,6 +371,50 @@ class PowerSGD(Compression):
         return (rows + columns) * self.rank * self.min_compression_rate < rows * columns
 
 
+@dataclass(frozen=True)
+class TopK(Compression):
+    """Of a gradient travel the `ratio` of its elements that are largest in magnitude, with their places, in FP32.
+
+    That is, of each parameter by itself, ⌈ratio · elements⌉ of them (Aji and Heafield 2017; Lin et al. 2018, Deep
+    Gradient Compression), of equal ones those in front. Ranks choose their own, each gets all, and sums them in rank
+    order. What is not sent is kept and added to the next gradient: error feedback is part of the method. Parameters of
+    fewer than `min_numel` elements travel whole, in FP32 in the same message, and lose nothing.
+    """
+
+    name: ClassVar[str] = "topk"
+    ratio: float = 0.01
+    min_numel: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.ratio, (int, float)) or not 0 < self.ratio < 0.5:
+            raise SettingError(
+                f"ratio={brief(self.ratio)} in {self.name!r}; allowed: numbers above 0 and below 0.5, from which on a "
+                "gradient is smaller without places"
+            )
+        if not isinstance(self.min_numel, int) or self.min_numel < 1:
+            raise SettingError(f"min_numel={brief(self.min_numel)} in {self.name!r}; allowed: whole numbers from 1 on")
+
+    @property
+    def two_shot(self) -> bool:
+        """Ranks get each other's elements, and each sums all of them."""
+        return False
+
+    @property
+    def error_feedback(self) -> bool:
+        """It is part of the method."""
+        return True
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """FP32, some of it the bits of places."""
+        return torch.float32
+
+    def count(self, numel: int) -> int:
+        """How many elements of a gradient travel; 0 where it travels whole."""
+        count = math.ceil(Fraction(str(float(self.ratio))) * numel)  # of what was written: 7 are 0.07 of 100
+        return count if numel >= self.min_numel and 2 * count < numel else 0
+
+
 KINDS: dict[str, type[Compression]] = {
-    kind.name: kind for kind in (NoCompression, FP16, BF16, INT8, FP8, INT4, PowerSGD)
+    kind.name: kind for kind in (NoCompression, FP16, BF16, INT8, FP8, INT4, PowerSGD, TopK)
 }

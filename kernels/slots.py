@@ -122,3 +122,10 @@ def exponent_rule(summed: int) -> ExponentRule:
     whole = (summed - 1).bit_length()  # the sum of so many is at most 2^whole times the largest
     half = (whole + 1) // 2
     return ExponentRule(113 + half << 23, 142 + half - whole << 23, 127 + half, min(whole, 13) - 14)
+
+
+class PlacesError(ValueError):
+    """A rank's places of elements do not ascend within the gradient."""
+
+    def __init__(self, rank: int, numel: int) -> None:
+        super().__init__(f"the places that rank {rank} has sent do not ascend within {numel} elements")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fastreduce import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD, SettingError
+from fastreduce import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD, SettingError, TopK
 
 plain = st.one_of(
     st.builds(NoCompression, accumulate=st.sampled_from(["fp32", "wire"])),
@@ -25,7 +25,8 @@ stochastic = st.builds(
     lambda kind, seed: kind(rounding="stochastic", seed=seed), st.sampled_from([BF16, INT8, INT4, FP8]), seeds
 )
 powersgd = st.builds(PowerSGD, rank=st.integers(1, 64), min_compression_rate=st.integers(1, 9))
-settings = st.one_of(plain, int8, int4, fp8, stochastic, powersgd)
+topk = st.builds(TopK, ratio=st.floats(0, 0.5, exclude_min=True, exclude_max=True), min_numel=st.integers(1, 2**20))
+settings = st.one_of(plain, int8, int4, fp8, stochastic, powersgd, topk)
 
 
 @given(settings)
@@ -54,6 +55,8 @@ def test_what_a_setting_prints_it_parses_back(setting: Compression):
         ("int8:rounding=nearest", INT8(), "int8"),
         ("powersgd:rank=4", PowerSGD(), "powersgd"),
         ("powersgd:min_compression_rate=1,rank=2", PowerSGD(2, 1), "powersgd:rank=2,min_compression_rate=1"),
+        ("topk:ratio=0.01", TopK(), "topk"),
+        ("topk:min_numel=1,ratio=1e-3", TopK(0.001, 1), "topk:ratio=0.001,min_numel=1"),
         ("bf16:rounding=stochastic", BF16(rounding="stochastic"), "bf16:rounding=stochastic"),
         ("int4:seed=7,rounding=stochastic", INT4(rounding="stochastic", seed=7), "int4:rounding=stochastic,seed=7"),
         (
@@ -104,6 +107,14 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
         ("powersgd:rank=0", "rank=0", "whole numbers from 1 on"),
         ("powersgd:min_compression_rate=0", "min_compression_rate=0", "whole numbers from 1 on"),
         ("powersgd:error_feedback", "'error_feedback'", "powersgd takes: rank, min_compression_rate, warm_up"),
+        ("topk:ratio=0", "ratio=0.0", "above 0 and below 0.5"),
+        ("topk:ratio=1", "ratio=1.0", "above 0 and below 0.5"),
+        ("topk:ratio=1e999", "ratio=inf", "above 0 and below 0.5"),
+        ("topk:ratio=nan", "'ratio=nan'", "needs a number"),
+        ("topk:ratio=1%", "'ratio=1%'", "needs a number"),
+        ("topk:ratio", "'ratio'", "needs a value"),
+        ("topk:min_numel=0", "min_numel=0", "whole numbers from 1 on"),
+        ("topk:error_feedback", "'error_feedback'", "topk takes: ratio, min_numel, warm_up"),
         ("bf16:rounding=stochastic,accumulate=wire", "accumulate=wire", "accumulate=fp32"),
     ],
 )
@@ -115,6 +126,7 @@ def test_a_bad_spec_names_the_piece_and_what_is_allowed(spec: str, names: str, a
 
 LONG = ["int8:block=" + "1" * 4300, "int8:block=" + "1" * 4301, "int8:block=" + "0" * 5000 + "64", "x" * 9000]
 LONG += [f"{name}:{key}={'y' * 9000}" for name in ("fp16", "int8") for key in ("accumulate", "error_feedback", "block")]
+LONG += ["topk:ratio=" + "1" * 5000, "topk:ratio=0." + "0" * 5000, "topk:ratio=" + "9" * 5000 + "x"]
 
 
 @pytest.mark.parametrize("spec", LONG, ids=lambda spec: f"{spec[:20]}, {len(spec)}")
@@ -166,6 +178,12 @@ def test_any_options_parse_or_are_a_setting_error(name: str, options: list[tuple
     assert Compression.parse(str(setting)) == setting
 
 
+def test_top_k_takes_what_was_written_of_a_gradient_or_all_of_it():
+    assert [TopK(0.07, 1).count(numel) for numel in (100, 101, 14, 1, 0)] == [7, 8, 1, 0, 0]
+    assert [TopK().count(numel) for numel in (1023, 1024, 2**31)] == [0, 11, 21474837]
+    assert TopK(0.49, 1).count(100) == 49 and TopK(0.49, 1).count(10) == 0, "smaller without places"
+
+
 @pytest.mark.parametrize("make", [lambda: INT8(block=100), lambda: INT8(block=64.0), lambda: INT8(block=True)])  # type: ignore[arg-type]
 def test_dataclasses_refuse_what_specs_refuse(make: Any):
     with pytest.raises(SettingError, match="multiples of 16"):
@@ -208,4 +226,4 @@ def test_what_a_setting_tells_the_pipeline_fits_together(setting: Compression, d
     assert (wire is torch.uint8) == (setting.block > 0 or (setting.name == "fp16" and dtype is not torch.float16))
     assert setting.alignment % max(setting.block, 1) == 0 and setting.alignment >= 8
     assert setting.two_shot or not setting.block, "a transport cannot sum quantized wires"
-    assert not setting.error_feedback or setting.two_shot or isinstance(setting, PowerSGD)
+    assert not setting.error_feedback or setting.two_shot or isinstance(setting, (PowerSGD, TopK))

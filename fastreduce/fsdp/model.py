@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compression import KINDS, Compression, NoCompression, PowerSGD
+from ..compression import KINDS, Compression, NoCompression, PowerSGD, TopK
 from ..environment.exits import Exit, at_exit
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned
@@ -217,13 +217,17 @@ class ShardedModel:
             each.load(state[each.kind])
 
 
+_ALLOWED = ", ".join(name for name, kind in KINDS.items() if kind not in (PowerSGD, TopK))
+
+
 def _why_not_averaged(setting: Compression) -> str:
     """Why an all-reduce between replicas cannot have a setting; ""."""
     if setting.random_seed is not None:
         return ": it counts no steps, so it takes no rounding=stochastic"
     if isinstance(setting, PowerSGD):
-        allowed = ", ".join(name for name in KINDS if name != setting.name)
-        return f": a shard is a part of a matrix, and has no factors of its own; allowed: {allowed}"
+        return f": a shard is a part of a matrix, and has no factors of its own; allowed: {_ALLOWED}"
+    if isinstance(setting, TopK):
+        return f": it sends the largest elements of a parameter, and a shard is a part of one; allowed: {_ALLOWED}"
     return ""
 
 

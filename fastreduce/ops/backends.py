@@ -37,6 +37,8 @@ class Backend:
     share_exponents: Callable[..., None]
     multiply: Callable[..., None]
     orthonormal: Callable[..., None]
+    take_largest: Callable[..., None]
+    average_taken: Callable[..., None]
 
 
 _OPERATIONS = tuple(field.name for field in fields(Backend) if field.name != "name")
@@ -106,15 +108,18 @@ class _Declaration:
 
 
 _DECLARED = {
-    "reference": _Declaration(("reference", "torch_low_rank"), _why_not_reference),
+    "reference": _Declaration(("reference", "torch_low_rank", "torch_sparse_top"), _why_not_reference),
     "numba_cpu": _Declaration(
-        ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8", "numba_cpu_low_rank"), _why_not_numba_cpu
+        ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8", "numba_cpu_low_rank", "numba_cpu_sparse_top"),
+        _why_not_numba_cpu,
     ),
     "triton": _Declaration(
-        ("triton_cast", "triton_fp16", "triton_int8", "torch_low_rank"), _why_not_triton, for_devices=True
+        ("triton_cast", "triton_fp16", "triton_int8", "torch_low_rank", "torch_sparse_top"),
+        _why_not_triton,
+        for_devices=True,
     ),
     "numba_cuda": _Declaration(
-        ("numba_cuda_cast", "numba_cuda_fp16", "numba_cuda_int8", "torch_low_rank"),
+        ("numba_cuda_cast", "numba_cuda_fp16", "numba_cuda_int8", "torch_low_rank", "torch_sparse_top"),
         _why_not_numba_cuda,
         for_devices=True,
     ),

@@ -231,7 +231,7 @@ class BucketedGradients:
 
     def _spread(self) -> None:
         for pipeline in self.pipelines:
-            if pipeline.feedback is not None and pipeline.low_rank is None:  # which has no second stage
+            if pipeline.feedback is not None and pipeline.apart is None:  # which has no second stage
                 pipeline.feedback.spread(pipeline.make_whole)
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:

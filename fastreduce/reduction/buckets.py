@@ -100,8 +100,18 @@ def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple, or the value itself."""
     return -(-value // multiple) * multiple
+
+
+def table_of(numels: Iterable[int], alignment: int) -> SlotTable:
+    """Slots of such sizes one after the other, each at a multiple of `alignment`."""
+    offsets, sizes, end = [], list(numels), 0
+    for numel in sizes:
+        offsets.append(end)
+        end = round_up(end + numel, alignment)
+    return SlotTable(np.array(offsets, np.int64), np.array(sizes, np.int64), end)
 
 
 def group_by_size(
@@ -169,8 +179,8 @@ def build_plan(
         for parameter in group:
             spec = specs[parameter]
             slots.append(Slot(parameter, spec.name, end, spec.numel, spec.rows))
-            end = _round_up(end + spec.numel, alignment)
-        total = _round_up(end + len(slots), alignment * count)
+            end = round_up(end + spec.numel, alignment)
+        total = round_up(end + len(slots), alignment * count)
         spec = specs[group[0]]
         buckets.append(Bucket(index, spec.dtype, spec.device, tuple(slots), end, total))
     return BucketPlan(tuple(buckets), max(alignments, default=1), shards)

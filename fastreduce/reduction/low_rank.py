@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..compression import PowerSGD
-from ..kernels.slots import SlotTable
 from .applied import norms_of
-from .buckets import Bucket, Slot
+from .buckets import Bucket, Slot, round_up, table_of
 from .error_feedback import ErrorFeedback, Place, reads_late
 from .shared_buffers import SharedBuffers
 
@@ -68,8 +66,8 @@ class LowRank:
         self._matrices, self._small = _divide(bucket, setting)
         rows = sum(matrix.shape[0] for matrix in self._matrices)
         columns = sum(matrix.shape[1] for matrix in self._matrices)
-        self._table = _table([bucket.slots[i].numel for i in self._small], len(bucket.slots), setting.alignment)
-        start = _round_up(rows * self._rank, setting.alignment)
+        self._table = table_of([*(bucket.slots[i].numel for i in self._small), len(bucket.slots)], setting.alignment)
+        start = round_up(rows * self._rank, setting.alignment)
         end = start + self._table.total
         self.wire = torch.zeros(end + columns * self._rank, device=bucket.device)
         self.first, self.second = self.wire[:end], self.wire[end:]
@@ -216,19 +214,6 @@ def _divide(bucket: Bucket, setting: PowerSGD) -> tuple[list[_Matrix], list[int]
         else:
             small.append(position)
     return matrices, small
-
-
-def _table(numels: Sequence[int], flags: int, alignment: int) -> SlotTable:
-    """Where small slots and the flags lie among themselves."""
-    offsets, end = [], 0
-    for numel in (*numels, flags):
-        offsets.append(end)
-        end = _round_up(end + numel, alignment)
-    return SlotTable(np.array(offsets, np.int64), np.array([*numels, flags], np.int64), end)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _as(tensor: Tensor, shape: tuple[int, int]) -> Tensor:

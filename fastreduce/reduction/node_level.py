@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..compression import Compression, PowerSGD
+from ..compression import Compression, PowerSGD, TopK
 from ..kernels.slots import SlotTable, spare
-from ..transports import Connected, Nodes, Transport, TwoLevelTransport
+from ..transports import Connected, Nodes, Transport, TwoLevelTransport, Work
 from .buckets import Bucket
 from .error_feedback import Place
 from .shared_buffers import SharedBuffers
@@ -20,10 +20,11 @@ from .shared_buffers import SharedBuffers
 def two_level(transport: Transport, compression: Compression) -> TwoLevelTransport | None:
     """The transport, if buckets under a setting are reduced in two levels over it.
 
-    Random bits of stochastic rounding follow slots of a rank's own gradients, and a column is no matrix, so those are
-    reduced in one level.
+    Random bits of stochastic rounding follow slots of a rank's own gradients, a column is no matrix, and parameters,
+    not columns, have largest elements: those are reduced in one level.
     """
-    one_level = compression.flat or compression.random_seed is not None or isinstance(compression, PowerSGD)
+    of_parameters = compression.random_seed is not None or isinstance(compression, (PowerSGD, TopK))
+    one_level = compression.flat or of_parameters
     return transport if isinstance(transport, TwoLevelTransport) and not one_level else None
 
 
@@ -154,3 +155,16 @@ class NodeLevel:
             levels.between.all_gather(rows[self.nodes.local_rank]).wait()
         levels.within.all_gather(rows.view(-1)).wait()
         flat.copy_(rows.view(-1)[: len(flat)])
+
+
+class Levels:
+    """A bucket's reduction in two levels: what has been started between nodes, and what is to follow."""
+
+    def __init__(self, started: Work | None, then: Callable[[], None]) -> None:
+        self._started, self._then = started, then
+
+    def wait(self) -> None:
+        """Return when both are done."""
+        if self._started is not None:
+            self._started.wait()
+        self._then()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..compression import Compression, PowerSGD
+from ..compression import Compression, PowerSGD, TopK
 from ..errors import TransportError
 from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, OF_AVERAGES, Draws, SlotTable, tile_elements
 from ..transports import SlotTransport, Transport, Work
@@ -22,8 +22,9 @@ from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
 from .error_feedback import ErrorFeedback, Parts, Place
 from .low_rank import LowRank
-from .node_level import NodeLevel, parts_of, two_level
+from .node_level import Levels, NodeLevel, parts_of, two_level
 from .shared_buffers import SharedBuffers
+from .sparse_top import SparseTop
 from .streams import Finish
 
 
@@ -60,7 +61,8 @@ class BucketPipeline:
        blocks, a byte each, and take the largest of each block.
     3. `decompress`: wire → gradients and reduced used-flags, one kernel launch.
 
-    Under PowerSGD the wire holds factors of matrices, which are summed one after the other (`LowRank`).
+    Under PowerSGD the wire holds factors of matrices, which are summed one after the other (`LowRank`); under top-k all
+    ranks' messages, which are gathered (`SparseTop`).
 
     In two levels (`NodeLevel`) the ranks of a node first sum the gradients, each a column of the flat. `compress` and
     `reduce` are those of a column, among the ranks, one of each node, that own it; then a node's ranks gather the wires
@@ -87,6 +89,7 @@ class BucketPipeline:
         about: what the bucket holds, as a sentence.
         clock: when the last reduction passed each `Point`.
         low_rank: the factors that travel; None but under PowerSGD.
+        apart: these, or what travels under top-k, with a wire and kernels of their own; None mostly.
         feedback: what was lost; None without error feedback.
         remainder: what an earlier setting with error feedback has left, until it has been applied; None mostly.
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
@@ -131,10 +134,12 @@ class BucketPipeline:
         # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
         self._fp16 = wire_dtype is torch.uint8 and not self._block
         self._parts = shards if compression.two_shot else 1
-        self.low_rank: LowRank | None = None
-        if isinstance(compression, PowerSGD):  # in one level
-            self.low_rank = LowRank(bucket, compression, ranks, 1 / (divisor or ranks), staging or SharedBuffers())
-            numel = self.low_rank.wire.numel()
+        told = ranks, 1 / (divisor or ranks), staging or SharedBuffers()  # both in one level
+        self.low_rank = LowRank(bucket, compression, *told) if isinstance(compression, PowerSGD) else None
+        self._top = SparseTop(bucket, compression, place, *told) if isinstance(compression, TopK) else None
+        self.apart: LowRank | SparseTop | None = self.low_rank or self._top
+        if self.apart is not None:
+            numel = self.apart.wire.numel()
         elif self._fp16:
             numel = ops.fp16_wire_numel(elements, self._parts)
         else:
@@ -148,8 +153,8 @@ class BucketPipeline:
 
         # Error feedback may measure later what became of the averages, which are in the wire.
         count = numel * rows
-        if self.low_rank is not None:
-            self._rows = self.low_rank.wire
+        if self.apart is not None:
+            self._rows = self.apart.wire
         else:
             self._rows = buffer(count, wire_dtype) if compression.error_feedback else wire("wire", count)
         self.wire = self._rows[: numel * columns]
@@ -170,7 +175,7 @@ class BucketPipeline:
 
         own_start, own = own_row * elements + place * (elements // shards), elements // shards
         # Where the wire is the flat in the gradients' own dtype, bucket views can lie in it.
-        self._in_place = self._block == 0 and wire_dtype == bucket.dtype and self.low_rank is None
+        self._in_place = self._block == 0 and wire_dtype == bucket.dtype and self.apart is None
         # One rank's average in the gradients' own dtype is what it has.
         self.alone = ranks == 1 and self._in_place
         self._sums_in_wire = self._node is not None and self._in_place and wire_dtype == self._node.dtype
@@ -181,8 +186,8 @@ class BucketPipeline:
         self._flag_block = max(0, bucket.flags_offset - own_start) // self._block if self._block else 0
         self.shard = own_row * shards + place if self._owns else -1
         self.feedback = None
-        if self.low_rank is not None:
-            self.feedback = self.low_rank.feedback
+        if self.apart is not None:
+            self.feedback = self.apart.feedback
         elif compression.error_feedback:
             where = Place(slice(0, bucket.total), slice(own_start, own_start + own), ranks)
             if self._node is not None:
@@ -214,7 +219,7 @@ class BucketPipeline:
         self._sum_scale = 1.0 / unit
         if compression.two_shot:
             self._scale_before, self._scale_after = 1.0, 1.0
-        elif self.low_rank is not None or self._fp16:
+        elif self.apart is not None or self._fp16:
             self._scale_before, self._scale_after = 1.0, self._average
         elif wire_dtype == bucket.dtype:
             self._scale_before, self._scale_after = self._average, 1.0
@@ -319,6 +324,8 @@ class BucketPipeline:
         shards = self._shards
         if not self._owns:
             return 0
+        if self._top is not None:
+            return self._top.sent_bytes
         exponents = 0 if self._gathered is None else self._gathered[0].nbytes * (shards - 1)
         return 2 * self._summed.nbytes * (shards - 1) // shards + exponents
 
@@ -438,8 +445,8 @@ class BucketPipeline:
             self._finite.fill_(1)
 
     def _compress(self, tensors: Sequence[Tensor], slots: SlotTable) -> None:
-        if self.low_rank is not None:
-            self.low_rank.compress(tensors[:-1], tensors[-1], self._finite)
+        if self.apart is not None:
+            self.apart.compress(tensors[:-1], tensors[-1], self._finite)
         elif self._block:
             kept = self.feedback
             rows = (kept.residuals, kept.turn) if kept else (None, None)
@@ -454,9 +461,11 @@ class BucketPipeline:
     def reduce(self) -> Work:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
         if self._node is not None:
-            return _Levels(self._sum_column() if self._owns else None, self._gather_columns)
+            return Levels(self._sum_column() if self._owns else None, self._gather_columns)
         if self.low_rank is not None:
             return self._sum_factors(self.low_rank)
+        if self._top is not None:
+            return self.transport.all_gather(self.wire)
         work = self._sum(self.transport)
         if self._received is None:
             return work
@@ -520,9 +529,9 @@ class BucketPipeline:
         self.reduced = {}
         if in_wire:
             self.used_by_any.copy_(self.wire[self.bucket.flags_offset :][: len(self.used)])
-        elif self.low_rank is not None:
+        elif self.apart is not None:
             assert self._finite is not None
-            self.low_rank.decompress(averaged, self.used_by_any, self._finite)
+            self.apart.decompress(averaged, self.used_by_any, self._finite)
         elif self._block:
             shards = self._columns * self._shards
             turn = None if self.feedback is None else self.feedback.turn
@@ -539,8 +548,8 @@ class BucketPipeline:
             self._kernels.unflatten(self.wire, slots, tensors, self._scale_after, self.statistics, self._finite)
 
     def keep_statistics(self) -> None:
-        """Let `decompress` fill `statistics` from now on; under PowerSGD there are none."""
-        if self.statistics is None and self.low_rank is None:
+        """Let `decompress` fill `statistics` from now on; under PowerSGD and top-k there are none."""
+        if self.statistics is None and self.apart is None:
             shape = ops.statistics_shape(self.bucket.table, self._block)
             dtype = ops.statistics_dtype(self.bucket.dtype)
             self.statistics = torch.zeros(shape, dtype=dtype, device=self.bucket.device)
@@ -563,16 +572,16 @@ class BucketPipeline:
             self._reduce_shards(self._received)
         if self._gathered is not None:
             self._kernels.share_exponents(self._column, self._gathered)
-        if self.low_rank is not None:
-            self.low_rank.launch_kernels()
+        if self.apart is not None:
+            self.apart.launch_kernels()
         self.decompress(grads)
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
         if self._noted is not None:
             return self._noted.clone()
-        if self.low_rank is not None:
-            return self.low_rank.magnitudes(self.bucket)
+        if self.apart is not None:
+            return self.apart.magnitudes(self.bucket)
         shards = self._columns * self._shards
         scales, own = self._scales().abs(), self._form.payload_bytes(self.bucket.total // shards)
         payload = self.wire.view(shards, -1)[:, :own].view(torch.int8)
@@ -603,18 +612,6 @@ class BucketPipeline:
         start, size = form.payload_bytes(elements), elements // self._block * form.scale_bytes
         dtype = torch.bfloat16 if form is INT4_FORMAT else torch.float32
         return self.wire.view(shards, -1)[:, start : start + size].view(dtype).float()
-
-
-class _Levels:
-    """A bucket's reduction in two levels: what has been started between nodes, and what is to follow."""
-
-    def __init__(self, started: Work | None, then: Callable[[], None]) -> None:
-        self._started, self._then = started, then
-
-    def wait(self) -> None:
-        if self._started is not None:
-            self._started.wait()
-        self._then()
 
 
 class Naming:

@@ -34,7 +34,13 @@ SETUPS = st.builds(
     bucket_cap_mb=FEW([1e-6, 1e-3, 25.0]),
     views=st.booleans(),
 )
-SWITCHES = ["none", "int8:block=16,error_feedback", *SPECS, "b|c: powersgd:rank=1; *: int4:block=32,error_feedback"]
+SWITCHES = [
+    "none",
+    "int8:block=16,error_feedback",
+    "topk:ratio=0.1,min_numel=1",
+    *SPECS,
+    "b|c: powersgd:rank=1; *: int4:block=32,error_feedback",
+]
 
 
 # The law
@@ -205,13 +211,13 @@ class Branches(nn.Module):
         return self.second(x) if both else x
 
 
-def _many_ways(rank: int, world_size: int) -> dict[str, Any]:
+def many_ways(rank: int, world_size: int, spec: str) -> dict[str, Any]:
     """Gradients, or parameters, at the end of short trainings of every kind."""
     found: dict[str, Any] = {}
 
     def made(**options: Any) -> Any:
         torch.manual_seed(0)
-        return wrap("ours", Branches(), compression="powersgd:rank=2", **options)
+        return wrap("ours", Branches(), compression=spec, **options)
 
     def trained(ddp: Any, name: str, **of_batch: Any) -> None:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -239,13 +245,13 @@ def _many_ways(rank: int, world_size: int) -> dict[str, Any]:
     # Matrices that are transposed in memory, or complex; and numbers alone.
     tensors = [batch(rank, 5, 40, 30).t(), torch.complex(batch(rank, 6, 30, 20), batch(rank, 7, 30, 20))]
     tensors += [torch.tensor(float(rank)), batch(rank, 8, 0, 3)]
-    all_reduce_gradients(tensors, "powersgd:rank=3")
+    all_reduce_gradients(tensors, spec)
     found["call"] = tensors
     return found
 
 
 def test_every_rank_has_the_same_bits_however_it_trains(ranks2: RankPool):
-    first, second = ranks2.run(_many_ways)
+    first, second = ranks2.run(many_ways, "powersgd:rank=2")
     joined = first.pop("joined"), second.pop("joined")
     assert all(each is not None and each.isfinite().all() for each in joined[1].values())
     found = equal_on_all([first, second])
@@ -255,20 +261,16 @@ def test_every_rank_has_the_same_bits_however_it_trains(ranks2: RankPool):
     assert found["unused on one rank"][0]["second.weight"].any()
 
 
-def _hooked(rank: int, world_size: int) -> Any:
+def hooked(rank: int, world_size: int, spec: str) -> Any:
     """Our hook in torch's class, and our class."""
     found = []
     for ours in (False, True):
         torch.manual_seed(0)
         module = Branches()
         options: dict[str, Any] = {"bucket_cap_mb": 1, "find_unused_parameters": True}
-        ddp: Any = (
-            wrap("ours", module, compression="powersgd:rank=2", **options) if ours else TorchDDP(module, **options)
-        )
+        ddp: Any = wrap("ours", module, compression=spec, **options) if ours else TorchDDP(module, **options)
         if not ours:
-            ddp.register_comm_hook(
-                CompressState("powersgd:rank=2", named_parameters=module.named_parameters()), compress
-            )
+            ddp.register_comm_hook(CompressState(spec, named_parameters=module.named_parameters()), compress)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for step in range(4):
             optimizer.zero_grad()
@@ -279,5 +281,5 @@ def _hooked(rank: int, world_size: int) -> Any:
 
 
 def test_the_hook_for_torchs_class_has_the_same_bits(ranks2: RankPool):
-    for hooked, ours in ranks2.run(_hooked):
-        assert_same_bits(hooked, ours)
+    for hook, ours in ranks2.run(hooked, "powersgd:rank=2"):
+        assert_same_bits(hook, ours)

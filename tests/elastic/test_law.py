@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastreduce import (
+    Compression,
     DistributedDataParallel,
     FastreduceError,
     NotInitializedError,
@@ -89,7 +90,7 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20), nn.Linear(20, 5))
 
 
-@pytest.mark.parametrize("setting", ["none", "fp16", "int8", "int8:error_feedback"])
+@pytest.mark.parametrize("setting", ["none", "fp16", "int8", "int8:error_feedback", "topk:ratio=0.1,min_numel=50"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_what_was_applied_and_what_is_kept_are_all_gradients(setting: str, seed: int):
     chance = random.Random(seed)
@@ -108,7 +109,7 @@ def test_what_was_applied_and_what_is_kept_are_all_gradients(setting: str, seed:
         for (name, parameter), grad in zip(model.named_parameters(), local, strict=True):
             exact[name] += grad
             applied[name] += parameter.grad
-            feedback = "error_feedback" in setting
+            feedback = Compression.parse(setting).error_feedback
             bounds[name] += APPLIED * grad.abs().max() if feedback else error_bound(setting, [grad])
         optimizer.step()
         assert ddp.reducer.step == step + 1

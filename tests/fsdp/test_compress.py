@@ -176,6 +176,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "wire": _said(SettingError, shard(network()), "fp16:accumulate=wire"),
         "warm-up": _said(SettingError, shard(network()), "int8:warm_up=10"),
         "in factors": _said(SettingError, shard(network()), "powersgd:rank=2"),
+        "largest": _said(SettingError, shard(network()), "topk"),
         "by chance": _said(SettingError, shard(network()), "bf16:rounding=stochastic"),
         "no key": _said(SettingError, shard(network()), {"3.*": "int8", "*": "fp16"}),
         "twice": _said(SettingError, once, "none"),
@@ -194,7 +195,8 @@ def test_what_is_refused_and_what_to_write_instead(ranks2: RankPool):
         assert "'fp16:accumulate=wire' is summed by the transport's all-reduce" in said["wire"]
         assert "counts no steps, so it takes no warm_up" in said["warm-up"]
         assert "counts no steps, so it takes no rounding=stochastic" in said["by chance"]
-        assert "allowed: none, fp16, bf16, int8, fp8, int4" in said["in factors"]
+        for setting in ("in factors", "largest"):
+            assert said[setting].endswith("allowed: none, fp16, bf16, int8, fp8, int4")
         assert "the key '3.*' of the policy, for 'int8', matches no parameter" in said["no key"]
         assert "called already for this model; call it once" in said["twice"]
         assert "ranks differ in the parameter '0.weight': rank 0 has int8, shape (50, 30)" in said["differs"]

@@ -26,7 +26,7 @@ HOUSE = [
 REDUCTION = [
     {"agreement", "applied", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
     {"arrivals", "error_feedback", "gradients"},
-    {"low_rank", "node_level"},
+    {"low_rank", "node_level", "sparse_top"},
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},
     {"bucketed"},

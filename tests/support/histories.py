@@ -105,7 +105,7 @@ class Training:
 
     def build(self) -> None:
         setup = self.setup
-        spec = setup.setting if setup.setting.startswith("powersgd") else f"{setup.setting},error_feedback"
+        spec = setup.setting if setup.setting.startswith(("powersgd", "topk")) else f"{setup.setting},error_feedback"
         self.module = Given()
         self.state: Any = None
         self.ddp: Any = self.module

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ... import FastreduceError
+from ... import Compression, FastreduceError, TopK
 from ...policy import Policy
 from ..compare import PLAIN_WIDTH
 from ..compare.ending import fail, make_folder, need
@@ -67,6 +67,13 @@ def advise(
         chosen = tuple(dict.fromkeys([BASE, *(str(Policy.of(name)) for name in settings)]))
     except FastreduceError as error:
         fail(str(error), command="advise")
+    gathered = [name for name in chosen if _is_gathered(Policy.of(name))]
+    if nodes is not None and gathered:
+        fail(
+            f"--nodes with {gathered[0]!r}: what a rank sends under topk grows with the number of ranks, of which "
+            "projections know nothing; leave one of them out",
+            command="advise",
+        )
     from . import measure  # which needs scipy
     from .prediction import Link
 
@@ -77,3 +84,9 @@ def advise(
     link = None if nodes is None or gbits is None else Link(nodes, gbits)
     plan = measure.make_plan(script, module, chosen, ranks, rounds, out, timeout)
     measure.run(plan, link, console)
+
+
+def _is_gathered(setting: Compression | Policy) -> bool:
+    """Whether each rank sends what it has to all others."""
+    settings = [each for _, each in setting.rules] if isinstance(setting, Policy) else [setting]
+    return any(isinstance(each, TopK) for each in settings)

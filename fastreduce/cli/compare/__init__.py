@@ -72,8 +72,8 @@ def compare(
         list[str],
         typer.Option(
             metavar="SPEC ...",
-            help="Settings: none, fp16, bf16, int8, fp8, int4, powersgd; options as int8:block=64,error_feedback; of a "
-            "script also torch, torch:fp16 and torch:bf16, torch's own class alone and with its hooks.",
+            help="Settings: none, fp16, bf16, int8, fp8, int4, powersgd, topk; options as int8:block=64,error_feedback;"
+            " of a script also torch, torch:fp16 and torch:bf16, torch's own class alone and with its hooks.",
         ),
     ] = DEFAULT_SETTINGS,
     ranks: Annotated[

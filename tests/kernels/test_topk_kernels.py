@@ -40,6 +40,8 @@ def _inputs() -> dict[str, tuple[Tensor, int]]:
         "hardly any": (torch.zeros(20000).index_fill_(0, torch.tensor([3, 19999]), 1.0), 100),
         "over all magnitudes": (normal * torch.logspace(-44, 38, 20000), 300),
         "subnormal": (normal * 1e-41, 300),
+        "subnormal, and zeros": (normal * 1e-41 * (torch.arange(20000) > 17000), 300),
+        "as many as are not zero": (normal * (torch.arange(20000) > 19699), 300),
         "not finite, all taken": (bad, 300),
         "not finite, some left": (bad, 60),
         "infinities alone": (torch.where(bad.isnan(), 1.0, bad), 60),

@@ -12,6 +12,7 @@ from fastreduce.ops import backends
 from tests.support.models import assert_same_bits
 
 BACKENDS = ("reference", "numba_cpu")
+LONG = torch.bfloat16, torch.float64
 
 
 def _sorted(values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +61,9 @@ def test_the_largest_are_taken_and_of_equal_ones_the_first(name: str):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, *(pytest.param(d, marks=pytest.mark.long) for d in LONG)]
+)
 def test_averages_are_sums_in_rank_order_scaled_once(name: str, dtype: torch.dtype):
     average = backends.load(name).average_taken
     for ranks, numel, count in ((1, 7, 2), (2, 9000, 90), (3, 20000, 900), (5, 50, 20)):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastreduce import SettingError, TopK, TransportError, note_applied
 from fastreduce.reduction import error_feedback, sparse_top
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.error_feedback import agree_that_finite
+from fastreduce.reduction.error_feedback import Parts, agree_that_finite
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import Transport
 from tests.support.models import assert_same_bits
@@ -24,6 +24,7 @@ SETTING = TopK(ratio=0.05, min_numel=100)
 SHAPES = ((30, 40), (7,), (3, 5), (50, 64))  # two that travel in part, and two whole
 COUNTS = (60, 0, 0, 160)
 CPU = torch.device("cpu")
+LONG = torch.bfloat16, torch.float64
 
 
 def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -133,7 +134,31 @@ def test_what_travels_whole_has_the_bits_of_none():
             assert_same_bits(averages[step][i], gradients(0, step)[i] * 0.5 + gradients(1, step)[i] * 0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_what_was_kept_of_what_travels_whole_is_sent_once():
+    """By a setting that ran before this one; where the step's averages are thrown away, it stays."""
+    kept = torch.arange(7.0)
+
+    def run(rank: int, transport: Transport) -> list[Tensor]:
+        bucket, found = Bucket(transport), []
+        if rank == 0:
+            bucket.pipelines[0].put(1, Parts(kept, None, 1.0))
+        for step in range(3):
+            found.append(bucket.step(gradients(rank, step))[1])
+            if step == 0:
+                note_applied(bucket.parameters, 0.0)
+            found.append(bucket.kept[1])
+        return found
+
+    first, second = in_threads(2, run)
+    for step in range(3):
+        owed = kept if step < 2 else torch.zeros(7)
+        expected = (gradients(0, step)[1] + owed + gradients(1, step)[1]) * 0.5
+        assert_same_bits([first[2 * step], second[2 * step]], [expected] * 2)
+        assert_same_bits(first[2 * step + 1], kept if step == 0 else torch.zeros(7), f"kept, step {step}")
+        assert not second[2 * step + 1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *(pytest.param(d, marks=pytest.mark.long) for d in LONG)])
 def test_gradients_of_other_dtypes(dtype: torch.dtype):
     """Chosen, summed and kept in FP32; averages are rounded to their own."""
     found = trained(2, 3, lambda rank, step: gradients(rank, step, dtype), dtype=dtype)

@@ -416,7 +416,9 @@ def reduce_quantized(model: Model, compression: str = "int8") -> Case:
 
 def take_largest(model: Model, ratio: float = 0.01) -> Case:
     """Gradients → of each its largest elements, with their places, and the rest."""
-    grads = [grad.view(-1) for each in model for grad in each.grads if TopK(ratio, 1).count(grad.numel())]
+    grads = [
+        _without_ties(grad.view(-1)) for each in model for grad in each.grads if TopK(ratio, 1).count(grad.numel())
+    ]
     rests = [torch.zeros_like(grad) for grad in grads]
     counts = [TopK(ratio, 1).count(grad.numel()) for grad in grads]
     taken = [grad.new_zeros(count) for grad, count in zip(grads, counts, strict=True)]
@@ -428,7 +430,6 @@ def take_largest(model: Model, ratio: float = 0.01) -> Case:
             kernels.take_largest(rest, values, where)
 
     def topk() -> None:
-        """Of equal magnitudes any."""
         for grad, rest, values, where in zip(grads, rests, taken, places, strict=True):
             rest.copy_(grad)
             found = rest.abs().topk(len(values), sorted=False).indices.sort().values
@@ -438,6 +439,14 @@ def take_largest(model: Model, ratio: float = 0.01) -> Case:
 
     nbytes = 3 * _nbytes(rests) + _nbytes(taken) + _nbytes(places)
     return Case(run, [*taken, *places, *rests], nbytes, {"copy_, abs, topk, index_fill_": topk})
+
+
+def _without_ties(grad: Tensor) -> Tensor:
+    """The same, but that no two magnitudes are equal: of those torch takes any."""
+    order, ranks = grad.abs().argsort(), torch.arange(len(grad))
+    bits = grad[order].abs().view(torch.int32).long()
+    distinct = ((bits - ranks).cummax(0).values + ranks).int().view(torch.float32)
+    return torch.empty_like(grad).index_copy_(0, order, torch.copysign(distinct, grad[order]))
 
 
 def average_taken(model: Model, ratio: float = 0.01) -> Case:

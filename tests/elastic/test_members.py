@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fastreduce
 from fastreduce import DistributedDataParallel, SettingError, elastic, load_checkpoint, save_checkpoint
 from fastreduce.elastic import state
 from fastreduce.transports import Transport, local_ranks
@@ -50,6 +52,15 @@ def test_counters_are_named_by_the_launchers_rank(tmp_path: Path, monkeypatch: p
     _train(ddp, 1)
     ddp.reducer.close()
     assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"rank2"}
+
+
+def test_modules_of_ours_are_there_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """As the documentation and our messages write them, behind `import fastreduce`."""
+    for name in ("distributed", "elastic", "fsdp", "hooks"):
+        monkeypatch.delattr(fastreduce, name, raising=False)
+        assert getattr(fastreduce, name) is sys.modules[f"fastreduce.{name}"]
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        fastreduce.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_process_is_a_member_once():

@@ -86,8 +86,8 @@ def test_what_ranks_measure_is_what_the_model_takes(ranks2: RankPool):
     readings = read(lines)
     assert list(readings.probes) == SETTINGS and len(readings.flights) == len(readings.alone) == 3
     none, int8, auto, stochastic = readings.probes.values()
-    for each in readings.probes.values():
-        assert (all(each.one_level), any(each.two_shot)) == (each is stochastic, each is not none), each.setting
+    for found in readings.probes.values():
+        assert (all(found.one_level), any(found.two_shot)) == (found is stochastic, found is not none), found.setting
     assert none.stages[:, :, [3, 4]].min() >= 0 and int8.stages[:, :, [0, 1, 2, 3, 4]].min() > 0
     assert (none.collectives, int8.collectives) == (1, 2)
     assert none.sent > 3 * int8.sent and len(none.wire) == len(int8.wire) == 3

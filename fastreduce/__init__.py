@@ -1,5 +1,9 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from .checkpoint import load_checkpoint, save_checkpoint
 from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD, TopK
 from .data import ShardSampler, shard_range
@@ -59,3 +63,13 @@ __all__ = [
     "save_checkpoint",
     "shard_range",
 ]
+
+_MODULES = ("distributed", "elastic", "fsdp", "hooks")
+
+if not TYPE_CHECKING:  # else no name would be unknown
+
+    def __getattr__(name: str) -> ModuleType:
+        """Modules of ours that are loaded when they are asked for, as in `fastreduce.elastic.join`."""
+        if name in _MODULES:
+            return import_module(f".{name}", __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,7 +47,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     Rank 0 writes: a new file, which then takes the name `path`, where there is a whole one at any time. The one
     before stays as `path` + ".previous". Under error feedback each rank writes its residuals beside it, into
-    `path`.TAG.rankR. Folders are created. On return everything is on disk.
+    `path`.TAG.rankR. Folders are created. On return everything is on disk. Under `elastic=True` the first of the
+    members writes, for itself, and what others keep is not in it.
 
     Args:
         path: the file.
@@ -61,6 +62,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
     path = Path(path)
     if OURS in parts:
         raise SettingError(f"a part of a snapshot cannot be called {OURS!r}")
+    if _is_elastic(parts) and any(reducer.transport.rank for reducer in _reducers(parts).values()):
+        return  # parameters are the same on all members: the first one writes
     states: State = {}
     reducers: dict[str, State] = {}
 
@@ -158,7 +161,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
             reducers[name].load_state_dict(state)
         except SettingError as error:
             logger.warning("%s: residuals and buckets of %r are not loaded: %s", path, name, error)
-    if rng and len(ours["ranks"]) == _world_size():
+    if rng and len(ours["ranks"]) == _world_size() and not _is_elastic(parts):  # else all would draw alike
         _set_random_states(ours["ranks"][_rank()]["random"])
     return snapshot
 
@@ -261,6 +264,11 @@ def _reducers(parts: Mapping[str, Any]) -> dict[str, GradientReducer]:
         if isinstance(part, GradientReducer):
             found[name] = part
     return found
+
+
+def _is_elastic(parts: Mapping[str, Any]) -> bool:
+    """Whether this process is a group by itself, whose members may come and go."""
+    return any(getattr(getattr(part, "_orig_mod", part), "_elastic", False) for part in parts.values())
 
 
 def _reducer_states(path: Path, ours: State, reducers: Mapping[str, GradientReducer]) -> dict[str, list[State]]:

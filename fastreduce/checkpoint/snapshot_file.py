@@ -32,15 +32,24 @@ def write(value: Any, file: Path) -> None:
             torch.save(value, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        if refused:
-            raise CheckpointError(
-                f"a value needs {', '.join(sorted(refused))}, which torch.load(weights_only=True) refuses: save plain "
-                "numbers, strings and tensors, like float(x) and torch.from_numpy(x)"
-            )
+        check_plain(file)
     except BaseException:
         file.unlink(missing_ok=True)
         raise
+
+
+def check_plain(file: Path | io.BytesIO) -> None:
+    """Raise if what was saved could not be read again.
+
+    Raises:
+        CheckpointError: naming what it would take.
+    """
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if refused:
+        raise CheckpointError(
+            f"a value needs {', '.join(sorted(refused))}, which torch.load(weights_only=True) refuses: save plain "
+            "numbers, strings and tensors, like float(x) and torch.from_numpy(x)"
+        )
 
 
 def put_in_place(unfinished: Path, path: Path) -> None:

@@ -190,6 +190,10 @@ class ElasticReducer(TorchReducer):
             except TransportError as error:
                 _let_go(error)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in GradientReducer, of this rank as if it were alone: who loads it does so before `elastic.join`."""
+        return {**super().state_dict(), "rank": 0, "world_size": 1, "shard_residuals": []}
+
     # What is refused
 
     def set_compression(self, setting: Any, at: int | None = None, bucket_bytes: float | None = None) -> None:

@@ -16,7 +16,7 @@ from ..errors import SettingError, TransportError
 from ..transports import ENVIRONMENT_VARIABLE
 from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.store_client import StoreClient
-from .membership import Membership
+from .membership import Membership, trains
 
 __all__ = ["Members", "join"]
 
@@ -100,6 +100,11 @@ def join(
         raise SettingError("fastreduce.elastic.join takes a fastreduce.DistributedDataParallel(model, elastic=True)")
     if reducer.group is not None:
         raise SettingError("fastreduce.elastic.join was called for this module before")
+    if trains():
+        raise SettingError(
+            "fastreduce.elastic.join was called for another module of this process, and a process is a member once: "
+            "put both into one module and wrap that, or call leave() first"
+        )
     if not timeout > 0:
         raise SettingError(f"timeout={timeout!r}: allowed: seconds, more than 0")
     for name, part in parts.items():

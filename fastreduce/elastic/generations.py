@@ -141,7 +141,8 @@ class Meetings:
                 if len(gone) == len(found.members) and self._latest(last) == last:
                     raise TransportError(
                         f"process {self._presence.id} finds nobody whose state it could take: all {len(gone)} that "
-                        "trained are gone. Start the job again, from a checkpoint"
+                        "trained are gone. Start the job again, from a checkpoint; with a new store, or under another "
+                        "TORCHELASTIC_RUN_ID, since this one remembers them"
                     )
             else:
                 came = self._presence.knocked()

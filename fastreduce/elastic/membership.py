@@ -228,13 +228,17 @@ class Membership:
                 raise SettingError("everybody who has trained was lost before the state had been sent")
             source = generation.members[0]
         here = generation.members.index(source)
-        takes = self._presence.id in new and self._presence.id != source
-        step = state.send(self._parts, self.step, self.transport, here, takes)
+        step = state.send(self._parts, self.step, self.transport, here, self._presence.id in new)
         if step is not None:
             self._ddp.reducer.schedule.step = step
 
 
 _alive: weakref.WeakSet[Membership] = weakref.WeakSet()
+
+
+def trains() -> bool:
+    """Whether this process is a member already."""
+    return any(not membership._left for membership in _alive)
 
 
 def _leave_all() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from ..checkpoint.parts import load_into, state_of
 from ..errors import SettingError, TransportError
 from ..transports import Transport
 from ..transports.messages import checked, of_types
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 20  # that each rank passes on at once
 
@@ -24,20 +28,27 @@ def send(parts: Mapping[str, Any], step: int, transport: Transport, source: int,
         step: how many steps the source has committed.
         transport: among all.
         source: a rank.
-        new: whether this rank takes the state.
+        new: whether this rank has none yet; it takes that, unless it is the source.
 
     Returns:
         The source's step, where it was taken.
 
     Raises:
         TransportError: if a rank is lost, or what comes is no state.
-        SettingError: if a part has no such state: ranks have different parts.
+        SettingError: on new ranks, if a part has no such state (ranks have different parts), or the source cannot send
+            its own.
     """
-    data = b""
-    if transport.rank == source:
-        data = snapshot_file.dump({"step": step, "parts": {name: state_of(part) for name, part in parts.items()}})
-    data = _broadcast(data, transport, source)
-    if not new:
+    data, why = _dumped(parts, step) if transport.rank == source else (b"", "")
+    told = checked(transport.exchange([len(data), why]), lambda value: of_types(value, int, str), "size of its state")
+    size, why = told[source]
+    if why:
+        why = f"rank {source} cannot send its state, so that nobody can come in: {why:.400}"
+        if new:
+            raise SettingError(why)
+        logger.warning("%s", why)
+        return None
+    data = _broadcast(data, size, transport, source)
+    if not new or transport.rank == source:
         return None
     try:
         found = snapshot_file.load(data, dict)
@@ -53,11 +64,20 @@ def send(parts: Mapping[str, Any], step: int, transport: Transport, source: int,
     return int(step)
 
 
-def _broadcast(data: bytes, transport: Transport, source: int) -> bytes:
-    """Rank `source`'s bytes, on every rank: each gets a shard of them, and passes it on to all."""
+def _dumped(parts: Mapping[str, Any], step: int) -> tuple[bytes, str]:
+    """The state as bytes, or why it cannot be sent: who trains goes on, whatever is in a part."""
+    try:
+        data = snapshot_file.dump({"step": step, "parts": {name: state_of(part) for name, part in parts.items()}})
+        snapshot_file.check_plain(io.BytesIO(data))
+    except Exception as error:
+        return b"", f"{type(error).__name__}: {error}"
+    return data, ""
+
+
+def _broadcast(data: bytes, size: int, transport: Transport, source: int) -> bytes:
+    """Rank `source`'s bytes, so many, on every rank: each gets a shard of them, and passes it on to all."""
     ranks = transport.world_size
-    sizes = checked(transport.exchange(len(data)), lambda size: of_types([size], int)[0], "size of its state")
-    size, chunk = sizes[source], SHARD_BYTES * ranks
+    chunk = SHARD_BYTES * ranks
     whole = torch.zeros(-(-size // ranks) * ranks, dtype=torch.uint8)
     if data:
         whole[:size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -136,8 +136,11 @@ def _tell_unknown() -> None:
 
 
 def this_rank() -> int:
-    """The rank in the default group, or what the launcher says; 0 where nobody does."""
-    if dist.is_available() and dist.is_initialized():
+    """The rank in the default group, or what the launcher says; 0 where nobody does.
+
+    In an elastic job each process is a default group by itself, and the launcher tells them apart.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.get_rank()
     given = (os.environ.get(name, "") for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"))
     return next((int(text) for text in given if text.isdecimal()), 0)

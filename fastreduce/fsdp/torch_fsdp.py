@@ -173,6 +173,13 @@ class Group:
                 f"fastreduce.fsdp.compress(all_gather=…): {self} is gathered by fewer ranks in backward, as "
                 "reshard_after_forward says; allowed with all_gather are True and False"
             )
+        dtypes = sorted({str(self._inner.mp_policy.param_dtype or member.parameter.dtype) for member in self.members})
+        if len(dtypes) > 1:
+            return SettingError(
+                f"fastreduce.fsdp.compress(all_gather=…): {self} has parameters of {' and '.join(dtypes)}, which FSDP "
+                "gathers as bytes: give those of one dtype a fully_shard of their own, or all one param_dtype "
+                "(MixedPrecisionPolicy)"
+            )
         if any(hasattr(member.local, "fsdp_pre_all_gather") for member in self.members):
             return SettingError(
                 f"fastreduce.fsdp.compress(all_gather=…): parameters of {self} say themselves how they are gathered "

@@ -392,13 +392,17 @@ class GradientReducer:
         Returns:
             Whether buckets were rebuilt.
         """
-        if self._rebuilt or not self._backward.reduced_once:
+        # On this rank the first one may have raised.
+        if self._rebuilt or not (self._backward.reduced_once or self._backward.reductions):
             return False
         count = len(self.buckets.specs)
         with self._telemetry.explaining():
             told = self.transport.exchange(self.arrival_order)
         observed = checked(told, lambda value: numbers(value, 0, count), "order of its parameters")
-        self.buckets.regroup(dict.fromkeys(itertools.chain(*observed)))
+        order = dict.fromkeys(itertools.chain(*observed))
+        if not order:  # it did on all
+            return False
+        self.buckets.regroup(order)
         self._backward.lay_out()
         self._rebuilt = True
         return True

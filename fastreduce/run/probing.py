@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..reduction.flight_record import Phase, Row
+from ..reduction.node_level import in_one_level
 from ..reduction.pipeline import BucketPipeline, Point
 from ..reduction.reducer import GradientReducer
 from ..transports import Transport
@@ -26,9 +27,10 @@ def probe(reducer: GradientReducer, settings: Sequence[str], talk: Transport) ->
     """Between two steps: one line about the link, then one about each setting. Every rank calls it.
 
     Of the link: the seconds of small collectives. Of a setting: for each bucket its parameters, elements, bytes of its
-    wire and bytes that a rank sends; by rank and repetition the seconds of its stages when it is alone (compress,
-    exchange, sum, reduce, decompress; in a setting that needs no exchange that and the sum take none), and how long all
-    buckets take that are ready at once. Gradients are random numbers, and averages go nowhere.
+    wire and bytes that a rank sends, and how several hosts would reduce it; by rank and repetition the seconds of its
+    stages when it is alone (compress, exchange, sum, reduce, decompress; in a setting that needs no exchange that and
+    the sum take none), and how long all buckets take that are ready at once. Gradients are random numbers, and averages
+    go nowhere.
 
     Args:
         reducer: whose buckets, transport and streams are measured; what it keeps is left alone.
@@ -73,6 +75,8 @@ def probe(reducer: GradientReducer, settings: Sequence[str], talk: Transport) ->
                     "parameters": [slot.parameter for slot in pipeline.bucket.slots],
                     "elements": pipeline.bucket.total,
                     "wire_bytes": pipeline.wire.nbytes,
+                    "one_level": in_one_level(pipeline.compression),
+                    "two_shot": pipeline.compression.two_shot,
                     "sent_bytes": pipeline.sent_bytes,
                 }
                 for pipeline in pipelines

@@ -46,7 +46,7 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path
     assert line.startswith("fastreduce advise: ") and message in line
 
 
-SETTINGS = ["none", "int8:error_feedback", "auto4"]
+SETTINGS = ["none", "int8:error_feedback", "auto4", "bf16:rounding=stochastic"]
 
 
 def _measure(rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -86,7 +86,9 @@ def test_what_ranks_measure_is_what_the_model_takes(ranks2: RankPool):
     lines = ranks2.run(_measure)[0]
     readings = read(lines)
     assert list(readings.probes) == SETTINGS and len(readings.flights) == len(readings.alone) == 3
-    none, int8, auto = readings.probes.values()
+    none, int8, auto, stochastic = readings.probes.values()
+    for found in readings.probes.values():
+        assert (all(found.one_level), any(found.two_shot)) == (found is stochastic, found is not none), found.setting
     assert none.stages[:, :, [3, 4]].min() >= 0 and int8.stages[:, :, [0, 1, 2, 3, 4]].min() > 0
     assert (none.collectives, int8.collectives) == (1, 2)
     assert none.sent > 3 * int8.sent and len(none.wire) == len(int8.wire) == 3

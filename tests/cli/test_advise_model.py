@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastreduce.cli.advise import model
 from fastreduce.cli.advise.advice import EQUAL, HIGHER, advise, contenders, who_is_late
-from fastreduce.cli.advise.model import Parts, Stages, Step
+from fastreduce.cli.advise.model import Parts, Stages, Step, Wire
 from fastreduce.cli.advise.prediction import Interval, Prediction
 from fastreduce.cli.advise.readings import Flight
 from fastreduce.cli.compare.intervals import Estimate
@@ -92,10 +92,13 @@ def test_the_share_is_what_a_burst_tells():
 
 def test_a_projection_counts_what_leaves_a_host():
     here = [Stages(8.0, 1.0, 4.0, 1.0, 2.0)]
-    (there,) = model.projected(here, [0.0], [(10**9, 2)], 1, 4, 8.0, (0.0, 0.5))
+    (there,) = model.projected(here, [0.0], [Wire(10**9, 2)], 1, 4, 8.0, (0.0, 0.5))
     assert there == Stages(8.0, 0.75 + 0.5, 4.0, 0.75 + 0.5, 2.0)  # three quarters of 1 GB at 1 GB/s, twice
-    (there,) = model.projected(here, [1.0], [(10**9, 1)], 2, 2, 8.0, (0.25, 0.0))
+    (there,) = model.projected(here, [1.0], [Wire(10**9, 1)], 2, 2, 8.0, (0.25, 0.0))
     assert there == Stages(4.0 + 1.0, 0.0, 2.0, 2 * 0.5 + 0.25, 2.0)  # a column each, and one all-reduce
+    (there,) = model.projected(here, [1.0], [Wire(10**9, 2, one_level=True, times=2)], 2, 2, 8.0, (0.0, 0.5))
+    # Nothing is summed before, each rank of a host sends its own, and three ranks answer in the place of one host.
+    assert there == Stages(8.0, 2 * 0.5 + 1.5, 4.0, 2 * 0.5 + 1.5, 2.0)
 
 
 # The advice

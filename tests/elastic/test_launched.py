@@ -6,10 +6,11 @@ import os
 import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
-from tests.support.commands import FASTREDUCE, ROOT, started, with_environment
+from tests.support.commands import FASTREDUCE, ROOT, run, started, with_environment
 
 SECONDS = 150.0
 STEPS = 600
@@ -36,3 +37,13 @@ def test_the_example_goes_on_without_a_rank_and_with_the_one_in_its_place():
     assert "rank 1 was ended by SIGKILL; the others go on, and it starts again, 0 restart(s) left" in text
     assert re.search(r"rank 0 of 1 from step 2\d\d on", text), text
     assert f"step {STEPS}: loss" in text
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_says_why_before_it_starts_again(tmp_path: Path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise ValueError('of the user')\n")
+    ended = run(FASTREDUCE, "launch", "--elastic", "--nproc-per-node", 2, "--max-restarts", 1, script)
+    first, again = ended.stderr.split("rank 1 failed with exit code 1; the others go on, and it ")[1:]
+    assert first.startswith("starts again") and "ValueError: of the user" in first
+    assert again.startswith("stays away") and "ValueError: of the user" in again

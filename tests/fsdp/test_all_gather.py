@@ -94,17 +94,19 @@ def test_a_training_is_that_of_rounded_parameters_with_masters(ranks2: RankPool,
 
 
 def _refused(rank: int, world_size: int) -> dict[str, str]:
-    def said(kind: type[Exception], all_gather: Any, **options: Any) -> str:
-        model = shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), **options)
+    def said(kind: type[Exception], all_gather: Any, *layers: nn.Module, **options: Any) -> str:
+        model = shard(nn.Sequential(*(layers or (nn.Linear(8, 8), nn.Linear(8, 8)))), **options)
         with pytest.raises(kind) as caught:
             fastreduce.fsdp.compress(model, "none", all_gather=all_gather)
         return str(caught.value)
 
+    frozen = nn.Linear(8, 8, dtype=torch.bfloat16).requires_grad_(False)  # FSDP gathers it with FP32 as bytes
     return {
         "feedback": said(SettingError, "int8:error_feedback"),
         "by chance": said(SettingError, "bf16:rounding=stochastic"),
         "summed": said(SettingError, "fp16:accumulate=wire"),
         "fewer": said(SettingError, "bf16", reshard_after_forward=2),
+        "mixed": said(SettingError, "bf16", nn.Sequential(frozen, nn.Linear(8, 8))),
         "differs": said(MismatchError, [None, "int8", "int8", "int8"][rank]),
     }
 
@@ -116,4 +118,5 @@ def test_what_is_refused(ranks4: RankPool):
         assert "it counts no steps, so it takes no rounding=stochastic" in said["by chance"]
         assert "nothing is summed in an all-gather: write 'fp16'" in said["summed"]
         assert "module '0' is gathered by fewer ranks in backward, as reshard_after_forward says" in said["fewer"]
+        assert "has parameters of torch.bfloat16 and torch.float32, which FSDP gathers as bytes" in said["mixed"]
         assert "rank 0 has none, shape (8, 8)" in said["differs"] and "gathered under int8" in said["differs"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 KINDS = ("wire", "decompress", "sum", "compress")  # the first of those that go on at a time is what it counts as
 
@@ -186,10 +187,26 @@ def fit_share(buckets: Sequence[Stages], burst: float) -> float:
     return (low + high) / 2
 
 
+class Wire(NamedTuple):
+    """One bucket's wire between hosts.
+
+    Args:
+        nbytes: its bytes.
+        collectives: 1, or 2 in a two-shot.
+        one_level: whether all ranks reduce as equals, and so each compresses and sums for itself.
+        times: how often it leaves a host: once, or in an all-to-all of equals once for each of its ranks.
+    """
+
+    nbytes: float
+    collectives: int
+    one_level: bool = False
+    times: int = 1
+
+
 def projected(
     buckets: Sequence[Stages],
     within: Sequence[float],
-    sent: Sequence[tuple[float, int]],
+    wires: Sequence[Wire],
     ranks: int,
     nodes: int,
     gbits: float,
@@ -197,26 +214,30 @@ def projected(
 ) -> list[Stages]:
     """Stages on `nodes` hosts of `ranks` ranks each, whose adapters move `gbits` Gbit/s each way.
 
-    Several ranks of a host sum their gradients first, as under `none` here, then each compresses and sums a column.
+    Several ranks of a host sum their gradients first, as under `none` here, then each compresses and sums a column;
+    but for settings under which all reduce as equals.
 
     Args:
         buckets: as measured.
         within: of each bucket, the seconds that its sum takes among the ranks of one host.
-        sent: of each bucket the bytes of its wire, and its collectives: 1, or 2 in a two-shot.
+        wires: of each bucket.
         ranks: ranks of a host.
         nodes: hosts.
         gbits: of one host's adapter.
         latency: of a small all-reduce, and of a small all-to-all or all-gather, among the hosts.
     """
     found = []
-    for bucket, local, (nbytes, collectives) in zip(buckets, within, sent, strict=True):
-        each_way = nbytes * (nodes - 1) / nodes * 8 / (gbits * 1e9)
+    for bucket, local, wire in zip(buckets, within, wires, strict=True):
+        each_way = wire.times * wire.nbytes * (nodes - 1) / nodes * 8 / (gbits * 1e9)
+        columns = 1 if wire.one_level else ranks
+        hops = (nodes * ranks - 1) / (nodes - 1) if wire.one_level else 1.0
+        reduce, swap = (hops * seconds for seconds in latency)
         found.append(
             Stages(
-                compress=bucket.compress / ranks + local,
-                exchange=each_way + latency[1] if collectives == 2 else 0.0,
-                sum=bucket.sum / ranks,
-                reduce=each_way + latency[1] if collectives == 2 else 2 * each_way + latency[0],
+                compress=bucket.compress / columns + (0.0 if wire.one_level else local),
+                exchange=each_way + swap if wire.collectives == 2 else 0.0,
+                sum=bucket.sum / columns,
+                reduce=each_way + swap if wire.collectives == 2 else 2 * each_way + reduce,
                 decompress=bucket.decompress,
             )
         )

@@ -113,8 +113,11 @@ def _stages(readings: Readings, probe: Probe, repetitions: Places, link: Link | 
     within = [each * count if ranks > 1 else 0.0 for count in probe.elements]
     reduce, *swaps = (readings.latency[name] / max(1, readings.wrapped["ranks"] - 1) for name in COLLECTIVES)
     latency = tuple((link.nodes - 1) * max(HOP, seen) for seen in (reduce, max(swaps)))
-    sent = [(nbytes, probe.collectives) for nbytes in probe.wire]
-    return model.projected(stages, within, sent, ranks, link.nodes, link.gbits, (latency[0], latency[1])), 1.0
+    wires = [
+        model.Wire(nbytes, probe.collectives, equal, ranks if equal and swapped else 1)
+        for nbytes, equal, swapped in zip(probe.wire, probe.one_level, probe.two_shot, strict=True)
+    ]
+    return model.projected(stages, within, wires, ranks, link.nodes, link.gbits, (latency[0], latency[1])), 1.0
 
 
 def _steps(readings: Readings, case: _Case, probe: Probe, repetitions: Places, link: Link | None) -> list[float]:

@@ -30,6 +30,8 @@ class Probe:
         buckets: of each the indices of its parameters.
         elements: of each.
         wire: of each the bytes of its wire.
+        one_level: of each whether all ranks of several hosts would reduce it as equals.
+        two_shot: of each whether it is reduced by an all-to-all and an all-gather.
         sent: bytes that a rank sends in a step.
         stages: `[repetitions, buckets, 5]`, seconds, as `Stages` has them, of the rank that counts.
         bursts: by repetition, the seconds of all buckets at once.
@@ -39,6 +41,8 @@ class Probe:
     buckets: Buckets
     elements: list[int]
     wire: list[int]
+    one_level: list[bool]
+    two_shot: list[bool]
     sent: int
     stages: Floats
     bursts: Floats
@@ -130,6 +134,8 @@ def _probe(line: Line) -> Probe:
         buckets=[bucket["parameters"] for bucket in buckets],
         elements=[bucket["elements"] for bucket in buckets],
         wire=[bucket["wire_bytes"] for bucket in buckets],
+        one_level=[bucket["one_level"] for bucket in buckets],
+        two_shot=[bucket["two_shot"] for bucket in buckets],
         sent=sum(bucket["sent_bytes"] for bucket in buckets),
         stages=stages,
         bursts=np.array(line["bursts"]).max(axis=0),

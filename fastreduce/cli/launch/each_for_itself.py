@@ -8,9 +8,10 @@ from contextlib import suppress
 from typing import ClassVar
 
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from .elastic import Ranks, say
+from .elastic import Ranks, say, traceback_of
 
 
 class EachForItself(Ranks):
@@ -36,10 +37,11 @@ class EachForItself(Ranks):
         if self.nodes is not None:
             self.nodes.check()
         for local_rank in sorted(self._running_local_ranks):
-            code = self.subprocess_handlers[local_rank].proc.poll()
+            process = self.subprocess_handlers[local_rank].proc
+            code = process.poll()
             if code == 0:
                 self._succeeded.add(local_rank)
-            if code is not None and (code == 0 or not self._start_again(local_rank, code)):
+            if code is not None and (code == 0 or not self._start_again(local_rank, process.pid, code)):
                 self._running_local_ranks.discard(local_rank)
         if self._running_local_ranks:
             return None
@@ -50,13 +52,15 @@ class EachForItself(Ranks):
         values = dict.fromkeys(self._first_pids)
         return RunProcsResult(return_values=values, stdouts=self.stdouts, stderrs=self.stderrs)
 
-    def _start_again(self, local_rank: int, code: int) -> bool:
+    def _start_again(self, local_rank: int, pid: int, code: int) -> bool:
         """Whether it does."""
         env = self.envs[local_rank]
+        failure = ProcessFailure(local_rank, pid, code, env["TORCHELASTIC_ERROR_FILE"])
+        code = failure.error_file_data.get("exit_code", code)
         fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         again = self._left > 0
         more = f"starts again, {self._left - 1} restart(s) left" if again else "stays away (--max-restarts)"
-        say(f"rank {env['RANK']} {fate}; the others go on, and it {more}")
+        say(f"rank {env['RANK']} {fate}; the others go on, and it {more}\n{traceback_of(failure)}".rstrip())
         if not again:
             return False
         with suppress(FileNotFoundError):

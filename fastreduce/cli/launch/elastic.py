@@ -177,13 +177,13 @@ class Ranks(SubprocessContext):
         for rank, failure in failures.items():
             if self.stderrs[rank] not in ("", os.devnull):  # where it would stand without this launcher
                 with open(self.stderrs[rank], "a") as file:
-                    file.write(_traceback(failure))
+                    file.write(traceback_of(failure))
         first = cause(failures.values())
         env = self.envs[first.local_rank]
         code = first.error_file_data.get("exit_code", first.exitcode)
         fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         Ranks.why = f"rank {env['RANK']} {fate}"
-        say(f"{self.why}\n{_traceback(first)}".rstrip())
+        say(f"{self.why}\n{traceback_of(first)}".rstrip())
         others = [self.envs[rank]["RANK"] for rank in failures if rank != first.local_rank]
         if others:
             say(f"rank {', '.join(others)} failed right after it")
@@ -192,7 +192,8 @@ class Ranks(SubprocessContext):
             say(f"all ranks start again: restart {restarts + 1} of {most}")
 
 
-def _traceback(failure: ProcessFailure) -> str:
+def traceback_of(failure: ProcessFailure) -> str:
+    """What a rank has left of its error."""
     message = failure.error_file_data.get("message")
     return message["extraInfo"].get("py_callstack", "") if isinstance(message, dict) else ""
 

@@ -1,0 +1,122 @@
+"""One process of an elastic job among others: what it is called, what it sends, and what it writes and loads."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fastreduce
+from fastreduce import DistributedDataParallel, SettingError, elastic, load_checkpoint, save_checkpoint
+from fastreduce.elastic import state
+from fastreduce.transports import Transport, local_ranks
+from tests.elastic.test_law import Group
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _wrapped(transport: Transport | None = None, setting: str = "none") -> Any:
+    """A module, and a group of who trains over a transport."""
+    ddp: Any = DistributedDataParallel(nn.Linear(4, 3), elastic=True, compression=setting)
+    if transport is not None:
+        ddp.reducer.group = group = Group(random.Random(0))
+        group.transport, group.commit = transport, lambda: None  # type: ignore[method-assign]
+    return ddp
+
+
+def _train(ddp: Any, steps: int) -> None:
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4)).square().sum().backward()
+
+
+def test_counters_are_named_by_the_launchers_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each process is a default group by itself, where all are rank 0."""
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("FASTREDUCE_COUNTERS", str(tmp_path))
+    ddp = _wrapped(local_ranks(1)[0])
+    _train(ddp, 1)
+    ddp.reducer.close()
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"rank2"}
+
+
+def test_modules_of_ours_are_there_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    """As the documentation and our messages write them, behind `import fastreduce`."""
+    for name in ("distributed", "elastic", "fsdp", "hooks"):
+        monkeypatch.delattr(fastreduce, name, raising=False)
+        assert getattr(fastreduce, name) is sys.modules[f"fastreduce.{name}"]
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        fastreduce.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_process_is_a_member_once():
+    members = elastic.join(_wrapped(), store=dist.HashStore(), least=1, timeout=5)
+    with pytest.raises(SettingError, match="another module of this process"):
+        elastic.join(_wrapped(), store=dist.HashStore(), least=1, timeout=5)
+    members.leave()
+    elastic.join(_wrapped(), store=dist.HashStore(), least=1, timeout=5).leave()
+
+
+class Part:
+    """What has a state that only pickle could send."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": np.float64(1.0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_a_state_that_cannot_be_sent_is_told_to_who_comes_and_ends_no_training(caplog: pytest.LogCaptureFixture):
+    def send(transport: Transport) -> str:
+        try:
+            return str(state.send({"part": Part()}, 7, transport, 0, new=transport.rank == 1))
+        except SettingError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as threads:
+        source, newcomer = threads.map(send, local_ranks(2))
+    assert source == "None" and "float(x)" in caplog.text
+    assert newcomer.startswith("rank 0 cannot send its state") and "float(x)" in newcomer
+
+
+@pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
+def test_the_first_member_writes_a_checkpoint_that_another_job_goes_on_from(tmp_path: Path, setting: str):
+    path = tmp_path / "run.pt"
+
+    def train_and_save(ddp: Any) -> list[Path]:
+        _train(ddp, 3)
+        if ddp.reducer.transport.rank:
+            save_checkpoint(path, model=ddp)
+            assert not path.exists()
+        return []
+
+    wrapped = [_wrapped(transport, setting) for transport in local_ranks(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train_and_save, wrapped))
+    save_checkpoint(path, model=wrapped[0])
+    torch.manual_seed(5)
+    ddp = _wrapped(setting=setting)
+    drawn = torch.get_rng_state()
+    load_checkpoint(path, model=ddp)
+    members = elastic.join(ddp, store=dist.HashStore(), least=1, timeout=5)
+    assert members.step == 3
+    assert torch.equal(ddp.module.weight, wrapped[0].module.weight)
+    assert torch.equal(torch.get_rng_state(), drawn), "all would draw the same data"
+    _train(ddp, 1)
+    assert members.step == 4
+    members.leave()

@@ -2,8 +2,9 @@
 
 Each run trains in processes of its own that meet in a store of this one; one or two of them are killed, at any moment,
 also while the others still regroup, and most are started again. Then it is looked whether all that were there at a step
-had the same bits after it, how long it took until those who were left had committed the next step, and whether anybody
-hung. Rows go to bench/results/elastic.csv; docs/elastic.md has them.
+had the same bits after it, whether each sample was in as many averages as it was dealt for, how long it took until
+those who were left had committed the next step, and whether anybody hung. Rows go to bench/results/elastic.csv;
+docs/elastic.md has them.
 
 `python -m bench.elastic --soak 10000`: a training of so many steps over each transport, whose ranks but one are killed
 and started again all the time; what that one holds goes to bench/results/elastic_soak.csv.
@@ -19,14 +20,19 @@ import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch.distributed as dist
 import typer
 
+from fastreduce.data import epoch_order
 from tests.support.fork_server import Forked, run_as_script, server
+
+from .elastic_ranks import SAMPLES
 
 KEPT = Path(__file__).parent / "results" / "elastic.csv"
 SOAKED = KEPT.with_name("elastic_soak.csv")
@@ -51,10 +57,10 @@ class Line(NamedTuple):
 class Job:
     """The processes of one training, by place; a process that is started again has another name."""
 
-    def __init__(self, ranks: int, transport: str, setting: str, folder: Path, timeout: float = TIMEOUT) -> None:
+    def __init__(self, ranks: int, folder: Path, *arguments: str, module: str = "bench.elastic_ranks") -> None:
         self.ranks, self.folder = ranks, folder
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._arguments = transport, setting, str(timeout)
+        self._module, self._arguments = module, arguments
         self.alive: dict[int, tuple[str, Forked]] = {}
         self.names: list[str] = []
 
@@ -64,7 +70,7 @@ class Job:
         self.names.append(name)
         where = {"RANK": str(place), "WORLD_SIZE": str(self.ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         arguments = [f"127.0.0.1:{self._store.port}", str(self.folder), name, *self._arguments]
-        job = "bench.elastic_ranks", arguments, str(self.folder / f"{name}.out")
+        job = self._module, arguments, str(self.folder / f"{name}.out")
         self.alive[place] = name, server(place).fork(run_as_script, *job, env={**os.environ, **where})
         return name
 
@@ -124,13 +130,30 @@ class Job:
                 by_step.setdefault(line.step, set()).add(line.digest)
         return [step for step, found in by_step.items() if len(found) > 1]
 
+    def miscounted(self) -> list[int]:
+        """Samples that were in more or fewer averages than the sampler says at the end."""
+        by_step: dict[int, list[int]] = {}
+        for path in self.folder.glob("*.trained"):
+            for step, *samples in (map(int, line.split()) for line in path.read_text().splitlines()):
+                by_step[step] = samples
+        states = [json.loads(path.read_text()) for path in self.folder.glob("*.samples")]
+        told = {(each["top"], *sorted([*each["back"], *itertools.chain(*each["hands"].values())])) for each in states}
+        if len(told) > 1 or any(len(each["hands"]) > len(self.alive) for each in states):
+            return [*range(SAMPLES)]  # they do not know the same, or somebody has samples who is not there
+        ((top, *open_),) = told
+        places = [divmod(number, SAMPLES) for number in range(top) if number not in open_]
+        orders = [epoch_order(SAMPLES, True, 0, epoch) for epoch in range(top // SAMPLES + 1)]
+        expected = Counter(int(orders[epoch][place]) for epoch, place in places)
+        found = Counter(itertools.chain(*by_step.values()))
+        return [sample for sample in range(SAMPLES) if found[sample] != expected[sample]]
+
 
 def run(seed: int, ranks: int, transport: str, setting: str, timeout: float = TIMEOUT) -> dict[str, Any]:
     """One training with its losses."""
     chance = random.Random(seed)
     kills: list[tuple[float, int, list[str]]] = []  # when, of how many, who was left
     with tempfile.TemporaryDirectory(prefix="fastreduce-elastic-") as folder:
-        job = Job(ranks, transport, setting, Path(folder), timeout)
+        job = Job(ranks, Path(folder), transport, setting, str(timeout))
         try:
             for place in range(ranks):
                 job.start(place)
@@ -158,6 +181,7 @@ def run(seed: int, ranks: int, transport: str, setting: str, timeout: float = TI
                 "hangs": hangs + sum(wait > HANG_SECONDS for wait in waits),
                 "waits": waits,
                 "differing": job.differing(),
+                "miscounted": job.miscounted(),
                 "output": text,
             }
         finally:
@@ -186,15 +210,16 @@ def _keep(found: Mapping[tuple[int, str, str], list[dict[str, Any]]]) -> None:
                 "steps": sum(each["steps"] for each in results),
                 "hangs over 10 s": sum(each["hangs"] for each in results),
                 "steps with differing parameters": sum(len(each["differing"]) for each in results),
+                "samples lost or repeated": sum(len(each["miscounted"]) for each in results),
                 "kill to next step, median s": round(statistics.median(waits), 2),
                 "longest, s": round(max(waits), 2),
                 "load": round(os.getloadavg()[0], 1),
             }
         )
-    _write(KEPT, rows)
+    write_rows(KEPT, rows)
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -206,7 +231,7 @@ def soak(steps: int, transport: str, ranks: int = 3) -> dict[str, Any]:
     chance, kills = random.Random(0), 0
     shared = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="fastreduce-elastic-") as folder:
-        job = Job(ranks, transport, "int8:error_feedback", Path(folder))
+        job = Job(ranks, Path(folder), transport, "int8:error_feedback", str(TIMEOUT))
         try:
             stays = job.start(0)
             for place in range(1, ranks):
@@ -232,6 +257,7 @@ def soak(steps: int, transport: str, ranks: int = 3) -> dict[str, Any]:
                 "steps": job.step_of(stays),
                 "kills": kills,
                 "differing": len(job.differing()),
+                "samples lost or repeated": len(job.miscounted()),
                 "ended well": good,
                 **{f"{what}, after a fifth": early[what] for what in early},
                 **{f"{what}, at the end": late[what] for what in late},
@@ -247,23 +273,31 @@ def soak(steps: int, transport: str, ranks: int = 3) -> dict[str, Any]:
 def main(
     runs: Annotated[int, typer.Option(help="Trainings.")] = 20,
     first: Annotated[int, typer.Option(help="The seed of the first; others follow.")] = 0,
+    at_once: Annotated[int, typer.Option(help="How many at a time; they mostly wait.")] = 1,
     steps: Annotated[int, typer.Option("--soak", help="One training of so many steps instead.")] = 0,
 ) -> None:
     """Run, print and keep."""
     if steps:
-        _write(SOAKED, [soak(steps, transport) for transport in ("gloo", "shm")])
+        write_rows(SOAKED, [soak(steps, transport) for transport in ("gloo", "shm")])
         return
     found: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    for seed in range(first, first + runs):
-        case = CASES[seed % len(CASES)]
-        result = run(seed, *case)
-        found.setdefault(case, []).append(result)
-        bad = result["hangs"] or result["differing"]
-        told = f"{max(result['waits'], default=0):.2f} s, {result['joined again']} joined again"
-        print(f"seed {seed}, {case}: {result['kills']} kills, longest pause {told}{' BAD' if bad else ''}", flush=True)
-        if bad:
-            print(result["differing"][:5], result["output"][-6000:], flush=True)
-        _keep(found)
+    seeds = range(first, first + runs)
+    with ThreadPoolExecutor(at_once) as threads:
+        for seed, result in zip(seeds, threads.map(lambda seed: run(seed, *_case(seed)), seeds), strict=True):
+            case = _case(seed)
+            found.setdefault(case, []).append(result)
+            bad = result["hangs"] or result["differing"] or result["miscounted"]
+            told = f"{max(result['waits'], default=0):.2f} s, {result['joined again']} joined again"
+            print(
+                f"seed {seed}, {case}: {result['kills']} kills, longest pause {told}{' BAD' if bad else ''}", flush=True
+            )
+            if bad:
+                print(result["differing"][:5], result["miscounted"][:5], result["output"][-6000:], flush=True)
+            _keep(found)
+
+
+def _case(seed: int) -> tuple[int, str, str]:
+    return CASES[seed % len(CASES)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """One process of `python -m bench.elastic`: it trains, and writes a line for each step.
 
-`python -m bench.elastic_ranks STORE FOLDER NAME TRANSPORT SETTING TIMEOUT`, with RANK and WORLD_SIZE. A line has the
-step, the time, how many train, in which generation, a hash of the parameters, and the loss.
+`python -m bench.elastic_ranks STORE FOLDER NAME TRANSPORT SETTING TIMEOUT`, with RANK and WORLD_SIZE. A line of
+NAME.steps has the step, the time, how many train, in which generation, a hash of the parameters, and the loss; one of
+NAME.trained the step, and the samples that are in its averages, which a parameter of the model tells: its gradient is
+1 for each sample. NAME.samples has what the sampler keeps at the end.
 """
 
 from __future__ import annotations
@@ -15,12 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastreduce import DistributedDataParallel, elastic
 
-LAYERS, WIDTH, BATCH = 6, 64, 8
+SAMPLES, LAYERS, WIDTH, BATCH = 960, 6, 64, 8
 MOMENTUM, RATE = 0.9, 0.01
+
+
+class Model(nn.Module):
+    """Layers, and a parameter whose gradient tells the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+        self.trained = nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, x: Tensor, samples: list[int]) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.trained[samples].sum()
 
 
 def parameters_hash(model: nn.Module) -> str:
@@ -31,11 +45,10 @@ def parameters_hash(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def batch(seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of one process in one step."""
-    generator = torch.Generator().manual_seed(1000 * step + seed)
-    x = torch.randn(BATCH, WIDTH, generator=generator)
-    return x, x.roll(1, dims=1) * 0.5
+def averaged(grad: Tensor) -> list[int]:
+    """The samples in an average of ones for each, of however many ranks."""
+    times = (grad / grad[grad > 0].min()).round().int()
+    return torch.arange(len(grad)).repeat_interleave(times).tolist()
 
 
 def resources() -> dict[str, Any]:
@@ -51,9 +64,8 @@ def resources() -> dict[str, Any]:
 def main() -> None:
     store, folder, name, transport, setting, timeout = sys.argv[1:]
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    torch.manual_seed(rank)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = Model()
     ddp = DistributedDataParallel(
         model,
         elastic=True,
@@ -63,16 +75,26 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=RATE, momentum=MOMENTUM)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.9)
-    members = elastic.join(ddp, store=store, timeout=float(timeout), optimizer=optimizer, scheduler=scheduler)
+    sampler = elastic.BatchSampler(SAMPLES, BATCH)
+    parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
+    members = elastic.join(ddp, store=store, timeout=float(timeout), **parts)
+    data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
     last, end = Path(folder, "last step"), None
-    with Path(folder, f"{name}.steps").open("a", buffering=1) as file:
-        while end is None or members.step < end:
+    with (
+        Path(folder, f"{name}.steps").open("a", buffering=1) as file,
+        Path(folder, f"{name}.trained").open("a", buffering=1) as trained,
+    ):
+        for batch in sampler:
             if end is None and last.exists():
                 end = int(last.read_text())
-            x, y = batch(rank, members.step)
+            if end is not None and members.step >= end:
+                break
+            x = data[batch]
             optimizer.zero_grad()
-            loss = nn.functional.mse_loss(ddp(x), y)
-            loss.backward()
+            out, ones = ddp(x, batch)
+            loss = nn.functional.mse_loss(out, x.roll(1, dims=1) * 0.5)
+            (loss + ones).backward()
+            trained.write(" ".join(map(str, [members.step, *averaged(model.trained.grad)])) + "\n")
             optimizer.step()
             scheduler.step()
             told = members.step, time.time(), members.size, members.generation, parameters_hash(model), loss.item()
@@ -80,6 +102,7 @@ def main() -> None:
             if members.step % 100 == 0:
                 Path(folder, f"{name}.part").write_text(json.dumps(resources()))
                 os.replace(Path(folder, f"{name}.part"), Path(folder, f"{name}.resources"))
+    Path(folder, f"{name}.samples").write_text(json.dumps(sampler.state_dict()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import itertools
 import os
 import statistics
 import tempfile
@@ -20,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import fastreduce
+from fastreduce import elastic
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
 from fastreduce.reduction.streams import InlineStream, ThreadStream
 from fastreduce.reduction.trace import VARIABLE as TRACE
@@ -50,6 +53,7 @@ class Setting:
     recording: str = "record"  # as wrappers of ours do; "nothing" of a flight record; also "count", or "trace"
     kernels: str = "numba_cpu"
     transport: Callable[[dist.ProcessGroup], Transport] | str | None = "gloo"  # of our class; None: it chooses
+    elastic: bool = False  # our class, among ranks that may be lost
 
 
 class Contestant:
@@ -67,9 +71,12 @@ class Contestant:
             if setting.recording == "trace":
                 self._folder = tempfile.TemporaryDirectory(prefix="fastreduce-bench-", ignore_cleanup_errors=True)
                 os.environ[TRACE] = self._folder.name
-            self.wrapped = fastreduce.DistributedDataParallel(
-                self.plain, process_group=group, transport=transport, **setting.options
-            )
+            if setting.elastic:
+                self.wrapped = _elastic(self.plain, group, transport, setting.options)
+            else:
+                self.wrapped = fastreduce.DistributedDataParallel(
+                    self.plain, process_group=group, transport=transport, **setting.options
+                )
             os.environ.pop(TRACE, None)
             if setting.recording == "nothing":
                 mute(self.wrapped.reducer)
@@ -110,6 +117,22 @@ class Contestant:
     def gradients(self) -> Tensor:
         """All of them in one tensor."""
         return torch.cat([p.grad.flatten() for p in self.plain.parameters() if p.grad is not None])
+
+
+_trainings = itertools.count()  # each with a name of its own in the store
+
+
+def _elastic(model: nn.Module, group: dist.ProcessGroup, transport: Any, options: dict[str, Any]) -> Any:
+    """Our class among the ranks of a group, each of which is a group of its own besides, as in an elastic training."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size(group))][dist.get_rank(group)]
+    with (
+        patch("fastreduce.ddp.wrapper.group_of_one"),
+        patch("fastreduce.ddp.wrapper.group_asked_for", lambda *_: alone),
+    ):
+        ddp = fastreduce.DistributedDataParallel(model, transport=transport, elastic=True, **options)
+    store = dist.PrefixStore(f"elastic {next(_trainings)}", _get_process_group_store(group))
+    elastic.join(ddp, store=store, least=dist.get_world_size(group))
+    return ddp
 
 
 def mute(reducer: Any) -> None:

@@ -26,15 +26,17 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.
 ddp = DDP(model, elastic=True, compression=args.compression)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+sampler = elastic.BatchSampler(len(x), 32)  # each sample once an epoch, whoever is there
 
-members = elastic.join(ddp, timeout=args.timeout, optimizer=optimizer, scheduler=scheduler)
+members = elastic.join(ddp, timeout=args.timeout, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
 print(f"process {os.getpid()} is rank {members.rank} of {members.size}, at step {members.step}", flush=True)
 members.on_change(lambda now: print(f"rank {now.rank} of {now.size} from step {now.step} on", flush=True))
 
-while members.step < args.steps:  # the same step on all of them
-    drawn = torch.randint(len(x), (32,))  # each its own: nothing is dealt out, so nobody waits for what a lost one had
+for batch in sampler:
+    if members.step >= args.steps:  # the same step on all of them
+        break
     optimizer.zero_grad()
-    loss = torch.nn.functional.cross_entropy(ddp(x[drawn]), y[drawn])
+    loss = torch.nn.functional.cross_entropy(ddp(x[batch]), y[batch])
     loss.backward()
     optimizer.step()
     scheduler.step()

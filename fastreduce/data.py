@@ -34,12 +34,23 @@ def shard_range(n: int, rank: int | None = None, world_size: int | None = None) 
     return range(start, start + each + (rank < longer))
 
 
+def epoch_order(n: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The order of the samples in an epoch, int64: that of torch's DistributedSampler."""
+    if not shuffle:
+        return np.arange(n, dtype=np.int64)
+    order: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(
+        n, generator=torch.Generator().manual_seed(seed + epoch)
+    ).numpy()
+    return order
+
+
 class ShardSampler:
     """Indices of this rank's samples, shuffled anew in every epoch: torch's DistributedSampler for any loader.
 
     Where torch's has the option too, the indices are the same: rank r takes every world_size-th of the epoch's
     order, beginning with the r-th. Iterate over it, or take `indices()` as a NumPy array. `state_dict` keeps the
-    place within an epoch, so that training goes on there, also on another number of ranks.
+    place within an epoch, so that training goes on there, also on another number of ranks. Where ranks come and go
+    while it trains, `fastreduce.elastic.BatchSampler` deals batches out.
 
     Args:
         data: the number of samples, or what has that length.
@@ -80,10 +91,7 @@ class ShardSampler:
 
     def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """This rank's indices in this epoch, int64; after `load_state_dict`, those that are still to come."""
-        if self.shuffle:
-            order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.seed + self.epoch)).numpy()
-        else:
-            order = np.arange(self.n, dtype=np.int64)
+        order = epoch_order(self.n, self.shuffle, self.seed, self.epoch)
         end = self._begin + len(self) * self.world_size
         return np.resize(order, end)[self._begin + self.rank :: self.world_size] if end else order[:0]
 

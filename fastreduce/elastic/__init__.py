@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..data import ShardSampler
 from ..ddp import DistributedDataParallel
 from ..ddp.elastic_reducer import TRANSPORTS as ALLOWED
 from ..ddp.elastic_reducer import ElasticReducer
@@ -17,10 +18,10 @@ from ..transports import ENVIRONMENT_VARIABLE
 from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.store_client import StoreClient
 from .membership import Membership, trains
+from .sampler import BatchSampler
+from .times import START_SECONDS, TIMEOUT
 
-__all__ = ["Members", "join"]
-
-START_SECONDS = 600.0  # for all to come to the store: some import and compile for long
+__all__ = ["BatchSampler", "Members", "join"]
 
 
 class Members:
@@ -66,7 +67,7 @@ def join(
     ddp: DistributedDataParallel,
     /,
     *,
-    timeout: float = 30.0,
+    timeout: float = TIMEOUT,
     store: dist.Store | str | None = None,
     least: int | None = None,
     **parts: Any,
@@ -82,11 +83,13 @@ def join(
     Args:
         ddp: made with `elastic=True`.
         timeout: seconds after which a rank that does not answer is lost. Longer than the longest step, and than what
-            only some ranks do between two steps. Those whose process has ended on the same host are lost at once.
+            only some ranks do between two steps. Those whose process has ended on the same host are lost at once. All
+            other times follow from it: `fastreduce doctor` prints them.
         store: where processes meet, which must outlive each of them: a store, or `host:port` of a TCPStore. None means
             that of the launcher, under `fastreduce launch --elastic`.
         least: how many begin; None means WORLD_SIZE.
-        **parts: what has a state, by name: `optimizer=optimizer, scheduler=scheduler, scaler=scaler`; the same on all.
+        **parts: what has a state, by name: `optimizer=optimizer, scheduler=scheduler, scaler=scaler`, and a
+            `BatchSampler`, which then deals samples out; the same on all.
 
     Raises:
         SettingError: if there is no such store, or it is rank 0's own; for a module that is not elastic, or parts
@@ -110,6 +113,10 @@ def join(
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise SettingError(f"{name}={part!r} has no state: parts have a state_dict and a load_state_dict")
+        if isinstance(part, ShardSampler):
+            raise SettingError(
+                f"{name}= is a ShardSampler, which deals to fixed ranks: take a fastreduce.elastic.BatchSampler"
+            )
     if "model" in parts:
         raise SettingError("model=: that is the first argument")
     size = _number("WORLD_SIZE", 1) if least is None else least

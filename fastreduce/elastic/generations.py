@@ -168,7 +168,7 @@ class Meetings:
         while (found := self._read(number)) is None:
             missing = [before.members[i] for i in here.absent([f"note of {member}" for member in before.members])]
             gone = self._presence.gone(before.members)
-            late = time.monotonic() - start > 2 * self._presence.seconds  # it may wait for the lost as long itself
+            late = time.monotonic() - start > self._presence.times.meeting
             if late or set(missing) <= set(gone):
                 self._propose(self._successor(before, here, {*missing, *gone}))
             else:
@@ -176,8 +176,8 @@ class Meetings:
         self._note_latest(number)
         if me not in found.members:
             raise TransportError(
-                f"process {me} did not answer for {self._presence.seconds:g} s, and {len(found.members)} other(s) have "
-                "gone on without it: start it again, and it gets their state"
+                f"process {me} did not answer for {self._presence.times.timeout:g} s, and "
+                f"{len(found.members)} other(s) have gone on without it: start it again, and it gets their state"
             )
         return found
 

@@ -24,6 +24,8 @@ from ..transports.subgroups import Subgroup
 from . import state
 from .generations import Generation, Meetings, Note, Stage, inconsistent
 from .presence import Presence
+from .sampler import BatchSampler
+from .times import Times
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +58,16 @@ class Membership:
     ) -> None:
         assert isinstance(ddp.reducer, ElasticReducer)
         self._ddp, self._parts, self._store, self._timeout, self._asked = ddp, dict(parts), store, timeout, asked
-        self._description = ddp._description
+        self._samplers = {name: part for name, part in parts.items() if isinstance(part, BatchSampler)}
+        self._description = {**ddp._description, **{name: repr(each) for name, each in self._samplers.items()}}
         told = [asked, *self._description.items()]
         digest = hashlib.sha256(repr(told).encode()).hexdigest()
         self._digest, self._place = digest, place
-        self._presence = Presence(store, timeout.total_seconds(), place, digest, asked or "", weakly(self._on_loss))
+        times = Times(timeout.total_seconds())
+        self._presence = Presence(store, times, place, digest, asked or "", weakly(self._on_loss))
         self._end = weakref.finalize(self, self._presence.leave)
+        for sampler in self._samplers.values():
+            sampler.join(self._presence.id)
         self._end.atexit = False  # the list of exits says when
         self._meetings = Meetings(self._presence)
         self.generation = Generation(0, (), {}, (), digest)
@@ -106,9 +112,12 @@ class Membership:
         """Return when all members have called it, which know then whether somebody waits to come in."""
         self._check_here()
         known = {*self.generation.members, *self.generation.out}
+        for sampler in self._samplers.values():
+            sampler.bring(self.generation.members)
         self._commit[0], self._commit[1] = 1.0, float(not self._presence.waiting <= known)
         self.transport.all_reduce(self._commit).wait()
         self._someone_waits = bool(self._commit[1] > 0)
+        self._count()
 
     def abort(self) -> None:
         """End what is under way, here and on the peers, connecting included."""
@@ -130,6 +139,7 @@ class Membership:
             TransportError: see `fastreduce.elastic.join`.
         """
         self.generation = self._meetings.first(least, self._digest, seconds)
+        self._share_samples()
         if not self._connected():
             self._regroup(Note(self._step_of_others(), Stage.NEW))
         self._ddp.reducer._follow()
@@ -164,10 +174,22 @@ class Membership:
                 if note.stage is Stage.UNDER_WAY:
                     raise inconsistent(note.step)
                 counts, note = True, Note(note.step + 1, Stage.COUNTED)
+                self._count()
+            self._share_samples()
             if self._connected():
                 return counts
             if note.stage is Stage.NEW:
                 note = Note(self._step_of_others(), Stage.NEW)
+
+    def _count(self) -> None:
+        """The step under way is committed."""
+        for sampler in self._samplers.values():
+            sampler.count()
+
+    def _share_samples(self) -> None:
+        """Before the state is sent, and in each generation, connected or not: all members make the same moves."""
+        for sampler in self._samplers.values():
+            sampler.share(self.generation.members)
 
     def _connected(self) -> bool:
         """Connect with the members of the generation, and let new ones have the state; whether nobody was lost."""

@@ -16,9 +16,8 @@ from ..errors import TransportError
 from ..transports.hosts import this_host
 from ..transports.messages import decode, of_types
 from ..transports.store_client import StoreClient
+from .times import Times
 
-LOOK_SECONDS = 0.1  # between two looks
-PARTS = 10  # of the timeout: beats in it
 EXIT_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class Presence:
 
     Args:
         store: the job's part of the store.
-        seconds: the timeout.
+        times: that follow from the timeout.
         place: see `Process`.
         digest: likewise.
         transport: likewise.
@@ -63,13 +62,13 @@ class Presence:
     def __init__(
         self,
         store: StoreClient,
-        seconds: float,
+        times: Times,
         place: int,
         digest: str,
         transport: str,
         on_loss: Callable[[int], None],
     ) -> None:
-        self.store, self.seconds, self._on_loss = store, seconds, on_loss
+        self.store, self.times, self._on_loss = store, times, on_loss
         self.id = store.add("ids", 1) - 1
         self._known: dict[int, Process] = {}
         self._beats: dict[int, tuple[str, float]] = {}  # a number, and since when
@@ -103,7 +102,7 @@ class Presence:
             before, since = self._beats.get(number, ("", now))
             if before != beat:
                 self._beats[number] = beat, now
-            silent = before == beat and now - since > self.seconds
+            silent = before == beat and now - since > self.times.timeout
             if i not in left or silent or has_ended(*self.process(number).born):
                 found.append(number)
         return found
@@ -126,10 +125,9 @@ class Presence:
 
     def _work(self) -> None:
         count, beaten = 0, time.monotonic()
-        pause = min(LOOK_SECONDS, self.seconds / PARTS)
-        while not self._stop.wait(pause):
+        while not self._stop.wait(self.times.look):
             try:
-                if time.monotonic() - beaten >= self.seconds / PARTS:
+                if time.monotonic() - beaten >= self.times.beat:
                     count, beaten = count + 1, time.monotonic()
                     self.store.set(f"beat {self.id}", str(count))
                 self.waiting = frozenset(self.knocked())

@@ -37,6 +37,7 @@ SECTIONS = [
     "kernels for CUDA tensors",
     "transport for CPU tensors",
     "transport for CUDA tensors",
+    "times of elastic training",
     "variables",
     "self-test",
 ]
@@ -113,6 +114,8 @@ def test_a_user_sees_the_machine_the_choices_and_a_verdict(healthy: Result):
         "shm, 2 ranks": "gradients averaged over shm",
         "gloo, 2 ranks": "gradients averaged over gloo",
         "two_level": "can run, where one of several hosts has several ranks",
+        "a beat": "every 3 s (timeout / 10)",
+        "no answer": "90 s (3 × timeout) until it is left out",
     }.items():
         assert re.search(rf"^ +[✓–] {re.escape(name)} +{re.escape(value)}", out, re.MULTILINE), (name, value, out)
     assert out.splitlines()[-1] == (

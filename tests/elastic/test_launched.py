@@ -1,41 +1,63 @@
-"""`fastreduce launch --elastic`: a rank that is killed starts again by itself, and the others do not end."""
+"""Launchers: a rank that is killed starts again by itself, and the others do not end."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.commands import FASTREDUCE, ROOT, run, started, with_environment
+from tests.support.commands import FASTREDUCE, ROOT, TORCHRUN, free_port, run, started, with_environment
 
 SECONDS = 150.0
 STEPS = 600
+SCRIPT = ROOT / "examples" / "elastic_train.py"
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_the_example_goes_on_without_a_rank_and_with_the_one_in_its_place():
-    script = ROOT / "examples" / "elastic_train.py"
-    command = [FASTREDUCE, "launch", "--elastic", "--nproc-per-node", 2, "--max-restarts", 1, script, "--steps", STEPS]
+def _train(*commands: Sequence[Any], until: str = "") -> str:
+    """What commands print to their end, or until they print that; rank 1 is killed in the middle."""
     lines: list[str] = []
-    with started(*command, env=with_environment(OMP_NUM_THREADS="1"), together=True) as process:
-        assert process.stdout is not None
-        watchdog = threading.Timer(SECONDS, process.kill)
-        watchdog.start()
+    env = with_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+    def read(process: Any) -> None:
         for line in process.stdout:
             lines.append(line)
             if "step 200: loss" in line:
                 pids = [re.match(r"process (\d+) is rank 1 of 2, at step 0", each) for each in lines]
                 os.kill(next(int(pid[1]) for pid in pids if pid), signal.SIGKILL)
-        watchdog.cancel()
-        assert process.wait() == 0, "".join(lines)
+            if until and re.search(until, line):
+                for each in processes:
+                    os.kill(each.pid, signal.SIGTERM)  # by which an agent ends its rank
+
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(*command, env=env, together=True)) for command in commands]
+        readers = [threading.Thread(target=read, args=(process,)) for process in processes]
+        watchdogs = [threading.Timer(SECONDS, process.kill) for process in processes]
+        for thread in [*readers, *watchdogs]:
+            thread.start()
+        codes = [process.wait() for process in processes]
+        for thread in readers:
+            thread.join()
+        for watchdog in watchdogs:
+            watchdog.cancel()
     text = "".join(lines)
-    assert "rank 1 was ended by SIGKILL; the others go on, and it starts again, 0 restart(s) left" in text
+    assert until or not any(codes), text
     assert re.search(r"rank 0 of 1 from step 2\d\d on", text), text
+    return text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_example_goes_on_without_a_rank_and_with_the_one_in_its_place():
+    command = [FASTREDUCE, "launch", "--elastic", "--nproc-per-node", 2, "--max-restarts", 1, SCRIPT, "--steps", STEPS]
+    text = _train(command)
+    assert "rank 1 was ended by SIGKILL; the others go on, and it starts again, 0 restart(s) left" in text
     assert f"step {STEPS}: loss" in text
 
 
@@ -47,3 +69,13 @@ def test_a_rank_that_fails_says_why_before_it_starts_again(tmp_path: Path):
     first, again = ended.stderr.split("rank 1 failed with exit code 1; the others go on, and it ")[1:]
     assert first.startswith("starts again") and "ValueError: of the user" in first
     assert again.startswith("stays away") and "ValueError: of the user" in again
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_torchrun_serves_with_an_agent_for_each_rank():
+    where = ["--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    train = [SCRIPT, "--steps", 10**9]  # the agent must be there when the rank is back
+    back = r"process \d+ is rank 1 of 2, at step [1-9]"
+    agents = [[TORCHRUN, *where, "--node-rank", rank, "--max-restarts", 1, *train] for rank in range(2)]
+    assert re.search(back, _train(*agents, until=back))

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.commands import with_environment
-from tests.support.elastic_jobs import AT_STEP, TIMEOUT, VICTIM, gradient
+from tests.support.elastic_jobs import AT_STEP, BATCH, TIMEOUT, VICTIM, gradient
 from tests.support.fork_server import Forked, run_as_script, server
 
 SECONDS = 90.0
@@ -22,14 +22,21 @@ PLACES = range(3)
 
 
 class Step(NamedTuple):
-    """What a process did in one step."""
+    """What a process did in one step; `done` has the samples that were in a committed step by then."""
 
     step: int
     size: int
+    batch: list[int]
+    samples: list[Any]
     averages: list[float]
     same: bool
     momentum: list[float]
     parameters: list[float]
+
+    @property
+    def done(self) -> set[int]:
+        top, *open_ = self.samples
+        return {*range(top)}.difference(*open_)
 
 
 class Processes:
@@ -101,6 +108,7 @@ def test_who_is_left_has_the_averages_of_those_present(tmp_path: Path, stage: st
         for name in left:
             for step in job.steps(name):
                 by_step.setdefault(step.step, []).append(step)
+        batches = [(step.step, step.batch) for name in job.running for step in job.steps(name)]
     finally:
         for process in job.running.values():
             process.kill()
@@ -108,12 +116,17 @@ def test_who_is_left_has_the_averages_of_those_present(tmp_path: Path, stage: st
     # One that is killed in the commit has averages of all, and so have all others: they count.
     lost_from = AT_STEP + (stage == "commit")
     for number, same in by_step.items():
-        assert len({json.dumps(step[2:]) for step in same}) == 1, "the bits of all are the same"
+        assert len({json.dumps(step[3:]) for step in same}) == 1, "the bits of all are the same"
         first = same[0]
         present = [0, 1, 2] if number < lost_from or len(same) == 3 else [0, 2]
         mean = sum(gradient(place, number) for place in present) / len(present)
         assert first.averages == pytest.approx([mean] * len(first.averages), rel=1e-2 if setting != "none" else 1e-6)
         assert first.same or setting.startswith("int8"), "no average is of some ranks here, and of others there"
+        dealt = [sample for at, batch in batches if at == number for sample in batch]
+        new = first.done - (by_step[number - 1][0].done if number else set())
+        lost = stage == "commit" and number == AT_STEP  # by then it has not told what it had
+        assert new.issuperset(dealt) and len(new) == len(dealt) + BATCH * lost, "each sample is in one step"
+        assert len(first.samples) == 2 + first.size, "or in the hand of one who is there"
     if "again" in left:
         assert {step.size for step in job.steps("again")} == {3}
 

@@ -2,7 +2,8 @@
 
 `python -m tests.support.elastic_jobs STORE FOLDER NAME STAGE TRANSPORT SETTING`, with RANK and WORLD_SIZE. STAGE is
 forward, backward, collective, commit, between, none, or "stopped" for SIGSTOP in forward. A line in
-FOLDER/NAME.json for each step: how many trained, the averages, what the optimizer kept, and the parameters.
+FOLDER/NAME.json for each step: how many trained, its samples, those that nobody has trained on yet, the averages, what
+the optimizer kept, and the parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fastreduce import DistributedDataParallel, elastic
 
 VICTIM, AT_STEP, STEPS_AFTER = 1, 3, 5
 LAYERS, WIDTH, TIMEOUT = 4, 300, 5.0
+SAMPLES, BATCH = 1_000_000, 2
 
 
 def gradient(place: int, step: int) -> float:
@@ -51,7 +53,8 @@ def main() -> None:
     model = Model()
     ddp = DistributedDataParallel(model, elastic=True, bucket_cap_mb=0.001, transport=transport, compression=setting)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.5)
-    members = elastic.join(ddp, store=store, timeout=TIMEOUT, optimizer=optimizer)
+    sampler = elastic.BatchSampler(SAMPLES, BATCH, shuffle=False)
+    members = elastic.join(ddp, store=store, timeout=TIMEOUT, optimizer=optimizer, sampler=sampler)
     group: Any = ddp.reducer.group  # type: ignore[attr-defined]
 
     def end(here: str) -> None:
@@ -83,7 +86,9 @@ def main() -> None:
 
     last = Path(folder, "last step")
     with Path(folder, f"{name}.json").open("a", buffering=1) as file:
-        while not last.exists() or members.step < int(last.read_text()):
+        for batch in sampler:
+            if last.exists() and members.step >= int(last.read_text()):
+                break
             step = members.step
             optimizer.zero_grad()
             ddp(gradient(place, step)).backward()
@@ -92,7 +97,9 @@ def main() -> None:
             optimizer.step()
             momentum = [float(optimizer.state[layer]["momentum_buffer"].sum()) for layer in model.layers]
             parameters = [float(layer.detach().double().sum()) for layer in model.layers]
-            told = [step, members.size, averages, same, momentum, parameters]
+            state = sampler.state_dict()
+            samples = [state["top"], state["back"], *state["hands"].values()]
+            told = [step, members.size, batch, samples, averages, same, momentum, parameters]
             file.write(json.dumps(told) + "\n")
             end("between")
             time.sleep(0.005)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...elastic.times import TIMEOUT, Times
 from ...ops import backends
 from .choices import CPU, CUDA, kernel_rows, transport_rows, works
 from .machine import gpu_rows, library_rows, machine_rows, variable_rows
@@ -28,8 +29,8 @@ def doctor(
     """Print what a bug report needs, and try kernels and transports out.
 
     Machine, GPUs and libraries; which kernels and which transport serve CPU and CUDA tensors, and why not the others;
-    the variables that are set. Then a test: kernels beside the reference, two gloo ranks that average gradients, and on
-    a GPU an average over NCCL.
+    how long an elastic training waits for whom; the variables that are set. Then a test: kernels beside the reference,
+    two gloo ranks that average gradients, and on a GPU an average over NCCL.
 
     The exit code is 0 if all that was chosen works, else 1.
     """
@@ -56,6 +57,7 @@ def facts() -> Sections:
         "kernels for CUDA tensors": rows(lambda: kernel_rows(CUDA)),
         "transport for CPU tensors": rows(lambda: transport_rows(CPU)),
         "transport for CUDA tensors": rows(lambda: transport_rows(CUDA)),
+        "times of elastic training": rows(lambda: [Row(name, told) for name, told in Times(TIMEOUT).told().items()]),
         "variables": rows(variable_rows),
     }
 

@@ -20,31 +20,16 @@ from .shared_buffers import SharedBuffers
 def in_one_level(compression: Compression) -> bool:
     """Whether all ranks reduce as equals under a setting, on however many hosts.
 
-<<<<<<< HEAD
     Random bits of stochastic rounding follow slots of a rank's own gradients, a column is no matrix, and parameters,
-    not columns, have largest elements: those are reduced in one level.
-||||||| 33da148
-    Random bits of stochastic rounding follow slots of a rank's own gradients, and a column is no matrix, so those are
-    reduced in one level.
-=======
-    Random bits of stochastic rounding follow slots of a rank's own gradients, and a column is no matrix.
->>>>>>> 876ae7173c0f59854a63e0b7aaded45fdaae114e
+    not columns, have largest elements.
     """
-<<<<<<< HEAD
     of_parameters = compression.random_seed is not None or isinstance(compression, (PowerSGD, TopK))
-    one_level = compression.flat or of_parameters
-    return transport if isinstance(transport, TwoLevelTransport) and not one_level else None
-||||||| 33da148
-    one_level = compression.flat or compression.random_seed is not None or isinstance(compression, PowerSGD)
-    return transport if isinstance(transport, TwoLevelTransport) and not one_level else None
-=======
-    return compression.flat or compression.random_seed is not None or isinstance(compression, PowerSGD)
+    return compression.flat or of_parameters
 
 
 def two_level(transport: Transport, compression: Compression) -> TwoLevelTransport | None:
     """The transport, if buckets under a setting are reduced in two levels over it."""
     return transport if isinstance(transport, TwoLevelTransport) and not in_one_level(compression) else None
->>>>>>> 876ae7173c0f59854a63e0b7aaded45fdaae114e
 
 
 def parts_of(transport: Transport, compression: Compression) -> int:

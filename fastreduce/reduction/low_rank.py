@@ -14,7 +14,8 @@ from ..compression import PowerSGD
 from ..kernels.slots import SlotTable
 from .applied import norms_of
 from .buckets import Bucket, Slot
-from .error_feedback import ErrorFeedback, Place, reads_late
+from .error_feedback import ErrorFeedback, Place
+from .residual_rows import reads_late
 from .shared_buffers import SharedBuffers
 
 STIR = 2.0**-10  # how much of the first right factor stays in each later one

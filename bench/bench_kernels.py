@@ -38,6 +38,11 @@ CASES: list[tuple[str, str, Options]] = [
         for operation in ("quantize", "dequantize", "reduce_quantized")
     ),
     ("quantize", "resnet50", {"compression": "int4", "error_feedback": True}),
+    *(
+        ("quantize", "resnet50", {"compression": compression, "error_feedback": kept})
+        for compression in ("int8", "int4")
+        for kept in ("8bit", "bf16")
+    ),
     *((f"{operation}_bf16_stochastic", "resnet50", {}) for operation in ("flatten", "reduce_shards")),
     *(
         (operation, "resnet50", {"compression": f"{name}:rounding=stochastic"})

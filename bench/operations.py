@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from fastreduce.kernels.slots import OF_AVERAGES, Draws
 from fastreduce.ops import backends
 from fastreduce.ops.backends import Backend
 from fastreduce.reduction.buckets import Bucket
+from fastreduce.reduction.residual_rows import Rows
 
 from .shapes import CAPS, buckets_of
 
@@ -315,11 +316,22 @@ def reduce_fp16(model: Model) -> Case:
     return Case(run, shards, _nbytes(received) + _nbytes(shards))
 
 
-def quantize(model: Model, compression: str = "int8", error_feedback: bool = False) -> Case:
-    """Gradients (+ residuals) → quantized wires (and new residuals)."""
+def _residuals(gradients: Gradients, setting: Compression) -> Tensor:
+    """Two rows of residuals, of which the first is full of numbers."""
+    flat = gradients.flat(torch.float32).normal_(std=0.01)
+    turn = torch.zeros(1, dtype=torch.int32, device=flat.device)
+    rows = Rows(0, len(flat), turn, setting.block, setting.residual_dtype)
+    rows.write(0, flat)
+    return rows.rows
+
+
+def quantize(model: Model, compression: str = "int8", error_feedback: bool | str = False) -> Case:
+    """Gradients (+ residuals, in FP32, BF16 or 8 bits) → quantized wires (and new residuals)."""
     setting = Compression.parse(compression)
+    if error_feedback:
+        setting = replace(setting, error_feedback=error_feedback)  # type: ignore[call-arg]
     wires = [each.empty_quantized_wire(setting) for each in model]
-    kept = [torch.stack([each.flat(torch.float32).normal_(std=0.01), each.flat(torch.float32)]) for each in model]
+    kept = [_residuals(each, setting) for each in model]
     turn = torch.zeros(1, dtype=torch.int32, device=model[0].used.device)
     residuals = [(rows, turn) if error_feedback else (None, None) for rows in kept]
     drawn = _draws(model, setting)

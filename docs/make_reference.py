@@ -85,7 +85,7 @@ def settings() -> str:
     """Spec strings: a row for each option of each kind."""
     rows = []
     for name, kind in KINDS.items():
-        options = [f"`{f.name}`" + ("" if f.type == "bool" else f" (`{f.default}`)") for f in dataclasses.fields(kind)]
+        options = [f"`{f.name}`" + _default_of(f) for f in dataclasses.fields(kind)]
         rows.append([f"`{name}`", _first_paragraph(kind), ", ".join(options)])
     text = [
         "A setting is a spec string, `name` or `name:option=value,option`, or an instance of the class. It goes to "
@@ -269,6 +269,13 @@ def commands() -> str:
         if rows:
             text.append(_table(["option", "meaning", "default"], rows))
     return "\n".join(text)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> str:
+    words = field.metadata.get("or", ())
+    if words:
+        return f" (or {', '.join(f'`={word}`' for word in words)})"
+    return "" if field.type == "bool" else f" (`{field.default}`)"
 
 
 def _option(option: Any) -> list[str]:

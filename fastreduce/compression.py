@@ -16,6 +16,7 @@ from .errors import SettingError
 from .kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, BlockFormat
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
+RESIDUAL_DTYPES: dict[bool | str, torch.dtype] = {"8bit": torch.uint8, "bf16": torch.bfloat16}
 
 _DECIMAL = re.compile(r"([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 
@@ -52,9 +53,14 @@ class Compression:
         return INT8_FORMAT
 
     @property
-    def error_feedback(self) -> bool:
-        """Whether what compression lost is added back in the next step."""
+    def error_feedback(self) -> bool | str:
+        """Whether what compression lost is added back in the next step; `8bit` or `bf16` says how that is kept."""
         return False
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """What is lost is kept in this dtype: FP32, BF16, or uint8 for 8 bits."""
+        return RESIDUAL_DTYPES.get(self.error_feedback, torch.float32)
 
     @property
     def random_seed(self) -> int | None:
@@ -99,7 +105,7 @@ class Compression:
                 )
             if key in options:
                 raise SettingError(f"option {key!r} is given twice in {brief(spec)}")
-            options[key] = _read_option(spec, piece.strip(), known[key].default, value if equals else None)
+            options[key] = _read_option(spec, piece.strip(), known[key], value if equals else None)
         return kind(**options)
 
     @staticmethod
@@ -136,13 +142,19 @@ def _from_environment() -> Compression:
         raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
 
 
-def _read_option(spec: str, piece: str, default: object, value: str | None) -> object:
+def _read_option(spec: str, piece: str, option: Field[Any], value: str | None) -> object:
+    default, words = option.default, option.metadata.get("or", ())
     if isinstance(default, bool):
         if value is None or value.lower() in ("true", "1"):
             return True
         if value.lower() in ("false", "0"):
             return False
-        raise SettingError(f"{brief(piece)} in {brief(spec)} is not a switch; write it alone, or =true or =false")
+        if value in words:
+            return value
+        others = "".join(f"={word}, " for word in words)
+        raise SettingError(
+            f"{brief(piece)} in {brief(spec)} is not a switch; write it alone, or {others}=true or =false"
+        )
     if value is None:
         raise SettingError(f"option {piece!r} in {brief(spec)} needs a value: {piece}=…")
     if isinstance(default, int):
@@ -272,11 +284,16 @@ class _Quantized(_Rounded):
     format: ClassVar[BlockFormat]
     least_block: ClassVar[int]
     block: int = 128
-    error_feedback: bool = False
+    error_feedback: bool | str = field(default=False, metadata={"or": tuple(RESIDUAL_DTYPES)})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         least = self.least_block
+        if not isinstance(self.error_feedback, bool) and self.error_feedback not in tuple(RESIDUAL_DTYPES):
+            raise SettingError(
+                f"error_feedback={brief(self.error_feedback)} in {self.name!r}; allowed: True, False, "
+                + ", ".join(map(repr, RESIDUAL_DTYPES))
+            )
         if not (isinstance(self.block, int) and least <= self.block <= 4096 and self.block % least == 0):
             raise SettingError(
                 f"block={brief(self.block)} in {self.name!r}; allowed: multiples of {least} from {least} to 4096"
@@ -293,7 +310,8 @@ class INT8(_Quantized):
 
     `block` is a multiple of 16 from 16 to 4096. With `error_feedback` each rank adds what
     quantization lost to its next gradient (Seide et al. 2014; Karimireddy et al. 2019), and so
-    does the rank that quantizes a reduced shard (Tang et al. 2019, DoubleSqueeze). With
+    does the rank that quantizes a reduced shard (Tang et al. 2019, DoubleSqueeze). `error_feedback="8bit"` keeps what
+    was lost in 8 bits and a power of two per block, a quarter of the memory, and `"bf16"` in BF16, half of it. With
     `rounding="stochastic"` and without feedback, a number between two steps becomes the upper one with the chance that
     makes its mean exact; the bits follow from `seed`, the step, the rank, the parameter's name and the element in it.
     """

@@ -30,6 +30,7 @@ from .numba_cpu_elements import (
     store,
 )
 from .numba_cpu_int4 import decode_int4, encode_int4
+from .numba_cpu_residuals import clear_residuals, keep_residuals, new_residuals, old_residuals, rows_of
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, zero
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
@@ -111,6 +112,7 @@ def _quantize(
     shard_size,
     residual,
     new_residual,
+    kept,
     values,
     stream,
     code,
@@ -118,6 +120,8 @@ def _quantize(
 ):
     slot = start = 0
     width = block * bits_of(code) // 8
+    elements, old_values, new_values = shards * blocks * block, values + block * 4, values + block * 8
+    to_row = stream and size_of(kept) == 4
     for shard in range(shards):
         payload = wire + shard * shard_size
         scale_at = payload + blocks * width
@@ -128,14 +132,15 @@ def _quantize(
             if slot < len(tensors) and offsets[slot] <= start:
                 source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
                 count = min(block, offsets[slot] + numels[slot] - start)
-            old = residual + start * 4 if residual else 0
-            new = new_residual + start * 4 if residual else 0
+            old = old_residuals(residual, start, block, elements, old_values, kept)
+            new = new_residuals(new_residual, start, new_values, kept)
             if bits_of(code) == 8:
                 prefetch_block(source, block * size_of(tag))
             if bits_of(code) == 4:
-                encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream)
+                encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row)
             else:
-                _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, stream, code)
+                _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row, code)
+            keep_residuals(new_residual, start, block, elements, new, kept)
             payload += width
             scale_at += size_of(scale_tag)
             start += block
@@ -211,12 +216,15 @@ def _reduce_quantized(
     spare,
     residual,
     new_residual,
+    kept,
     values,
     stream,
     code,
     scale_tag,
 ):
     total = values + block * 4
+    elements, old_values, new_values = blocks * block, values + block * 8, values + block * 12
+    to_row = stream and size_of(kept) == 4
     width = block * bits_of(code) // 8
     for number in range(blocks):
         start, payload = number * block, number * width
@@ -224,22 +232,22 @@ def _reduce_quantized(
         for rank in range(ranks):
             unit = load(received + rank * shard_size + scale_at, 0, scale_tag)
             add_block(total, received + rank * shard_size + payload, block, unit, code, rank == 0)
-        old = residual + start * 4 if residual else 0
-        new = new_residual + start * 4 if residual else 0
         to, to_scale = shard + payload, shard + scale_at
         if number < flag_block:
-            if not _encode_sum(total, scale, old, new, values, block, to, to_scale, stream, code):
+            old = old_residuals(residual, start, block, elements, old_values, kept)
+            new = new_residuals(new_residual, start, new_values, kept)
+            if not _encode_sum(total, scale, old, new, values, block, to, to_scale, to_row, code):
                 from_scale = received + scale_at
                 average_of_blocks(
                     received + payload, from_scale, ranks, shard_size, block, scale, spare, total, code, scale_tag
                 )
-                _encode_sum(total, ONE, old, new, values, block, to, to_scale, stream, code)
+                _encode_sum(total, ONE, old, new, values, block, to, to_scale, to_row, code)
+            keep_residuals(new_residual, start, block, elements, new, kept)
             continue
         for index in range(block):
             store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
-        _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, stream, code)
-        if residual:
-            zero(new, new + block * 4)
+        _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, False, code)
+        clear_residuals(new_residual, start, block, elements, kept)
     zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
     fence()
 
@@ -249,14 +257,6 @@ def _encode_sum(total, scale, old, new, values, block, payload, scale_at, stream
     if bits_of(code) == 4:
         return encode_int4(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)
     return _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream, code)
-
-
-def _rows(residuals: Tensor | None, turn: Tensor | None) -> tuple[int, int]:
-    """The addresses of the row to read and of the other, which is to be written; 0 without residuals."""
-    if residuals is None or turn is None:
-        return 0, 0
-    row, size = int(turn), residuals.shape[1] * 4
-    return residuals.data_ptr() + row * size, residuals.data_ptr() + (1 - row) * size
 
 
 def quantize(
@@ -278,7 +278,7 @@ def quantize(
         numba_cpu_stochastic.quantize(tensors, slots, wire, shards, block, form, draws)
         return
     blocks = slots.total // shards // block
-    values = stage(block)
+    values = stage(2 * block)
     _quantize(
         addresses(tensors),
         TAGS[tensors[0].dtype] if tensors else FP32,
@@ -289,7 +289,7 @@ def quantize(
         blocks,
         block,
         shard_bytes(blocks, block, form),
-        *_rows(residuals, turn),
+        *rows_of(residuals, turn),
         values.data_ptr(),
         slots.total * 4 >= STREAM_BYTES,
         *CODES[form],
@@ -357,7 +357,7 @@ def reduce_quantized(
         numba_cpu_stochastic.reduce_quantized(received, shard, scale, block, flag_block, form, slots, draws)
         return
     blocks = form.blocks(shard.numel(), block)
-    values = stage(block)
+    values = stage(2 * block)
     _reduce_quantized(
         received.data_ptr(),
         received.shape[0],
@@ -368,7 +368,7 @@ def reduce_quantized(
         flag_block,
         np.float32(scale),
         np.float32(spare(received.shape[0])),
-        *_rows(residuals, turn),
+        *rows_of(residuals, turn),
         values.data_ptr(),
         blocks * block * 4 >= STREAM_BYTES,
         *CODES[form],

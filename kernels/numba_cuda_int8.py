@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numba import cuda
 from torch import Tensor
 
 from . import numba_cuda_stochastic
 from .device_tables import address, device_table
+from .numba_cuda_residuals import KEPT, load_residuals, rows_of, store_residuals
 from .numba_cuda_statistics import SUMMING, dequantize_and_sum
 from .numba_cuda_tiles import (
     CODES,
@@ -30,7 +32,6 @@ from .numba_cuda_tiles import (
     bits_of,
     decode,
     e4m3_rounders,
-    fetch_int32,
     function,
     is_fp8,
     kernel,
@@ -66,14 +67,14 @@ def _largest(values, code):
 
 
 @function
-def _encode(values, largest, old, shard, blocks, block, index, column, code):
+def _encode(values, largest, residual, at, number, elements, kept, shard, blocks, block, index, column, code):
     """Store 16 elements of block `index` and, at its beginning, its scale; returns what was lost.
 
-    Where the block is not finite, that is the old residual at address `old`.
+    Where the block is not finite, that are the old residuals in row `residual`, those of its block `number`.
     """
     if largest >= INFINITY_BITS:
         scale, quantized = NAN, load(shard, INT8, INT8, 0)
-        lost = load(old, FP32, INT8, LANES if old else 0)
+        lost = load_residuals(residual, at, number, elements, LANES, kept)
     else:
         scale, inverse = scales_of(largest, code)
         steps = multiply(values, inverse)
@@ -90,36 +91,45 @@ def _encode(values, largest, old, shard, blocks, block, index, column, code):
 
 
 @function
-def _rows(residuals, turn, row_bytes):
-    """The addresses of the row to read and of the other, which is to be written; without residuals all are 0."""
-    old = (fetch_int32(turn) if residuals else 0) * row_bytes
-    return residuals + old, residuals + row_bytes - old
+def _largest_lost(magnitudes, row, lost):
+    """What the threads of a block lost most of, where they have agreed on a magnitude before."""
+    cuda.syncthreads()
+    magnitudes[cuda.threadIdx.x] = 0
+    cuda.syncthreads()
+    cuda.atomic.max(magnitudes, row, largest_bits(lost))
+    cuda.syncthreads()
+    return magnitudes[row]
 
 
 @kernel
-def _quantize(wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, finite, code):
+def _quantize(
+    wire, residuals, turn, row_bytes, tiles, addresses, tag, blocks, block, shard_size, finite, elements, kept, code
+):  # fmt: skip
     """One tile of one slot, from its tensor to the wire."""
     promise_finite(finite, cuda.blockIdx.x + cuda.threadIdx.x)
-    residual, new_residual = _rows(residuals, turn, row_bytes)
+    residual, new_residual = rows_of(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0
     tensor, place, count, extent = locate(tiles, addresses, cuda.blockIdx.x, tag)
     element = np.int64(cuda.threadIdx.x) * LANES
     row = quotient(element, block)
-    at = (place + element) * 4
+    at, number = place + element, place // block + row
     values = load(tensor + element * size_of(tag), tag, INT8, count - element)
-    values = add(values, load(residual + at, FP32, INT8, count - element if residual else 0))
+    values = add(values, load_residuals(residual, at, number, elements, count - element, kept))
     cuda.syncthreads()
     cuda.atomic.max(magnitudes, row, _largest(values, code))
     cuda.syncthreads()
+    lost = load(wire, INT8, INT8, 0)
     if element < extent:
-        number = place // block + row
         rank = quotient(number, blocks)
         shard, index = wire + rank * shard_size, number - rank * blocks
-        old = residual + at if residual else 0
-        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, element - row * block, code)
-        if new_residual:
-            store(new_residual + at, FP32, lost, LANES, LANES)
+        largest, column = magnitudes[row], element - row * block
+        lost = _encode(values, largest, residual, at, number, elements, kept, shard, blocks, block, index, column, code)
+    largest = np.int32(0)
+    if size_of(kept) == 1:
+        largest = _largest_lost(magnitudes, row, lost)
+    if element < extent and new_residual:
+        store_residuals(new_residual, at, number, elements, lost, largest, element - row * block, kept)
 
 
 @kernel
@@ -141,10 +151,10 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, 
 @kernel
 def _reduce(
     received, ranks, shard, residuals, turn, row_bytes, blocks, block, shard_size, flag_block, scale, room, reciprocal,
-    code,
+    kept, code,
 ):  # fmt: skip
     """A few blocks of every rank's shard → their sum in rank order, scaled, encoded again."""
-    residual, new_residual = _rows(residuals, turn, row_bytes)
+    residual, new_residual = rows_of(residuals, turn, row_bytes)
     magnitudes = cuda.shared.array(THREADS, np.int32)
     magnitudes[cuda.threadIdx.x] = 0
     rows = quotient(TILE, block)
@@ -155,7 +165,7 @@ def _reduce(
     total = decode(received, blocks, block, index, column, count, code)
     for rank in range(1, ranks):
         total = add(total, decode(received + rank * shard_size, blocks, block, index, column, count, code))
-    at = (index * block + column) * 4
+    at, elements = index * block + column, blocks * block
     if index >= flag_block:
         values = more_than_half(total)
     else:
@@ -166,19 +176,29 @@ def _reduce(
                 term = decode(received + rank * shard_size, blocks, block, index, column, count, code)
                 small = add(small, multiply(term, reciprocal))
             values = where_finite(total, values, multiply(small, multiply(scale, room)))
-        values = add(values, load(residual + at, FP32, INT8, count if residual else 0))
+        values = add(values, load_residuals(residual, at, index, elements, count, kept))
     cuda.syncthreads()
     cuda.atomic.max(magnitudes, row, _largest(values, code))
     cuda.syncthreads()
+    lost = load(shard, INT8, INT8, 0)
     if count:
-        old = residual + at if residual else 0
-        lost = _encode(values, magnitudes[row], old, shard, blocks, block, index, column, code)
-        if new_residual:
-            store(new_residual + at, FP32, lost, LANES if index < flag_block else 0, LANES)
+        largest = magnitudes[row]
+        lost = _encode(values, largest, residual, at, index, elements, kept, shard, blocks, block, index, column, code)
+        if index >= flag_block:
+            lost = load(shard, INT8, INT8, 0)
+    largest = np.int32(0)
+    if size_of(kept) == 1:
+        largest = _largest_lost(magnitudes, row, lost)
+    if count and new_residual:
+        store_residuals(new_residual, at, index, elements, lost, largest, column, kept)
 
 
 def _tag(tensors: Sequence[Tensor]) -> Any:
     return TAGS[tensors[0].dtype] if tensors else FP32
+
+
+def _row_bytes(residuals: Tensor | None) -> int:
+    return 0 if residuals is None else residuals.shape[1] * residuals.element_size()
 
 
 def quantize(
@@ -205,7 +225,7 @@ def quantize(
         wire.data_ptr(),
         address(residuals),
         address(turn),
-        0 if residuals is None else residuals.shape[1] * 4,
+        _row_bytes(residuals),
         table.tiles.data_ptr(),
         table.addresses("quantize", tensors).data_ptr(),
         _tag(tensors),
@@ -213,6 +233,8 @@ def quantize(
         block,
         wire.numel() // shards,
         address(finite),
+        slots.total,
+        KEPT[torch.float32 if residuals is None else residuals.dtype],
         CODES[form],
     )
 
@@ -282,11 +304,12 @@ def reduce_quantized(
         shard.data_ptr(),
         address(residuals),
         address(turn),
-        0 if residuals is None else residuals.shape[1] * 4,
+        _row_bytes(residuals),
         blocks,
         block,
         shard.numel(),
         flag_block,
         *(np.float32(number) for number in (scale, room, 1 / room)),
+        KEPT[torch.float32 if residuals is None else residuals.dtype],
         CODES[form],
     )

@@ -10,6 +10,8 @@ import torch
 from numba import cuda
 from numpy.typing import NDArray
 
+from .torch_residuals import scrambled
+
 WIDTH = 16
 
 Numbers = NDArray[Any]
@@ -135,6 +137,14 @@ def whole_by_chance(fixed: Numbers, words: Any) -> Numbers:
     """The whole numbers that random bits choose of numbers times 2^15, to which 1.5 * 2^23 has been added."""
     number = fixed.view(np.int32) - 0x4B400000
     return (number + (_drawn(fixed, words) >> 1) >> 15).astype(np.float32)
+
+
+def whole_by_own_bits(fixed: Numbers, values: Numbers, largest: int, first: int) -> Numbers:
+    """The whole numbers that values choose by their bits, of themselves times 2^15 and with 1.5 * 2^23 added."""
+    salt = torch.arange(first, first + len(values)) ^ int(largest)
+    drawn = np.asarray(scrambled(torch.from_numpy(values.view(np.int32).copy()), salt))
+    number = fixed.view(np.int32) - 0x4B400000
+    return (number + (drawn.astype(np.int32) >> 1) >> 15).astype(np.float32)
 
 
 def e4m3_bases(vector: Numbers) -> Numbers:

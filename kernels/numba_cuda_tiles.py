@@ -35,6 +35,7 @@ bits_of, load_int4, store_int4 = vectors.bits_of, vectors.load_int4, vectors.sto
 largest_and_sign, at_most = vectors.largest_and_sign, vectors.at_most
 bf16_by_chance, whole_by_chance, signed_as = vectors.bf16_by_chance, vectors.whole_by_chance, vectors.signed_as
 e4m3_bases, e4m3_by_chance, magnitudes = vectors.e4m3_bases, vectors.e4m3_by_chance, vectors.magnitudes
+whole_by_own_bits = vectors.whole_by_own_bits
 byte_of, is_fp8, e4m3_rounders = vectors.byte_of, vectors.is_fp8, vectors.e4m3_rounders
 
 LANES = 16  # of a thread that works on a quantized wire

@@ -17,6 +17,7 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from .numba_cache import keyed
+from .torch_residuals import FACTORS, GOLDEN
 
 WIDTH = 16  # bytes of one access
 
@@ -336,6 +337,29 @@ def whole_by_chance(_typing: Any, fixed: types.Type, words: types.Type) -> Any:
         return _pack(context, builder, found, fixed)
 
     return fixed(fixed, words), emit
+
+
+@intrinsic
+def whole_by_own_bits(
+    _typing: Any, fixed: types.Type, values: types.Type, largest: types.Type, first: types.Type
+) -> Any:
+    """The whole numbers that values choose by their bits, of themselves times 2^15 and with 1.5 * 2^23 added."""
+
+    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        found, place = [], builder.trunc(args[3], _I32)
+        pairs = zip(*(_numbers(builder, arg, fixed.count) for arg in args[:2]), strict=True)
+        for lane, (value, bits) in enumerate(pairs):
+            salt = builder.xor(args[2], builder.add(place, _I32(lane)))
+            word = builder.add(builder.bitcast(bits, _I32), builder.mul(salt, _I32(GOLDEN)))
+            for shift, factor in ((16, FACTORS[0]), (13, FACTORS[1])):
+                word = builder.mul(builder.xor(word, builder.lshr(word, _I32(shift))), _I32(factor))
+            word = builder.xor(word, builder.lshr(word, _I32(16)))
+            number = builder.sub(builder.bitcast(value, _I32), _I32(0x4B400000))
+            chosen = builder.ashr(builder.add(number, builder.lshr(word, _I32(17))), _I32(15))
+            found.append(builder.sitofp(chosen, _FLOAT))
+        return _pack(context, builder, found, fixed)
+
+    return fixed(fixed, values, types.int32, types.int64), emit
 
 
 @intrinsic

@@ -24,6 +24,7 @@ from .slots import (
     spare,
     tile_elements,
 )
+from .torch_residuals import decode_residuals, encode_residuals
 
 TINY = 2.0**-100
 RECIPROCAL_127, RECIPROCAL_448 = 1 / 127, 1 / 448
@@ -218,13 +219,26 @@ def _decode(shard: Tensor, block: int, form: BlockFormat) -> Tensor:
     return (quantized.to(torch.float32) * scales.to(torch.float32)[:, None]).flatten()
 
 
-def _row(residuals: Tensor | None, turn: Tensor | None) -> Tensor | None:
-    return None if residuals is None or turn is None else residuals.index_select(0, turn)[0]
+def _row(residuals: Tensor | None, turn: Tensor | None, elements: int, block: int) -> Tensor | None:
+    """The residuals that count, FP32 `[elements]`."""
+    if residuals is None or turn is None:
+        return None
+    row = residuals.index_select(0, turn)[0]
+    if row.dtype is torch.uint8:
+        codes, exponents, _ = row.tensor_split([elements, elements + elements // block])
+        return decode_residuals(codes.view(torch.int8), exponents, block)
+    return row.to(torch.float32)
 
 
-def _set_other_row(residuals: Tensor | None, turn: Tensor | None, values: Tensor) -> None:
-    if residuals is not None and turn is not None:
-        residuals.index_copy_(0, 1 - turn.to(torch.int64), values[None])
+def _set_other_row(residuals: Tensor | None, turn: Tensor | None, values: Tensor, block: int) -> None:
+    if residuals is None or turn is None:
+        return
+    row = values.to(torch.bfloat16) if residuals.dtype is torch.bfloat16 else values
+    if residuals.dtype is torch.uint8:
+        row = residuals.new_zeros(residuals.shape[1])
+        codes, exponents, _ = row.tensor_split([len(values), len(values) + len(values) // block])
+        encode_residuals(values, codes.view(torch.int8), exponents, block)
+    residuals.index_copy_(0, 1 - turn.to(torch.int64), row[None])
 
 
 def quantize(
@@ -245,7 +259,7 @@ def quantize(
     if not slots.total:
         return
     bits = None if draws is None else random_bits(slots, draws, wire.device)
-    residual = _row(residuals, turn)
+    residual = _row(residuals, turn, slots.total, block)
     values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
     kept = torch.zeros_like(values)
     for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
@@ -259,7 +273,7 @@ def quantize(
         old = None if residual is None else residual[elements]
         drawn = None if bits is None else bits[elements]
         kept[elements] = _encode(values[elements], shard, block, old, form, drawn)
-    _set_other_row(residuals, turn, kept)
+    _set_other_row(residuals, turn, kept, block)
 
 
 def dequantize(
@@ -309,8 +323,8 @@ def reduce_quantized(
     """
     if not shard.numel():
         return
-    residual = _row(residuals, turn)
     values, total = _average([_decode(row, block, form) for row in received], scale)
+    residual = _row(residuals, turn, len(values), block)
     if residual is not None:
         values = values + residual
     flags = flag_block * block
@@ -318,7 +332,7 @@ def reduce_quantized(
     bits = None if slots is None or draws is None else random_bits(slots, draws, shard.device)
     lost = _encode(values, shard, block, residual, form, bits)
     lost[flags:] = 0
-    _set_other_row(residuals, turn, lost)
+    _set_other_row(residuals, turn, lost, block)
 
 
 # FP16 with block exponents

@@ -88,6 +88,11 @@ def shard_bytes(blocks: int, block: int, form: BlockFormat = INT8_FORMAT) -> int
     return -(-blocks * (form.payload_bytes(block) + form.scale_bytes) // 16) * 16
 
 
+def residual_bytes(elements: int, block: int) -> int:
+    """Bytes of a row of residuals in 8 bits: a code an element, an exponent byte a block, padded to 16."""
+    return -(-(elements + elements // block) // 16) * 16
+
+
 def spare(ranks: int) -> float:
     """The power of two by which terms are divided so that the sum of so many cannot overflow."""
     return 2.0 ** (ranks - 1).bit_length()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .device_tables import address, device_table
 from .slots import DRAWN, INT8_FORMAT, BlockFormat, Draws, SlotTable, spare, tile_elements
+from .triton_residuals import load_residuals, rows_of, store_residuals
 from .triton_stochastic import drawing, int4_scales, random_bits, to_e4m3, to_whole
 from .triton_tiles import (
     DTYPES,
@@ -140,13 +141,6 @@ def _encode(
     return tl.where((scale == scale)[:, None], values - rounded * scale[:, None], old)
 
 
-@triton.jit
-def _rows(residuals, turn, size):
-    """The row of residuals to read and the one to write: `turn` and the other; rows begin at multiples of 16 bytes."""
-    which = tl.load(turn).to(tl.int64)
-    return residuals + tl.multiple_of(which * size, 16), residuals + tl.multiple_of((1 - which) * size, 16)
-
-
 @triton.jit(do_not_specialize=["blocks", "size", "seed", "who"])
 def _quantize(
     wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size, keys, step, seed, who,
@@ -171,12 +165,12 @@ def _quantize(
         values = widen(loaded, tl.float32)
     old = tl.zeros_like(values)
     owned = inside[:, None] & (column < BLOCK)
+    block = first.to(tl.int32) + row
     if residuals is not None:
-        residual, new_residual = _rows(residuals, turn, size)
-        old = tl.load(residual + first * BLOCK + element, mask=owned, other=0.0)
+        residual, new_residual = rows_of(residuals, turn, size, BLOCK)
+        old = load_residuals(residual, first * BLOCK, element, block, size, owned, inside)
         values += tl.where(valid, old, 0.0)
 
-    block = first.to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
     bits = None
@@ -185,7 +179,7 @@ def _quantize(
         bits = random_bits(keys, tiles, step, seed, who, counted)
     lost = _encode(values, old, shard, block - rank * blocks, blocks, inside, bits, FORM, BLOCK, WIDTH)
     if residuals is not None:
-        tl.store(new_residual + first * BLOCK + element, lost, mask=owned)
+        store_residuals(new_residual, first * BLOCK, element, block, size, lost, owned, inside)
 
 
 def quantize(
@@ -224,7 +218,8 @@ def quantize(
         )
 
     drawn = draws and (draws.seed, draws.who, address(draws.step))
-    more = (shards, block, form, drawn, *map(address, (residuals, turn, finite)))
+    kept = None if residuals is None else residuals.dtype
+    more = (shards, block, form, drawn, kept, *map(address, (residuals, turn, finite)))
     repeat("quantize", slots, wire, tensors, more, make)
 
 
@@ -337,8 +332,9 @@ def _reduce(
     element = index.to(tl.int64)[:, None] * BLOCK + column
     owned = inside[:, None] & (column < BLOCK)
     if residuals is not None:
-        residual, new_residual = _rows(residuals, turn, tl.cast(blocks, tl.int64) * BLOCK)
-        old = tl.load(residual + element, mask=owned, other=0.0)
+        elements = tl.cast(blocks, tl.int64) * BLOCK
+        residual, new_residual = rows_of(residuals, turn, elements, BLOCK)
+        old = load_residuals(residual, 0, element, index, elements, owned, inside)
         values += old
     flags = (index >= flag_block)[:, None]
     values = tl.where(flags, tl.where(total > 0.5, 1.0, 0.0), values)
@@ -348,7 +344,8 @@ def _reduce(
         bits = random_bits(keys, tiles, step, seed, who, counted)
     lost = _encode(values, old, shard, index, blocks, inside, bits, FORM, BLOCK, WIDTH)
     if residuals is not None:
-        tl.store(new_residual + element, tl.where(flags, 0.0, lost), mask=owned)
+        lost = tl.where(flags, 0.0, lost)
+        store_residuals(new_residual, 0, element, index, elements, lost, owned, inside)
 
 
 def reduce_quantized(

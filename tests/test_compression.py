@@ -17,9 +17,10 @@ plain = st.one_of(
     st.builds(FP16, accumulate=st.sampled_from(["fp32", "wire"])),
     st.builds(BF16, accumulate=st.sampled_from(["fp32", "wire"])),
 )
-int8 = st.builds(INT8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
-int4 = st.builds(INT4, block=st.integers(1, 128).map(lambda n: 32 * n), error_feedback=st.booleans())
-fp8 = st.builds(FP8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=st.booleans())
+feedback = st.sampled_from([False, True, "8bit", "bf16"])
+int8 = st.builds(INT8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=feedback)
+int4 = st.builds(INT4, block=st.integers(1, 128).map(lambda n: 32 * n), error_feedback=feedback)
+fp8 = st.builds(FP8, block=st.integers(1, 256).map(lambda n: 16 * n), error_feedback=feedback)
 seeds = st.integers(0, 2**32 - 1)
 stochastic = st.builds(
     lambda kind, seed: kind(rounding="stochastic", seed=seed), st.sampled_from([BF16, INT8, INT4, FP8]), seeds
@@ -49,6 +50,8 @@ def test_what_a_setting_prints_it_parses_back(setting: Compression):
         ("int8:block=128,error_feedback", INT8(error_feedback=True), "int8:error_feedback"),
         ("int8:error_feedback=true, block=64", INT8(64, True), "int8:block=64,error_feedback"),
         ("int8:error_feedback=0", INT8(), "int8"),
+        ("int8:error_feedback=8bit", INT8(error_feedback="8bit"), "int8:error_feedback=8bit"),
+        ("int4:error_feedback=bf16,block=64", INT4(64, "bf16"), "int4:block=64,error_feedback=bf16"),
         ("int4:block=32", INT4(), "int4"),
         ("fp8:error_feedback", FP8(error_feedback=True), "fp8:error_feedback"),
         ("int4:block=64,error_feedback", INT4(64, True), "int4:block=64,error_feedback"),
@@ -96,6 +99,8 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
         ("int8:block=8192", "8192", "multiples of 16 from 16 to 4096"),
         ("int8:block=64,block=128", "'block'", "twice"),
         ("int8:error_feedback=perhaps", "'error_feedback=perhaps'", "=true or =false"),
+        ("int8:error_feedback=16bit", "'error_feedback=16bit'", "=8bit, =bf16, =true or =false"),
+        ("fp8:rounding=stochastic,error_feedback=8bit", "error_feedback", "take one of them"),
         ("int8:block=64,,error_feedback", "''", "block, error_feedback"),
         ("int8:block=64;error_feedback", "'block=64;error_feedback'", "whole number"),
         ("int8:rounding=up", "'up'", "nearest, stochastic"),
@@ -165,7 +170,10 @@ def test_any_text_parses_or_is_a_setting_error(text: str):
     st.lists(
         st.tuples(
             st.sampled_from(["block", "accumulate", "error_feedback", "rounding", "seed"]),
-            st.one_of(st.sampled_from(["", "=", "=fp32", "=wire", "=64", "=true", "=stochastic"]), st.text(max_size=5)),
+            st.one_of(
+                st.sampled_from(["", "=", "=fp32", "=wire", "=64", "=true", "=8bit", "=stochastic"]),
+                st.text(max_size=5),
+            ),
         ),
         max_size=3,
     ),
@@ -193,6 +201,12 @@ def test_dataclasses_refuse_what_specs_refuse(make: Any):
 def test_dataclasses_refuse_an_unknown_accumulator():
     with pytest.raises(SettingError, match="fp32, wire"):
         FP16(accumulate="fp64")
+
+
+@pytest.mark.parametrize("kept", ["fp32", 8, torch.bfloat16, ["8bit"]])
+def test_dataclasses_refuse_what_residuals_cannot_be_kept_in(kept: Any):
+    with pytest.raises(SettingError, match="allowed: True, False, '8bit', 'bf16'"):
+        INT8(error_feedback=kept)
 
 
 def test_settings_are_values():

@@ -75,7 +75,7 @@ LAST: list[Named] = [
     ("dequantize", "resnet50", {"grads": "fp32"}),
     ("quantize", "tiny", {"grads": "fp32"}),
     ("dequantize", "tiny", {"grads": "fp32"}),
-    ("quantize", "resnet50", {"error_feedback": True}),
+    *(("quantize", "resnet50", {"error_feedback": kept}) for kept in (True, "8bit", "bf16")),
     ("reduce_quantized", "resnet50", {}),
     *(("reduce_shards", "resnet50", {"dtype": "fp16", "scale": 1 / ranks, "ranks": ranks}) for ranks in (2, 8)),
 ]

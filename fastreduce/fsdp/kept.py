@@ -71,7 +71,7 @@ class Kept(ABC):
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from it, as a training without today's `.grad`; every rank calls it."""
-        mean = torch.zeros_like(self._feedback.residuals[0])
+        mean = self._feedback.zeros()
         for member, slot in zip(self._members, self._slots, strict=True):
             local = saved[member.name].to_local()
             self._own(mean)[slot.offset : slot.offset + local.numel()] = local.reshape(-1)
@@ -80,8 +80,7 @@ class Kept(ABC):
 
     def _adopt(self, mean: Tensor) -> None:
         self._feedback.commit(final=True)
-        self._feedback.residual.copy_(mean)
-        self._feedback.shard_residual.zero_()
+        self._feedback.replace(mean, torch.zeros_like(self._feedback.shard_residual))
         self._feedback.units = [1.0] * len(self._slots)
 
     def _in_units(self, residual: Tensor, units: Sequence[float]) -> Tensor:

@@ -57,7 +57,8 @@ class RowWire:
         self.finite = torch.ones(1, dtype=torch.uint8, device=device)
         self.feedback: ErrorFeedback | None = None
         if compression.error_feedback:
-            self.feedback = ErrorFeedback(self.row, Place(slice(0, end), slice(0, 0), 1), self._block, ranks)
+            place, dtype = Place(slice(0, end), slice(0, 0), 1), compression.residual_dtype
+            self.feedback = ErrorFeedback(self.row, place, self._block, ranks, dtype)
 
     def dtype(self, of: torch.dtype) -> torch.dtype:
         """What the wire of gradients of a dtype consists of."""

@@ -15,16 +15,21 @@ from ..kernels.slots import (
     BlockFormat,
     SlotTable,
     fp16_shard_bytes,
+    residual_bytes,
     shard_bytes,
     tile_elements,
 )
+from ..kernels.torch_residuals import decode_residuals, encode_residuals
 from .backends import choose
 
 __all__ = [
     "FLOATS",
     "choose",
+    "decode_residuals",
+    "encode_residuals",
     "fp16_wire_numel",
     "is_dense",
+    "residual_bytes",
     "statistics_dtype",
     "statistics_shape",
     "wire_numel",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .applied import Applied, Factor
 from .buckets import Bucket
+from .residual_rows import BASE, GO_ON, KEEP, Rows, reads_late
 
 
 class Place(NamedTuple):
@@ -35,7 +36,7 @@ class Place(NamedTuple):
 
 
 class ErrorFeedback:
-    """The residuals of one bucket on one rank, in FP32.
+    """The residuals of one bucket on one rank, kept in FP32, BF16 or 8 bits.
 
     Which of two rows is kept only the device knows, so that the host need not wait to learn whether a step was
     finite: kernels read row `turn` and write the other one.
@@ -52,16 +53,20 @@ class ErrorFeedback:
     Since an average is the exact one + Q − R, in ranks' mean, the sum of what was applied then differs from the exact
     sum by u·Q, whatever f was: no history of clipping, skipped steps and loss scales adds up.
 
+    In 8 bits and BF16 what is kept is rounded, each time it is stored: by 1/127 of the largest residual of a block at
+    most, or 2^-9 of itself. That is lost, and small beside what would be lost without error feedback.
+
     Args:
         bucket: whose gradients.
         place: which elements are kept.
         block: elements of a block.
         rows: where the bucket is one row of so many alike, one for each rank, whose sums nobody compresses: there is
             no second stage.
+        dtype: what residuals are kept in (`Rows`); uint8 for 8 bits.
 
     Attributes:
         residuals: `[2, elements of place.first]`, of this rank's gradients, or in two levels of its node's; with `rows`
-            `[2, rows, elements]`.
+            `[2, rows, elements]`; in 8 bits `[2, bytes]`.
         shard_residuals: `[2, elements of place.second]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
         turned: whether the last reduction has changed it already, as is right where all averages are applied.
@@ -70,13 +75,16 @@ class ErrorFeedback:
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
     """
 
-    def __init__(self, bucket: Bucket, place: Place, block: int, rows: int | None = None) -> None:
+    def __init__(
+        self, bucket: Bucket, place: Place, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         self._bucket, self._where, self._block = bucket, place, block
         self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
         self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)
         numels = [part.stop - part.start for part in (place.first, place.second)]
-        self._first = _Rows(place.first.start, numels[0], self.turn, () if rows is None else (rows,))
-        self._second = _Rows(place.second.start, numels[1], self.turn)
+        shape = () if rows is None else (rows,)
+        self._first = Rows(place.first.start, numels[0], self.turn, block, dtype, shape)
+        self._second = Rows(place.second.start, numels[1], self.turn, block, dtype)
         self.residuals, self.shard_residuals = self._first.rows, self._second.rows
         self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
@@ -88,15 +96,26 @@ class ErrorFeedback:
 
     @property
     def residual(self) -> Tensor:
-        """What is kept of this rank's gradients: a view, which makes the host wait for `turn`."""
+        """What is kept of this rank's gradients, FP32: in FP32 a view, which makes the host wait for `turn`."""
         self.commit()
-        return self.residuals[int(self.turn)]
+        return self._first.read(int(self.turn))
 
     @property
     def shard_residual(self) -> Tensor:
         """What is kept of the own shard's average, likewise."""
         self.commit()
-        return self.shard_residuals[int(self.turn)]
+        return self._second.read(int(self.turn))
+
+    def zeros(self) -> Tensor:
+        """FP32 as `residual`."""
+        return self._first.zeros()
+
+    def replace(self, residual: Tensor | None, shard_residual: Tensor) -> None:
+        """Go on with other residuals, FP32; None leaves those of gradients as they are."""
+        self.commit()
+        if residual is not None:
+            self._first.write(int(self.turn), residual)
+        self._second.write(int(self.turn), shard_residual)
 
     def units_now(self) -> list[float]:
         """`units` as numbers on the host."""
@@ -120,7 +139,6 @@ class ErrorFeedback:
         twin = copy(self)
         twin.turn, twin._carried = self.turn.clone(), set(self._carried)
         twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
-        twin.residuals, twin.shard_residuals = twin._first.rows, twin._second.rows
         twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
         twin.commit(final=True)
         return twin.residual, twin.shard_residual, twin.units_now()
@@ -128,7 +146,7 @@ class ErrorFeedback:
     def added_to(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Copies of the slots' gradients, 1-D, with what is kept added: the way of a setting without error feedback.
 
-        Of these nothing is lost (R is 0), so that what has not been applied is kept, and nothing else.
+        Of these nothing is lost (R is 0), so that what has not been applied is kept, and nothing else. In FP32.
         """
         self.commit()
         counts = [self.turn == row for row in (0, 1)]
@@ -149,14 +167,14 @@ class ErrorFeedback:
         """Remove what is kept of slot `i` on this rank, and return it."""
         self.look()
         self.commit()
-        rows = [self.residual, self.shard_residual]
-        parts = [self.folded(i, *rows)]
+        turn = int(self.turn)
+        found, base = self._folded(i, lambda rows, part: rows.read(turn, part)), None
         if i in self._carried and self._first.base is not None and self._second.base is not None:
-            parts.append(self.folded(i, self._first.base, self._second.base))
+            base = self._folded(i, lambda rows, part: rows.read(BASE, part))
             self._carried.discard(i)
-        for all_rows, row in zip((self._first, self._second), rows, strict=True):
-            row[..., all_rows.part(*self._place(i))] = 0
-        return Parts(parts[0], parts[1] if len(parts) > 1 else None, self.units_now()[i])
+        for rows in (self._first, self._second):
+            rows.clear(turn, rows.part(*self._place(i)))
+        return Parts(found, base, self.units_now()[i])
 
     def spread(self, gather: Callable[[Tensor], None]) -> None:
         """Move what is kept of all shards into the first stage, on every rank alike: no shard's place tells in it.
@@ -166,43 +184,45 @@ class ErrorFeedback:
         """
         self.look()
         self.commit()
-        base = torch.zeros_like(self.shard_residual) if self._second.base is None else self._second.base
-        for shard, row in ((self.shard_residual, self.residual), (base, self._first.base)):
-            whole = base.new_zeros(self._bucket.total)
-            whole[self._where.second] = shard
+        for row in (int(self.turn), BASE):
+            whole = torch.zeros(self._bucket.total, device=self.turn.device)
+            if row != BASE or self._second.base is not None:
+                whole[self._where.second] = self._second.read(row)
+                self._second.clear(row)
             gather(whole)
-            if row is not None:
-                row.add_(whole[self._where.first], alpha=self._where.shared)
-        self.shard_residual.zero_()
-        base.zero_()
+            if row != BASE or self._first.base is not None:
+                with self._first.changing(row) as values:
+                    values.add_(whole[self._where.first], alpha=self._where.shared)
 
     def put(self, i: int, parts: Parts) -> None:
         """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `place.unit`."""
         self.commit()
-        start = self._place(i)[0]
+        start, turn = self._place(i)[0], int(self.turn)
         place = self._first.part(start, start + self._bucket.slots[i].numel)
         here = slice(place.start + self._first.first - start, place.stop + self._first.first - start)
         if parts.base is not None:
-            self.residual[..., place] = parts.base[..., here]
+            self._first.write(turn, parts.base[..., here], place)
             self._keep_base(i)
-        self.residual[..., place] = parts.residual[..., here]
+        self._first.write(turn, parts.residual[..., here], place)
         units = self.units_now()
         units[i] = parts.unit
         self.units = units
 
-    def folded(self, i: int, row: Tensor, shard: Tensor) -> Tensor:
-        """A slot's residual with what is kept of the own shard in it, `[numel]`.
+    def folded(self, i: int, residual: Tensor, shard_residual: Tensor) -> Tensor:
+        """Of whole residuals a slot's, with what is kept of the own shard in it, `[numel]`.
 
         The first is averaged over the ranks and the second is not, so it counts `place.ranks` times. In two levels this
         rank has both to itself: elsewhere in the slot it keeps nothing.
         """
+        return self._folded(i, lambda rows, part: (residual if rows is self._first else shard_residual)[..., part])
+
+    def _folded(self, i: int, read: Callable[[Rows, slice], Tensor]) -> Tensor:
         start, slot = self._place(i)[0], self._bucket.slots[i]
-        found = row.new_zeros(*row.shape[:-1], slot.numel)
-        counts = ((self._first, row, self._where.unit), (self._second, shard, self._where.ranks))
-        for rows, values, count in counts:
+        found = torch.zeros(*self._first.shape[:-1], slot.numel, device=self.turn.device)
+        for rows, count in ((self._first, self._where.unit), (self._second, self._where.ranks)):
             part = rows.part(start, start + slot.numel)
             offset = part.start + rows.first - start
-            found[..., offset : offset + part.stop - part.start].add_(values[..., part], alpha=count)
+            found[..., offset : offset + part.stop - part.start].add_(read(rows, part), alpha=count)
         return found
 
     def _place(self, i: int) -> tuple[int, int]:
@@ -266,7 +286,7 @@ class ErrorFeedback:
         if common is not None and not self._carried and isinstance(self.units, list) and len(set(self.units)) == 1:
             mixes = [self._mix(0, *common, stays=False)] * len(self.units)
             self.units = self.units[:1] * len(self.units)
-            if turned and mixes[0] == _GO_ON:  # as is usual
+            if turned and mixes[0] == GO_ON:  # as is usual
                 return
         if turned:
             self.turn.bitwise_xor_(1)
@@ -275,11 +295,11 @@ class ErrorFeedback:
             if found is None:
                 return
             mixes, flip = found
-        if all(mix == _KEEP for mix in mixes):
+        if all(mix == KEEP for mix in mixes):
             return
         for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
             slots = list(same)
-            if mix != _GO_ON:
+            if mix != GO_ON:
                 for rows in (self._first, self._second):
                     rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
         self.turn.bitwise_xor_(flip)
@@ -308,7 +328,7 @@ class ErrorFeedback:
         for i in self._carried:
             for rows in (self._first, self._second):
                 if i in self._idle:
-                    rows.blend(*self._place(i), *_KEEP)  # the last R is that of the reduction before
+                    rows.blend(*self._place(i), *KEEP)  # the last R is that of the reduction before
                 rows.restore_base(*self._place(i))
         self._carried, self._idle = set(), set()
         for i in carried:
@@ -323,7 +343,7 @@ class ErrorFeedback:
         """What the old and the new residual of a slot are multiplied by; sets the slot's next unit."""
         assert isinstance(self.units, list)
         if not factor or not math.isfinite(factor):
-            return _KEEP
+            return KEEP
         if stays:
             return 1.0 - factor, factor
         unit = max(expected, factor)
@@ -379,68 +399,6 @@ class Parts(NamedTuple):
         return bool(self.residual.any()) or (self.base is not None and bool(self.base.any()))
 
 
-class _Rows:
-    """Two rows over the elements from `first` of a bucket, of which row `turn` counts; no host waits for a device.
-
-    With `shape`, so many of each, side by side.
-    """
-
-    def __init__(self, first: int, numel: int, turn: Tensor, shape: tuple[int, ...] = ()) -> None:
-        self.first, self._turn = first, turn
-        self.rows = torch.zeros(2, *shape, numel, device=turn.device)
-        self.base: Tensor | None = None  # of slots whose averages are in `.grad` still: what row `turn` was before
-
-    def clone(self, turn: Tensor) -> _Rows:
-        """A copy, whose row `turn` counts."""
-        copied = _Rows(self.first, 0, turn)
-        copied.rows, copied.base = self.rows.clone(), None if self.base is None else self.base.clone()
-        return copied
-
-    def part(self, start: int, stop: int) -> slice:
-        """Elements `start` to `stop` of the bucket, as far as they are here."""
-        start, stop = (min(max(end - self.first, 0), self.rows.shape[-1]) for end in (start, stop))
-        return slice(start, stop)
-
-    def scale(self, factor: float) -> None:
-        """Multiply all."""
-        self.rows.mul_(factor)  # both: which one counts only the device knows
-        if self.base is not None:
-            self.base.mul_(factor)
-
-    def blend(self, start: int, stop: int, old: float, new: float) -> None:
-        """The row that was written last → the sum of row `turn` and itself, with these weights."""
-        self._blend(self.rows[..., self.part(start, stop)], old, new)
-
-    def blend_blocks(self, old: Tensor, new: Tensor, block: int) -> None:
-        """The same for everything, with weights `[blocks of the bucket, 1]`."""
-        *shape, numel = self.rows.shape
-        here = slice(self.first // block, (self.first + numel) // block)
-        self._blend(self.rows.view(*shape, numel // block, block), old[here], new[here])
-
-    def _blend(self, rows: Tensor, old: float | Tensor, new: float | Tensor) -> None:
-        if not reads_late(rows):
-            turned = int(self._turn)
-            _blend(rows[turned], rows[1 - turned], old, new)
-            return
-        for turned in (0, 1):
-            here = self._turn == turned
-            _blend(rows[turned], rows[1 - turned], torch.where(here, old, 0.0), torch.where(here, new, 1.0))
-
-    def keep_base(self, start: int, stop: int) -> None:
-        """Copy row `turn`."""
-        if self.base is None:
-            self.base = torch.zeros_like(self.rows[0])
-        part = self.part(start, stop)
-        self.base[..., part] = torch.where(self._turn == 0, self.rows[0, ..., part], self.rows[1, ..., part])
-
-    def restore_base(self, start: int, stop: int) -> None:
-        """Copy it back."""
-        assert self.base is not None
-        part = self.part(start, stop)
-        for turned, row in enumerate(self.rows):
-            row[..., part] = torch.where(self._turn == turned, self.base[..., part], row[..., part])
-
-
 def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tensor] = ()) -> None:
     """One verdict for all buckets of a step: residuals of a step that was not finite do not count.
 
@@ -457,26 +415,8 @@ def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tenso
             feedback.finite = verdict
 
 
-_KEEP, _GO_ON = (1.0, 0.0), (0.0, 1.0)  # weights of the old and the new residual
-
-
 def _is_zero(factor: Factor) -> bool:
     return isinstance(factor, float) and factor == 0.0
-
-
-def reads_late(tensor: Tensor) -> bool:
-    """Whether the host would have to wait in order to read `tensor`."""
-    return tensor.is_cuda
-
-
-def _blend(old: Tensor, new: Tensor, old_weight: float | Tensor, new_weight: float | Tensor) -> None:
-    """`new` → the sum of both with their weights, in place."""
-    if isinstance(old_weight, Tensor) or isinstance(new_weight, Tensor):
-        new.mul_(new_weight).addcmul_(old, old_weight)  # type: ignore[arg-type]
-    elif (old_weight, new_weight) == _KEEP:
-        new.copy_(old)
-    else:
-        new.mul_(new_weight).add_(old, alpha=old_weight)
 
 
 def _stack(numbers: Sequence[Factor], device: torch.device) -> Tensor:

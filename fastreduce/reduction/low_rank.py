@@ -12,7 +12,8 @@ from .. import ops
 from ..compression import PowerSGD
 from .applied import norms_of
 from .buckets import Bucket, Slot, round_up, table_of
-from .error_feedback import ErrorFeedback, Place, reads_late
+from .error_feedback import ErrorFeedback, Place
+from .residual_rows import reads_late
 from .shared_buffers import SharedBuffers
 
 STIR = 2.0**-10  # how much of the first right factor stays in each later one

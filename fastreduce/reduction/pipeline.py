@@ -192,7 +192,7 @@ class BucketPipeline:
             where = Place(slice(0, bucket.total), slice(own_start, own_start + own), ranks)
             if self._node is not None:
                 where = self._node.place(own if self._owns else 0, own_start, ranks)
-            self.feedback = ErrorFeedback(bucket, where, self._block)
+            self.feedback = ErrorFeedback(bucket, where, self._block, dtype=compression.residual_dtype)
         self.remainder: ErrorFeedback | None = None
         self._noted: Tensor | None = None
         # Kernels write it. At averages that stay in the wire nobody looks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compre
         SettingError: if the states are of another compression, or ranks are missing.
     """
     for state in states:
-        if state["compression"] != compression:
+        if _law_of(state["compression"]) != _law_of(compression):
             raise SettingError(f"the state was saved under {state['compression']!r}; this reducer uses {compression!r}")
     for state in states:
         if state["world_size"] == world_size and state["rank"] == rank:
@@ -124,6 +125,11 @@ def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compre
     for name, residual in of_shards(states, alignments(states[0])).items():
         mean[name] += residual
     return {**states[0], "world_size": world_size, "residuals": mean, "units": units, "shard_residuals": []}
+
+
+def _law_of(compression: str) -> str:
+    """A setting but for what residuals are kept in: a state has them in FP32, whatever that was."""
+    return re.sub(r"(error_feedback)=\w+", r"\1", compression)
 
 
 def alignments(state: Mapping[str, Any]) -> list[int]:

@@ -55,6 +55,6 @@ def restore(state: Mapping[str, Any], buckets: BucketedGradients) -> None:
     saved_residuals.restore(saved_residuals.kept_in(state), buckets.pipelines)
     for pipeline, kept in zip(buckets.pipelines, state["shard_residuals"], strict=False):
         if pipeline.feedback is not None and len(kept):
-            pipeline.feedback.shard_residual.copy_(kept)
+            pipeline.feedback.replace(None, kept)
     if state.get("statistics"):
         buckets.keep_statistics()

@@ -85,11 +85,11 @@ def test_the_mean_of_many_steps_is_exact(ranks2: RankPool):
     assert with_feedback < without / 10
 
 
-def _by_hand(rank: int, world_size: int) -> tuple[float, float]:
+def _by_hand(rank: int, world_size: int, setting: str) -> tuple[float, float]:
     """Updates by hand, which skip the one with an infinity, of which one rank has seen nothing."""
     torch.manual_seed(0)
     model: Any = fully_shard(One((6, 64)))
-    reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
+    reduction = fastreduce.fsdp.compress(model, setting)
     given = torch.randn(4, world_size, 6, 64, generator=torch.Generator().manual_seed(3))
     given[2, 1, 0, 5] = torch.inf  # of rank 1, in the part that rank 0 sums
     applied = torch.zeros(6, 64, dtype=torch.float64)
@@ -105,8 +105,10 @@ def _by_hand(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_updates_by_hand_that_skip_what_is_not_finite(ranks2: RankPool):
-    for off, kept in ranks2.run(_by_hand):
-        assert off < tolerances.APPLIED * 4 and kept > 1e-3
+    for setting, rounded in (("int8:error_feedback", 0.0), ("int8:error_feedback=8bit", tolerances.KEPT_IN_8_BITS)):
+        for off, kept in ranks2.run(_by_hand, setting):
+            assert off < tolerances.APPLIED * 4 + 3 * rounded * kept and kept > 1e-3
+            assert off > tolerances.APPLIED or not rounded
 
 
 # Checkpoints
@@ -167,7 +169,9 @@ def _resume(rank: int, world_size: int, path: str, options: dict[str, Any]) -> A
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"mp_policy": BF16}, marks=pytest.mark.long)], ids=["fp32", "bf16"]
+    "options",
+    [{"policy": f"{POLICY}=8bit"}, *(pytest.param(more, marks=pytest.mark.long) for more in ({}, {"mp_policy": BF16}))],
+    ids=["8bit", "fp32", "bf16"],
 )
 def test_a_checkpoint_resumes_bit_for_bit(ranks2: RankPool, tmp_path: Path, options: dict[str, Any]):
     saved = ranks2.run(_save, str(tmp_path), options)

@@ -23,6 +23,7 @@ TARGETS = (80, 90, 100)
 INT64, FP64, FP32, FP16, BF16 = types.int64, types.float64, types.float32, types.int16, types.uint16
 INT8, INT4, FP8 = types.int8, types.uint32, types.uint8
 QUANTIZED = [("int8", INT8, 16), ("int4", INT4, 0), ("fp8", FP8, 16)]  # of INT4 a thread has 8 bytes
+RESIDUALS = [(FP32, 4), (INT8, 1), (BF16, 2)]  # tags, and bytes of an element
 
 
 class Variant(NamedTuple):
@@ -56,10 +57,12 @@ def variants() -> list[Variant]:
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:
         for form, code, payload in QUANTIZED:
             title = f"{name}, {form}"
-            # The old residual is read in two places: once more where a block is not finite.
-            arguments = (*[INT64] * 6, tag, *[INT64] * 4, code)
-            moved = (16 * (size + 8), payload + 16 * 4)
-            found.append(Variant(f"quantize {title}", numba_cuda_int8._quantize, arguments, moved, 16, 16 * 4))
+            for kept, each in RESIDUALS if tag == FP32 else RESIDUALS[:1]:
+                # The old residual is read in two places: once more where a block is not finite.
+                arguments = (*[INT64] * 6, tag, *[INT64] * 5, kept, code)
+                moved, again = (16 * (size + 2 * each), payload + 16 * each), 16 * each
+                what = f"quantize {title}" + ("" if kept == FP32 else f", residual of {each} bytes")
+                found.append(Variant(what, numba_cuda_int8._quantize, arguments, moved, 16, again))
             arguments, moved = (*[INT64] * 3, tag, *[INT64] * 5, code), (payload, 16 * size)
             found.append(Variant(f"dequantize {title}", numba_cuda_int8._dequantize, arguments, moved, 16))
     rule = [types.int32] * 4
@@ -86,9 +89,11 @@ def variants() -> list[Variant]:
         found.append(Variant(f"{name} with statistics", kernel, types_, moved, elements))
     # As in reduce_fp16, and the old residual as in quantize.
     for form, code, payload in QUANTIZED:
-        arguments, again = (*[INT64] * 10, *[FP32] * 3, code), 2 * payload + 16 * 4
-        moved = (4 * payload + 16 * 8, payload + 16 * 4)
-        found.append(Variant(f"reduce_quantized {form}", numba_cuda_int8._reduce, arguments, moved, 16, again))
+        for kept, each in RESIDUALS:
+            arguments, again = (*[INT64] * 10, *[FP32] * 3, kept, code), 2 * payload + 16 * each
+            moved = (4 * payload + 16 * 2 * each, payload + 16 * each)
+            what = f"reduce_quantized {form}" + ("" if kept == FP32 else f", residual of {each} bytes")
+            found.append(Variant(what, numba_cuda_int8._reduce, arguments, moved, 16, again))
     arguments = (*[INT64] * 3, FP32, FP32, *[INT64] * 5)
     found.append(Variant("stochastic flatten bf16", numba_cuda_stochastic._flatten, arguments, (32, 16), 8))
     arguments = (*[INT64] * 4, *[FP32] * 3, *[INT64] * 5)

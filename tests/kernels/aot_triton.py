@@ -132,6 +132,22 @@ def variants() -> list[Variant]:
         moved = (2 * again + more, payload + more)
         title = f"reduce_quantized, {name}"
         found.append(Variant(title, triton_int8._reduce, types, constants, moved, targets, again, lanes))
+    for form, block, kept, each in [
+        (INT8_FORMAT, 128, "u8", 1),
+        (INT4_FORMAT, 32, "u8", 1),
+        (FP8_FORMAT, 128, "u8", 1),
+        (INT8_FORMAT, 128, "bf16", 2),
+    ]:
+        shape = triton_int8._tile_shape(block, form)
+        lanes, payload = shape["ROWS"] * shape["WIDTH"], 0 if form is INT4_FORMAT else shape["ROWS"] * shape["WIDTH"]
+        its, name = {**types, "residuals": f"*{kept}"}, f"{form.name}, blocks of {block}, residual in {kept}"
+        constants, moved = {**shape, "dtype": tl.float32}, (lanes * (4 + each), payload + lanes * each)
+        found.append(Variant(f"quantize fp32, {name}", triton_int8._quantize, its, constants, moved, (90,), 0, lanes))
+        constants, again = {**shape, "RANKS": 2, "SPARE": 2.0}, 2 * payload
+        moved = (2 * again + lanes * each, payload + lanes * each)
+        found.append(
+            Variant(f"reduce_quantized, {name}", triton_int8._reduce, its, constants, moved, (90,), again, lanes)
+        )
     types |= {"wire": "*u8", "received": "*u8", "shard": "*u8"}
     of_bf16 = {"wire": "*bf16", "received": "*bf16", "shard": "*bf16", "numel": "i32"}
     constants = {"statistics": None, "dtype": tl.float32, "TO_WIRE": True, "TILE": tile}

@@ -24,7 +24,8 @@ HOUSE = [
     {"cli"},
 ]
 REDUCTION = [
-    {"agreement", "applied", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
+    {"agreement", "applied", "arrays", "buckets", "clocks", "residual_rows", "schedule", "shared_buffers", "sparse"}
+    | {"streams"},
     {"arrivals", "error_feedback", "gradients"},
     {"low_rank", "node_level", "sparse_top"},
     {"pipeline"},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastreduce import Compression, TensorError
-from fastreduce.reduction import error_feedback, saved_residuals
+from fastreduce.reduction import error_feedback, residual_rows, saved_residuals
 from fastreduce.reduction.applied import Applied, multiplied, note_applied
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
@@ -208,11 +208,11 @@ def _rescaled(rank: int, world_size: int) -> tuple[bool, bool]:
     return same, all(map(torch.equal, run(1024.0, False), plain))
 
 
-def _pipeline() -> tuple[BucketPipeline, list[nn.Parameter]]:
+def _pipeline(setting: str = FEEDBACK) -> tuple[BucketPipeline, list[nn.Parameter]]:
     """One rank's pipeline of three parameters, which has run once."""
     names, sizes = ("a", "b", "c"), (1000, 300, 1)
     specs = [ParameterSpec(n, size, torch.float32, torch.device("cpu")) for n, size in zip(names, sizes, strict=True)]
-    compression = Compression.parse(FEEDBACK)
+    compression = Compression.parse(setting)
     (bucket,) = build_plan(specs, [[0, 1, 2]], alignment=compression.alignment, shards=1).buckets
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     return BucketPipeline(bucket, compression, LocalTransport()), parameters
@@ -239,16 +239,30 @@ OUTCOMES: dict[str, Outcome] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("setting", "share"),
+    [
+        (FEEDBACK, 8 * 2**-24),  # weights in FP32 there, in FP64 here: a rounding of each in each of four steps
+        # Which may tip the rounding to what is kept in.
+        pytest.param(f"{FEEDBACK}=8bit", 4 * tolerances.KEPT_IN_8_BITS, marks=pytest.mark.long),
+    ],
+    ids=["fp32", "8bit"],
+)
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(outcome: str, finite: bool):
+def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(
+    outcome: str, finite: bool, setting: str, share: float
+):
     found = []
     for late in (False, True):
-        pipeline, parameters = _pipeline()
+        pipeline, parameters = _pipeline(setting)
         kept = pipeline.feedback
         assert kept is not None
         optimizer = torch.optim.SGD(parameters, lr=1.0)
-        with patch.object(error_feedback, "reads_late", lambda tensor, late=late: late):
+        asked = [
+            patch.object(where, "reads_late", lambda _, late=late: late) for where in (error_feedback, residual_rows)
+        ]
+        with asked[0], asked[1]:
             for step in range(4):
                 for i, parameter in enumerate(parameters):
                     parameter.grad = batch(i, step, len(parameter))
@@ -262,8 +276,7 @@ def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(out
                     kept.commit()
         found.append((kept.residual.clone(), kept.shard_residual.clone()))
     for late, host in zip(*found, strict=True):
-        # Weights in FP32 there, in FP64 here: a rounding of each in each of four steps.
-        torch.testing.assert_close(late, host, rtol=0.0, atol=8 * 2**-24 * float(host.abs().max()))
+        torch.testing.assert_close(late, host, rtol=0.0, atol=share * float(host.abs().max()))
     assert found[0][0].any() == (outcome in ("applied", "clipped", "skipped") or (outcome == "unknown" and finite))
 
 

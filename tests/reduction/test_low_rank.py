@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastreduce import PowerSGD, note_applied
-from fastreduce.reduction import error_feedback, low_rank
+from fastreduce.reduction import error_feedback, low_rank, residual_rows
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.error_feedback import Parts, agree_that_finite
 from fastreduce.reduction.pipeline import BucketPipeline
@@ -291,6 +291,7 @@ def test_where_the_host_may_not_wait_steps_have_the_same_bits():
     with (
         patch.object(low_rank, "reads_late", lambda _: True),
         patch.object(error_feedback, "reads_late", lambda _: True),
+        patch.object(residual_rows, "reads_late", lambda _: True),
     ):
         late = trained(2, PowerSGD(rank=2), 5, grads)
     for rank in range(2):

@@ -174,14 +174,17 @@ def test_residuals_move_to_other_nodes(was: str, to: str):
         assert_same_bits(gradients, new[0][2])
 
 
+@pytest.mark.parametrize(
+    "setting", [FEEDBACK, pytest.param(f"{FEEDBACK}=8bit", marks=pytest.mark.long)], ids=["fp32", "8bit"]
+)
 @pytest.mark.parametrize("counts", [(2, 2), (2, 1), (3, 3)], ids=str)
-def test_a_resumed_training_has_the_same_bits(counts: tuple[int, ...]):
+def test_a_resumed_training_has_the_same_bits(counts: tuple[int, ...], setting: str):
     def run(rank: int, transport: Transport) -> list[Any]:
-        return _trained(rank, transport, None, FEEDBACK)[1]
+        return _trained(rank, transport, None, setting)[1]
 
     saved = in_threads(on_nodes(counts), run)
     for before, state in zip(
-        in_threads(on_nodes(counts), lambda r, t: _trained(r, t, saved, FEEDBACK)), saved, strict=True
+        in_threads(on_nodes(counts), lambda r, t: _trained(r, t, saved, setting)), saved, strict=True
     ):
         assert_same_bits(before[0]["residuals"], state["residuals"])
         assert_same_bits(before[0]["shard_residuals"], state["shard_residuals"])

@@ -62,6 +62,7 @@ class Setup:
     setting: str = "int8:block=64"
     bucket_cap_mb: float = 1e-6
     views: bool = False
+    kept_in: str = ""  # "": FP32; "8bit"; "bf16"
 
 
 class Given(nn.Module):
@@ -105,7 +106,8 @@ class Training:
 
     def build(self) -> None:
         setup = self.setup
-        spec = setup.setting if setup.setting.startswith(("powersgd", "topk")) else f"{setup.setting},error_feedback"
+        feedback = f"error_feedback={setup.kept_in or 'true'}"
+        spec = setup.setting if setup.setting.startswith(("powersgd", "topk")) else f"{setup.setting},{feedback}"
         self.module = Given()
         self.state: Any = None
         self.ddp: Any = self.module
@@ -272,11 +274,13 @@ def debt(states: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def check_law(setup: Setup, results: list[dict[str, Any]]) -> None:
     kept = debt([result["kept"] for result in results])
-    low_rank = setup.setting.startswith("powersgd")
+    low_rank, form = setup.setting.startswith("powersgd"), Compression.parse(setup.setting).format
     for name in NAMES:
         short = results[0]["wanted"][name] - results[0]["applied"][name]
         # What a rank's rounding may do, in all steps together: of the largest gradient that was applied.
         share = tolerances.APPLIED_LOW_RANK if low_rank else tolerances.APPLIED
+        if setup.kept_in:
+            share = tolerances.APPLIED_KEPT_IN[setup.kept_in] * tolerances.LARGEST_RESIDUAL[form]
         bound = share * max(results[0]["largest"], float(short.abs().max()))
         worst = float((short - kept.get(name, torch.zeros(()))).abs().max())
         assert worst <= bound, f"{name}: applied and exact gradients differ by {worst:.3g} more than what is kept"

@@ -46,6 +46,17 @@ APPLIED = 1e-5
 """Of the largest gradient applied: each of at most a dozen steps rounds gradient, residual and clipped value in FP32,
 2^-24 of a value up to the largest each time, and clipping by torch is measured to 2^-23."""
 
+KEPT_IN_8_BITS = 1 / 63.5
+"""Of a block's largest residual: a whole unit, up or down by chance, of which the largest is at least 63.5."""
+
+LARGEST_RESIDUAL = {INT8_FORMAT: INT8_STEP / 127, INT4_FORMAT: BLOCK_ERROR[INT4_FORMAT], FP8_FORMAT: U_E4M3}
+"""Of a block's largest magnitude, what rounding to a format may lose of an element: what a residual is at most."""
+
+APPLIED_KEPT_IN = {"8bit": 13 * KEPT_IN_8_BITS, "bf16": 13 * U[torch.bfloat16]}
+"""Of the largest residual that the largest gradient leaves, as APPLIED: up to a dozen steps store residuals of two
+stages three times each, by the kernel, after clipping and where buckets change. Their errors vary in sign, so that 72
+are as 8.5, which is 13 for a rank's gradient that is 1.5 times the largest average. A lost residual would be all."""
+
 APPLIED_LOW_RANK = 1e-4
 """The same under PowerSGD: an element of basis · right sums up to 4 terms, each rounded in FP32, whose magnitudes are
 no larger in all than the norm of a column of 20, so 4.5 of its largest; and so with what is kept. Some 14 roundings of

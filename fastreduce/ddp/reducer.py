@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,17 @@ class TorchReducer(GradientReducer):
                 "both decide what goes on the wire"
             )
         super().set_compression(setting, at, bucket_bytes)
+
+    def replay(self, order: Iterable[int], used: Iterable[int]) -> None:
+        """Reduce what is in `.grad`, as if a synchronised forward and backward had brought it to hooks, which are off.
+
+        Args:
+            order: parameters as they arrived, so often as they did.
+            used: those that this rank has used since its last reduction.
+        """
+        self.recorder.enter_forward(True)
+        self.prepare_for_backward(())
+        self._backward.replay(order, used)
 
     def _set_static_graph(self) -> None:
         """Called for `static_graph=True`; the reducer handles static and changing graphs alike.

@@ -181,6 +181,18 @@ class Backward:
             launching(job)
         return job
 
+    def replay(self, order: Iterable[int], used: Iterable[int]) -> None:
+        """Reduce what is in `.grad`, as if a backward had brought it to hooks (`TorchReducer.replay`)."""
+        self.running = True
+        self._recorder.enter(Phase.BACKWARD)
+        if self.reduced_once:
+            self.arrivals.count()
+        for i in used:
+            self.arrivals.used[i] = True
+        for i in order:
+            self.arrivals.again(i)
+        self._end()
+
     # At its end
 
     @torch.no_grad()

@@ -122,6 +122,12 @@ class FlightRecorder:
         self.row.begin(step + 1, at, self._plan, self._sent)
         self.row.began[Phase.AFTER] = at
 
+    def restart(self) -> None:
+        """Leave out of this step what has been since the last averages."""
+        self.since = clocks.now()
+        self.row.begin(self.row.step, self.since, self._plan, self._sent)
+        self.row.began[Phase.AFTER] = self.since
+
     # Asked
 
     def last_rows(self, count: int) -> list[Row]:

@@ -5,20 +5,18 @@ The script knows nothing of it. A step ends with the backward that reduces gradi
 
 from __future__ import annotations
 
-import functools
+import atexit
 import json
 import math
 import os
+import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
 
 from ..ddp import DistributedDataParallel, Shadow
@@ -26,7 +24,9 @@ from ..errors import SettingError
 from ..reduction.reducer import GradientReducer
 from ..transports import make_transport
 from . import contestants, probing
-from .orders import Orders
+from .listening import listen, loss_of
+from .orders import LEFT, Orders
+from .weights_from import WeightsFrom
 
 _training: Training | None = None
 
@@ -52,7 +52,7 @@ class Training:
         self._orders, self._turns = orders, orders.turns
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lead: weakref.ref[Any] | None = None  # the wrapper whose reductions are steps
-        self._place = open(f"{orders.record}.{model.process_group.rank()}", "wb", buffering=0)  # noqa: SIM115
+        self._place = _open_place(orders.record, model.process_group.rank())
         self._transport = make_transport(model.process_group, "cpu")
         self._cuda = model.device_type == "cuda"
         self._steps = 0
@@ -61,6 +61,7 @@ class Training:
         self._roots: list[float] = []
         self._seconds: list[float] = []
         self._clock = 0.0
+        self._weights: WeightsFrom | None = None
         self._shadow: Shadow | None = None
         self._measured = -1  # the step of what the shadow has found last
         parameters = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
@@ -72,7 +73,8 @@ class Training:
             transport=_transport_of(model),
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", self._transport.world_size)),
         )
-        self._listen()
+        listen(self)
+        atexit.register(self._say_left)
 
     def add(self, model: Any) -> None:
         """Let a new wrapper begin as the first contestant."""
@@ -82,18 +84,14 @@ class Training:
             self._write(missing=missing)
         if isinstance(model, TorchDDP):
             contestants.begin(model, self._orders.first)
+            if self._orders.weights_from and isinstance(model, DistributedDataParallel) and not self._why_fixed(model):
+                self._weights = WeightsFrom(model)
         if self._orders.shadow and not self._models and isinstance(model, DistributedDataParallel):
             self._shadow = Shadow(model, self._orders.shadow, self._orders.shadow_every)
         self._models.add(model)
         if not isinstance(model, TorchDDP):  # sharded: it has begun, and is in its first forward
             model.module.register_forward_pre_hook(lambda *_: self.forward(model))
             self.forward(model)
-
-    def _listen(self) -> None:
-        torch.autograd.backward = _around_backward(torch.autograd.backward, self)
-        torch.amp.GradScaler.scale = _remembering_loss(torch.amp.GradScaler.scale)  # type: ignore[method-assign]
-        for kind in (TorchDDP, DistributedDataParallel):
-            kind._pre_forward = _before_forward(kind._pre_forward, self)  # type: ignore[method-assign]
 
     def forward(self, model: Any) -> None:
         """Called before each forward of a wrapper."""
@@ -106,9 +104,13 @@ class Training:
         if len(self._turns) > 1 and (why := self._why_fixed(model)):
             self._write(fixed=why)
             self._leave()
+        if self._weights is not None:
+            self._weights.contest(model)
         if self._due is not None and (self._lead is None or self._lead() in (None, model)):
             if self._due == 0 and self._orders.probes:
                 self._probe(model)
+            if self._due == 0 and self._weights is not None:
+                self._write(copy_seconds=self._weights.copy_seconds())
             name, self._due = self._turns[self._due], None
             if len(self._turns) > 1:
                 contestants.take(model, name)
@@ -133,17 +135,25 @@ class Training:
         """Between one wrapper's steps another's backward may be pending, as in a GAN."""
         return "the script wraps several modules" if len(self._models) > 1 else contestants.why_fixed(model)
 
+    def before_backward(self) -> None:
+        """Called before each outermost backward."""
+        if self._weights is not None:
+            self._weights.look()
+
     def after_backward(self, roots: Any) -> None:
         """Called after each outermost backward."""
         if not self._turns:
-            self._roots.append(_loss(roots))
+            self._roots.append(loss_of(roots))
+        ended, reducer = self._now() if self._armed else 0.0, self._reducer()
+        if self._weights is not None:
+            self._weights.settle()
         if not self._armed:
             return
         self._armed = False
         self._steps += 1
         self._say_place(f"has ended step {self._steps}")
         if self._turns:
-            self._time_step()
+            self._time_step(ended, reducer)
         else:
             self._note_loss()
 
@@ -173,7 +183,18 @@ class Training:
             self._write(gradient_errors=found.errors, step=self._steps)
         return self._shadow.seconds
 
-    def _time_step(self) -> None:
+    def _now(self) -> float:
+        """When this rank has done what it was given so far, if steps are timed."""
+        if self._cuda and self._turns:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _reducer(self) -> Any:
+        """What reduces the gradients of the wrapper whose steps are counted."""
+        return None if self._lead is None else getattr(self._lead(), "reducer", None)
+
+    def _time_step(self, ended: float, reducer: Any) -> None:
+        """A step has ended, whose gradients `reducer` has reduced."""
         place = self._steps - self._orders.warm_up
         if place == 0:
             self._due = 0
@@ -182,43 +203,41 @@ class Training:
         turn, at = divmod(place - 1, self._orders.settle + self._orders.steps)
         if at < self._orders.settle - 1 or turn >= len(self._turns):
             return
-        if self._cuda:
-            torch.cuda.synchronize()
         if at == self._orders.settle - 1:
             self._meet()  # all ranks start together
-            self._clock = time.perf_counter()
+            self._clock = self._now()
             return
-        now = time.perf_counter()
-        self._seconds.append(now - self._clock)
-        self._clock = now
+        self._seconds.append(ended - self._clock)
+        self._clock = self._now()
         if len(self._seconds) == self._orders.steps:
             seconds = [self._seconds] if self._in_join else self._transport.exchange(self._seconds)
-            line = {"turn": turn, "contestant": self._turns[turn], "seconds": seconds, "flight": self._flight(turn)}
+            line = {"turn": turn, "contestant": self._turns[turn], "seconds": seconds}
+            line["flight"] = self._flight(turn, reducer)
             if self._orders.flights:
-                line["flights"] = self._transport.exchange(self._flights())
+                line["flights"] = self._transport.exchange(self._flights(reducer))
             self._write(**line)
             self._seconds = []
             self._due = turn + 1
             if self._due == len(self._turns):
                 self._leave()
 
-    def _flight(self, turn: int) -> dict[str, Any] | None:
+    def _flight(self, turn: int, reducer: Any) -> dict[str, Any] | None:
         """A step of this turn, the median, as this rank's flight record has it; None where our reducer did nothing."""
-        lead = None if self._lead is None else self._lead()
-        ours = isinstance(getattr(lead, "reducer", None), GradientReducer)
-        if not ours or self._turns[turn] in contestants.TORCHS:
+        if not isinstance(reducer, GradientReducer) or self._turns[turn] in contestants.TORCHS:
             return None
-        steps = lead.reducer.flight_record().steps[:-1][-self._orders.steps :]  # type: ignore[union-attr]
+        steps = reducer.flight_record().steps[:-1][-self._orders.steps :]
         return asdict(sorted(steps, key=lambda step: step.seconds or 0.0)[len(steps) // 2])
 
-    def _flights(self) -> list[dict[str, Any]]:
-        assert self._lead is not None
-        lead: Any = self._lead()
-        return probing.flights(lead.reducer.recorder.last_rows(self._orders.steps - 1))
+    def _flights(self, reducer: Any) -> list[dict[str, Any]]:
+        return probing.flights(reducer.recorder.last_rows(self._orders.steps - 1))
 
     def _say_place(self, text: str) -> None:
         self._place.seek(0)
         self._place.write(text.ljust(40).encode())
+
+    def _say_left(self) -> None:
+        if not hasattr(sys, "last_value"):  # else something was raised, of which there is more to say
+            self._say_place(f"{LEFT} after step {self._steps}")
 
     @property
     def _in_join(self) -> bool:
@@ -252,56 +271,22 @@ class Training:
         os._exit(0)
 
 
+def _open_place(record: str, rank: int) -> BinaryIO:
+    """The file in which this rank says where it is; nowhere, if it runs on another host that does not see the folder.
+
+    Raises:
+        SettingError: if that is rank 0, which writes what is measured.
+    """
+    seen = os.path.isdir(os.path.dirname(record))
+    if rank == 0 and not seen:
+        raise SettingError(
+            f"fastreduce compare: rank 0 runs on {socket.gethostname()}, which does not see {record}: give --out a "
+            "folder that it shares with the machine that compare runs on, or start compare where rank 0 is"
+        )
+    return open(f"{record}.{rank}" if seen else os.devnull, "wb", buffering=0)
+
+
 def _transport_of(model: Any) -> str:
     if not isinstance(model, TorchDDP):
         return str(model.transport_name)
     return model.reducer.transport.name if isinstance(model, DistributedDataParallel) else ""
-
-
-def _loss(roots: Any) -> float:
-    """The sum of what `backward` was called on, without a GradScaler's scale; NaN if that is no number."""
-    tensors = [roots] if isinstance(roots, Tensor) else list(roots)
-    values = [getattr(root, "_fastreduce_loss", root) for root in tensors]
-    if not all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
-        return math.nan
-    return math.fsum(value.detach().item() for value in values)
-
-
-def _around_backward(backward: Callable[..., None], training: Training) -> Callable[..., None]:
-    inside = False
-
-    @functools.wraps(backward)
-    def measured(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal inside
-        if inside:  # of a checkpoint
-            backward(tensors, *args, **kwargs)
-            return
-        inside = True
-        try:
-            backward(tensors, *args, **kwargs)
-        finally:
-            inside = False
-        training.after_backward(tensors)
-
-    return measured
-
-
-def _remembering_loss(scale: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(scale)
-    def measured(self: Any, outputs: Any) -> Any:
-        scaled = scale(self, outputs)
-        for loss, each in [(outputs, scaled)] if isinstance(outputs, Tensor) else zip(outputs, scaled, strict=True):
-            if each is not loss:
-                each._fastreduce_loss = loss.detach()
-        return scaled
-
-    return measured
-
-
-def _before_forward(pre_forward: Callable[..., Any], training: Training) -> Callable[..., Any]:
-    @functools.wraps(pre_forward)
-    def measured(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        training.forward(self)
-        return pre_forward(self, *inputs, **kwargs)
-
-    return _disable_dynamo(measured)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 VARIABLE = "_FASTREDUCE_ORDERS"
+LEFT = "has left the script"  # what a rank says last that has not come to the end of what is measured
 
 
 def order(contenders: Sequence[str], round_number: int) -> list[str]:
@@ -34,6 +35,7 @@ class Orders:
         keeps_torchs_class: torch's class stays torch's, since no other contestant comes.
         probes: settings whose stages are measured before the first turn (`probing.py`).
         flights: whether a turn's line has the flights of its steps, but for the first, before which ranks meet.
+        weights_from: the setting whose averages the optimizer sees, whoever is timed; "": the contestant's own.
     """
 
     record: str
@@ -49,6 +51,7 @@ class Orders:
     keeps_torchs_class: bool = False
     probes: tuple[str, ...] = ()
     flights: bool = False
+    weights_from: str = ""
 
     @property
     def turns(self) -> list[str]:

@@ -52,6 +52,7 @@ def main() -> None:
         raise
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
+        sys.last_value = error  # as Python itself leaves it: this process does not end because its script did
         if launched:
             _fail(error)
         sys.excepthook(type(error), error, error.__traceback__)

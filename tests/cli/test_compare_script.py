@@ -182,7 +182,10 @@ def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path
     options = ["--rounds", 0, "--train", 5, "--seeds", 2, "--seed", 3, "--settings", "none", "int8"]
     result = _invoke(tmp_path, "--ranks", 1, *options, SCRIPT, 9, "failing")
     assert result.exit_code == 7
-    assert "fastreduce compare: the training under int8 with seed 3 failed with exit code 7; " in result.stderr
+    assert (
+        "the training under int8 with seed 3 failed with exit code 7: rank 0 has left the script after step 3; "
+        in result.stderr
+    )
     assert "failed with exit code 7\n" in result.stderr.split("ends with")[1]
     assert "Missing: 3 of 4 trainings for quality." in result.stdout
     results = json.loads((tmp_path / "results.json").read_text())

@@ -16,7 +16,7 @@ from ...policy import Policy
 from ...run.contestants import TORCHS
 from . import digits
 from .ending import fail, make_folder
-from .script.plan import ROUNDS, make_plan
+from .script.plan import ROUNDS, find_nodes, make_plan
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]
 PLAIN_WIDTH = 118  # where output goes to a file or a CI log
@@ -144,6 +144,45 @@ def compare(
             rich_help_panel=SCRIPT,
         ),
     ] = None,
+    weights_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SETTING",
+            help="Whoever is timed, let the optimizer see the averages of this setting, so that training goes on as "
+            "under it alone.",
+            rich_help_panel=SCRIPT,
+        ),
+    ] = None,
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Start ranks by this command, to which theirs is added, such as 'mpirun -n 4' or 'srun -n 4'.",
+            rich_help_panel=SCRIPT,
+        ),
+    ] = None,
+    nnodes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            envvar="PET_NNODES",
+            help="Nodes, on each of which the same command runs, with --ranks of its own; the first one measures and "
+            "writes.",
+            rich_help_panel=SCRIPT,
+        ),
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(min=0, envvar="PET_NODE_RANK", help="Which of them this is, from 0.", rich_help_panel=SCRIPT),
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(envvar="PET_MASTER_ADDR", help="The first node's name or address.", rich_help_panel=SCRIPT),
+    ] = None,
+    master_port: Annotated[
+        int,
+        typer.Option(min=1, max=65535, envvar="PET_MASTER_PORT", help="A free port of it.", rich_help_panel=SCRIPT),
+    ] = 29500,
     device: Annotated[
         Device | None,
         typer.Option(
@@ -174,8 +213,19 @@ def compare(
     Prints a table and a verdict for each setting, and writes results.json, compare.png and report.html.
     """
     wrong = [name for name in ("device", "width", "batch") if words and _given(context, name)]
-    own = ("train", "seeds", "margin", "target", "timeout", "metric_line", "metric_file")
-    wrong += [name for name in own if not words and _given(context, name)]
+    of_script = (
+        "train",
+        "seeds",
+        "margin",
+        "target",
+        "timeout",
+        "metric_line",
+        "metric_file",
+        "weights_from",
+        "launch",
+    )
+    started = ("nnodes", "node_rank", "master_addr", "master_port")
+    wrong += [name for name in (*of_script, *started) if not words and _given(context, name)]
     if wrong:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         fail(f"{named}: for {'the built-in network' if words else 'a script'} only")
@@ -200,6 +250,9 @@ def compare(
             timeout,
             metric_line,
             metric_file,
+            weights_from,
+            launch,
+            find_nodes(nnodes, node_rank, master_addr, master_port),
         )
         make_folder(out)
         measure.run(plan, console)
@@ -228,4 +281,4 @@ def _is_setting(word: str) -> bool:
 
 def _given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
+    return source is not None and source.name == "COMMANDLINE"

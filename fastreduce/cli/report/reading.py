@@ -16,7 +16,7 @@ from ..compare.results import FORMAT, over
 from ..compare.script.equivalence import Equivalence
 from ..compare.script.plan import AGAIN, BASE
 from ..compare.script.quality import GradientErrors, Outcome, Quality
-from ..compare.script.speed import Speed, Turn
+from ..compare.script.speed import Speed, Turn, say_weights
 from ..compare.script.verdicts import Verdict, headline
 
 BOTH = ("command", "seconds", "versions", "machine")
@@ -133,6 +133,7 @@ def _of_a_script(data: Mapping[str, Any]) -> Comparison:
     errors = [_errors(each) for each in data.get("gradient_errors", [])]
     notes = [f"{name} was left out: {why.splitlines()[-1].strip()}." for name, why in data["left_out"].items() if why]
     notes += [f"Contestants ran in trainings of their own, in turns: {data['apart']}."] if data["apart"] else []
+    notes += [say_weights(plan["weights_from"], data["copy_seconds"])] if plan.get("weights_from") else []
     rounds = max((speed.rounds for speed in speeds.values()), default=0)
     facts = {
         "Script": shlex.join([*(["-m"] if plan["module"] else []), *plan["words"]]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from types import TracebackType
@@ -14,6 +15,7 @@ from ..ending import SignalError, fail, signals_end_ranks, write_page
 from ..progress import make_bar
 from ..results import over
 from . import plot, quality, report, speed, trainings
+from .nodes import FirstNode, follow
 from .plan import Plan
 from .report import Findings
 from .trainings import Line, Training, TrainingError
@@ -22,18 +24,27 @@ from .trainings import Line, Training, TrainingError
 def run(plan: Plan, console: Console) -> None:
     """Train, and report what was measured, all of it or what there was when a training failed or a signal came.
 
+    On several nodes that is done by the first one; the others start their ranks for it.
+
     Raises:
         typer.Exit: with a training's exit code if it failed, with 128 + the signal if one ended this process.
     """
+    if plan.nodes is not None and plan.nodes.rank:
+        follow(plan, plan.nodes, console)
     start = time.monotonic()
     findings = Findings()
     ended: tuple[str, int] | None = None
+    others: FirstNode | None = None
     try:
         with signals_end_ranks(), _Watch(plan, console) as watch:
+            if plan.nodes is not None:
+                others = FirstNode(plan.nodes)
+                watch.begin(f"waiting for {plan.nodes.count - 1} more at {plan.nodes.address}", 1)
+                others.meet(plan)
             if plan.rounds:
-                _measure_speed(plan, findings, watch)
+                _measure_speed(plan, findings, watch, others)
             if plan.trains:
-                _measure_quality(plan, findings, watch)
+                _measure_quality(plan, findings, watch, others)
     except TrainingError as error:
         ended = str(error), error.code
     except SignalError as error:
@@ -48,11 +59,13 @@ def run(plan: Plan, console: Console) -> None:
         report.print_report(console, plan, findings, summary)
         said = f"\n{findings.seconds:.0f} s, {over(findings.wrapped['transport'])}. {write_page(plan.out)}"
         console.print(said, highlight=False, markup=False, soft_wrap=True)
+    if others is not None:
+        others.end(*_told(plan, findings, ended))
     if ended is not None:
         fail(*ended)
 
 
-def _measure_speed(plan: Plan, findings: Findings, watch: _Watch) -> None:
+def _measure_speed(plan: Plan, findings: Findings, watch: _Watch, others: FirstNode | None) -> None:
     training = speed.rotation(plan)
     watch.begin("speed", plan.rounds)
     lines: list[Line] = []
@@ -65,13 +78,19 @@ def _measure_speed(plan: Plan, findings: Findings, watch: _Watch) -> None:
             watch.step(f"speed: round {done} of {plan.rounds}", quarter=4 * done // plan.rounds)
 
     try:
-        _train(plan, training, findings, on_line)
+        _train(plan, training, findings, on_line, others)
     finally:
         findings.turns = speed.read_rotation(plan, lines)
         findings.flights = speed.read_flights(plan, lines)
     findings.apart = speed.why_fixed(lines)
+    if findings.apart and plan.weights_from:
+        raise TrainingError(
+            f"--weights-from {plan.weights_from}: contestants cannot take turns within one training, because "
+            f"{findings.apart}; without it each has trainings of its own",
+            2,
+        )
     if findings.apart:
-        _measure_apart(plan, findings, watch)
+        _measure_apart(plan, findings, watch, others)
     elif not findings.turns:
         steps = speed.steps_needed(plan, findings.left_out, 6)
         raise TrainingError(
@@ -85,14 +104,14 @@ def _measure_speed(plan: Plan, findings: Findings, watch: _Watch) -> None:
         findings.missing.append(missing)
 
 
-def _measure_apart(plan: Plan, findings: Findings, watch: _Watch) -> None:
+def _measure_apart(plan: Plan, findings: Findings, watch: _Watch, others: FirstNode | None) -> None:
     planned = speed.apart(plan, findings.left_out)
     watch.begin("speed, in trainings that alternate", len(planned))
     for number, name, training in planned:
         if name in findings.left_out:
             continue
         try:
-            lines = _train(plan, training, findings, lambda _: None)
+            lines = _train(plan, training, findings, lambda _: None, others)
         except TrainingError as error:
             if name not in TORCHS or number:
                 raise
@@ -107,7 +126,7 @@ def _measure_apart(plan: Plan, findings: Findings, watch: _Watch) -> None:
         watch.step(f"speed: {name}, round {number + 1} of {speed.ROUNDS_APART}")
 
 
-def _measure_quality(plan: Plan, findings: Findings, watch: _Watch) -> None:
+def _measure_quality(plan: Plan, findings: Findings, watch: _Watch, others: FirstNode | None) -> None:
     planned = quality.trainings(plan)
     watch.begin("quality", len(planned) * max(plan.length, 1))
     for number, training in enumerate(planned):
@@ -119,7 +138,7 @@ def _measure_quality(plan: Plan, findings: Findings, watch: _Watch) -> None:
                 watch.step(text)
 
         before = quality.stamp_metric(plan, training)
-        lines = _train(plan, training, findings, on_line)
+        lines = _train(plan, training, findings, on_line, others)
         findings.outcomes.append(quality.read_outcome(plan, training, lines, before))
         findings.gradient_errors += quality.read_errors(training, lines)
         if not plan.length:
@@ -129,14 +148,17 @@ def _measure_quality(plan: Plan, findings: Findings, watch: _Watch) -> None:
         findings.missing.append(f"{steps}: the script ends after {min(short)}, --train asks for {plan.length}")
 
 
-def _train(plan: Plan, training: Training, findings: Findings, on_line: trainings.OnLine) -> list[Line]:
+def _train(
+    plan: Plan, training: Training, findings: Findings, on_line: trainings.OnLine, others: FirstNode | None
+) -> list[Line]:
     def note(line: Line) -> None:
         if "wrapped" in line and not findings.wrapped:
             findings.wrapped = line
         findings.left_out |= line.get("missing", {})
+        findings.copy_seconds = line.get("copy_seconds", findings.copy_seconds)
         on_line(line)
 
-    return trainings.run(plan, training, note)
+    return trainings.run(plan, training, note, others)
 
 
 def _rounds(findings: Findings) -> int:
@@ -152,6 +174,14 @@ def _what_is_missing(plan: Plan, findings: Findings) -> str:
     done = len(findings.outcomes)
     parts += [f"{len(planned) - done} of {len(planned)} trainings for quality"] if done < len(planned) else []
     return " and ".join(parts) or "nothing"
+
+
+def _told(plan: Plan, findings: Findings, ended: tuple[str, int] | None) -> tuple[int, str]:
+    """What the other nodes end with: an exit code, and where results are."""
+    said = f"node 0: {ended[0].splitlines()[0]}" if ended else ""
+    if findings.turns or findings.outcomes:
+        said += f"{'. ' if said else ''}Results are in {socket.gethostname()}:{(plan.out / 'results.json').resolve()}"
+    return 0 if ended is None else ended[1], said
 
 
 def _title(plan: Plan, findings: Findings) -> str:
@@ -170,11 +200,16 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         plan = self._plan
-        speed = f"--rounds {plan.rounds} --steps {plan.steps}: {', '.join(plan.contestants)}" if plan.rounds else ""
+        weights = f" --weights-from {plan.weights_from}" if plan.weights_from else ""
+        speed = (
+            f"--rounds {plan.rounds} --steps {plan.steps}{weights}: {', '.join(plan.contestants)}"
+            if plan.rounds
+            else ""
+        )
         length = plan.length or "whole"
         train = f"--train {length} --seeds {len(plan.seeds)}: {', '.join(plan.settings)}" if plan.trains else ""
         for line in filter(None, (speed, train)):
-            self._console.print(f"{plan.name}, --ranks {plan.ranks}, {line}.", highlight=False, markup=False)
+            self._console.print(f"{plan.name}, {plan.started}, {line}.", highlight=False, markup=False)
         self._bar.start()
         return self
 

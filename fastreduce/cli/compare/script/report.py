@@ -45,6 +45,7 @@ class Findings:
     gradient_errors: list[GradientErrors] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    copy_seconds: float = 0.0  # of a step's gradients, under --weights-from
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ def print_report(console: Console, plan: Plan, findings: Findings, summary: Summ
     """A table of speed and one of quality with their notes, as far as there are any, and the verdicts."""
     if summary.speeds:
         _print_table(console, _speed_table(summary), TIMES)
+        if plan.weights_from:
+            console.print(
+                speed.say_weights(plan.weights_from, findings.copy_seconds), style="dim", highlight=False, markup=False
+            )
     if findings.apart:
         console.print(f"Contestants ran in trainings of their own, in turns: {findings.apart}.", style="dim")
     for name, why in findings.left_out.items():
@@ -179,6 +184,7 @@ def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Find
         "missing": findings.missing,
         "left_out": findings.left_out,
         "apart": findings.apart,
+        "copy_seconds": findings.copy_seconds,
         "speed": {name: asdict(found) for name, found in summary.speeds.items()},
         "turns": [asdict(turn) for turn in findings.turns],
         "flights": {name: speed.typical(found) for name, found in findings.flights.items() if found},

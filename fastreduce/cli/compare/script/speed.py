@@ -59,8 +59,10 @@ def rotation(plan: Plan) -> Training:
         "warm_up": WARM_UP_STEPS,
         "settle": SETTLE_STEPS,
         "steps": plan.steps,
+        "weights_from": plan.weights_from,
     }
-    return Training("the training whose steps are timed", "speed", "speed", plan.seeds[0], BASE, orders)
+    first = plan.weights_from or BASE
+    return Training("the training whose steps are timed", "speed", "speed", plan.seeds[0], first, orders)
 
 
 def apart(plan: Plan, missing: Iterable[str]) -> list[tuple[int, str, Training]]:
@@ -122,6 +124,14 @@ def steps_needed(plan: Plan, gone: Iterable[str], rounds: int) -> int:
     """How many steps of the script so many rounds take."""
     contestants = len(set(plan.contestants) - set(gone))
     return WARM_UP_STEPS + rounds * contestants * (SETTLE_STEPS + plan.steps)
+
+
+def say_weights(setting: str, copy_seconds: float) -> str:
+    """What --weights-from does to the figures."""
+    return (
+        f"The optimizer saw the averages of {setting}, whoever was timed. For them each step also copies this "
+        f"rank's gradients, which takes about {copy_seconds * 1e3:.2g} ms of it; their reduction is not timed."
+    )
 
 
 def summarise(contestants: Sequence[str], measured: Sequence[Turn]) -> list[Speed]:

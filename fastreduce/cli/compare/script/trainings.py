@@ -14,23 +14,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TextIO
 
 from ....compression import ENVIRONMENT_VARIABLE
 from ....run.contestants import TORCHS
-from ....run.orders import Orders
+from ....run.orders import LEFT, Orders
 from ....run.replacement import SEED
 from .plan import BASE, Plan
 
 END_SECONDS = 15
 LOOK_SECONDS = 0.1
 SHOWN_LINES = 30
-# It ends with its parent, and its ranks with it; the folder that this is called in holds no modules of it.
+# The folder that this is called in holds no modules of it.
+_ELSEWHERE = "import ctypes, os, sys; sys.path[:1] == [''] and sys.path.pop(0); "
+_TIED = "os.getppid() == int(os.environ.pop('_FASTREDUCE_PARENT')) or os._exit(1); "
+# It ends with its parent, and its ranks with it.
 COMMAND = (
-    "import ctypes, os, sys; sys.path[:1] == [''] and sys.path.pop(0); ctypes.CDLL(None).prctl(1, 9); "
-    "os.getppid() == int(os.environ.pop('_FASTREDUCE_PARENT')) or os._exit(1); "
+    f"{_ELSEWHERE}ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}); {_TIED}"
     "from fastreduce.cli import main; main(prog_name='fastreduce')"
 )
+# A launcher of the user's likewise: SIGTERM lets it end its ranks, wherever they are.
+LAUNCH = f"{_ELSEWHERE}ctypes.CDLL(None).prctl(1, {signal.SIGTERM:d}); {_TIED}os.execvp(sys.argv[1], sys.argv[1:])"
+RANK = f"{_ELSEWHERE}from fastreduce.run import main; main()"
 
 Line = dict[str, Any]
 OnLine = Callable[[Line], None]
@@ -69,89 +74,120 @@ class Training:
     orders: dict[str, Any]
 
 
-def run(plan: Plan, training: Training, on_line: OnLine) -> list[Line]:
+class OtherNodes(Protocol):
+    """Those that start ranks of the same training."""
+
+    def tell(self, training: Training, record: Path) -> int:
+        """Let them begin one; returns the port of this node at which its ranks meet."""
+
+    def check(self) -> None:
+        """Raise TrainingError if one of them has left."""
+
+
+def run(plan: Plan, training: Training, on_line: OnLine, others: OtherNodes | None = None) -> list[Line]:
     """Run it to its end: the lines that rank 0 has written, each of which `on_line` sees when it comes.
 
     Raises:
         TrainingError: if it failed, or wrapped no module.
     """
-    logs = plan.out / "logs"
-    logs.mkdir(exist_ok=True)
-    log = logs / f"{training.label}.txt"
     lines: list[Line] = []
-    with tempfile.TemporaryDirectory(prefix="fastreduce-compare-") as folder, log.open("w") as output:
+    # Ranks of other hosts may see the folder of results.
+    shared = plan.out.resolve() if plan.launch or others is not None else None
+    with tempfile.TemporaryDirectory(prefix="fastreduce-compare-", dir=shared) as folder:
         record = Path(folder) / "record"
         record.touch()
-        only_torchs = {training.first, *training.orders.get("contestants", ())} <= set(TORCHS)
-        orders = Orders(record=str(record), first=training.first, keeps_torchs_class=only_torchs, **training.orders)
-        command = _command(plan, training)
-        environment = {
-            **os.environ,
-            **orders.environment(),
-            SEED: str(training.seed),
-            ENVIRONMENT_VARIABLE: BASE if training.first in TORCHS else training.first,
-            "_FASTREDUCE_PARENT": str(os.getpid()),
-        }
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which ends them
-        )
-        try:
-            with record.open() as file:
-                running, news, heard = True, "", time.monotonic()
-                while running:
-                    running = process.poll() is None
-                    for line in _new_lines(file):
-                        lines.append(line)
-                        on_line(line)
-                    seen = f"{len(lines)} {log.stat().st_size} {_places(record, plan.ranks)}"
-                    if seen != news:
-                        news, heard = seen, time.monotonic()
-                    silence = time.monotonic() - heard
-                    if lines and "done" in lines[-1] and silence > END_SECONDS:
-                        break  # what has started the ranks waits for them, or goes on
-                    if running and silence > plan.timeout:
-                        raise TrainingError(
-                            f"{training.what} took no step for {plan.timeout:g} s (--timeout): "
-                            f"{_places(record, plan.ranks)}; {log} ends with\n{_tail(log)}",
-                            1,
-                        )
-                    if running:
-                        time.sleep(LOOK_SECONDS)
-        finally:
-            _end(process)
+        port = others.tell(training, record) if others is not None else 0
+        with open_log(plan, training) as output:
+            log = Path(output.name)
+            process = start(plan, training, record, output, port)
+            try:
+                with record.open() as file:
+                    running, news, heard = True, "", time.monotonic()
+                    while running:
+                        running = process.poll() is None
+                        for line in _new_lines(file):
+                            lines.append(line)
+                            on_line(line)
+                        seen = f"{len(lines)} {log.stat().st_size} {_places(record, plan.ranks)}"
+                        if seen != news:
+                            news, heard = seen, time.monotonic()
+                        silence = time.monotonic() - heard
+                        if lines and "done" in lines[-1] and silence > END_SECONDS:
+                            break  # what has started the ranks waits for them, or goes on
+                        if running and others is not None and not (lines and "done" in lines[-1]):
+                            others.check()
+                        if running and silence > plan.timeout:
+                            raise TrainingError(
+                                f"{training.what} took no step for {plan.timeout:g} s (--timeout): "
+                                f"{_places(record, plan.ranks)}; {log} ends with\n{_tail(log)}",
+                                1,
+                            )
+                        if running:
+                            time.sleep(LOOK_SECONDS)
+            finally:
+                end(process)
+        left = ", ".join(place for place in _places(record, plan.ranks).split(", ") if LEFT in place)
     if process.returncode and not (lines and "done" in lines[-1]):
         code = process.returncode if process.returncode > 0 else 128 - process.returncode
-        raise TrainingError(f"{training.what} failed with exit code {code}; {log} ends with\n{_tail(log)}", code)
+        why = f": {left}" if left else _why(log)
+        raise TrainingError(f"{training.what} failed with exit code {code}{why}; {log} ends with\n{_tail(log)}", code)
     if not lines:
+        where = f"{plan.ranks} ranks that `fastreduce run` starts" if plan.ranks else f"the ranks of {plan.started}"
         raise TrainingError(
             f"{training.what} made no DistributedDataParallel, so there is nothing to compare: {plan.name} must wrap "
-            f"its model in torch's class or ours, or shard it with fully_shard, in {plan.ranks} ranks that "
-            f"`fastreduce run` starts; its output is in {log}",
+            f"its model in torch's class or ours, or shard it with fully_shard, in {where}; its output is in {log}",
             2,
         )
     return lines
 
 
+def open_log(plan: Plan, training: Training) -> TextIO:
+    """Where what this machine's ranks print goes."""
+    logs = plan.out / "logs"
+    logs.mkdir(exist_ok=True)
+    return (logs / f"{training.label}.txt").open("w")
+
+
+def start(plan: Plan, training: Training, record: Path, output: TextIO, port: int) -> subprocess.Popen[bytes]:
+    """Start its ranks, on several nodes those of this one, which meet at `port` of the first."""
+    only_torchs = {training.first, *training.orders.get("contestants", ())} <= set(TORCHS)
+    orders = Orders(record=str(record), first=training.first, keeps_torchs_class=only_torchs, **training.orders)
+    told = {
+        **orders.environment(),
+        SEED: str(training.seed),
+        ENVIRONMENT_VARIABLE: BASE if training.first in TORCHS else training.first,
+    }
+    return subprocess.Popen(
+        _command(plan, training, told, port),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **told, "_FASTREDUCE_PARENT": str(os.getpid())},
+        start_new_session=True,  # Ctrl-C reaches this process alone, which ends them
+    )
+
+
+def _command(plan: Plan, training: Training, told: dict[str, str], port: int) -> list[str]:
+    filled = [fill(word, plan, training.setting, training.seed) for word in plan.words[1:]]
+    script = [*(["-m"] if plan.module else []), plan.name, *filled]
+    if plan.launch:  # which may take no variables along to other hosts
+        words = [*plan.launch, "env", *(f"{name}={value}" for name, value in told.items())]
+        return [sys.executable, "-c", LAUNCH, *words, sys.executable, "-c", RANK, *script]
+    ranks = [] if plan.ranks == 1 and plan.nodes is None else ["--nproc-per-node", str(plan.ranks)]
+    if (nodes := plan.nodes) is not None:
+        where = {"nnodes": nodes.count, "node-rank": nodes.rank, "master-addr": nodes.address, "master-port": port}
+        ranks += [f"--{name}={value}" for name, value in where.items()]
+    return [sys.executable, "-c", COMMAND, "run", *ranks, *script]
+
+
 def _places(record: Path, ranks: int) -> str:
-    """Where each rank is, as far as it has come to its DistributedDataParallel."""
+    """Where each rank is, as far as it has come to its DistributedDataParallel, and this machine sees."""
     notes = {int(note.suffix[1:]): note.read_text() for note in record.parent.glob(f"{record.name}.*")}
     places = (
         f"rank {rank} {notes.get(rank, 'has wrapped no module').strip() or 'has begun no step'}"
-        for rank in range(max([ranks, *(rank + 1 for rank in notes)]))
+        for rank in sorted({*range(ranks), *notes})
     )
-    return ", ".join(places)
-
-
-def _command(plan: Plan, training: Training) -> list[str]:
-    filled = [fill(word, plan, training.setting, training.seed) for word in plan.words[1:]]
-    ranks = [] if plan.ranks == 1 else ["--nproc-per-node", str(plan.ranks)]
-    module = ["-m"] if plan.module else []
-    return [sys.executable, "-c", COMMAND, "run", *ranks, *module, plan.name, *filled]
+    return ", ".join(places) or "no rank has wrapped a module"
 
 
 def fill(text: str, plan: Plan, setting: str, seed: int) -> str:
@@ -175,7 +211,13 @@ def _tail(log: Path) -> str:
     return "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _why(log: Path) -> str:
+    """The message of the last error in a log, behind a colon; "" where there is none."""
+    found = re.findall(r"^(?:\[rank \d+\] )?[\w.]+(?:Error|Exception): (.+)", log.read_text(errors="replace"), re.M)
+    return f": {found[-1]}" if found else ""
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
     """End the launcher, which ends its ranks."""
     if process.poll() is None:
         process.terminate()

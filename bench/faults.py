@@ -92,7 +92,7 @@ KINDS: Mapping[str, Kind] = {
         r"^Rank {victim} has ended, in forward.*: it raised RuntimeError: a bad batch$",
         ("forward",),
     ),
-    "exit": Kind("sys.exit(0)", r"^Rank {victim} has ended, .*its script has come to its end, or called sys.exit"),
+    "exit": Kind("sys.exit(0)", r"^Rank {victim} has ended.*: its script has come to its end, or called sys.exit"),
     "lock": Kind(
         "waits for a lock that nobody releases",
         r"^Rank {victim}, [\d.]+ s ago, was (between|in (for|back)ward)(.*\n)*.* in take_lock\n +lock\.acquire\(\)",

@@ -249,10 +249,10 @@ def _figures(rows: Sequence[Row]) -> _Figures:
     queued = [math.fsum(row.queued[phase] for phase in OWN) for row in counted]
     all_own = [math.fsum(row.seconds[phase] for phase in OWN) for row in counted]
     work = [a - b for a, b in zip(all_own, queued, strict=True)]
-    parts = [
+    compute, data, optimizer = (
         _mean([math.fsum(row.seconds[p] - row.queued[p] - row.collected[p] for p in phases) for row in counted])
         for phases in PARTS.values()
-    ]
+    )
     return _Figures(
         _mean([row.end - row.start for row in counted]),
         _mean(waits),
@@ -261,7 +261,9 @@ def _figures(rows: Sequence[Row]) -> _Figures:
         waits[len(waits) // 10],
         longest.seconds[Phase.WAITING],
         longest.step,
-        *parts,
+        compute,
+        data,
+        optimizer,
         _mean([math.fsum(row.collected[phase] for phase in OWN) for row in counted]),
         _mean(queued),
     )

@@ -84,8 +84,8 @@ class Whereabouts:
     def say_last_word(self, rank: int) -> None:
         """Write why this rank's process ends, and what it did, where a wrapper is there still."""
         alive = all_recorders()
-        doing = f"{alive[-1].doing()}: " if alive else ""
-        self._store.set(f"end of {rank}", json.dumps([introduction(), doing + _why_it_ends()]))
+        doing = f", {alive[-1].doing()}" if alive else ""
+        self._store.set(f"end of {rank}", json.dumps([introduction(), f"{doing}: {_why_it_ends()}"]))
 
     def ask(self, rank: int, mine: FlightRecorder) -> str:
         """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing."""
@@ -102,7 +102,7 @@ class Whereabouts:
                 if end is not None:
                     ended, text = decode(end, rank, lambda message: of_types(message, list, str))
                     if ended == known:
-                        return f"Rank {rank} has ended, {text.rstrip()}"
+                        return f"Rank {rank} has ended{text.rstrip()}"
                 fate = fate or why_out_of_reach(address)
         fate += NO_LAST_WORD if fate.endswith("has ended") else ""
         if told is None:

@@ -25,7 +25,7 @@ TOLD = {
     "killed": r"Rank 1 has not told where it is: its process \d+ has ended\. It said nothing at its end, .* killed",
     "raised": r"Rank 1 has ended, between its optimizer's step .*, in step 20: it raised ValueError: no such file\n"
     r"(.*\n)+.* in load_batch\n",
-    "exited": r"Rank 1 has ended, .*: its script has come to its end, or called sys\.exit\.",
+    "exited": r"Rank 1 has ended.*: its script has come to its end, or called sys\.exit\.",
     "collective": r"Rank 1, \d\.\d s ago, was between its optimizer's step .*, in step 20\. It was in "
     r"torch\.distributed\.all_reduce \(line \d+ of .*/late_jobs\.py, in load_batch\), while this rank averages ",
     "forward": r"Rank 1, \d\.\d s ago, was between .*, in step 29\. Up to its last averages it ran 30 forward\(s\) to "

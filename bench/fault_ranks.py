@@ -188,11 +188,17 @@ def train(job: Job) -> None:
     optimizer.register_step_pre_hook(lambda *_: fault("optimizer"))
     last = CLEAN_STEPS if kind == "clean" else job.step + LEFT if kind == "batch" else STEPS
 
-    def step(accumulated: int) -> None:
+    def step(accumulated: int) -> bool:
+        """Whether this rank was told something, as all are in the same backward."""
         for _ in range(accumulated):
             ddp(torch.randn(BATCH, WIDTH)).square().mean().backward()
+            found = ddp.reducer.stragglers()
+            if found is not None and (found.late or found.notes):
+                print(f"told at {time.time()}: {'; '.join([*map(str, found.late), *found.notes])}", flush=True)
+                return True
         optimizer.step()
         optimizer.zero_grad()
+        return False
 
     for fault.step in range(last):
         if fault.now and kind not in ONCE:
@@ -210,11 +216,8 @@ def train(job: Job) -> None:
         if fault.step == job.step and kind == "disk":
             save_checkpoint(Path(job.disk, "snapshot"), model=ddp, optimizer=optimizer)
         with ddp.no_sync() if fault.now and kind == "no_sync" else nullcontext():
-            step(1 if kind != "backwards" else 3 if fault.on else 2)
-        found = ddp.reducer.stragglers()
-        if found is not None and (found.late or found.notes):
-            print(f"told at {time.time()}: {'; '.join([*map(str, found.late), *found.notes])}", flush=True)
-            return
+            if step(1 if kind != "backwards" else 3 if fault.on else 2):
+                return
     if kind == "batch":
         evaluate()
     print(f"trained {last} steps", flush=True)

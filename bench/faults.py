@@ -85,8 +85,8 @@ def _line(told: str) -> str:
 ANY = ("data", "forward", "backward")
 UNEVEN = r"rank {victim} is out of step: in the last \d+ averages it ran "
 KINDS: Mapping[str, Kind] = {
-    "SIGSTOP": Kind("is stopped", r"^Rank {victim} .*its process \d+ is stopped \(SIGSTOP\)", ANY),
-    "SIGKILL": Kind("kill -9", r"^Rank {victim} .*its process \d+ has ended. It said nothing at its end.*killed", ANY),
+    "SIGSTOP": Kind("is stopped", r"^Rank {victim}\b.*its process \d+ is stopped \(SIGSTOP\)", ANY),
+    "SIGKILL": Kind("kill -9", r"^Rank {victim}\b.*its process \d+ has ended. It said nothing at its end.*killed", ANY),
     "exception": Kind(
         "raises in forward",
         r"^Rank {victim} has ended, in forward.*: it raised RuntimeError: a bad batch$",

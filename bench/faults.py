@@ -32,7 +32,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.commands import end, with_environment
+from tests.support.commands import ROOT, end, with_environment
 from tests.support.fork_server import run_as_script, server
 from tests.support.two_nodes import ADDRESSES, INTERFACE, two_nodes
 
@@ -221,9 +221,14 @@ def run(name: str, seed: int) -> dict[str, Any]:
         "setting": job.setting,
         "step": job.step,
         "load": round(load, 1),
-        "told": next((match[0][:300] for text in told if (match := kind.expects(job.victim).search(text))), ""),
+        "told": _first_line(next((found[0] for t in told if (found := kind.expects(job.victim).search(t))), ""), text),
         **({} if right else {"output": {rank: output[rank][-4000:] for rank in output}}),
     }
+
+
+def _first_line(told: str, folder: str) -> str:
+    """Without this machine's paths."""
+    return told.partition("\n")[0].replace(f"{folder}/", "").replace(f"{ROOT}/", "")[:300]
 
 
 def _told(text: str) -> str:

@@ -9,18 +9,18 @@ SECONDS = 0.5
 PORT = 9  # of the service that discards what comes; a host without it refuses, and so is there
 
 
-def own_address() -> str:
-    """This host's address on the way to MASTER_ADDR; "" where there is none. Nothing is sent."""
+def addresses() -> tuple[str, str]:
+    """This host's address on the way to MASTER_ADDR, and that one's; "" where there is none. Nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ.get("MASTER_ADDR", ""), PORT))
-            return str(probe.getsockname()[0])
+            return probe.getsockname()[0], probe.getpeername()[0]
     except OSError:  # or an address of another family
-        return ""
+        return "", ""
 
 
 def why_out_of_reach(address: str) -> str:
-    """As a clause, why a host cannot be reached; "" where it answers, or has no address."""
+    """As a clause, why a host cannot be reached; "" where it answers, or has none. Looking up a name would wait."""
     if not address:
         return ""
     try:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..environment.exits import Exit, at_exit
 from ..environment.fates import fate, introduction
-from ..environment.hosts import own_address, why_out_of_reach
+from ..environment.hosts import addresses, why_out_of_reach
 from ..environment.stacks import OURS, collective_under_way, python_stacks
 from ..errors import TransportError
 from ..transports.messages import decode, of_types
@@ -62,13 +62,14 @@ class Whereabouts:
     """
 
     def __init__(self, store: StoreClient, seconds: float) -> None:
-        self.group = store
+        self.group, self._holder = store, ""  # the address of who holds the store
         self._store = store.at("fastreduce/whereabouts", SOON_SECONDS)
         self.patience = min(LONGEST, max(SHORTEST, seconds / PART))
 
     def introduce(self, rank: int) -> None:
         """Write which process a rank is, and where."""
-        self._store.set(f"process of {rank}", json.dumps([*introduction(), own_address()]))
+        own, self._holder = addresses()
+        self._store.set(f"process of {rank}", json.dumps([*introduction(), own]))
 
     def tell(self, rank: int) -> None:
         """Write where this rank's process is."""
@@ -127,7 +128,7 @@ class Whereabouts:
         try:
             self._store.has("any")
         except TransportError:
-            why = why_out_of_reach(os.environ.get("MASTER_ADDR", ""))
+            why = why_out_of_reach(self._holder)
             return f"As to the store: {why}." if why else ""
         return ""
 
@@ -215,6 +216,7 @@ class _Watch:
 
     def _work(self, stop: threading.Event) -> None:
         before: list[tuple[int, int]] = []
+        met: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
         since = told = clocks.now()
         patience = SHORTEST
         while not stop.wait(patience / 2):
@@ -235,7 +237,8 @@ class _Watch:
                 if place.group in self._gone:
                     continue
                 try:
-                    if place.group not in self._introduced:
+                    if place not in met:
+                        met.add(place)
                         self._introduced[place.group] = rank
                         place.introduce(rank)
                     if stalls:

@@ -122,10 +122,10 @@ class _Connection:
 
     def _hang_up(self, gloo: Any) -> None:
         """Close all sockets: what waits on them, here and on the peers, fails."""
-        if gloo is not None:
+        others = [rank for rank in range(self.size) if rank != self.rank and gloo is not None]
+        for rank in others:  # one of them still connected
             with contextlib.suppress(RuntimeError):
-                nothing = gloo.recv([torch.empty(1)], (self.rank + 1) % self.size, NEVER_SENT)
-                nothing.wait(timedelta(milliseconds=1))
+                gloo.recv([torch.empty(1)], rank, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Two all-gathers: lengths, then bytes."""

@@ -30,8 +30,10 @@ TOLD = {
     r"torch\.distributed\.all_reduce \(line \d+ of .*/late_jobs\.py, in load_batch\), while this rank averages ",
     "forward": r"Rank 1, \d\.\d s ago, was between .*, in step 29\. Up to its last averages it ran 30 forward\(s\) to "
     r"be averaged, this rank 29: a forward had no backward",
-    "other": r"Rank 1, \d\.\d s ago, was waiting for other ranks, for .*, in step 1\."
-    r" Its Python stacks:\nMainThread:\n(.*\n)+.* in main\n",
+    # Both time out at once, and this one may have ended by its own error before it is asked for.
+    "other": r"Rank 1(, \d\.\d s ago, was waiting for other ranks, for .*, in step 1\. Its Python stacks:\n"
+    r"MainThread:\n(.*\n)+.* in main\n"
+    r"| has ended, waiting for other ranks, for .*, in step 1: TransportError: rank 1 of )",
     "skipped": r"Rank 1, \d\.\d s ago, was between its optimizer's step and its forward \(.*, in step 29\."
     r" Its Python stacks:\nMainThread:\n(.*\n)+.* in evaluate\n",
     "no_sync": r"Rank 1, \d\.\d s ago, was between its optimizer's step and its forward \(.*, in step 29\."

@@ -26,10 +26,16 @@ def write(value: Any, file: Path) -> None:
 
     Raises:
         CheckpointError: if `value` could not be read again.
+        OSError: if the disk is full, or fails.
     """
     try:
         with file.open("wb") as stream:
-            torch.save(value, stream)
+            try:
+                torch.save(value, stream)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch tells of a full disk that a position is unexpected
+                    raise error.__context__ from None
+                raise
             stream.flush()
             os.fsync(stream.fileno())
         check_plain(file)

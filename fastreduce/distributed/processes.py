@@ -234,6 +234,7 @@ def _work(rank: _Rank, pipe: Connection, job: bytes) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException as error:
+        sys.last_value = error  # as the interpreter has it: exit handlers tell those who wait for this rank
         data = pickle.dumps(("failure", (f"failed:\n{traceback.format_exc().rstrip()}", _pickled(error))))
     pipe.send_bytes(data)
     if rank.start_method == "fork":  # what the parent registered is not for this process

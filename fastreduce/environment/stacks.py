@@ -46,6 +46,25 @@ def python_stacks(frames: int = 100, threads: int = 100, ours: bool = True) -> s
     return "".join(parts[:threads])
 
 
+COLLECTIVES = {
+    "torch/distributed/distributed_c10d.py": "torch.distributed",
+    **{f"fastreduce/distributed/{name}.py": "fastreduce.distributed" for name in ("collectives", "process_groups")},
+}
+"""Where functions are that wait for other ranks → how they are called."""
+
+
+def collective_under_way() -> str:
+    """The collective in which the main thread is, and where that was called; "" where it is in none."""
+    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    for place, frame in enumerate(frames):
+        module = next((name for where, name in COLLECTIVES.items() if where in frame.filename), None)
+        if module is not None and not frame.name.startswith(("_", "wrapper")):
+            callers = [each for each in frames[:place] if each.name != "wrapper"]
+            at = f" (line {callers[-1].lineno} of {callers[-1].filename}, in {callers[-1].name})" if callers else ""
+            return f"{module}.{frame.name}{at}"
+    return ""
+
+
 def dump_at_signal(tell: Callable[[], str]) -> None:
     """Print `tell()` and all stacks to stderr at a signal: USR1, or the one that FASTREDUCE_DUMP_SIGNAL names.
 

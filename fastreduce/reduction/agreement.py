@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def check_agreement(transport: Transport, description: Description, error: Exception | None = None) -> None:
-    """Hold every rank's description (name → text, in order) against rank 0's.
+    """Hold every rank's description (name → text, in order) against that of most ranks, or of rank 0 if all differ.
 
     A rank that already knows that it cannot go on passes its error, so that no other rank waits for it.
 
@@ -42,15 +43,17 @@ def check_agreement(transport: Transport, description: Description, error: Excep
     for rank, (_, text) in enumerate(told):
         if text is not None:
             raise MismatchError(f"rank {rank} could not be set up: {text}")
-    if len({digest for digest, _ in told}) == 1:
+    digests = [digest for digest, _ in told]
+    if len(set(digests)) == 1:
         return
+    usual = digests.index(statistics.mode(digests))
     everybody = checked(transport.exchange(dict(description)), _description, "description of its settings")
     for rank, other in enumerate(everybody):
-        difference = _first_difference(everybody[0], other)
+        difference = _first_difference(everybody[usual], other)
         if difference is not None:
             name, first, second = difference
             raise MismatchError(
-                f"ranks differ in {name}: rank 0 has {first}, rank {rank} has {second}. "
+                f"ranks differ in {name}: rank {usual} has {first}, rank {rank} has {second}. "
                 "Build the same model with the same settings on every rank"
             )
 

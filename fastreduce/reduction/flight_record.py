@@ -52,6 +52,8 @@ class Row:
         end: when its own were.
         began: by phase, when it began first.
         seconds: by phase, how long it took in all.
+        queued: by phase, how much of that its thread waited for a processor core.
+        collected: by phase, how much of it a core spent on collecting garbage.
         plan: the buckets.
         sent: by bucket, the bytes that this rank sends of it, by stage on the wire.
         ready: by bucket, when it was full.
@@ -61,6 +63,7 @@ class Row:
     def __init__(self) -> None:
         self.step, self.start, self.end = -1, 0.0, 0.0
         self.began, self.seconds = array("d", _NO_TIMES), array("d", _NO_TIMES)
+        self.queued, self.collected = array("d", _NO_TIMES), array("d", _NO_TIMES)
         self.plan: BucketPlan | None = None
         self.sent: Sequence[Mapping[str, int]] = ()
         self.ready, self.points = array("d"), array("d")
@@ -76,7 +79,7 @@ class Row:
     def begin(self, step: int, start: float, plan: BucketPlan | None, sent: Sequence[Mapping[str, int]] = ()) -> None:
         """Record another step."""
         self.step, self.start, self.end = step, start, 0.0
-        self.began[:] = self.seconds[:] = _NO_TIMES
+        self.began[:] = self.seconds[:] = self.queued[:] = self.collected[:] = _NO_TIMES
         self.lay_out(plan, sent)
         self.ready[:] = self._not_ready
 

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .bucketed import BucketJob
 from .buckets import BucketPlan
 from .clocks import Clock
 from .flight_record import FlightRecord, Phase, Row, step_of
+from .lost_time import collected, notice_collections, queued
 from .pipeline import BucketPipeline, Point
 
 STEPS = 64  # that are kept
@@ -30,6 +31,22 @@ DOING = {
     Phase.BACKWARD: "in backward",
     Phase.WAITING: "waiting for other ranks",
 }
+
+
+class Counts(NamedTuple):
+    """What a rank has done so far, which others do as often.
+
+    Attributes:
+        averages: steps reduced to which it brought gradients.
+        forwards: those whose backwards are to be reduced.
+        unreduced: those whose backwards are not (`no_sync`).
+        optimizer_steps: those of torch's optimizers of the parameters, where they are not compiled.
+    """
+
+    averages: int
+    forwards: int
+    unreduced: int
+    optimizer_steps: int
 
 
 class FlightRecorder:
@@ -47,8 +64,8 @@ class FlightRecorder:
         phase: what this rank does.
         since: since when.
         changes: how often that has changed; a rank that stalls changes nothing.
-        unreduced: forwards so far whose backwards are not to be reduced (`no_sync`).
-        unreduced_before: the same, up to the last averages.
+        counts: what it has done so far.
+        counts_before: the same, up to the last averages.
         waits: whether each step waits for its end on devices, so that their points are known.
         on_phase: called with each phase that has ended, when it began and when it ended.
         on_step: called with each step that has ended; what its row holds is overwritten some steps later.
@@ -60,7 +77,7 @@ class FlightRecorder:
         self.on_phase: list[Callable[[Phase, float, float], None]] = []
         self.on_step: list[Callable[[Row], None]] = []
         self.changes, self.waits = 0, False
-        self.unreduced = self.unreduced_before = 0
+        self.counts = self.counts_before = Counts(0, 0, 0, 0)
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
         self._sent: list[dict[str, int]] = []
@@ -69,6 +86,9 @@ class FlightRecorder:
         self.phase, self.since = Phase.DATA, clocks.now()
         self.row = Row()
         self.row.begin(0, self.since, None)
+        self._thread, self._queued = queued()
+        self._collected = collected()
+        notice_collections()
         _notice_optimizers()
         _of_optimizer.clear()
         _alive.add(self)
@@ -88,15 +108,26 @@ class FlightRecorder:
         self._change(phase, at)
         if not row.began[phase]:
             row.began[phase] = at
+        if phase is Phase.OPTIMIZER:
+            self._count(optimizer_steps=1)
 
     def enter_forward(self, reduced: bool) -> None:
         """A forward begins, whose backward is to be reduced or not."""
         self.enter(Phase.FORWARD)
-        self.unreduced += not reduced
+        self._count(forwards=int(reduced), unreduced=int(not reduced))
+
+    def _count(self, averages: int = 0, forwards: int = 0, unreduced: int = 0, optimizer_steps: int = 0) -> None:
+        a, f, u, o = self.counts
+        self.counts = Counts(a + averages, f + forwards, u + unreduced, o + optimizer_steps)
 
     def _change(self, phase: Phase, at: float) -> None:
-        before, since = self.phase, self.since
-        self.row.seconds[before] += at - since
+        before, since, row = self.phase, self.since, self.row
+        row.seconds[before] += at - since
+        (thread, waited), garbage = queued(), collected()
+        if thread == self._thread:
+            row.queued[before] += max(0.0, waited - self._queued)
+        row.collected[before] += garbage - self._collected
+        self._thread, self._queued, self._collected = thread, waited, garbage
         for told in self.on_phase:
             told(before, since, at)
         self.phase, self.since = phase, at
@@ -114,7 +145,8 @@ class FlightRecorder:
         at = clocks.now()  # behind the reading: where that waits for a device, averages are there when it ends
         self._change(Phase.AFTER, at)
         row.step, row.end = step, at
-        self.unreduced_before = self.unreduced
+        self._count(averages=int(row.seconds[Phase.BACKWARD] > 0))
+        self.counts_before = self.counts
         self._rows.append(row)
         for told in self.on_step:
             told(row)

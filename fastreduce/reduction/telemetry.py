@@ -41,7 +41,8 @@ class Telemetry:
         transport, self._buckets = buckets.transport, buckets
         self.recorder = FlightRecorder(transport.rank, transport.world_size, buckets.gradients.parameters, used)
         self.nonfinite = NonFiniteSteps()
-        self.stragglers = Stragglers(self.recorder)
+        names, parameters = buckets.gradients.names, buckets.gradients.parameters
+        self.stragglers = Stragglers(self.recorder, names, parameters)
         self.counters = Counters(self.recorder, self.stragglers, self.nonfinite)
         self.files: CounterFiles | None = None
         self.trace: Trace | None = None

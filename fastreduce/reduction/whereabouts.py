@@ -3,35 +3,50 @@
 1. One thread of the process looks now and then whether its recorders go on. That costs nobody anything.
 2. Where none has for a quarter of the timeout, it writes what this rank does, and its Python stacks, into the store,
    and again after each such time. Ranks that wait for another do so, too: what counts is what the missing ones say.
-3. Who has waited in vain reads what the missing ranks have told. One that is stopped tells nothing: its process id is
-   in the store since the first look, and on the same host the system knows what has become of it.
+3. A rank that ends tells why: an exception, or the end of its script.
+4. Who has waited in vain reads what the missing ranks have told. One that is stopped, or was killed, tells nothing: its
+   process id is in the store since the first look, and on the same host the system knows what has become of it; of
+   another host it is looked whether it can be reached.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
+import traceback
 import weakref
 from contextlib import suppress
 from typing import Any
 
 from ..environment.exits import Exit, at_exit
 from ..environment.fates import fate, introduction
-from ..environment.stacks import OURS, python_stacks
+from ..environment.hosts import addresses, why_out_of_reach
+from ..environment.stacks import OURS, collective_under_way, python_stacks
 from ..errors import TransportError
 from ..transports.messages import decode, of_types
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import clocks
-from .flight_recorder import FlightRecorder, all_recorders
+from .flight_recorder import Counts, FlightRecorder, all_recorders
 
 SHORTEST, LONGEST = 0.5, 30.0  # seconds without a change after which a rank tells where it is
 PART = 4  # of the timeout
 NAMED = 3  # ranks of which an error tells
 FRAMES, THREADS = 20, 4  # of stacks that are told
 EXIT_SECONDS = 0.5
-UNKNOWN = -1  # a count of one wrapper's, in a process that has several
+LAST_FRAMES, LAST_TEXT = 3, 1000  # of an exception: calls, and characters of what it says
+UNKNOWN = "it is stopped, gone or out of reach"
+NO_LAST_WORD = (
+    ". It said nothing at its end, as exceptions and the ends of scripts do: it was killed (kill -9, out of memory), "
+    "has crashed, or had destroyed its process group"
+)
+COUNTED = (  # of `Counts`: what, and what it means where ranks differ
+    ("forwards", "forward(s) to be averaged", "a forward had no backward, or evaluated without torch.no_grad()"),
+    ("unreduced", "forward(s) in no_sync", "if they are to be as many, one of its backwards was left out, or one here"),
+    ("optimizer_steps", "optimizer step(s)", "if they are to be as many, it ran another number of backwards for each"),
+)
 
 
 class Whereabouts:
@@ -40,15 +55,21 @@ class Whereabouts:
     Args:
         store: the client of the group's store.
         seconds: the group's timeout.
+
+    Attributes:
+        group: the client.
+        patience: seconds without a change after which a rank tells where it is.
     """
 
     def __init__(self, store: StoreClient, seconds: float) -> None:
+        self.group, self._holder = store, ""  # the address of who holds the store
         self._store = store.at("fastreduce/whereabouts", SOON_SECONDS)
         self.patience = min(LONGEST, max(SHORTEST, seconds / PART))
 
     def introduce(self, rank: int) -> None:
-        """Write which process a rank is."""
-        self._store.set(f"process of {rank}", json.dumps(introduction()))
+        """Write which process a rank is, and where."""
+        own, self._holder = addresses()
+        self._store.set(f"process of {rank}", json.dumps([*introduction(), own]))
 
     def tell(self, rank: int) -> None:
         """Write where this rank's process is."""
@@ -56,42 +77,84 @@ class Whereabouts:
         if not alive:  # the last one has just ended
             return
         latest = alive[-1]  # what the process does; other wrappers stand still meanwhile
-        counted = latest.unreduced_before if len(alive) == 1 else UNKNOWN
+        counted = list(latest.counts_before) if len(alive) == 1 else []  # these are of one wrapper
         stacks = python_stacks(FRAMES, THREADS, ours=False)
-        told = [latest.doing(), time.time(), latest.row.step, counted, stacks]
+        told = [latest.doing(), time.time(), latest.row.step, counted, collective_under_way(), stacks]
         self._store.set(f"rank {rank}", json.dumps(told))
+
+    def say_last_word(self, rank: int) -> None:
+        """Write why this rank's process ends, and what it did, where a wrapper is there still."""
+        alive = all_recorders()
+        doing = f", {alive[-1].doing()}" if alive else ""
+        self._store.set(f"end of {rank}", json.dumps([introduction(), f"{doing}: {_why_it_ends()}"]))
 
     def ask(self, rank: int, mine: FlightRecorder) -> str:
         """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing."""
+        keys = [f"process of {rank}", f"rank {rank}", f"end of {rank}"]
         try:
-            process, told = self._store.read(f"process of {rank}"), self._store.read(f"rank {rank}")
+            process, told, end = [self._store.read(key) for key in keys]
         except TransportError as error:
             return f"Nobody can be asked where rank {rank} is: {error}."
         fate = ""
         with suppress(TransportError):
-            fate = "" if process is None else decode(process, rank, _fate)
+            if process is not None:
+                *known, address = decode(process, rank, lambda message: of_types(message, str, int, str, str))
+                fate = _fate(known)
+                if end is not None:
+                    ended, text = decode(end, rank, lambda message: of_types(message, list, str))
+                    if ended == known:
+                        return f"Rank {rank} has ended{text.rstrip()}"
+                fate = fate or why_out_of_reach(address)
+        fate += NO_LAST_WORD if fate.endswith("has ended") else ""
         if told is None:
-            return f"Rank {rank} has not told where it is: {fate or 'it is stopped, gone or out of reach'}."
+            return f"Rank {rank} has not told where it is: {fate or UNKNOWN}."
         try:
             return decode(told, rank, lambda message: self._sentence(rank, message, fate, mine))
         except TransportError as error:
             return f"{error}."
 
     def _sentence(self, rank: int, told: Any, fate: str, mine: FlightRecorder) -> str:
-        doing, at, step, unreduced, stacks = of_types(told, str, float, int, int, str)
+        doing, at, step, counted, collective, stacks = of_types(told, str, float, int, list, str, str)
         age = max(0.0, time.time() - at)
-        silent = (
-            f" It has told nothing since: {fate or 'it is stopped, gone or out of reach'}."
-            if (fate or age > 3 * self.patience)
-            else ""
+        silent = f" It has told nothing since: {fate or UNKNOWN}." if fate or age > 3 * self.patience else ""
+        within = f" It was in {collective}, while this rank averages gradients." if collective else ""
+        apart = _apart(counted, mine) if step == mine.row.step else ""
+        return (
+            f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{within}{apart} Its Python stacks:\n{stacks.rstrip()}"
         )
-        apart = (
-            f" Up to its last averages it ran {unreduced} forward(s) in no_sync, this rank {mine.unreduced_before}: "
-            "if they are to be as many, one of its backwards was left out, or one here."
-            if step == mine.row.step and unreduced not in (UNKNOWN, mine.unreduced_before)
-            else ""
-        )
-        return f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{apart} Its Python stacks:\n{stacks.rstrip()}"
+
+    def about_store(self) -> str:
+        """Where the store does not answer, whether its host can be reached, as a sentence."""
+        try:
+            self._store.has("any")
+        except TransportError:
+            why = why_out_of_reach(self._holder)
+            return f"As to the store: {why}." if why else ""
+        return ""
+
+
+def _apart(counted: list[Any], mine: FlightRecorder) -> str:
+    """What a rank did oftener, or less often, than this one, up to their last averages."""
+    if len(counted) != len(Counts._fields) or not all(type(count) is int for count in counted):
+        return ""
+    theirs = Counts(*counted)
+    for name, what, meaning in COUNTED:
+        of, here = getattr(theirs, name), getattr(mine.counts_before, name)
+        if of != here:
+            return f" Up to its last averages it ran {of} {what}, this rank {here}: {meaning}."
+    return ""
+
+
+def _why_it_ends() -> str:
+    """Why this process ends, where its exit handlers run."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None:
+        return "its script has come to its end, or called sys.exit."
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, TransportError):  # another rank's matter
+        return text.partition("\n")[0][:LAST_TEXT]
+    frames = "".join(traceback.format_tb(error.__traceback__)[-LAST_FRAMES:])
+    return f"it raised {text[:LAST_TEXT]}\n{frames}"
 
 
 def _fate(told: Any) -> str:
@@ -109,6 +172,9 @@ class _Watch:
         self._stop = threading.Event()  # of the thread that runs
         self._stop.set()
         self._thread: threading.Thread | None = None
+        # Groups in which this process has introduced itself, each with its rank, and those whose store is gone.
+        self._introduced: weakref.WeakKeyDictionary[StoreClient, int] = weakref.WeakKeyDictionary()
+        self._gone: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
     def add(self, recorder: FlightRecorder, place: Whereabouts) -> None:
         with self._lock:
@@ -136,6 +202,13 @@ class _Watch:
         """A fork has no such thread, nor anybody who would give back the lock; its wrappers are those that it makes."""
         self.__init__()  # type: ignore[misc]
 
+    def say_last_words(self) -> None:
+        """As the process ends: those who wait for it learn why."""
+        for group, rank in list(self._introduced.items()):
+            if group not in self._gone:
+                with suppress(TransportError, RuntimeError, OSError):
+                    Whereabouts(group, EXIT_SECONDS).say_last_word(rank)
+
     def end(self) -> None:
         self._stop.set()
         if self._thread is not None:
@@ -143,8 +216,7 @@ class _Watch:
 
     def _work(self, stop: threading.Event) -> None:
         before: list[tuple[int, int]] = []
-        introduced: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
-        gone: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
+        met: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
         since = told = clocks.now()
         patience = SHORTEST
         while not stop.wait(patience / 2):
@@ -162,23 +234,25 @@ class _Watch:
             if stalls:
                 told = at
             for place, rank in ranks.items():
-                if place in gone:
+                if place.group in self._gone:
                     continue
                 try:
-                    if place not in introduced:
-                        introduced.add(place)
+                    if place not in met:
+                        met.add(place)
+                        self._introduced[place.group] = rank
                         place.introduce(rank)
                     if stalls:
                         place.tell(rank)
                 except TransportError as error:
                     if isinstance(error.__cause__, RuntimeError):  # its holder has ended; torch logs each call
-                        gone.add(place)
+                        self._gone.add(place.group)
                 except (RuntimeError, OSError):  # a wrapper is being made at this moment, or /proc cannot be read
                     pass
             ranks.clear()
 
 
 _watch = _Watch()
+at_exit(Exit.TELL, _watch.say_last_words)
 at_exit(Exit.REDUCERS, _watch.end)
 os.register_at_fork(after_in_child=_watch.after_fork)
 
@@ -197,5 +271,5 @@ def explain(error: TransportError, recorder: FlightRecorder, place: Whereabouts 
     """The error, with what this rank did and what is known of those that did not come."""
     lines = [str(error), f"Rank {recorder.rank} was {recorder.doing()}."]
     if place is not None:
-        lines += [place.ask(rank, recorder) for rank in error.missing[:NAMED]]
-    return TransportError("\n".join(lines), error.missing)
+        lines += [place.ask(rank, recorder) for rank in error.missing[:NAMED]] or [place.about_store()]
+    return TransportError("\n".join(filter(None, lines)), error.missing)

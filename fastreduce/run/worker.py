@@ -88,6 +88,7 @@ def _run(kind: str, name: str) -> None:
 def _fail(error: BaseException) -> NoReturn:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     _record(text, 1)
+    sys.last_value = error  # as the interpreter has it: exit handlers tell those who wait for this rank
     # What hangs in the interpreter's end must not keep the other ranks waiting.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(TEARDOWN_SECONDS)

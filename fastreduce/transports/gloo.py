@@ -25,6 +25,7 @@ from .store_client import SOON_SECONDS, StoreClient, client_of
 from .subgroups import Ranks, names_of, own_name, place_in, who_is_gone
 
 NEVER_SENT = (1 << 31) - 1  # a tag
+BROKEN_SECONDS = 1.5  # until all who are left have noticed that a connection broke
 
 at_exit(Exit.GLOO, lambda: drop_free("gloo"))
 
@@ -117,10 +118,14 @@ class _Connection:
     def abort(self) -> None:
         """Drop it, and end what waits on it: where one wait times out, gloo closes all of its sockets."""
         gloo, self.failed, self._gloo = self._gloo, True, None
-        if gloo is not None:
+        self._hang_up(gloo)
+
+    def _hang_up(self, gloo: Any) -> None:
+        """Close all sockets: what waits on them, here and on the peers, fails."""
+        others = [rank for rank in range(self.size) if rank != self.rank and gloo is not None]
+        for rank in others:  # one of them still connected
             with contextlib.suppress(RuntimeError):
-                nothing = gloo.recv([torch.empty(1)], (self.rank + 1) % self.size, NEVER_SENT)
-                nothing.wait(timedelta(milliseconds=1))
+                gloo.recv([torch.empty(1)], rank, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
@@ -174,10 +179,13 @@ class _Connection:
             silent[:] = [silent[i] for i in store.absent([str(rank) for rank in silent])]
             return not silent
 
-        # Ranks that came one after the other time out like that too; a connection that breaks breaks for all at once.
-        patience = min(3.0, max(1.0, self.seconds / 10)) if timed_out else 1.0
+        # Ranks that came one after the other time out like that too; a connection that breaks breaks for all at once,
+        # once this rank hangs up: others may wait for this one alone.
+        patience = min(3.0, max(1.0, self.seconds / 10)) if timed_out else BROKEN_SECONDS
         try:
             self._failures.set(str(self.names[self.rank]), "")
+            if not timed_out:
+                self._hang_up(self._gloo)
             wait_until(self._failures, all_told, patience)
         except TransportError as error:
             return f"Nobody can be asked who is missing: {error}. A peer"

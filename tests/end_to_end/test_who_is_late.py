@@ -22,9 +22,18 @@ TOLD = {
     "backward": r"Rank 1, \d\.\d s ago, was in backward, 7 of 12 gradients there, up to '2\.bias', for .*, in step 20\."
     r" Its Python stacks:\nMainThread:\n(.*\n)+.* in hang_in_backward\n",
     "stopped": r"Rank 1 has not told where it is: its process \d+ is stopped \(SIGSTOP\)\.",
-    "killed": r"Rank 1 has not told where it is: its process \d+ has ended\.",
-    "other": r"Rank 1, \d\.\d s ago, was waiting for other ranks, for .*, in step 1\."
-    r" Its Python stacks:\nMainThread:\n(.*\n)+.* in main\n",
+    "killed": r"Rank 1 has not told where it is: its process \d+ has ended\. It said nothing at its end, .* killed",
+    "raised": r"Rank 1 has ended, between its optimizer's step .*, in step 20: it raised ValueError: no such file\n"
+    r"(.*\n)+.* in load_batch\n",
+    "exited": r"Rank 1 has ended.*: its script has come to its end, or called sys\.exit\.",
+    "collective": r"Rank 1, \d\.\d s ago, was between its optimizer's step .*, in step 20\. It was in "
+    r"torch\.distributed\.all_reduce \(line \d+ of .*/late_jobs\.py, in load_batch\), while this rank averages ",
+    "forward": r"Rank 1, \d\.\d s ago, was between .*, in step 29\. Up to its last averages it ran 30 forward\(s\) to "
+    r"be averaged, this rank 29: a forward had no backward",
+    # Both time out at once, and this one may have ended by its own error before it is asked for.
+    "other": r"Rank 1(, \d\.\d s ago, was waiting for other ranks, for .*, in step 1\. Its Python stacks:\n"
+    r"MainThread:\n(.*\n)+.* in main\n"
+    r"| has ended, waiting for other ranks, for .*, in step 1: TransportError: rank 1 of )",
     "skipped": r"Rank 1, \d\.\d s ago, was between its optimizer's step and its forward \(.*, in step 29\."
     r" Its Python stacks:\nMainThread:\n(.*\n)+.* in evaluate\n",
     "no_sync": r"Rank 1, \d\.\d s ago, was between its optimizer's step and its forward \(.*, in step 29\."
@@ -47,8 +56,18 @@ def _start(folder: Path, stack: ExitStack, what: str, transport: str) -> list[Fo
     return ranks
 
 
-SOME = [("loader", "gloo"), ("stopped", "shm"), ("no_sync", "gloo")]
-OTHERS = [("backward", "shm"), ("killed", "gloo"), ("other", "gloo"), ("skipped", "shm"), ("no_sync", "shm")]
+SOME = [("loader", "gloo"), ("stopped", "shm"), ("no_sync", "gloo"), ("raised", "gloo")]
+OTHERS = [
+    ("backward", "shm"),
+    ("killed", "gloo"),
+    ("raised", "shm"),
+    ("exited", "gloo"),
+    ("collective", "shm"),
+    ("other", "gloo"),
+    ("skipped", "shm"),
+    ("forward", "gloo"),
+    ("no_sync", "shm"),
+]
 
 
 @pytest.mark.parametrize("cases", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])

@@ -52,7 +52,7 @@ def test_each_end_is_in_its_step():
     where = {step: sorted(modules) for step, modules in ends.items()}
     where["FILES"] = []  # where a folder was made
     assert where == {
-        "TELL": ["transports.mpi.communicator"],
+        "TELL": ["reduction.whereabouts", "transports.mpi.communicator"],
         "DELIVER": ["distributed.point_to_point"],
         "REDUCERS": ["elastic.membership", "fsdp.model", "reduction.reducer", "reduction.whereabouts"],
         "NCCL": ["transports.nccl.connection"],

@@ -24,8 +24,19 @@ HOUSE = [
     {"cli"},
 ]
 REDUCTION = [
-    {"agreement", "applied", "arrays", "buckets", "clocks", "residual_rows", "schedule", "shared_buffers", "sparse"}
-    | {"streams"},
+    {
+        "agreement",
+        "applied",
+        "arrays",
+        "buckets",
+        "clocks",
+        "lost_time",
+        "residual_rows",
+        "schedule",
+        "shared_buffers",
+        "sparse",
+        "streams",
+    },
     {"arrivals", "error_feedback", "gradients"},
     {"low_rank", "node_level", "sparse_top"},
     {"pipeline"},
@@ -33,7 +44,8 @@ REDUCTION = [
     {"bucketed"},
     {"agreed_schedule", "events", "flight_record", "one_call", "saved_state"},
     {"flight_recorder", "trace_files"},
-    {"clock_offsets", "stragglers", "whereabouts"},
+    {"clock_offsets", "evenness", "whereabouts"},
+    {"stragglers"},
     {"counters", "trace"},
     {"counter_files"},
     {"telemetry"},

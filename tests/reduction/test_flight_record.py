@@ -242,7 +242,7 @@ def test_optimizers_of_any_class_step():
 def test_nobody_is_told_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
     class Gone(Whereabouts):
         def __init__(self) -> None:
-            self.patience, self.asked = 0.01, 0
+            self.group, self.patience, self.asked = self, 0.01, 0  # type: ignore[assignment]
 
         def introduce(self, rank: int) -> None:
             self.asked += 1

@@ -6,6 +6,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,6 +138,66 @@ def test_one_long_pause_is_none():
                 row.end = 1.02
         verdict = judge._judge(time_ * EVERY, [_figures(each) for each in rows])
         assert verdict is not None and verdict.late == []
+
+
+def _told(seconds: Callable[[int, int], tuple[float, float, float, float]], comparisons: int) -> list[Comparison]:
+    """Of two ranks; by rank and comparison: a step's compute, what of it waits for a core, is garbage, and waiting."""
+    judge, chance, found = Stragglers(FlightRecorder(0, 2, [], [])), random.Random(0), []
+    for place in range(comparisons):
+        rows: list[list[Row]] = [[], []]
+        for rank in range(2):
+            compute, queued, collected, waiting = seconds(rank, place)
+            for i in range(EVERY):
+                row = _row(compute * chance.lognormvariate(0, 0.05), 0.001)
+                row.queued[Phase.BACKWARD], row.collected[Phase.BACKWARD] = queued, collected
+                row.seconds[Phase.WAITING], row.step, row.end = waiting, place * EVERY + i, 1.0 + compute + waiting
+                rows[rank].append(row)
+        verdict = judge._judge((place + 1) * EVERY - 1, [_figures(each) for each in rows])
+        assert verdict is not None
+        found.append(verdict)
+    return found
+
+
+def test_what_a_core_or_garbage_takes_is_a_part_of_its_own():
+    for queued, collected, part in ((0.01, 0.0, "cpu"), (0.0, 0.008, "gc"), (0.0, 0.0, "compute")):
+        usual, late = (0.01, 0.0, 0.0, 0.01), (0.02, queued, collected, 0.0)
+        last = _told(lambda rank, _, usual=usual, late=late: late if rank else usual, TIMES)[-1]  # type: ignore[misc]
+        assert [(each.rank, each.part) for each in last.late] == [(1, part)], last
+
+
+def test_ranks_that_wait_for_cores_by_turns_are_not_late():
+    noisy = _told(lambda rank, place: (0.03, 0.02, 0.0, 0.0) if (place + rank) % 2 else (0.01, 0.0, 0.0, 0.02), 8)
+    assert not any(each.late for each in noisy)
+
+    def one_is_late_too(rank: int, place: int) -> tuple[float, float, float, float]:
+        queued = 0.02 * ((place + rank) % 2)
+        return 0.01 + queued + 0.005 * rank, queued, 0.0, 0.02 - queued
+
+    both = _told(one_is_late_too, 8)
+    assert [(each.rank, each.part) for each in both[-1].late] == [(1, "compute")]
+
+
+def test_a_link_that_becomes_slow_or_was_interrupted():
+    slow = _told(lambda _, place: (0.01, 0.0, 0.0, 0.03 if place >= 5 else 0.002), 5 + TIMES)
+    assert not any(each.notes for each in slow[:-1]) and not any(each.late for each in slow)
+    (note,) = slow[-1].notes
+    assert note.startswith("the link has become slow: since about step 250 all ranks wait 30.0 ms a step")
+    alone = _told(lambda rank, place: (0.01, 0.0, 0.0, 0.03 if place >= 5 and rank else 0.002), 5 + TIMES)
+    assert not any(each.notes for each in alone), "one rank waits for the other, not for the link"
+    judge = Stragglers(FlightRecorder(0, 2, [], []))
+    rows = [[_row(0.01, 0.0) for _ in range(EVERY)] for _ in range(2)]
+    for each in rows:
+        for i, row in enumerate(each):
+            row.step, row.end = i, 1.02
+        each[17].seconds[Phase.WAITING] = 3.1
+    verdict = judge._judge(EVERY - 1, [_figures(each) for each in rows])
+    assert verdict is not None
+    assert verdict.notes == [
+        "all ranks waited 3.1 s for their averages in step 17: the link was interrupted, or the machines stood still"
+    ]
+    rows[1][17].seconds[Phase.WAITING], rows[1][17].seconds[Phase.DATA] = 0.0, 3.1  # one rank paused, the other waited
+    verdict = judge._judge(EVERY - 1, [_figures(each) for each in rows])
+    assert verdict is not None and verdict.notes == []
 
 
 def test_a_rank_without_steps_is_left_out():

@@ -1,8 +1,8 @@
 """What ranks do in test_who_is_late.py: `python -m tests.support.late_jobs WHAT SECONDS` with torch's variables.
 
-Rank 1 trains until step 20. By WHAT it then loads data for ever, stops or kills itself, hangs in its own hook in
-backward, or reduces another module than the others; or it leaves out a reduction, or runs it in no_sync alone, and when
-it has run all of its steps the others lack one.
+Rank 1 trains until step 20. By WHAT it then loads data for ever, stops or kills itself, raises or comes to its end,
+hangs in its own hook in backward, calls another collective, or reduces another module than the others; or it leaves out
+a reduction, or the backward of one, or runs it in no_sync alone, and when it has run all steps the others lack one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ def load_batch(what: str) -> Tensor:
         time.sleep(1000)
     if what in SIGNALS:
         os.kill(os.getpid(), SIGNALS[what])
+    if what == "raised":
+        raise ValueError("no such file")
+    if what == "exited":
+        sys.exit(0)
+    if what == "collective":
+        dist.all_reduce(torch.ones(4))
     return torch.randn(8, 64)
 
 
@@ -61,7 +67,9 @@ def main() -> None:
             model[2].weight.register_hook(hang_in_backward)
         if late and what == "other":
             other(torch.ones(2, 4)).sum().backward()
-        if late and what == "skipped":
+        if late and what == "forward":
+            ddp(batch)
+        if late and what in ("skipped", "forward"):
             continue
         with ddp.no_sync() if late and what == "no_sync" else nullcontext():
             ddp(batch).square().mean().backward()

@@ -122,3 +122,23 @@ def exponent_rule(summed: int) -> ExponentRule:
     whole = (summed - 1).bit_length()  # the sum of so many is at most 2^whole times the largest
     half = (whole + 1) // 2
     return ExponentRule(113 + half << 23, 142 + half - whole << 23, 127 + half, min(whole, 13) - 14)
+
+
+class Pieces(NamedTuple):
+    """How the averages of a two-shot are made, in pieces of some blocks of a shard, by three compiled functions.
+
+    Each is a C function of five 64-bit integers, the first of which is `told`:
+
+        encode(told, shard, first, count, to)        gradients → blocks of a shard from `first` on, to an address
+        average(told, first, count, terms, to)       blocks of the own shard as all ranks have encoded them, of which
+                                                     the addresses are at `terms` → their averages, encoded
+        decode(told, shard, first, count, source)    averages of blocks of a shard → where they belong
+    """
+
+    encode: int
+    average: int
+    decode: int
+    told: int
+    blocks: int  # of a shard
+    block_bytes: int  # of a piece, for each block
+    keep: object  # what must live as long

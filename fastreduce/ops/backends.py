@@ -16,6 +16,7 @@ from ..environment import caches
 from ..environment.packages import pip_install
 from ..errors import BackendUnavailableError, SettingError, TensorError
 from ..kernels.device_tables import AlignmentError
+from ..kernels.slots import Pieces
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
 
@@ -37,6 +38,7 @@ class Backend:
     share_exponents: Callable[..., None]
     multiply: Callable[..., None]
     orthonormal: Callable[..., None]
+    pieces: Callable[..., Pieces] | None = None  # where a two-shot can go piece by piece
 
 
 _OPERATIONS = tuple(field.name for field in fields(Backend) if field.name != "name")
@@ -108,7 +110,8 @@ class _Declaration:
 _DECLARED = {
     "reference": _Declaration(("reference", "torch_low_rank"), _why_not_reference),
     "numba_cpu": _Declaration(
-        ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8", "numba_cpu_low_rank"), _why_not_numba_cpu
+        ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8", "numba_cpu_low_rank", "numba_cpu_pieces"),
+        _why_not_numba_cpu,
     ),
     "triton": _Declaration(
         ("triton_cast", "triton_fp16", "triton_int8", "torch_low_rank"), _why_not_triton, for_devices=True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..compression import Compression, PowerSGD
 from ..kernels.slots import SlotTable, spare
-from ..transports import Connected, Nodes, Transport, TwoLevelTransport
+from ..transports import Connected, Nodes, Transport, TwoLevelTransport, Work
 from .buckets import Bucket
 from .error_feedback import Place
 from .shared_buffers import SharedBuffers
@@ -154,3 +154,16 @@ class NodeLevel:
             levels.between.all_gather(rows[self.nodes.local_rank]).wait()
         levels.within.all_gather(rows.view(-1)).wait()
         flat.copy_(rows.view(-1)[: len(flat)])
+
+
+class Levels:
+    """A bucket's reduction in two levels: what has been started between nodes, and what is to follow."""
+
+    def __init__(self, started: Work | None, then: Callable[[], None]) -> None:
+        self._started, self._then = started, then
+
+    def wait(self) -> None:
+        """Return when all is done."""
+        if self._started is not None:
+            self._started.wait()
+        self._then()

@@ -25,7 +25,7 @@ HOUSE = [
 ]
 REDUCTION = [
     {"agreement", "applied", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
-    {"arrivals", "error_feedback", "gradients"},
+    {"arrivals", "block_magnitudes", "error_feedback", "gradients"},
     {"low_rank", "node_level"},
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},

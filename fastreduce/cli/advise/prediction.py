@@ -105,16 +105,17 @@ def _undisturbed(readings: Readings) -> _Case:
 
 
 def _stages(readings: Readings, probe: Probe, repetitions: Places, link: Link | None) -> tuple[list[Stages], float]:
-    stages, share = probe.draw(repetitions)
     if link is None:
-        return stages, share
+        return probe.draw(repetitions)
     none, ranks = readings.probes[BASE], readings.wrapped["local_ranks"]
     each = float(np.median(none.stages.sum(axis=2), axis=0).sum()) / sum(none.elements)
     within = [each * count if ranks > 1 else 0.0 for count in probe.elements]
     reduce, *swaps = (readings.latency[name] / max(1, readings.wrapped["ranks"] - 1) for name in COLLECTIVES)
     latency = tuple((link.nodes - 1) * max(HOP, seen) for seen in (reduce, max(swaps)))
     sent = [(nbytes, probe.collectives) for nbytes in probe.wire]
-    return model.projected(stages, within, sent, ranks, link.nodes, link.gbits, (latency[0], latency[1])), 1.0
+    return model.projected(
+        probe.draw_apart(repetitions), within, sent, ranks, link.nodes, link.gbits, (latency[0], latency[1])
+    ), 1.0
 
 
 def _steps(readings: Readings, case: _Case, probe: Probe, repetitions: Places, link: Link | None) -> list[float]:

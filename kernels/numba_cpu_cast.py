@@ -18,7 +18,9 @@ from .numba_cpu_elements import (
     fence,
     kernel,
     load,
+    rows,
     size_of,
+    slot_at,
     stage,
     store,
 )
@@ -39,25 +41,46 @@ def _zero(wire, wire_tag, start, end):
 
 
 @kernel
+def flatten_range(tensors, tensor_tag, offsets, numels, start, stop, wire, wire_tag, scale, stream):
+    """Elements `start` to `stop` of the flat → their wire, which begins with the first of them; gaps become zero."""
+    slot, end = slot_at(offsets, start), start
+    while slot < len(tensors) and offsets[slot] < stop:
+        low, high = max(start, offsets[slot]), min(stop, offsets[slot] + numels[slot])
+        if low < high:
+            _zero(wire, wire_tag, end - start, low - start)
+            to = wire + (low - start) * size_of(wire_tag)
+            source = tensors[slot] + (low - offsets[slot]) * size_of(tensor_tag)
+            convert(to, wire_tag, source, tensor_tag, high - low, scale, stream)
+            end = high
+        slot += 1
+    _zero(wire, wire_tag, end - start, stop - start)
+
+
+@kernel
 def _flatten(tensors, tensor_tag, offsets, numels, total, wire, wire_tag, scale, stream):
-    end = np.int64(0)
-    for slot in range(len(tensors)):
-        _zero(wire, wire_tag, end, offsets[slot])
-        to = wire + offsets[slot] * size_of(wire_tag)
-        convert(to, wire_tag, tensors[slot], tensor_tag, numels[slot], scale, stream)
-        end = offsets[slot] + numels[slot]
-    _zero(wire, wire_tag, end, total)
+    flatten_range(tensors, tensor_tag, offsets, numels, 0, total, wire, wire_tag, scale, stream)
     fence()
 
 
 @kernel
-def _unflatten(wire, wire_tag, offsets, numels, tensors, tensor_tag, scale, stream, finite):
-    for slot in range(len(tensors)):
-        for start in range(0, numels[slot], LOOK):
-            source = wire + (offsets[slot] + start) * size_of(wire_tag)
-            to, count = tensors[slot] + start * size_of(tensor_tag), min(LOOK, numels[slot] - start)
+def unflatten_range(wire, wire_tag, start, stop, offsets, numels, tensors, tensor_tag, scale, stream, finite):
+    """Elements `start` to `stop` of a flat, whose wire begins with the first of them → the tensors."""
+    slot = slot_at(offsets, start)
+    while slot < len(tensors) and offsets[slot] < stop:
+        place, end = max(start, offsets[slot]), min(stop, offsets[slot] + numels[slot])
+        while place < end:
+            count = min(LOOK, end - place)
+            source = wire + (place - start) * size_of(wire_tag)
+            to = tensors[slot] + (place - offsets[slot]) * size_of(tensor_tag)
             note_finite(finite, source, wire_tag, count, scale)
             convert(to, tensor_tag, source, wire_tag, count, scale, stream)
+            place += count
+        slot += 1
+
+
+@kernel
+def _unflatten(wire, wire_tag, total, offsets, numels, tensors, tensor_tag, scale, stream, finite):
+    unflatten_range(wire, wire_tag, 0, total, offsets, numels, tensors, tensor_tag, scale, stream, finite)
     fence()
 
 
@@ -77,25 +100,31 @@ def _unflatten_and_sum(
 
 
 @kernel
-def _reduce_shards(received, ranks, shard, numel, tag, scale, spare, total, stream):
+def reduce_range(terms, shard, numel, tag, scale, spare, total, stream):
+    """All ranks' versions of some elements, each at an address → their average."""
+    ranks = len(terms)
     for start in range(0, numel, CHUNK):
-        count = min(CHUNK, numel - start)
-        term, to = received + start * size_of(tag), shard + start * size_of(tag)
+        count, place = min(CHUNK, numel - start), start * size_of(tag)
         finite = ranks == 1  # or no sum at least
         if count == CHUNK:
             for index in range(CHUNK):
-                store(total, index, scale, load(term, index, tag))
-            for _ in range(1, ranks - 1):
-                term += numel * size_of(tag)
+                store(total, index, scale, load(terms[0] + place, index, tag))
+            for rank in range(1, ranks - 1):
+                term = terms[rank] + place
                 for index in range(CHUNK):
                     store(total, index, scale, load(total, index, scale) + load(term, index, tag))
             if ranks > 1:
-                finite = add_last(total, scale, term + numel * size_of(tag), tag, CHUNK)
+                finite = add_last(total, scale, terms[ranks - 1] + place, tag, CHUNK)
         if count == CHUNK and finite:
-            convert(to, tag, total, scale, CHUNK, scale, stream)
+            convert(shard + place, tag, total, scale, CHUNK, scale, stream)
         else:
-            for index in range(count):
-                store(to, index, tag, average_of_shards(received, ranks, numel, start + index, tag, scale, spare))
+            for index in range(start, start + count):
+                store(shard, index, tag, average_of_shards(terms, index, tag, scale, spare))
+
+
+@kernel
+def _reduce_shards(terms, shard, numel, tag, scale, spare, total, stream):
+    reduce_range(terms, shard, numel, tag, scale, spare, total, stream)
     fence()
 
 
@@ -138,8 +167,6 @@ def unflatten(
     """One wire → many tensors in their dtypes, scaled (and their statistics); `finite` becomes 0 if they are not."""
     dtype = tensors[0].dtype if tensors else wire.dtype
     arguments = (
-        wire.data_ptr(),
-        TAGS[wire.dtype],
         slots.offsets,
         slots.numels,
         addresses(tensors),
@@ -149,10 +176,12 @@ def unflatten(
         0 if finite is None else finite.data_ptr(),
     )
     if statistics is None:
-        _unflatten(*arguments)
+        _unflatten(wire.data_ptr(), TAGS[wire.dtype], slots.total, *arguments)
     else:
         address, tag, lanes = lanes_for(statistics)
-        _unflatten_and_sum(*arguments, tile_elements(), address, tag, lanes.data_ptr())
+        _unflatten_and_sum(
+            wire.data_ptr(), TAGS[wire.dtype], *arguments, tile_elements(), address, tag, lanes.data_ptr()
+        )
 
 
 def reduce_shards(
@@ -167,8 +196,7 @@ def reduce_shards(
         return
     total = stage(CHUNK)
     _reduce_shards(
-        received.data_ptr(),
-        received.shape[0],
+        rows(received),
         shard.data_ptr(),
         shard.numel(),
         TAGS[shard.dtype],

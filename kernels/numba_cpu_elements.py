@@ -61,6 +61,12 @@ def stage(doubles: int) -> Tensor:
     return torch.empty(doubles, dtype=torch.float64, device="cpu")
 
 
+def rows(received: Tensor) -> NDArray[np.int64]:
+    """Where each row of a matrix begins."""
+    count, nbytes = received.shape[0], received.nbytes
+    return received.data_ptr() + np.arange(count) * (nbytes // max(1, count))
+
+
 @intrinsic
 def bits_of(_typing: Any, code: types.Type) -> tuple[Any, Any]:
     """Bits of an element of a quantized wire."""
@@ -195,6 +201,18 @@ def prefetch_block(_typing: Any, address: types.Type, size: types.Type) -> tuple
 
 
 @intrinsic
+def copy(_typing: Any, to: types.Type, source: types.Type, count: types.Type) -> tuple[Any, Any]:
+    """Copy bytes that do not overlap."""
+
+    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        to, source = (builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2])
+        cgutils.raw_memcpy(builder, to, source, args[2], 1)
+        return target.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
 def load_byte(_typing: Any, address: types.Type, index: types.Type) -> tuple[Any, Any]:
     """Byte `index` as a number from 0 to 255."""
 
@@ -292,6 +310,19 @@ def fence(_typing: Any) -> tuple[Any, Any]:
         return target.get_dummy_value()
 
     return types.void(), emit
+
+
+@kernel
+def slot_at(offsets, place):
+    """The last slot that begins at a place of the flat, or before it; the first one if none does."""
+    low, high = 0, len(offsets)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if offsets[middle] <= place:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @kernel

@@ -24,7 +24,9 @@ from .numba_cpu_elements import (
     kernel,
     load,
     load_byte,
+    rows,
     size_of,
+    slot_at,
     stage,
     store,
 )
@@ -87,54 +89,66 @@ def _run(exponents, number, most):
 
 
 @kernel
-def _flatten(tensors, tag, offsets, numels, wire, shards, blocks, shard_size, rule, values, stream):
+def flatten_blocks(tensors, tag, offsets, numels, start, blocks, payload, rule, values, stream):
+    """Blocks of the flat from element `start` on → their payloads, and behind them the exponents; where these end."""
     narrow = at_most_fp32(tag)
-    slot = start = 0
-    byte = rule[2]
+    slot, stop, byte = slot_at(offsets, start), start + blocks * BLOCK, rule[2]
+    exponent_at = payload + blocks * PAYLOAD
+    while start < stop:
+        while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
+            slot += 1
+        source = count = 0
+        if slot < len(tensors) and offsets[slot] <= start:
+            source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
+            count = min(offsets[slot] + numels[slot], stop) - start
+        whole = count // BLOCK if size_of(tag) <= 4 else 0
+        if whole == 0:
+            for index in range(min(count, BLOCK)):
+                store(values, index, narrow, np.float32(load(source, index, tag)))
+            for index in range(count, BLOCK):
+                store(values, index, narrow, ZERO)
+            source, whole = values, 1
+        for number in range(whole):
+            block = source + number * BLOCK * size_of(narrow)
+            byte = _encode(block, narrow, rule, byte, payload, exponent_at, stream)
+            payload += PAYLOAD
+            exponent_at += 1
+        start += whole * BLOCK
+    return exponent_at
+
+
+@kernel
+def _flatten(tensors, tag, offsets, numels, wire, shards, blocks, shard_size, rule, values, stream):
     for shard in range(shards):
-        payload = wire + shard * shard_size
-        exponent_at = payload + blocks * PAYLOAD
-        stop = start + blocks * BLOCK
-        while start < stop:
-            while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
-                slot += 1
-            source = count = 0
-            if slot < len(tensors) and offsets[slot] <= start:
-                source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
-                count = min(offsets[slot] + numels[slot], stop) - start
-            whole = count // BLOCK if size_of(tag) <= 4 else 0
-            if whole == 0:
-                for index in range(min(count, BLOCK)):
-                    store(values, index, narrow, np.float32(load(source, index, tag)))
-                for index in range(count, BLOCK):
-                    store(values, index, narrow, ZERO)
-                source, whole = values, 1
-            for number in range(whole):
-                block = source + number * BLOCK * size_of(narrow)
-                byte = _encode(block, narrow, rule, byte, payload, exponent_at, stream)
-                payload += PAYLOAD
-                exponent_at += 1
-            start += whole * BLOCK
-        _zero(exponent_at, wire + (shard + 1) * shard_size)
+        start, payload = shard * blocks * BLOCK, wire + shard * shard_size
+        end = flatten_blocks(tensors, tag, offsets, numels, start, blocks, payload, rule, values, stream)
+        _zero(end, payload + shard_size)
     fence()
 
 
 @kernel
-def _unflatten(wire, blocks, shard_size, offsets, numels, tensors, tag, scale, stream, finite):
-    for slot in range(len(tensors)):
-        start = np.int64(0)
-        while start < numels[slot]:
-            shard, number = divmod((offsets[slot] + start) // BLOCK, blocks)
-            payload = wire + shard * shard_size
-            exponents = payload + blocks * PAYLOAD
-            most = min(blocks - number, -(-(numels[slot] - start) // BLOCK), LOOK // BLOCK)
-            run = _run(exponents, number, most)
-            count = min(run * BLOCK, numels[slot] - start)
+def unflatten_blocks(payload, blocks, start, offsets, numels, tensors, tag, scale, stream, finite):
+    """Blocks of a flat from element `start` on, as `flatten_blocks` writes them → the tensors."""
+    slot, stop, exponents = slot_at(offsets, start), start + blocks * BLOCK, payload + blocks * PAYLOAD
+    while slot < len(tensors) and offsets[slot] < stop:
+        place, end = max(start, offsets[slot]), min(stop, offsets[slot] + numels[slot])
+        while place < end:
+            number = (place - start) // BLOCK
+            run = _run(exponents, number, min(-(-(end - place) // BLOCK), LOOK // BLOCK))
+            count = min(run * BLOCK, end - place)
             factor = _power(load_byte(exponents, number)) * scale
-            to = tensors[slot] + start * size_of(tag)
-            note_finite(finite, payload + number * PAYLOAD, FP16, count, factor)
-            convert(to, tag, payload + number * PAYLOAD, FP16, count, factor, stream)
-            start += count
+            to, source = tensors[slot] + (place - offsets[slot]) * size_of(tag), payload + number * PAYLOAD
+            note_finite(finite, source, FP16, count, factor)
+            convert(to, tag, source, FP16, count, factor, stream)
+            place += count
+        slot += 1
+
+
+@kernel
+def _unflatten(shards, wire, blocks, shard_size, offsets, numels, tensors, tag, scale, stream, finite):
+    for shard in range(shards):
+        start, payload = shard * blocks * BLOCK, wire + shard * shard_size
+        unflatten_blocks(payload, blocks, start, offsets, numels, tensors, tag, scale, stream, finite)
     fence()
 
 
@@ -162,11 +176,11 @@ def _unflatten_and_sum(
 
 
 @kernel
-def _average(payloads, exponents, ranks, shard_size, scale, spare, averages):
+def _average(terms, payload, exponent, scale, spare, averages):
     for index in range(BLOCK):
         total = small = ZERO
-        for rank in range(ranks):
-            term = load(payloads + rank * shard_size, index, FP16) * _power(load_byte(exponents, rank * shard_size))
+        for rank in range(len(terms)):
+            term = load(terms[rank] + payload, index, FP16) * _power(load_byte(terms[rank], exponent))
             total = term if rank == 0 else total + term
             small = term / spare if rank == 0 else small + term / spare
         average = total * scale if abs(total) < INFINITY else small * (scale * spare)
@@ -174,30 +188,36 @@ def _average(payloads, exponents, ranks, shard_size, scale, spare, averages):
 
 
 @kernel
-def _reduce(received, ranks, shard, blocks, shard_size, rule, scale, spare, total, stream):
-    exponents = blocks * PAYLOAD
+def reduce_blocks(terms, shard, blocks, rule, scale, spare, total, stream):
+    """All ranks' versions of some blocks, as `flatten_blocks` writes them, each at an address → their average."""
+    exponents, ranks = blocks * PAYLOAD, len(terms)
     byte = rule[2]
     for number in range(blocks):
-        payload, exponent_at = received + number * PAYLOAD, received + exponents + number
-        to, to_exponent = shard + number * PAYLOAD, shard + exponents + number
+        payload, exponent = number * PAYLOAD, exponents + number
+        to, to_exponent = shard + payload, shard + exponent
         largest = INFINITY_BITS  # unless there is a sum, and it is finite
         if ranks > 1:
-            unit = _power(load_byte(exponent_at, 0))
+            unit = _power(load_byte(terms[0], exponent))
             for index in range(BLOCK):
-                store(total, index, FP32, load(payload, index, FP16) * unit)
+                store(total, index, FP32, load(terms[0] + payload, index, FP16) * unit)
             for rank in range(1, ranks - 1):
-                unit, term = _power(load_byte(exponent_at, rank * shard_size)), payload + rank * shard_size
+                unit, term = _power(load_byte(terms[rank], exponent)), terms[rank] + payload
                 for index in range(BLOCK):
                     store(total, index, FP32, load(total, index, FP32) + load(term, index, FP16) * unit)
-            last = (ranks - 1) * shard_size
-            unit = _power(load_byte(exponent_at, last))
-            largest = narrow_sum(to, total, payload + last, unit, scale, _power(254 - byte), stream)
+            last = terms[ranks - 1]
+            unit = _power(load_byte(last, exponent))
+            largest = narrow_sum(to, total, last + payload, unit, scale, _power(254 - byte), stream)
         if largest < INFINITY_BITS and _exponent(largest, rule) == byte:
             store(to_exponent, 0, INT8, byte)
             continue
         if largest >= INFINITY_BITS:
-            _average(payload, exponent_at, ranks, shard_size, scale, spare, total)
+            _average(terms, payload, exponent, scale, spare, total)
         byte = _encode(total, FP32, rule, byte, to, to_exponent, stream)
+
+
+@kernel
+def _reduce(terms, shard, blocks, shard_size, rule, scale, spare, total, stream):
+    reduce_blocks(terms, shard, blocks, rule, scale, spare, total, stream)
     _zero(shard + blocks * FP16_BLOCK_BYTES, shard + shard_size)
     fence()
 
@@ -216,7 +236,8 @@ def _share(wire, blocks, gathered, ranks, row):
 
 
 @cache
-def _rule(summed: int) -> tuple[np.int32, ...]:
+def rule_for(summed: int) -> tuple[np.int32, ...]:
+    """`exponent_rule`, as kernels take it."""
     return tuple(map(np.int32, exponent_rule(summed)))
 
 
@@ -240,7 +261,7 @@ def flatten_fp16(
         shards,
         blocks,
         fp16_shard_bytes(blocks),
-        _rule(summed),
+        rule_for(summed),
         values.data_ptr(),
         wire.nbytes >= STREAM_BYTES,
     )
@@ -276,7 +297,7 @@ def unflatten_fp16(
         0 if finite is None else finite.data_ptr(),
     )
     if statistics is None:
-        _unflatten(*arguments)
+        _unflatten(shards, *arguments)
     else:
         address, sum_tag, lanes = lanes_for(statistics)
         _unflatten_and_sum(*arguments, tile_elements(BLOCK), address, sum_tag, lanes.data_ptr())
@@ -286,12 +307,11 @@ def reduce_fp16(received: Tensor, shard: Tensor, scale: float) -> None:
     """world_size FP16 shards → their sum in rank order, scaled once, with exponents of its own."""
     total = stage(BLOCK)
     _reduce(
-        received.data_ptr(),
-        received.shape[0],
+        rows(received),
         shard.data_ptr(),
         shard.numel() // FP16_BLOCK_BYTES,
         shard.numel(),
-        _rule(1),
+        rule_for(1),
         np.float32(scale),
         np.float32(spare(received.shape[0])),
         total.data_ptr(),

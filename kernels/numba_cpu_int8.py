@@ -25,7 +25,9 @@ from .numba_cpu_elements import (
     kernel,
     load,
     prefetch_block,
+    rows,
     size_of,
+    slot_at,
     stage,
     store,
 )
@@ -100,6 +102,55 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
 
 
 @kernel
+def quantize_blocks(
+    tensors,
+    tag,
+    offsets,
+    numels,
+    start,
+    blocks,
+    payload,
+    block,
+    elements,
+    residual,
+    new_residual,
+    kept,
+    values,
+    stream,
+    code,
+    scale_tag,
+):
+    """Blocks of the flat from element `start` on (+ residuals) → payloads, and behind them scales; where these end.
+
+    `elements`: of a row of residuals.
+    """
+    slot, width = slot_at(offsets, start), block * bits_of(code) // 8
+    old_values, new_values = values + block * 4, values + block * 8
+    to_row = stream and size_of(kept) == 4
+    scale_at = payload + blocks * width
+    for _ in range(blocks):
+        while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
+            slot += 1
+        source = count = 0
+        if slot < len(tensors) and offsets[slot] <= start:
+            source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
+            count = min(block, offsets[slot] + numels[slot] - start)
+        old = old_residuals(residual, start, block, elements, old_values, kept)
+        new = new_residuals(new_residual, start, new_values, kept)
+        if bits_of(code) == 8:
+            prefetch_block(source, block * size_of(tag))
+        if bits_of(code) == 4:
+            encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row)
+        else:
+            _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row, code)
+        keep_residuals(new_residual, start, block, elements, new, kept)
+        payload += width
+        scale_at += size_of(scale_tag)
+        start += block
+    return scale_at
+
+
+@kernel
 def _quantize(
     tensors,
     tag,
@@ -118,33 +169,13 @@ def _quantize(
     code,
     scale_tag,
 ):
-    slot = start = 0
-    width = block * bits_of(code) // 8
-    elements, old_values, new_values = shards * blocks * block, values + block * 4, values + block * 8
-    to_row = stream and size_of(kept) == 4
     for shard in range(shards):
-        payload = wire + shard * shard_size
-        scale_at = payload + blocks * width
-        for _ in range(blocks):
-            while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
-                slot += 1
-            source = count = 0
-            if slot < len(tensors) and offsets[slot] <= start:
-                source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
-                count = min(block, offsets[slot] + numels[slot] - start)
-            old = old_residuals(residual, start, block, elements, old_values, kept)
-            new = new_residuals(new_residual, start, new_values, kept)
-            if bits_of(code) == 8:
-                prefetch_block(source, block * size_of(tag))
-            if bits_of(code) == 4:
-                encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row)
-            else:
-                _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row, code)
-            keep_residuals(new_residual, start, block, elements, new, kept)
-            payload += width
-            scale_at += size_of(scale_tag)
-            start += block
-        zero(scale_at, wire + (shard + 1) * shard_size)
+        start, payload = shard * blocks * block, wire + shard * shard_size
+        end = quantize_blocks(
+            tensors, tag, offsets, numels, start, blocks, payload, block, shards * blocks * block, residual,
+            new_residual, kept, values, stream, code, scale_tag,
+        )  # fmt: skip
+        zero(end, payload + shard_size)
     fence()
 
 
@@ -155,23 +186,30 @@ def _note(finite, scale):
 
 
 @kernel
-def _dequantize(wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag):
-    width = block * bits_of(code) // 8
-    for slot in range(len(tensors)):
-        shard, number = divmod(offsets[slot] // block, blocks)
-        for start in range(0, numels[slot], block):
-            payload = wire + shard * shard_size
+def dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, tag, stream, finite, code, scale_tag):
+    """Blocks of a flat from element `start` on, as `quantize_blocks` writes them → the tensors."""
+    width, stop, slot = block * bits_of(code) // 8, start + blocks * block, slot_at(offsets, start)
+    while slot < len(tensors) and offsets[slot] < stop:
+        first, end = max(start, offsets[slot]), min(stop, offsets[slot] + numels[slot])
+        for place in range(first, end, block):
+            number = (place - start) // block
             scale = load(payload + blocks * width, number, scale_tag)
             _note(finite, scale)
-            to = tensors[slot] + start * size_of(tag)
-            count = min(block, numels[slot] - start)
+            to, count = tensors[slot] + (place - offsets[slot]) * size_of(tag), min(block, end - place)
             if bits_of(code) == 4:
                 decode_int4(to, tag, payload + number * width, count, block, scale, stream)
             else:
                 convert(to, tag, payload + number * width, byte_of(code), count, scale, stream)
-            number += 1
-            if number == blocks:
-                shard, number = shard + 1, 0
+        slot += 1
+
+
+@kernel
+def _dequantize(
+    shards, wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag
+):
+    for shard in range(shards):
+        start, payload = shard * blocks * block, wire + shard * shard_size
+        dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, tag, stream, finite, code, scale_tag)
     fence()
 
 
@@ -204,9 +242,42 @@ def _dequantize_and_sum(
 
 
 @kernel
+def reduce_blocks(
+    terms, shard, first, blocks, block, flag_block, scale, spare, elements, residual, new_residual, kept, values,
+    stream, code, scale_tag,
+):  # fmt: skip
+    """All ranks' versions of blocks from `first` on, as `quantize_blocks` writes them, each at an address → averages.
+
+    `elements`: of a row of residuals.
+    """
+    total, old_values, new_values = values + block * 4, values + block * 8, values + block * 12
+    to_row = stream and size_of(kept) == 4
+    width = block * bits_of(code) // 8
+    for number in range(blocks):
+        start, payload = (first + number) * block, number * width
+        scale_at = blocks * width + number * size_of(scale_tag)
+        for rank in range(len(terms)):
+            unit = load(terms[rank] + scale_at, 0, scale_tag)
+            add_block(total, terms[rank] + payload, block, unit, code, rank == 0)
+        to, to_scale = shard + payload, shard + scale_at
+        if first + number < flag_block:
+            old = old_residuals(residual, start, block, elements, old_values, kept)
+            new = new_residuals(new_residual, start, new_values, kept)
+            if not _encode_sum(total, scale, old, new, values, block, to, to_scale, to_row, code):
+                average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
+                _encode_sum(total, ONE, old, new, values, block, to, to_scale, to_row, code)
+            keep_residuals(new_residual, start, block, elements, new, kept)
+            continue
+        for index in range(block):
+            store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
+        _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, False, code)
+        clear_residuals(new_residual, start, block, elements, kept)
+    return shard + blocks * (width + size_of(scale_tag))
+
+
+@kernel
 def _reduce_quantized(
-    received,
-    ranks,
+    terms,
     shard,
     blocks,
     block,
@@ -222,33 +293,11 @@ def _reduce_quantized(
     code,
     scale_tag,
 ):
-    total = values + block * 4
-    elements, old_values, new_values = blocks * block, values + block * 8, values + block * 12
-    to_row = stream and size_of(kept) == 4
-    width = block * bits_of(code) // 8
-    for number in range(blocks):
-        start, payload = number * block, number * width
-        scale_at = blocks * width + number * size_of(scale_tag)
-        for rank in range(ranks):
-            unit = load(received + rank * shard_size + scale_at, 0, scale_tag)
-            add_block(total, received + rank * shard_size + payload, block, unit, code, rank == 0)
-        to, to_scale = shard + payload, shard + scale_at
-        if number < flag_block:
-            old = old_residuals(residual, start, block, elements, old_values, kept)
-            new = new_residuals(new_residual, start, new_values, kept)
-            if not _encode_sum(total, scale, old, new, values, block, to, to_scale, to_row, code):
-                from_scale = received + scale_at
-                average_of_blocks(
-                    received + payload, from_scale, ranks, shard_size, block, scale, spare, total, code, scale_tag
-                )
-                _encode_sum(total, ONE, old, new, values, block, to, to_scale, to_row, code)
-            keep_residuals(new_residual, start, block, elements, new, kept)
-            continue
-        for index in range(block):
-            store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
-        _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, False, code)
-        clear_residuals(new_residual, start, block, elements, kept)
-    zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
+    end = reduce_blocks(
+        terms, shard, 0, blocks, block, flag_block, scale, spare, blocks * block, residual, new_residual, kept, values,
+        stream, code, scale_tag,
+    )  # fmt: skip
+    zero(end, shard + shard_size)
     fence()
 
 
@@ -331,7 +380,7 @@ def dequantize(
         *CODES[form],
     )
     if statistics is None:
-        _dequantize(*arguments)
+        _dequantize(shards, *arguments)
     else:
         (address, sum_tag, lanes), values = lanes_for(statistics), stage(block)
         _dequantize_and_sum(*arguments, values.data_ptr(), tile_elements(block), address, sum_tag, lanes.data_ptr())
@@ -359,8 +408,7 @@ def reduce_quantized(
     blocks = form.blocks(shard.numel(), block)
     values = stage(2 * block)
     _reduce_quantized(
-        received.data_ptr(),
-        received.shape[0],
+        rows(received),
         shard.data_ptr(),
         blocks,
         block,

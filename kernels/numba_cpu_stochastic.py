@@ -23,6 +23,7 @@ from .numba_cpu_elements import (
     kernel,
     load,
     prefetch_block,
+    rows,
     size_of,
     stage,
     store,
@@ -134,7 +135,7 @@ def _quantize(
 
 @kernel
 def _reduce_quantized(
-    received, ranks, shard, blocks, block, shard_size, flag_block, offsets, numels, keys, firsts, who, step, seed,
+    terms, shard, blocks, block, shard_size, flag_block, offsets, numels, keys, firsts, who, step, seed,
     scale, spare, total, values, bits, span, code, scale_tag,
 ):  # fmt: skip
     slot = 0
@@ -142,10 +143,10 @@ def _reduce_quantized(
     for number in range(blocks):
         start, payload = number * block, number * width
         scale_at = blocks * width + number * size_of(scale_tag)
-        for rank in range(ranks):
-            unit = load(received + rank * shard_size + scale_at, 0, scale_tag)
-            prefetch_block(received + rank * shard_size + payload, width)
-            add_block(total, received + rank * shard_size + payload, block, unit, code, rank == 0)
+        for rank in range(len(terms)):
+            unit = load(terms[rank] + scale_at, 0, scale_tag)
+            prefetch_block(terms[rank] + payload, width)
+            add_block(total, terms[rank] + payload, block, unit, code, rank == 0)
         while slot < len(offsets) and offsets[slot] + numels[slot] <= start:
             slot += 1
         place = 0
@@ -157,10 +158,7 @@ def _reduce_quantized(
         to, to_scale, drawn = shard + payload, shard + scale_at, bits + 2 * place
         if number < flag_block:
             if not _encode(total, FP32, block, scale, values, block, to, to_scale, drawn, code):
-                at = received + scale_at
-                average_of_blocks(
-                    received + payload, at, ranks, shard_size, block, scale, spare, total, code, scale_tag
-                )
+                average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
                 _encode(total, FP32, block, ONE, values, block, to, to_scale, drawn, code)
             continue
         for index in range(block):
@@ -190,20 +188,19 @@ def _flatten(
 
 @kernel
 def _reduce_shards(
-    received, ranks, shard, numel, offsets, numels, keys, firsts, who, step, seed, scale, spare, values, bits, stream
+    terms, shard, numel, offsets, numels, keys, firsts, who, step, seed, scale, spare, values, bits, stream
 ):  # fmt: skip
     end = np.int64(0)
     for slot in range(len(offsets)):
         zero(shard + 2 * end, shard + 2 * offsets[slot])
         for start in range(0, numels[slot], CHUNK):
             count, place = min(CHUNK, numels[slot] - start), offsets[slot] + start
-            term = received + 2 * place
-            for rank in range(ranks):
-                prefetch_block(term + 2 * rank * numel, 2 * count)
+            for term in terms:
+                prefetch_block(term + 2 * place, 2 * count)
             for index in range(count):
-                store(values, index, FP32, load(term, index, BF16))
-            for _ in range(1, ranks):
-                term += 2 * numel
+                store(values, index, FP32, load(terms[0] + 2 * place, index, BF16))
+            for rank in range(1, len(terms)):
+                term = terms[rank] + 2 * place
                 for index in range(count):
                     store(values, index, FP32, load(values, index, FP32) + load(term, index, BF16))
             largest = np.int32(0)
@@ -211,7 +208,7 @@ def _reduce_shards(
                 largest = max(largest, np.float32(abs(load(values, index, FP32))).view(np.int32))
             if largest >= INFINITY_BITS:
                 for index in range(count):
-                    average = average_of_shards(received, ranks, numel, place + index, BF16, scale, spare)
+                    average = average_of_shards(terms, place + index, BF16, scale, spare)
                     store(values, index, FP32, average)
             else:
                 for index in range(count):
@@ -254,8 +251,7 @@ def reduce_shards(received: Tensor, shard: Tensor, scale: float, slots: SlotTabl
     """world_size BF16 shards → their sum in rank order, scaled once."""
     values, bits = stage(CHUNK // 2), stage(CHUNK // 4)
     _reduce_shards(
-        received.data_ptr(),
-        received.shape[0],
+        rows(received),
         shard.data_ptr(),
         shard.numel(),
         *_slots(slots, draws),
@@ -303,8 +299,7 @@ def reduce_quantized(
     blocks, total, values = form.blocks(shard.numel(), block), stage(block), stage(block)
     span, bits = _span(block)
     _reduce_quantized(
-        received.data_ptr(),
-        received.shape[0],
+        rows(received),
         shard.data_ptr(),
         blocks,
         block,

@@ -25,26 +25,25 @@ def zero(start, end):
 
 
 @kernel
-def average_of_shards(received, ranks, numel, index, tag, scale, spare):
+def average_of_shards(terms, index, tag, scale, spare):
     """One element; where its sum is not finite, terms are made small first."""
-    total = load(received, index, tag)
+    total = load(terms[0], index, tag)
     small = total / spare
-    for rank in range(1, ranks):
-        term = load(received, rank * numel + index, tag)
+    for rank in range(1, len(terms)):
+        term = load(terms[rank], index, tag)
         total += term
         small += term / spare
     return total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)
 
 
 @kernel
-def average_of_blocks(payloads, scales, ranks, shard_size, block, scale, spare, averages, code, scale_tag):
+def average_of_blocks(terms, payload, scale_at, block, scale, spare, averages, code, scale_tag):
     """One block, element by element in the same way."""
     for index in range(block):
         total = small = ZERO
-        for rank in range(ranks):
-            unit = load(scales + rank * shard_size, 0, scale_tag)
-            payload = payloads + rank * shard_size
-            term = (load_int4(payload, index) if bits_of(code) == 4 else load(payload, index, byte_of(code))) * unit
+        for rank in range(len(terms)):
+            unit, at = load(terms[rank] + scale_at, 0, scale_tag), terms[rank] + payload
+            term = (load_int4(at, index) if bits_of(code) == 4 else load(at, index, byte_of(code))) * unit
             total = term if rank == 0 else total + term
             small = term / spare if rank == 0 else small + term / spare
         average = total * scale if abs(total) < np.float32(np.inf) else small * (scale * spare)

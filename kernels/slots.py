@@ -134,3 +134,23 @@ class PlacesError(ValueError):
 
     def __init__(self, rank: int, numel: int) -> None:
         super().__init__(f"the places that rank {rank} has sent do not ascend within {numel} elements")
+
+
+class Pieces(NamedTuple):
+    """How the averages of a two-shot are made, in pieces of some blocks of a shard, by three compiled functions.
+
+    Each is a C function of five 64-bit integers, the first of which is `told`:
+
+        encode(told, shard, first, count, to)        gradients → blocks of a shard from `first` on, to an address
+        average(told, first, count, terms, to)       blocks of the own shard as all ranks have encoded them, of which
+                                                     the addresses are at `terms` → their averages, encoded
+        decode(told, shard, first, count, source)    averages of blocks of a shard → where they belong
+    """
+
+    encode: int
+    average: int
+    decode: int
+    told: int
+    blocks: int  # of a shard
+    block_bytes: int  # of a piece, for each block
+    keep: object  # what must live as long

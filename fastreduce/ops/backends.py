@@ -16,6 +16,7 @@ from ..environment import caches
 from ..environment.packages import pip_install
 from ..errors import BackendUnavailableError, SettingError, TensorError
 from ..kernels.device_tables import AlignmentError
+from ..kernels.slots import Pieces
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_KERNELS"
 
@@ -39,6 +40,7 @@ class Backend:
     orthonormal: Callable[..., None]
     take_largest: Callable[..., None]
     average_taken: Callable[..., None]
+    pieces: Callable[..., Pieces] | None = None  # where a two-shot can go piece by piece
 
 
 _OPERATIONS = tuple(field.name for field in fields(Backend) if field.name != "name")
@@ -110,7 +112,14 @@ class _Declaration:
 _DECLARED = {
     "reference": _Declaration(("reference", "torch_low_rank", "torch_sparse_top"), _why_not_reference),
     "numba_cpu": _Declaration(
-        ("numba_cpu_cast", "numba_cpu_fp16", "numba_cpu_int8", "numba_cpu_low_rank", "numba_cpu_sparse_top"),
+        (
+            "numba_cpu_cast",
+            "numba_cpu_fp16",
+            "numba_cpu_int8",
+            "numba_cpu_low_rank",
+            "numba_cpu_pieces",
+            "numba_cpu_sparse_top",
+        ),
         _why_not_numba_cpu,
     ),
     "triton": _Declaration(

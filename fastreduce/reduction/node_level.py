@@ -168,7 +168,7 @@ class Levels:
         self._started, self._then = started, then
 
     def wait(self) -> None:
-        """Return when both are done."""
+        """Return when all is done."""
         if self._started is not None:
             self._started.wait()
         self._then()

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,16 @@ from torch import Tensor
 from .. import ops
 from ..compression import Compression, PowerSGD, TopK
 from ..errors import TransportError
-from ..kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, OF_AVERAGES, Draws, SlotTable, tile_elements
+from ..kernels.slots import FP16_BLOCK, OF_AVERAGES, Draws, Pieces, SlotTable, tile_elements
 from ..transports import SlotTransport, Transport, Work
 from .applied import norms_of
+from .block_magnitudes import BlockMagnitudes
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
 from .error_feedback import ErrorFeedback, Parts, Place
 from .low_rank import LowRank
 from .node_level import Levels, NodeLevel, parts_of, two_level
-from .shared_buffers import SharedBuffers
+from .shared_buffers import SharedBuffers, zeros
 from .sparse_top import SparseTop
 from .streams import Finish
 
@@ -96,6 +97,7 @@ class BucketPipeline:
         verdicts: the bytes that say so, of this bucket and the others of its device.
         statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
         has_statistics: whether the last `decompress` made them.
+        whole: whether reductions are over whole wires also where the transport can do without, for measurements.
         reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
             the version of that, as `statistics.note_reduced` found them.
     """
@@ -146,7 +148,7 @@ class BucketPipeline:
             numel = ops.wire_numel(elements, shards, self._block, self._form)
 
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=bucket.device)
+            return zeros(count, dtype, bucket.device)
 
         def wire(name: str, count: int) -> Tensor:
             return shared.take(name, count, wire_dtype, bucket.device) if shared else buffer(count, wire_dtype)
@@ -181,8 +183,7 @@ class BucketPipeline:
         self._sums_in_wire = self._node is not None and self._in_place and wire_dtype == self._node.dtype
         if self._node is not None and self._sums_in_wire:
             self._node.use_wire(self.wire)
-        plain = self._in_place and not two_shot and shards > 1
-        self._direct = transport if plain and isinstance(transport, SlotTransport) else None
+        self._direct = transport if isinstance(transport, SlotTransport) and self._takes(transport) else None
         self._flag_block = max(0, bucket.flags_offset - own_start) // self._block if self._block else 0
         self.shard = own_row * shards + place if self._owns else -1
         self.feedback = None
@@ -204,6 +205,7 @@ class BucketPipeline:
         self.finite: Tensor | None = None
         self.statistics: Tensor | None = None
         self.has_statistics = False
+        self.whole = False
         self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
 
         self._draws: Draws | None = None
@@ -331,12 +333,12 @@ class BucketPipeline:
 
     @property
     def sent_by_stage(self) -> dict[str, int]:
-        """The same by stage on the wire: a two-shot in one level has two, and so has PowerSGD; everything else one."""
+        """The same by stage on the wire: two in PowerSGD, and in a two-shot in one level over whole wires; else one."""
         sent = self.sent_bytes
         if self.low_rank is not None and self.low_rank.holds_matrices:
             second = 2 * self.low_rank.second.nbytes * (self._shards - 1) // self._shards
             return {"wire stage 1": sent - second, "wire stage 2": second}
-        if self._received is None or self._node is not None:
+        if self._received is None or self._node is not None or self.piecewise:
             return {"wire": sent}
         return {"wire stage 1": sent // 2, "wire stage 2": sent // 2}
 
@@ -375,6 +377,7 @@ class BucketPipeline:
         if unused:
             self.used.index_fill_(0, self._on_device(unused), 0)
         direct = self._direct_between(grads, averaged)
+        stored = direct is not None and not self._kept_in_wire
         if direct is None:
             with self._naming:
                 self.compress(grads)
@@ -385,16 +388,17 @@ class BucketPipeline:
         with self._naming:
             work = self.reduce() if direct is None else self._reduce_in_place(direct, grads, averaged)
         mark(_STARTED)
-        return lambda: self._finish(work, averaged, direct is not None)
+        return lambda: self._finish(work, averaged, stored)
 
-    def _finish(self, work: Work, averaged: Sequence[Tensor], direct: bool) -> None:
+    def _finish(self, work: Work, averaged: Sequence[Tensor], stored: bool) -> None:
         mark = self.clock.mark
         mark(_RESUMED)
         with self._naming:
             work.wait()
         mark(_REDUCED)
-        if direct:
+        if self._direct is not None:
             self.used.fill_(1)  # the transport has read it until now
+        if stored:
             self.has_statistics, self.reduced = False, {}
         else:
             self.decompress(averaged)
@@ -408,21 +412,49 @@ class BucketPipeline:
         host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
         return host.to(self.used.device, non_blocking=True)
 
-    def _direct_between(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> SlotTransport | None:
-        """What takes tensors as they lie, where nothing is to be compressed.
+    def _takes(self, transport: SlotTransport) -> bool:
+        """Whether the transport can work on the tensors themselves; of a two-shot all ranks answer alike."""
+        if self._received is None:
+            return self._in_place and self._shards > 1
+        fits = not self._block or self._form.blocks(transport.piece_bytes, self._block) > 0
+        return fits and self._kernels.pieces is not None and self.compression.random_seed is None
 
-        Ranks need not agree on that: the collective is the same as that of a flat.
-        """
-        if self._direct is None or self.statistics is not None or self.remainder is not None or not grads:
+    @property
+    def piecewise(self) -> bool:
+        """Whether the transport compresses and sums, too."""
+        return self._direct is not None and self._received is not None
+
+    @property
+    def _kept_in_wire(self) -> bool:  # what a two-shot of tensors themselves makes
+        return self._received is not None and (self.statistics is not None or self.feedback is not None)
+
+    def _direct_between(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> SlotTransport | None:
+        """What takes tensors as they lie; where nothing is compressed, others may come with a flat."""
+        if self.piecewise and not self.whole:
+            return self._direct
+        if self.whole or self.statistics is not None or self.remainder is not None or not grads:
             return None
         if grads[0].dtype != self.bucket.dtype or averaged[0].dtype != self.bucket.dtype:
             return None
         return self._direct
 
     def _reduce_in_place(self, direct: SlotTransport, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> Work:
-        """All three stages in one."""
+        """All three stages in one, but for the last where averages are to be in the wire."""
+        grads = grads if self.remainder is None else self.remainder.added_to(grads)
         tensors, into = [*grads, self.used], [*averaged, self.used_by_any]
-        return direct.all_reduce_slots(tensors, self.bucket.table, self._scale_before, into)
+        if self._received is None:
+            return direct.all_reduce_slots(tensors, self.bucket.table, self._scale_before, into)
+        return direct.two_shot(self._pieces(tensors, into))
+
+    def _pieces(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> Pieces:
+        assert self._kernels.pieces is not None
+        rows: tuple[Tensor | None, ...] = (None, None, None)
+        if (kept := self.feedback) is not None:
+            kept.commit()
+            rows = kept.residuals, kept.shard_residuals, kept.turn
+        averages = self.wire if self._kept_in_wire else into
+        told = (self.bucket.table, averages, self.wire.dtype, self._shards, self._average, self._finite)
+        return self._kernels.pieces(tensors, *told, self._block, self._form, self._flag_block, *rows)
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""
@@ -562,6 +594,11 @@ class BucketPipeline:
 
     def launch_kernels(self, grads: Sequence[Tensor]) -> None:
         """Launch every kernel of a reduction once, and move nothing between ranks."""
+        if self.piecewise:
+            self._pieces([*grads, self.used], [*grads, self.used_by_any])
+            if self._kept_in_wire:
+                self.decompress(grads)
+            return
         if self._node is None:
             self.compress(grads)
         else:
@@ -582,36 +619,11 @@ class BucketPipeline:
             return self._noted.clone()
         if self.apart is not None:
             return self.apart.magnitudes(self.bucket)
-        shards = self._columns * self._shards
-        scales, own = self._scales().abs(), self._form.payload_bytes(self.bucket.total // shards)
-        payload = self.wire.view(shards, -1)[:, :own].view(torch.int8)
-        if self._form is INT4_FORMAT:
-            payload = torch.stack([payload << 4 >> 4, payload >> 4], dim=2)
-        elif self._form is FP8_FORMAT:
-            payload = payload.view(torch.float8_e4m3fn).float()
-        exact = torch.float64 if self._form is FP8_FORMAT else torch.int32
-        sums = scales.double() * payload.reshape(shards, -1, self._block).abs().sum(2, dtype=exact)
-        last = self.bucket.slots[-1]
-        end = -(-(last.offset + last.numel) // self._block)
-        # Unsafe: it does not look at lengths, for which the host would wait.
-        told: dict[str, Any] = {"lengths": self._blocks_of_slots, "initial": 0.0, "unsafe": True}
-        peaks = torch.segment_reduce(scales.flatten()[:end], "max", **told)
-        total = torch.segment_reduce(sums.flatten()[:end], "sum", **told)
-        return torch.stack([(self._form.largest * peaks).double(), total])
+        return self._magnitudes.of_slots(self.wire)
 
     @cached_property
-    def _blocks_of_slots(self) -> Tensor:
-        """How many blocks each slot has, `[slots]` on the device."""
-        counts = [-(-(s.offset + s.numel) // self._block) - s.offset // self._block for s in self.bucket.slots]
-        return torch.tensor(counts).to(self.used.device)
-
-    def _scales(self) -> Tensor:
-        """The scales of all blocks, FP32 `[shards, blocks of a shard]`."""
-        shards, form = self._columns * self._shards, self._form
-        elements = self.bucket.total // shards
-        start, size = form.payload_bytes(elements), elements // self._block * form.scale_bytes
-        dtype = torch.bfloat16 if form is INT4_FORMAT else torch.float32
-        return self.wire.view(shards, -1)[:, start : start + size].view(dtype).float()
+    def _magnitudes(self) -> BlockMagnitudes:
+        return BlockMagnitudes(self.bucket, self._columns * self._shards, self._block, self._form)
 
 
 class Naming:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+LINE = 64  # bytes
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, which on a CPU begin at a line and take no memory before they are written: not every wire is."""
+    if device.type != "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    nbytes = numel * dtype.itemsize
+    memory = np.zeros(nbytes + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return torch.from_numpy(memory[start : start + nbytes]).view(dtype)  # its storage begins there, too
 
 
 class SharedBuffers:
@@ -26,5 +39,5 @@ class SharedBuffers:
         nbytes = numel * dtype.itemsize
         made = self._made.get((name, device))
         if made is None or made.numel() < nbytes:
-            made = self._made[name, device] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            made = self._made[name, device] = zeros(nbytes, torch.uint8, device)
         return made[:nbytes].view(dtype)

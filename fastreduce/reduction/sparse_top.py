@@ -14,7 +14,8 @@ from ..errors import SettingError, TransportError
 from ..kernels.slots import PlacesError
 from .applied import norms_of
 from .buckets import Bucket, Slot, round_up, table_of
-from .error_feedback import ErrorFeedback, Place, reads_late
+from .error_feedback import ErrorFeedback, Place
+from .residual_rows import reads_late
 from .shared_buffers import SharedBuffers
 
 MOST = 2**31 - 1  # elements of a gradient whose places fit into 32 bits

@@ -29,8 +29,8 @@ def probe(reducer: GradientReducer, settings: Sequence[str], talk: Transport) ->
     Of the link: the seconds of small collectives. Of a setting: for each bucket its parameters, elements, bytes of its
     wire and bytes that a rank sends, and how several hosts would reduce it; by rank and repetition the seconds of its
     stages when it is alone (compress, exchange, sum, reduce, decompress; in a setting that needs no exchange that and
-    the sum take none), and how long all buckets take that are ready at once. Gradients are random numbers, and averages
-    go nowhere.
+    the sum take none), the same `apart` over whole wires, where the transport can do without and all is `reduce`, and
+    how long all buckets take that are ready at once. Gradients are random numbers, and averages go nowhere.
 
     Args:
         reducer: whose buckets, transport and streams are measured; what it keeps is left alone.
@@ -56,15 +56,18 @@ def probe(reducer: GradientReducer, settings: Sequence[str], talk: Transport) ->
 
         run_all()  # the first pays for memory
         stages: list[list[list[float]]] = []
+        apart: list[list[list[float]]] = []
         bursts: list[float] = []
         start = time.perf_counter()
         while len(stages) < REPETITIONS:
-            found = []
-            for pipeline, tensors in zip(pipelines, gradients, strict=True):
-                meet()
-                pipeline.run(tensors, tensors)
-                found.append(_stages(pipeline))
-            stages.append(found)
+            for whole, seen in ((False, stages), (True, apart))[: 1 + any(p.piecewise for p in pipelines)]:
+                seen.append([])
+                for pipeline, tensors in zip(pipelines, gradients, strict=True):
+                    pipeline.whole = whole
+                    meet()
+                    pipeline.run(tensors, tensors)
+                    seen[-1].append(_stages(pipeline))
+                    pipeline.whole = False
             bursts.append(_timed(meet, run_all))
             if len(stages) >= ENOUGH and max(talk.exchange(time.perf_counter() - start)) > SECONDS:
                 break
@@ -82,6 +85,7 @@ def probe(reducer: GradientReducer, settings: Sequence[str], talk: Transport) ->
                 for pipeline in pipelines
             ],
             "stages": talk.exchange(stages),
+            "apart": talk.exchange(apart or stages),
             "bursts": talk.exchange(bursts),
         }
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..kernels.slots import SlotTable
+from ..kernels.slots import Pieces, SlotTable
 
 
 class Work(Protocol):
@@ -76,7 +76,7 @@ class Transport(ABC):
 
 
 class SlotTransport(Transport):
-    """A transport that also sums tensors where they lie: no flat."""
+    """A transport that also sums tensors where they lie: no flat, and no wire."""
 
     @abstractmethod
     def all_reduce_slots(
@@ -92,3 +92,16 @@ class SlotTransport(Transport):
             scale: by which they are multiplied, in FP64 for FP64, else in FP32.
             into: of the same sizes.
         """
+
+    @abstractmethod
+    def two_shot(self, pieces: Pieces) -> Work:
+        """Average what `pieces` encodes, shard r on rank r, and decode it on every rank.
+
+        Functions of `pieces` are called now or until the end of `Work.wait`, from several places one after the other.
+        Every rank comes with as many blocks, of as many bytes, as encode alike.
+        """
+
+    @property
+    @abstractmethod
+    def piece_bytes(self) -> int:
+        """How much of each shard is in a piece of `two_shot`, at most: a block must fit."""

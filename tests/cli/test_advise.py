@@ -89,7 +89,8 @@ def test_what_ranks_measure_is_what_the_model_takes(ranks2: RankPool):
     none, int8, auto, stochastic = readings.probes.values()
     for found in readings.probes.values():
         assert (all(found.one_level), any(found.two_shot)) == (found is stochastic, found is not none), found.setting
-    assert none.stages[:, :, [3, 4]].min() >= 0 and int8.stages[:, :, [0, 1, 2, 3, 4]].min() > 0
+    assert none.stages[:, :, [3, 4]].min() >= 0 and int8.apart[:, :, [0, 1, 2, 3, 4]].min() > 0
+    assert int8.stages[:, :, 3].min() > 0 == int8.stages[:, :, [1, 2]].max()  # the ring does all of it
     assert (none.collectives, int8.collectives) == (1, 2)
     assert none.sent > 3 * int8.sent and len(none.wire) == len(int8.wire) == 3
     assert sorted(chain(*auto.buckets)) == sorted(chain(*none.buckets)) == list(range(6))

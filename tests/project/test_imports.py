@@ -37,7 +37,7 @@ REDUCTION = [
         "sparse",
         "streams",
     },
-    {"arrivals", "error_feedback", "gradients"},
+    {"arrivals", "block_magnitudes", "error_feedback", "gradients"},
     {"low_rank", "node_level", "sparse_top"},
     {"pipeline"},
     {"nonfinite", "saved_residuals", "statistics"},

@@ -71,7 +71,7 @@ def main() -> None:
     model.inside = lambda: end("forward")
     model.layers[1].register_hook(lambda _: end("backward"))  # others have been launched
     if place == VICTIM and stage == "collective":
-        for method in ("all_reduce", "all_reduce_slots", "all_to_all"):
+        for method in ("all_reduce", "all_reduce_slots", "all_to_all", "two_shot"):
             if hasattr(group.transport, method):
                 started = getattr(group.transport, method)
                 setattr(group.transport, method, lambda *a, started=started: in_a_collective(started, *a))

@@ -95,7 +95,7 @@ def main() -> None:
     def watch_collectives() -> None:
         from fastreduce.transports import TwoLevelTransport
 
-        transport, names = ddp._transport, ["all_gather"]
+        transport, names = ddp._transport, ["all_gather", "two_shot"]
         if isinstance(transport, TwoLevelTransport):
             level = transport.levels.gathers
             transport = level.within if setting == "none" or level.between.world_size == 1 else level.between

@@ -24,7 +24,19 @@ from fastreduce.transports.shm import elements, flags, ring, segments
 
 UNIT = LINE  # bytes; parts of pieces are this long here
 SEGMENT, TENSORS = 1 << 20, 1 << 30  # apart: rank r's segment begins at (r + 1) · SEGMENT, its tensor behind TENSORS
-PRIMITIVES = {"load_acquire", "store_release", "_load_sleep", "_store_sleep", "_futex", "copy", "add", "multiply"}
+# Moves of data, by their arguments: to where, and from where; 0 is memory of the rank alone.
+MOVES: dict[str, Callable[..., tuple[int, list[int]]]] = {
+    "copy": lambda to, source, count: (to, [source]),
+    "add": lambda to, first, second, count, dtype: (to, [first, second]),
+    "multiply": lambda to, source, count, factor, dtype: (to, [source]),
+    "encode": lambda pieces, shard, first, count, to: (to, []),
+    "average": lambda pieces, first, count, terms, bases, rank, at, own, to: (
+        to,
+        [own if other == rank else base + at for other, base in enumerate(bases)],
+    ),
+    "decode": lambda pieces, shard, first, count, source: (0, [source]),
+}
+PRIMITIVES = {"load_acquire", "store_release", "_load_sleep", "_store_sleep", "_futex", *MOVES}
 NOTHING = {"_fence", "pause"}  # words are stored in order here
 
 Operation = tuple[Any, ...]
@@ -109,10 +121,10 @@ class Model:
         first = 0
         for kind, pieces in self.calls:
             at, part = [0, 0, 0, -1], UNIT
-            whole = {ring.ALL_REDUCE: part * self.ranks, ring.ALL_TO_ALL: part}.get(kind, self._cell_bytes)
-            tensor, total = TENSORS * (rank + 1), pieces * whole
+            whole = {ring.ALL_REDUCE: part * self.ranks, ring.ALL_TO_ALL: part, ring.TWO_SHOT: 1}
+            tensor, total = TENSORS * (rank + 1), pieces * whole.get(kind, self._cell_bytes)
             tensors = ((tensor,), (tensor + TENSORS // 4,), (0,), (total,), 1, tensor + TENSORS // 2)
-            arguments = (kind, first, pieces, tensors, total, 0, at)
+            arguments = (kind, first, pieces, tensors, total, UNIT, at)  # of a two-shot, the bytes of a block
             sizes = (self.cells, self._cell_bytes, 0, 0, 1)
             status = yield from self._names["advance"](self._bases, rank, *sizes, *arguments)
             if status != ring.DONE:
@@ -190,12 +202,12 @@ class Model:
             elif name == "_futex":
                 woken = arguments[1] // SEGMENT - 1
                 sleepers -= {woken}
-            elif name in ("copy", "add", "multiply"):
+            elif name in MOVES:
                 self._look(rank, local)
             number = self._step(rank, number, answer)
             name, *arguments = self._locals[rank][number].operation
             own = name == "load_acquire" and arguments[0] // SEGMENT == rank + 1
-            if not own and name not in ("copy", "add", "multiply"):
+            if not own and name not in MOVES:
                 return self._state(places, rank, number, memory, sleepers)
 
     def _state(self, places: Any, rank: int, number: int, memory: dict[int, int], sleepers: frozenset[int]) -> Any:
@@ -204,14 +216,15 @@ class Model:
 
     def _look(self, rank: int, local: _Local) -> None:
         """Whether this rank has seen by itself that it may read and write where it does."""
-        name, to, *sources = local.operation
+        name, *arguments = local.operation
+        to, sources = MOVES[name](*arguments)
         stage, kind, piece = self._stage(rank, local)
         seen = dict(local.seen)
 
         def has(owner: int, word: int, count: int) -> bool:
             return owner == rank or seen.get(self._bases[owner] + word, 0) >= count
 
-        for address in (to, *sources[: 2 if name == "add" else 1]):
+        for address in (to, *sources):
             owner = address // SEGMENT - 1
             if not 0 <= owner < self.ranks:
                 continue  # a tensor, which is this rank's
@@ -220,7 +233,8 @@ class Model:
                 raise WrongError(f"rank {rank} writes into the segment of rank {owner}")
             if address == to and not all(has(r, segments.TAKEN, piece + 1 - self.cells) for r in range(self.ranks)):
                 raise WrongError(f"rank {rank} writes piece {piece} where another may read the one before")
-            word = segments.SUMMED if stage == "_take" and kind == ring.ALL_REDUCE else segments.SENT
+            summed = stage == "_take" and kind in (ring.ALL_REDUCE, ring.TWO_SHOT)
+            word = segments.SUMMED if summed else segments.SENT
             if address != to and not has(owner, word, piece + 1):
                 raise WrongError(f"rank {rank} reads piece {piece} of rank {owner} before it is there")
 

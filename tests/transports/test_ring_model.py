@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastreduce.transports.shm.ring import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ONE_SHOT
+from fastreduce.transports.shm.ring import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, ONE_SHOT, TWO_SHOT
 from tests.support.ring_model import Model, WrongError
 
 
@@ -14,12 +14,15 @@ from tests.support.ring_model import Model, WrongError
         (2, 1, [(ALL_REDUCE, 2)]),
         (2, 2, [(ALL_TO_ALL, 2), (ALL_GATHER, 1)]),
         (2, 2, [(ALL_GATHER, 2), (ALL_REDUCE, 1), (ONE_SHOT, 1)]),
+        (2, 2, [(TWO_SHOT, 2)]),
         pytest.param(3, 1, [(ONE_SHOT, 1)], marks=pytest.mark.long),
         pytest.param(2, 2, [(ALL_REDUCE, 3)], marks=pytest.mark.long),
         pytest.param(2, 2, [(ALL_REDUCE, 4), (ALL_TO_ALL, 2)], marks=pytest.mark.long),
         pytest.param(2, 3, [(ALL_REDUCE, 5)], marks=pytest.mark.long),
         pytest.param(3, 1, [(ALL_TO_ALL, 2)], marks=pytest.mark.long),
         pytest.param(3, 1, [(ALL_REDUCE, 1)], marks=pytest.mark.long),
+        pytest.param(2, 2, [(TWO_SHOT, 3), (ALL_GATHER, 1), (TWO_SHOT, 1)], marks=pytest.mark.long),
+        pytest.param(3, 1, [(TWO_SHOT, 1)], marks=pytest.mark.long),
     ],
 )
 def test_no_interleaving_reads_too_early_overwrites_or_sleeps_for_ever(

@@ -33,9 +33,9 @@ from tests.support.models import assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool, message, run_ranks
 from tests.support.transport_cases import collect, expected
 
-PIECE = connection.GEOMETRY.cell_bytes
+PIECE = segments.GEOMETRY.cell_bytes
 CLONE_NEWNS = 0x00020000
-RING = PIECE * connection.GEOMETRY.cells
+RING = PIECE * segments.GEOMETRY.cells
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -105,9 +105,8 @@ def _undisturbed(readings: Readings) -> _Case:
 
 
 def _stages(readings: Readings, probe: Probe, repetitions: Places, link: Link | None) -> tuple[list[Stages], float]:
-    stages, share = probe.draw(repetitions)
     if link is None:
-        return stages, share
+        return probe.draw(repetitions)
     none, ranks = readings.probes[BASE], readings.wrapped["local_ranks"]
     each = float(np.median(none.stages.sum(axis=2), axis=0).sum()) / sum(none.elements)
     within = [each * count if ranks > 1 else 0.0 for count in probe.elements]
@@ -117,7 +116,9 @@ def _stages(readings: Readings, probe: Probe, repetitions: Places, link: Link | 
         model.Wire(nbytes, probe.collectives, equal, ranks if equal and swapped else 1)
         for nbytes, equal, swapped in zip(probe.wire, probe.one_level, probe.two_shot, strict=True)
     ]
-    return model.projected(stages, within, wires, ranks, link.nodes, link.gbits, (latency[0], latency[1])), 1.0
+    return model.projected(
+        probe.draw_apart(repetitions), within, wires, ranks, link.nodes, link.gbits, (latency[0], latency[1])
+    ), 1.0
 
 
 def _steps(readings: Readings, case: _Case, probe: Probe, repetitions: Places, link: Link | None) -> list[float]:

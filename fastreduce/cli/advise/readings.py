@@ -34,6 +34,7 @@ class Probe:
         two_shot: of each whether it is reduced by an all-to-all and an all-gather.
         sent: bytes that a rank sends in a step.
         stages: `[repetitions, buckets, 5]`, seconds, as `Stages` has them, of the rank that counts.
+        apart: the same over whole wires, where shared memory spares them.
         bursts: by repetition, the seconds of all buckets at once.
     """
 
@@ -45,17 +46,26 @@ class Probe:
     two_shot: list[bool]
     sent: int
     stages: Floats
+    apart: Floats
     bursts: Floats
 
     @property
     def collectives(self) -> int:
         """Of a bucket: 2 in a two-shot."""
-        return 2 if self.stages[:, :, 1].any() else 1
+        return 2 if self.apart[:, :, 1].any() else 1
 
     def draw(self, repetitions: Places = slice(None)) -> tuple[list[Stages], float]:
         """The medians of some repetitions, and the share that their bursts tell."""
-        stages = [Stages(*map(float, row)) for row in np.median(self.stages[repetitions], axis=0)]
+        stages = _medians(self.stages[repetitions])
         return stages, fit_share(stages, float(np.median(self.bursts[repetitions])))
+
+    def draw_apart(self, repetitions: Places) -> list[Stages]:
+        """The same of stages over whole wires, without a share."""
+        return _medians(self.apart[repetitions])
+
+
+def _medians(stages: Floats) -> list[Stages]:
+    return [Stages(*map(float, row)) for row in np.median(stages, axis=0)]
 
 
 @dataclass(frozen=True)
@@ -122,12 +132,16 @@ def _by_call(link: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[t
     return list(zip(*(rank[name] for rank in link), strict=True))
 
 
-def _probe(line: Line) -> Probe:
+def _slowest(by_rank: Any) -> Floats:
     """The slowest rank's kernels, for which all wait; and transfers as the rank sees them that comes last."""
-    seen = np.array(line["stages"])  # [ranks, repetitions, buckets, 5]
-    stages = seen.max(axis=0)
+    seen = np.array(by_rank)  # [ranks, repetitions, buckets, 5]
+    stages: Floats = seen.max(axis=0)
     for transfer in (1, 3):
         stages[:, :, transfer] = seen[:, :, :, transfer].min(axis=0)
+    return stages
+
+
+def _probe(line: Line) -> Probe:
     buckets = line["buckets"]
     return Probe(
         setting=line["probe"],
@@ -137,7 +151,8 @@ def _probe(line: Line) -> Probe:
         one_level=[bucket["one_level"] for bucket in buckets],
         two_shot=[bucket["two_shot"] for bucket in buckets],
         sent=sum(bucket["sent_bytes"] for bucket in buckets),
-        stages=stages,
+        stages=_slowest(line["stages"]),
+        apart=_slowest(line["apart"]),
         bursts=np.array(line["bursts"]).max(axis=0),
     )
 

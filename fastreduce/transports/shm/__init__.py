@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...environment import caches
 from ...errors import DeviceError
-from ...kernels.slots import SlotTable
+from ...kernels.slots import Pieces, SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
 from ..subgroups import Ranks, own_name, place_in
-from .segments import why_no_shm
+from .segments import GEOMETRY, why_no_shm
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -76,6 +76,15 @@ class ShmTransport(SlotTransport):
         for tensor in (tensors[0], into[0]):
             self._check("all_reduce", tensor)
         return self._lease.connection.all_reduce_slots(tensors, slots, scale, into)
+
+    def two_shot(self, pieces: Pieces) -> Work:
+        """Encoded into the ring, averaged out of it, and decoded from there, while a piece is in the cache: no wire."""
+        return self._lease.connection.two_shot(pieces)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Nearly a rank's part of a cell."""
+        return GEOMETRY.cell_bytes // self.world_size - 64
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Each rank copies what is for it out of the others' rings."""

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, TransportError
-from ...kernels.slots import SlotTable
+from ...kernels.numba_cpu_elements import stage
+from ...kernels.slots import Pieces, SlotTable
 from .. import messages
 from ..base import Work
 from ..connections import timeout_of
@@ -28,9 +29,8 @@ from ..store_client import StoreClient, client_of
 from ..subgroups import Ranks, names_of, own_name, place_in, who_is_gone
 from . import ring
 from .flags import NUMBERS, wake
-from .segments import ASLEEP, BEAT, FAILED, CannotShareError, Geometry, Segment, file_of, host, why_no_shm
+from .segments import ASLEEP, BEAT, FAILED, GEOMETRY, CannotShareError, Geometry, Segment, file_of, host, why_no_shm
 
-GEOMETRY = Geometry(cells=8, cell_bytes=256 << 10)
 CONTROL = Geometry(cells=2, cell_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
 ONE_SHOT_BYTES = 32 << 10  # up to which every rank sums all of a tensor: ranks wait once, not twice
 SLICE_NANOSECONDS = 20_000_000  # of sleep, after which a rank looks up
@@ -41,7 +41,7 @@ GAVE_UP, ENDED = 1, 2  # what the word FAILED says: this rank waited in vain, or
 
 _NOWHERE = np.zeros(1, np.int64)
 Places = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], float]
-Arguments = tuple[int, Places, int, int]  # kind, tensors without scratch, bytes, dtype: those of `ring.advance`
+Arguments = tuple[int, Places, int, int]  # kind, tensors without scratch, total, dtype: those of `ring.advance`
 
 
 class Collective:
@@ -53,7 +53,7 @@ class Collective:
         operation: str,
         arguments: Arguments,
         pieces: int,
-        keep: Sequence[Tensor],
+        keep: Sequence[object],
         after: Callable[[], object] | None,
     ) -> None:
         self.operation, self.arguments, self.pieces = operation, arguments, pieces
@@ -105,7 +105,7 @@ class Connection:
         except TransportError as error:  # the store's
             raise self._fail("connecting", (), f"{error}. {_no_word([])}") from error
         self._bases = np.array([segment.address for segment in self._segments], np.int64)
-        self._scratch = np.empty(ring.BLOCK // 8)
+        self._scratch = stage(max(ring.BLOCK, self._part) // 8)
         self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
         # Ranks that share cores do not spin: who is waited for may need this one's.
         self._spins = SPINS if len(os.sched_getaffinity(0)) >= self.size else 0
@@ -187,6 +187,13 @@ class Connection:
         arguments = (kind, (_addresses(tensors), _addresses(into), *places), nbytes, DTYPES[dtype])
         return self._start("all_reduce", arguments, piece, [*tensors, *into])
 
+    def two_shot(self, pieces: Pieces) -> Work:
+        """Averages that `pieces` makes, block by block: a piece is as many of each shard as fit a part of a cell."""
+        told, terms = np.array(pieces[:4], np.int64), np.zeros(self.size, np.int64)
+        places = (told, terms, _NOWHERE, _NOWHERE, 1.0)
+        arguments = (ring.TWO_SHOT, places, pieces.blocks, pieces.block_bytes)
+        return self._start("all_reduce", arguments, self._part // pieces.block_bytes, [pieces.keep])
+
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Row r of `received` from rank r's own shard of bytes."""
         places = (_addresses([wire]), _addresses([received]), _NOWHERE, _NOWHERE, 1.0)
@@ -216,7 +223,7 @@ class Connection:
         operation: str,
         arguments: Arguments,
         piece: int,
-        keep: Sequence[Tensor],
+        keep: Sequence[object],
         after: Callable[[], object] | None = None,
     ) -> Collective:
         work = Collective(self, operation, arguments, -(-arguments[2] // piece), keep, after)
@@ -276,7 +283,7 @@ class Connection:
             kind,
             work.first,
             work.pieces,
-            (*places, self._scratch.ctypes.data),
+            (*places, self._scratch.data_ptr()),
             *sizes,
             work.at,
         )

@@ -1,4 +1,4 @@
-"""Elements in shared memory, by address: copied as bytes, and summed, each sum rounded once to the elements' dtype."""
+"""Elements in shared memory, by address: summed, each sum rounded once to their dtype, or made by others' functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...kernels.numba_cpu_elements import LINE, MEMORY, narrow, size_of, splat, widen
@@ -16,18 +15,6 @@ from .flags import Emitted, compiled
 
 # Tags, whose types say what is summed: FP16 is tagged int16, BF16 uint16.
 _FP32, _FP64, _FP16, _BF16 = np.float32(0), np.float64(0), np.int16(0), np.uint16(0)
-
-
-@intrinsic
-def copy(_typing: Any, to: types.Type, source: types.Type, count: types.Type) -> Emitted:
-    """Copy bytes that do not overlap."""
-
-    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        to, source = (builder.inttoptr(address, cgutils.voidptr_t) for address in args[:2])
-        cgutils.raw_memcpy(builder, to, source, args[2], 1)
-        return target.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
 
 
 def _adder(nbytes: int) -> Any:
@@ -122,3 +109,46 @@ def multiply(to, source, count, factor, dtype):
         _multiply_as(to, source, count, np.float32(factor), _FP16)
     else:
         _multiply_as(to, source, count, np.float32(factor), _BF16)
+
+
+@intrinsic
+def _call(
+    _typing: Any,
+    function: types.Type,
+    told: types.Type,
+    a: types.Type,
+    b: types.Type,
+    c: types.Type,
+    d: types.Type,
+) -> Emitted:
+    """Call a C function of five integers by its address."""
+
+    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 5)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return target.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+
+# `pieces` are the first words of a `Pieces`.
+
+
+@compiled
+def encode(pieces, shard, first, count, to):
+    """Blocks of a shard, encoded to an address."""
+    _call(pieces[0], pieces[3], shard, first, count, to)
+
+
+@compiled
+def average(pieces, first, count, terms, bases, rank, at, own, to):
+    """The average of blocks of the own shard, as encoded at `own` and at `at` of the others' segments."""
+    for other in range(len(bases)):
+        terms[other] = own if other == rank else bases[other] + at
+    _call(pieces[1], pieces[3], first, count, np.int64(terms.ctypes.data), to)
+
+
+@compiled
+def decode(pieces, shard, first, count, source):
+    """Averages of blocks of a shard, from an address to where they belong."""
+    _call(pieces[2], pieces[3], shard, first, count, source)

@@ -4,8 +4,10 @@ Each rank owns a segment: a header of words that it alone writes, and a ring of 
 that fit a cell, numbered on from the collective before, and every rank goes through three stages with each piece:
 
     send   copy what others are to read into the own cell         needs: every rank has taken what the cell held before
-    sum    (all-reduce) the own part of everybody's piece         needs: every rank has sent the piece
+    sum    (if it reduces) the own part of everybody's piece      needs: every rank has sent the piece
     take   copy what others hold for this rank                    needs: every rank has sent it, or summed it
+
+In a two-shot functions of others (`kernels.slots.Pieces`) encode what is sent, average, and decode what is taken.
 
 Behind each stage a rank counts up the word of that name. The oldest piece goes first, so that a piece is taken while
 it is still in the cache, and later ones are sent only where a rank would wait else.
@@ -13,13 +15,13 @@ it is still in the cache, and later ones are sent only where a rank would wait e
 
 from __future__ import annotations
 
-from ...kernels.numba_cpu_elements import LINE
-from .elements import add, copy, multiply
+from ...kernels.numba_cpu_elements import LINE, copy
+from .elements import add, average, decode, encode, multiply
 from .flags import compiled, fall_asleep, load_acquire, pause, sleep, stay_awake, store_release, wake
 from .segments import ASLEEP, BEAT, DATA, FAILED, SENT, SUMMED, TAG_BYTES, TAGS, TAKEN
 
 # Kinds of collectives.
-ALL_REDUCE, ONE_SHOT, ALL_TO_ALL, ALL_GATHER = 1, 2, 3, 4
+ALL_REDUCE, ONE_SHOT, ALL_TO_ALL, ALL_GATHER, TWO_SHOT = 1, 2, 3, 4, 5
 # What `advance` returns.
 DONE, BLOCKED, FAILED_RANK, OTHER_CALL = 0, 1, 2, 3
 
@@ -34,6 +36,13 @@ def _part(number, total, part, ranks, index):
     share = -(-length // (ranks * LINE)) * LINE
     low = min(index * share, length)
     return start + low, min(low + share, length) - low
+
+
+@compiled
+def _blocks(number, total, part, block_bytes):
+    """The first block of a piece in each rank's shard, and how many there are."""
+    most = part // block_bytes
+    return number * most, min(most, total - number * most)
 
 
 @compiled
@@ -104,6 +113,11 @@ def _send(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dty
             if other != rank:
                 start, count = _part(number, total, part, ranks, other)
                 _flatten(to + other * part, sources, offsets, lengths, start, count, scale, dtype)
+    elif kind == TWO_SHOT:
+        start, count = _blocks(number, total, part, dtype)
+        for other in range(ranks):
+            if other != rank:
+                encode(sources, other, start, count, to + other * part)
     else:  # everything, to everybody
         start = number * cell_bytes
         count = min(cell_bytes, total - start)
@@ -114,10 +128,16 @@ def _send(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dty
 
 
 @compiled
-def _sum(bases, rank, cell, number, tensors, total, part, dtype):
+def _sum(bases, rank, cell, kind, number, tensors, total, part, dtype):
     sources, targets, offsets, lengths, scale, scratch = tensors
-    first, length = _part(number, total, part, len(bases), rank)
     at = cell + rank * part
+    if kind == TWO_SHOT:
+        first, count = _blocks(number, total, part, dtype)
+        encode(sources, rank, first, count, scratch)
+        average(sources, first, count, targets, bases, rank, at, scratch, bases[rank] + at)
+        decode(sources, rank, first, count, bases[rank] + at)
+        return
+    first, length = _part(number, total, part, len(bases), rank)
     for start in range(0, length, BLOCK):
         count = min(BLOCK, length - start)
         _flatten(scratch, sources, offsets, lengths, first + start, count, scale, dtype)
@@ -127,7 +147,7 @@ def _sum(bases, rank, cell, number, tensors, total, part, dtype):
 
 @compiled
 def _take(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dtype):
-    _, targets, offsets, lengths, _, scratch = tensors
+    sources, targets, offsets, lengths, _, scratch = tensors
     ranks = len(bases)
     if kind == ONE_SHOT:
         first = number * cell_bytes
@@ -147,6 +167,9 @@ def _take(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dty
         elif kind == ALL_GATHER:
             start = number * cell_bytes
             copy(targets[0] + other * total + start, source, min(cell_bytes, total - start))
+        elif kind == TWO_SHOT:
+            start, count = _blocks(number, total, part, dtype)
+            decode(sources, other, start, count, source + other * part)
         else:
             start, count = _part(number, total, part, ranks, other)
             _unflatten(source + other * part, targets, offsets, lengths, start, count)
@@ -196,13 +219,14 @@ def advance(bases, rank, cells, cell_bytes, futex, spins, limit, kind, first, pi
         first: the number of its first piece.
         pieces: their number.
         tensors: addresses of what is read and of what is written, where each begins in the flat that is summed and how
-            long it is there, in bytes, by what they are multiplied first, and the address of `BLOCK` bytes of scratch.
-        total: bytes of the flat, or of a shard of the wire.
-        dtype: its number, for `add`.
+            long it is there, in bytes, by what they are multiplied first, and the address of scratch for a part; of a
+            two-shot in the place of addresses the first words of a `Pieces`, and room for a word of each rank.
+        total: bytes of the flat, or of a shard of the wire; of a two-shot, blocks of a shard.
+        dtype: its number, for `add`; of a two-shot, bytes of a block.
         at: how many pieces have been sent, summed and taken, and the rank that came with another call.
     """
     part = part_bytes(cell_bytes, len(bases))
-    summed = kind == ALL_REDUCE
+    summed = kind in (ALL_REDUCE, TWO_SHOT)
     idle, asleep, slept = 0, False, 0
     word = bases[rank] + ASLEEP
     while True:
@@ -227,7 +251,7 @@ def advance(bases, rank, cells, cell_bytes, futex, spins, limit, kind, first, pi
             at[3] = _another_call(bases, TAGS + cell * TAG_BYTES, kind, total, dtype)
             if at[3] >= 0:
                 return OTHER_CALL
-            _sum(bases, rank, DATA + cell * cell_bytes, number, tensors, total, part, dtype)
+            _sum(bases, rank, DATA + cell * cell_bytes, kind, number, tensors, total, part, dtype)
             at[1] = number + 1
             _tell(futex, bases, rank, SUMMED, first + number + 1)
             moved = True

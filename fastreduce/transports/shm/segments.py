@@ -46,6 +46,9 @@ class Geometry(NamedTuple):
         return DATA + self.cells * self.cell_bytes
 
 
+GEOMETRY = Geometry(cells=8, cell_bytes=256 << 10)
+
+
 class CannotShareError(Exception):
     """Why ranks cannot share memory here."""
 

@@ -1,4 +1,9 @@
-"""Numba's disk cache, keyed on all files that a kernel may be made of: by itself it looks at the kernel's own only."""
+"""Numba's disk cache, keyed on all files that a kernel may be made of: by itself it looks at the kernel's own only.
+
+Each compiled signature has a file that is named after all that it depends on. By itself Numba numbers files, and an
+index says which is whose: two processes that compile at once, or one that is killed, can leave an index by which a
+signature gets the code of another.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +16,46 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def keyed(jit: Callable[[Any], Any], pattern: str, more: Path | None = None) -> Callable[[Any], Any]:
-    """A decorator of Numba's that caches on disk → the same, whose entries hold until such a file in here changes.
+def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any], Any]:
+    """A decorator of Numba's that caches on disk → the same, whose entries hold until a module in here changes.
 
     Args:
         jit: Numba's.
-        pattern: of names, as `Path.glob` takes it.
         more: a folder, all of whose modules count too.
     """
 
     def declare(function: Any) -> Any:
         dispatcher = jit(function)
         file = dispatcher._cache._cache_file
-        file._source_stamp = (file._source_stamp, _digest(pattern, more))
+        stamp = _short(repr((file._version, file._source_stamp, _digest(more))))
+        start = file._index_name.removesuffix(".nbi")
+
+        def name_of(key: Any) -> str:
+            return f"{start}.{stamp}.{_short(repr(key))}.nbc"
+
+        def save(key: Any, data: Any) -> None:
+            file._save_data(name_of(key), data)
+            for other in Path(file._cache_path).glob(f"{start}.*.nbc"):
+                if not other.name.startswith(f"{start}.{stamp}."):
+                    other.unlink(missing_ok=True)  # of files as they were
+
+        def load(key: Any) -> Any:
+            try:
+                return file._load_data(name_of(key))
+            except OSError:
+                return None
+
+        file.save, file.load = save, load
         return dispatcher
 
     return declare
 
 
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 @cache
-def _digest(pattern: str, more: Path | None) -> str:
-    files = [*sorted(HERE.glob(pattern)), *(sorted(more.glob("*.py")) if more else [])]
+def _digest(more: Path | None) -> str:
+    files = [*sorted(HERE.glob("*.py")), *(sorted(more.glob("*.py")) if more else [])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

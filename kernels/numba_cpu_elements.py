@@ -35,9 +35,9 @@ AHEAD = 1024  # bytes to prefetch: the hardware by itself fetched too few, and q
 ANYWHERE = 1  # what loads and stores take for granted of an address: it may be no multiple of an element
 
 # No fastmath: every operation rounds by itself, and LLVM fuses none unless told to.
-kernel = keyed(njit(nogil=True, cache=True, error_model="numpy"), "numba_cpu_*.py")
+kernel = keyed(njit(nogil=True, cache=True, error_model="numpy"))
 # Where a call for each block would show.
-inlined = keyed(njit(nogil=True, cache=True, error_model="numpy", forceinline=True), "numba_cpu_*.py")
+inlined = keyed(njit(nogil=True, cache=True, error_model="numpy", forceinline=True))
 
 _HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))

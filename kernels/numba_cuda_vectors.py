@@ -35,7 +35,7 @@ _MEMORY = {
 # Inlined: Numba compiles a function by itself for the GPU that is there only, and without one not at all.
 function = cuda.jit(device=True, inline="always")
 # Not linked through LTO, which would compile other PTX than the tests look at.
-kernel = keyed(cuda.jit(cache=True, lto=False), "numba_cuda_*.py")
+kernel = keyed(cuda.jit(cache=True, lto=False))
 
 
 def _vector(tag: types.Type, other: types.Type) -> types.UniTuple:

@@ -7,13 +7,18 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numba
 import pytest
 
 from fastreduce import BackendUnavailableError
 from fastreduce.environment import caches
+from fastreduce.kernels.numba_cache import keyed
 from tests.support.commands import ROOT, Done, run
 
 # Root may write everywhere, unless it gives up the capabilities of root.
@@ -173,3 +178,29 @@ def test_a_kernel_is_compiled_anew_when_a_file_that_it_shares_has_changed(tmp_pa
     assert text.count("_constant(bits, 0x7FFF)") == 1
     shared.write_text(text.replace("_constant(bits, 0x7FFF)", "_constant(bits, 0)"))
     assert flattened() == 1.0, "cut off"
+
+
+def test_what_is_compiled_at_once_is_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two processes look for what there is, find nothing, and save another signature each."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    first, second = (keyed(numba.njit(cache=True))(_twice)._cache._cache_file for _ in range(2))
+    looked = threading.Barrier(2)
+
+    def look(load_index: Any) -> Any:
+        found = load_index()
+        looked.wait(10)
+        return found
+
+    for file in (first, second):  # of Numba's own
+        file._load_index = partial(look, file._load_index)
+    saving = [threading.Thread(target=file.save, args=(key, key)) for file, key in ((first, "a"), (second, "b"))]
+    for thread in saving:
+        thread.start()
+    for thread in saving:
+        thread.join()
+    third = keyed(numba.njit(cache=True))(_twice)._cache._cache_file
+    assert [third.load(key) for key in "abc"] == ["a", "b", None]
+
+
+def _twice(value: float) -> float:
+    return 2 * value

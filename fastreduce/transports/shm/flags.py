@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from ...kernels.numba_cache import keyed
 
-compiled = keyed(njit(nogil=True, cache=True, error_model="numpy"), "numba_cpu_*.py", Path(__file__).parent)
+compiled = keyed(njit(nogil=True, cache=True, error_model="numpy"), Path(__file__).parent)
 
 _VOID, _I32, _I64 = ir.VoidType(), ir.IntType(32), ir.IntType(64)
 WAIT, WAKE = 0, 1  # futex operations, between processes

@@ -13,6 +13,7 @@ def row(model: str, ratio: float, worse: bool) -> dict[str, Any]:
         "model": model,
         "link": "1gbit",
         "ranks": 2,
+        "rounds": 6,
         "transport": "gloo",
         "advised": "fp8",
         "best": "int8",
@@ -36,5 +37,5 @@ def test_rows_are_counted_and_shown(tmp_path: Path):
     path = tmp_path / "advice.md"
     advice.write_table(rows, path)
     table = [line for line in path.read_text().splitlines() if line.startswith("|")]
-    assert table[2] == "| mlp | 1gbit, gloo | 2 | fp8 | int8 | 1.04 | yes | no | 100 (110) | 52 (52) | 50 (50) |"
+    assert table[2] == "| mlp | 1gbit, gloo | 2 | 6 | fp8 | int8 | 1.04 | yes | no | 100 (110) | 52 (52) | 50 (50) |"
     assert len(table) == 2 + len(rows) and len({line.count("|") for line in table}) == 1

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastreduce import DistributedDataParallel, NotInitializedError, SettingError, ShardSampler, elastic
+from fastreduce.elastic import membership
 from fastreduce.elastic.dealing import Deal
 from fastreduce.elastic.generations import Generation, Note, Stage
 
@@ -24,6 +25,7 @@ STEPS = 40
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     yield
+    membership._leave_all()  # a process is a member once
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -59,7 +59,7 @@ def _stages(record: Any, steps: list[int]) -> Counter[str]:
 
 
 def _counted(rank: int, world_size: int) -> None:
-    ddp = wrap("ours", _model(), compression="int8", bucket_cap_mb=0.03)
+    ddp = wrap("ours", _model(), compression="int8", bucket_cap_mb=0.03, transport="gloo")
     reducer = ddp.reducer
     for _ in range(STEPS + 6):
         _step(ddp)

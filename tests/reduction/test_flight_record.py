@@ -45,7 +45,7 @@ def _check_bucket(bucket: BucketFlight, two_shot: bool, seconds: float) -> None:
 
 def _trained(rank: int, world_size: int, setting: str) -> list[str]:
     """What this rank does, as told inside each part of the last step."""
-    ddp = wrap("ours", _model(), compression=setting, bucket_cap_mb=0.03)
+    ddp = wrap("ours", _model(), compression=setting, bucket_cap_mb=0.03, transport="gloo")
     optimizer, told = torch.optim.SGD(ddp.parameters(), lr=1e-3), []
     last = ddp.reducer.recorder.phase is Phase.DATA
 

@@ -74,7 +74,9 @@ def _train(rank: int, world_size: int, folder: str, setting: str) -> tuple[float
             torch.manual_seed(0)
             patch.setenv("FASTREDUCE_TRACE", name)
             model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
-            ddp = wrap("ours", model, compression=setting, bucket_cap_mb=0.03, find_unused_parameters=True)
+            ddp = wrap(
+                "ours", model, compression=setting, bucket_cap_mb=0.03, find_unused_parameters=True, transport="gloo"
+            )
             optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
             for step in range(STEPS):
                 optimizer.zero_grad()

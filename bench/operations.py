@@ -325,6 +325,11 @@ def _residuals(gradients: Gradients, setting: Compression) -> Tensor:
     return rows.rows
 
 
+def _without_padding(row: Tensor, block: int) -> Tensor:
+    """Codes and scales of a row in 8 bits; of another all of it."""
+    return row[: row.numel() // (block + 1) * (block + 1)] if row.dtype is torch.uint8 else row
+
+
 def quantize(model: Model, compression: str = "int8", error_feedback: bool | str = False) -> Case:
     """Gradients (+ residuals, in FP32, BF16 or 8 bits) → quantized wires (and new residuals)."""
     setting = Compression.parse(compression)
@@ -341,7 +346,7 @@ def quantize(model: Model, compression: str = "int8", error_feedback: bool | str
             tensors, table, more = [*each.grads, each.used], each.bucket.table, {"form": setting.format, "draws": draws}
             kernels.quantize(tensors, table, wire, RANKS, setting.block, *rows_and_turn, **more)
 
-    outputs = [*wires, *(rows[1] for rows in kept if error_feedback)]
+    outputs = [*wires, *(_without_padding(rows[1], setting.block) for rows in kept if error_feedback)]
     nbytes = _nbytes([rows[0] for rows in kept if error_feedback]) + elements(model) * model[0].used.itemsize
     nbytes += _nbytes(outputs)
     return Case(run, outputs, nbytes, to_nearest=drawn and (lambda kernels: run(kernels, None)))

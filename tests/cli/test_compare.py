@@ -283,6 +283,7 @@ def _hang(rank: int, report: object) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("preloaded")
 def test_a_rank_that_raises_ends_the_command_with_its_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

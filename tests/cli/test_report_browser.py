@@ -164,6 +164,7 @@ def test_columns_sort_up_and_down_by_numbers(opened: Opened):
             assert opened.texts("#parts tbody th")[-2:] == ["torch DDP", "torch fp16 hook"]
 
 
+@pytest.mark.long
 def test_settings_that_are_not_chosen_leave_tables_and_plots(opened: Opened):
     boxes = opened.tab.locator("#settings input")
     names = [boxes.nth(number).get_attribute("value") for number in range(boxes.count())]
@@ -210,6 +211,7 @@ def test_files_are_saved_whole(opened: Opened, tmp_path: Path):
         assert (tmp_path / f"{number}.csv").read_bytes() == held and len(held) > 10_000
 
 
+@pytest.mark.long
 def test_a_browser_that_cannot_unpack_plotly_has_the_tables(opened: Opened):
     tab = opened.tab.context.new_page()
     tab.add_init_script("delete window.DecompressionStream")

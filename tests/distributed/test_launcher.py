@@ -53,6 +53,7 @@ def _sums_and_bytes(x: float, *, size: int) -> tuple[float, bytes, torch.Tensor]
 METHODS = pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 
 
+@pytest.mark.long
 @METHODS
 def test_values_come_back_in_rank_order_and_large_ones_do_not_block(method: str):
     first, second = launcher(_sums_and_bytes, n_gpus=2, start_method=method)(2.0, size=20_000_000)

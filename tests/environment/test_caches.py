@@ -163,6 +163,7 @@ print(float(wire))
 """
 
 
+@pytest.mark.long
 def test_a_kernel_is_compiled_anew_when_a_file_that_it_shares_has_changed(tmp_path: Path):
     package = tmp_path / "fastreduce"
     shutil.copytree(ROOT / "fastreduce", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -200,6 +201,11 @@ def test_what_is_compiled_at_once_is_not_mixed_up(tmp_path: Path, monkeypatch: p
         thread.join()
     third = keyed(numba.njit(cache=True))(_twice)._cache._cache_file
     assert [third.load(key) for key in "abc"] == ["a", "b", None]
+    (tmp_path / "module.py").write_text("made_of = 1")
+    of_more = keyed(numba.njit(cache=True), tmp_path)(_twice)._cache._cache_file
+    assert of_more.load("a") is None, "it is made of other modules"
+    of_more.save("a", "anew")
+    assert (of_more.load("a"), third.load("a")) == ("anew", None)
 
 
 def _twice(value: float) -> float:

@@ -34,8 +34,10 @@ from tests.support.commands import run
     "check",
     [
         "check_each_operation",
-        "check_that_nothing_stale_is_launched",
-        pytest.param("check_each_format", marks=pytest.mark.long),
+        *(
+            pytest.param(check, marks=pytest.mark.long)
+            for check in ("check_that_nothing_stale_is_launched", "check_each_format")
+        ),
     ],
 )
 def test_a_kept_kernel_is_launched_as_triton_launched_it(check: str):

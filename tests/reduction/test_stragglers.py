@@ -227,6 +227,7 @@ def _restored_on_one_rank(rank: int, world_size: int) -> tuple[int, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_rank_that_restored_another_step_is_compared_with_the_others(ranks2: RankPool):
     (mine, one), (theirs, other) = ranks2.run(_restored_on_one_rank)
     assert (mine, theirs) == (2 * EVERY, 2 * EVERY - 15) and one is not None

@@ -211,6 +211,7 @@ def test_nothing_is_lost_over_random_histories(nodes: RankPool):
     search()
 
 
+@pytest.mark.long
 def test_nothing_is_lost_by_switching(nodes: RankPool):
     """Settings, warm-ups and sizes of buckets in mid-run, flat ones too."""
 

@@ -19,6 +19,7 @@ from tests.support.run_scripts import MODULE, RUN, said
 BOTH_WAYS = pytest.mark.parametrize("command", [RUN, pytest.param(MODULE, marks=pytest.mark.long)], ids=["run", "-m"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "launcher", ["fastreduce run", pytest.param("torchrun -m fastreduce.run", marks=pytest.mark.long)]
 )

@@ -147,7 +147,9 @@ PROBLEMS = {  # what goes before the script, and a part of what the error says
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(
+    "problem", ["no libmpi", *(pytest.param(each, marks=pytest.mark.long) for each in ("no mpi4py", "no threads"))]
+)
 def test_where_mpi_cannot_be_used_the_error_says_what_helps_and_gloo_works_afterwards(tmp_path: Path, problem: str):
     if problem != "no mpi4py" and (not HAS_MPI4PY or MPIRUN is None):
         pytest.skip("no mpirun, or no mpi4py")

@@ -116,6 +116,7 @@ def contestant_of(name: str) -> str:
 def make_plan(
     words: Sequence[str],
     settings: Sequence[str],
+    *,
     ranks: int | None,
     rounds: int,
     steps: int,

@@ -204,6 +204,7 @@ def _recorded(rank: int, size: int, place: Place, directory: str) -> None:
     assert all(e["ts"] >= backward[e["args"]["step"]] for e in slices if e["name"] == "compress")
 
 
+@pytest.mark.long
 def test_a_flight_record_and_a_trace_know_when_the_device_was_where(ranks: RankPool, place: Place, tmp_path: Path):
     ranks.run(run_step_case, _recorded, place, str(tmp_path), timeout=SECONDS)
 

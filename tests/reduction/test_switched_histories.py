@@ -56,7 +56,7 @@ def hunt(ranks: RankPool, examples: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_nothing_is_lost_by_switching(request: pytest.FixtureRequest, world_size: int):
-    hunt(request.getfixturevalue(f"ranks{world_size}"), 12)
+    hunt(request.getfixturevalue(f"ranks{world_size}"), 6)
 
 
 @pytest.mark.long

@@ -120,6 +120,7 @@ class Contestant:
 
 
 _trainings = itertools.count()  # each with a name of its own in the store
+_joined: list[elastic.Members] = []  # the last one: a process is a member once
 
 
 def _elastic(model: nn.Module, group: dist.ProcessGroup, transport: Any, options: dict[str, Any]) -> Any:
@@ -131,7 +132,9 @@ def _elastic(model: nn.Module, group: dist.ProcessGroup, transport: Any, options
     ):
         ddp = fastreduce.DistributedDataParallel(model, transport=transport, elastic=True, **options)
     store = dist.PrefixStore(f"elastic {next(_trainings)}", _get_process_group_store(group))
-    elastic.join(ddp, store=store, least=dist.get_world_size(group))
+    while _joined:
+        _joined.pop().leave()
+    _joined.append(elastic.join(ddp, store=store, least=dist.get_world_size(group)))
     return ddp
 
 

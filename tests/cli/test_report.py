@@ -38,6 +38,7 @@ from tests.support.results_files import (
     interval,
     of_a_script,
     of_digits,
+    whole,
     with_flights,
     with_gradient_errors,
     with_names,
@@ -190,6 +191,10 @@ def test_names_are_text_everywhere(page: Callable[[Results], Page]):
 
 
 # Numbers
+
+
+def test_what_was_really_measured_has_every_figure(page: Callable[[Results], Page]):
+    assert {"timeline", "group-errors", "losses", "differences"} < {a["id"] for a in page(whole()).all("section")}
 
 
 def test_what_settings_lose_of_groups_of_gradients(page: Callable[[Results], Page]):

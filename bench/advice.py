@@ -42,8 +42,10 @@ GOOD = 1.05  # times the best measured step
 KEY = ("model", "link", "ranks")
 
 
-def cell(model: str, link: str, ranks: int, settings: Sequence[str], rounds: int, console: Console) -> dict[str, Any]:
-    """Ask, then measure all settings: one row."""
+def cell(
+    model: str, link: str, ranks: int, settings: Sequence[str], rounds: int, varied: bool, console: Console
+) -> dict[str, Any]:
+    """Ask, then measure all settings and what is advised, or all that was predicted (`varied`): one row."""
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fastreduce-advice-")))
@@ -53,10 +55,13 @@ def cell(model: str, link: str, ranks: int, settings: Sequence[str], rounds: int
         words = ("bench.advised_training", model, *places)
         plan = measure.make_plan(words, True, names, 1 if places else ranks, rounds, folder, TIMEOUT)
         findings = measure.investigate(plan, None, console)
+        assert findings.advice is not None
+        advised = findings.advice.name
+        names = tuple(findings.seconds) if varied else tuple(dict.fromkeys([*names, advised]))
         lines = trainings.run(plan, measure.rotation(plan, names, rounds), lambda _: None)
     seen = {each.contestant: each for each in speed.summarise(names, measure.turns_of(lines, names))}
-    assert findings.advice is not None and BASE in seen, "the training ended before all settings were measured"
-    advised, best = findings.advice.setting, min(seen, key=lambda name: seen[name].step)
+    assert BASE in seen, "the training ended before all settings were measured"
+    best = min(seen, key=lambda name: seen[name].step)
     return {
         "model": model,
         "link": link,
@@ -69,7 +74,7 @@ def cell(model: str, link: str, ranks: int, settings: Sequence[str], rounds: int
         "worse_than_none": advised != BASE and seen[advised].ratio.low > 1,
         "steps_ms": {name: each.step for name, each in seen.items()},
         "ratios": {name: [each.ratio.median, each.ratio.low, each.ratio.high] for name, each in seen.items()},
-        "predicted_ms": {name: 1e3 * each.step.value for name, each in findings.predicted.items()},
+        "predicted_ms": {name: 1e3 * findings.seconds[name] for name in seen},
         "checked": sorted(findings.measured),
         "sentence": findings.advice.sentence,
         "seconds": time.monotonic() - start,
@@ -156,6 +161,9 @@ def main(
     sizes: Annotated[list[int], typer.Option("--ranks", help="Repeat for several.")] = RANKS,
     settings: Annotated[list[str], typer.Option("--setting", help="Repeat for several.")] = DEFAULT_SETTINGS,
     rounds: Annotated[int, typer.Option(min=6, help="Rounds of the check, and of the measurement.")] = ROUNDS,
+    varied: Annotated[
+        bool, typer.Option(help="Measure all sizes of buckets and transports that are predicted; with --rows.")
+    ] = False,
     rows: Annotated[Path, typer.Option(help="Where rows are kept; beside it goes a table.")] = RESULTS,
 ) -> None:
     """Measure the cells that are missing, and show all."""
@@ -167,7 +175,7 @@ def main(
             for key in wanted:
                 if key in done and done[key]["rounds"] >= rounds:
                     continue
-                row = cell(*key, settings, rounds, Console(file=nowhere))
+                row = cell(*key, settings, rounds, varied, Console(file=nowhere))
                 json_lines.append(rows, [row])
                 done[key] = row
                 console.print(

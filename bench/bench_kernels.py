@@ -11,7 +11,18 @@ from fastreduce.ops import backends
 
 from . import operations
 from .conftest import Size
-from .operations import DTYPES, REFERENCE, TO_NEAREST, Case, Options, alignment_of, case_id, check, elements
+from .kernel_cases import (
+    DTYPES,
+    REFERENCE,
+    TO_NEAREST,
+    Case,
+    Options,
+    alignment_of,
+    case_id,
+    check,
+    elements,
+    model_of,
+)
 from .paired import Contestant, alternate, record
 
 MODELS = ("resnet50", "bert", "gpt2", "tiny")
@@ -61,7 +72,7 @@ CASES: list[tuple[str, str, Options]] = [
 def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], backend: str) -> None:
     operation, name, options = case
     kernels = backends.load(backend)
-    model = operations.model_of(name, alignment_of(operation), size.elements)
+    model = model_of(name, alignment_of(operation), size.elements)
     if "dtype" in options:
         options = {**options, "dtype": DTYPES[options["dtype"]]}
     made: Case = getattr(operations, operation)(model, **options)

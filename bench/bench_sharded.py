@@ -40,12 +40,9 @@ def hybrid(size: Size, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
 
 def _between_nodes(size: Size, out: Path, ranks: int) -> list[dict[str, Any]]:
     """By rank, of so many on each node."""
-    try:
-        with two_nodes.two_nodes(rate="1gbit") as names:
-            command = [*LAUNCH, _width(size), min(size.rounds, 11), out]
-            two_nodes.launch(names, command, timeout=TIMEOUT, ranks=(ranks, ranks))
-    except two_nodes.CannotMake as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with two_nodes.or_skip(), two_nodes.two_nodes(rate="1gbit") as names:
+        command = [*LAUNCH, _width(size), min(size.rounds, 11), out]
+        two_nodes.launch(names, command, timeout=TIMEOUT, ranks=(ranks, ranks))
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2 * ranks)]
 
 

@@ -36,6 +36,7 @@ STEPS = {
     "fp8": ours("fp8"),
     "int4": ours("int4"),
     "int4, error feedback": ours("int4:error_feedback"),
+    "auto4": ours("auto4"),
     "unwrapped": Setting(""),
     "torch": torchs(),
     "torch, views": torchs(**VIEWS),
@@ -59,6 +60,7 @@ TOLERANCES = {
     "fp8": 2.0**-4,
     "int4": 2.0**-2,
     "int4, error feedback": 2.0**-1,
+    "auto4": 2.0**-1,
 }
 OVERHEAD = {
     "fastreduce": ours("none"),

@@ -43,16 +43,13 @@ def _measured(
     size: Size, out: Path, ranks: int, rate: str = "1gbit", contestants: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """By rank, of so many on each node."""
-    try:
-        with two_nodes.two_nodes(rate=rate) as names:
-            command = [*LAUNCH, size.width, min(size.rounds, 11), out, *contestants]
-            two_nodes.launch(names, command, timeout=280 * ranks, ranks=(ranks, ranks))
-    except two_nodes.CannotMake as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with two_nodes.or_skip(), two_nodes.two_nodes(rate=rate) as names:
+        command = [*LAUNCH, size.width, min(size.rounds, 11), out, *contestants]
+        two_nodes.launch(names, command, timeout=280 * ranks, ranks=(ranks, ranks))
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2 * ranks)]
 
 
-@pytest.mark.parametrize("compression", ["fp16", "int8", "int4", "powersgd", "topk"])
+@pytest.mark.parametrize("compression", ["fp16", "int8", "int4", "auto4", "powersgd", "topk"])
 def test_two_nodes(benchmark: Any, steps: list[dict[str, Any]], compression: str) -> None:
     """25 million parameters at 1 Gbit/s."""
     times = slowest(steps)

@@ -16,6 +16,7 @@ STEPS = {
     "int8": Setting("fastreduce", {"compression": "int8"}),
     "int4": Setting("fastreduce", {"compression": "int4"}),
     "int4, error feedback": Setting("fastreduce", {"compression": "int4:error_feedback"}),
+    "auto4": Setting("fastreduce", {"compression": "auto4"}),
     "powersgd": Setting("fastreduce", {"compression": "powersgd:rank=4"}),
     "topk": Setting("fastreduce", {"compression": "topk:ratio=0.01"}),
     "torch": Setting("torch"),
@@ -24,7 +25,7 @@ STEPS = {
     "torch powersgd hook": Setting("torch", {"bucket_cap_mb": 1000}, powersgd=4),
     "unwrapped": Setting(""),
 }
-TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5, "int4": 2.0**-2}  # as in bench_steps.py
+TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5, "int4": 2.0**-2, "auto4": 2.0**-1}  # as in bench_steps.py
 OURS = ("none", "fp16", "int8")
 IN_LEVELS = {f"{name}, two levels": Setting("fastreduce", STEPS[name].options, transport=None) for name in OURS}
 # Where a node has several ranks. These sum in other orders than torch does.

@@ -2,127 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fastreduce import BF16, Compression, TopK, ops
 from fastreduce.kernels.slots import OF_AVERAGES, Draws
-from fastreduce.ops import backends
 from fastreduce.ops.backends import Backend
-from fastreduce.reduction.buckets import Bucket
 from fastreduce.reduction.residual_rows import Rows
 
-from .shapes import CAPS, buckets_of
-
-RANKS = 2
-WITHOUT = "without statistics"
-TO_NEAREST = "rounded to nearest"
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-REFERENCE = backends.load("reference")
-
-Way = Callable[[], list[Tensor] | None]
-Options = dict[str, Any]  # of an operation, dtypes by their short names
-
-
-@dataclass
-class Gradients:
-    """One bucket's gradients, each in memory of its own, and its used-flags."""
-
-    bucket: Bucket
-    grads: list[Tensor]
-    used: Tensor
-
-    def flat(self, dtype: torch.dtype) -> Tensor:
-        """A flat of zeros."""
-        return torch.zeros(self.bucket.total, dtype=dtype, device=self.used.device)
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The gradients' places in a flat."""
-        return [
-            flat[slot.offset : slot.offset + slot.numel].view(grad.shape)
-            for slot, grad in zip(self.bucket.slots, self.grads, strict=True)
-        ]
-
-    def filled_wire(self, dtype: torch.dtype) -> Tensor:
-        """The gradients as a wire."""
-        wire = self.flat(dtype)
-        REFERENCE.flatten([*self.grads, self.used], self.bucket.table, wire, 1.0)
-        return wire
-
-    def quantized_wire(self, setting: Compression) -> Tensor:
-        """The gradients as a quantized wire."""
-        wire, tensors = self.empty_quantized_wire(setting), [*self.grads, self.used]
-        table, block = self.bucket.table, setting.block
-        REFERENCE.quantize(tensors, table, wire, RANKS, block, None, None, form=setting.format)
-        return wire
-
-    def fp16_wire(self) -> Tensor:
-        """A wire of FP16 blocks, of zeros."""
-        numel = ops.fp16_wire_numel(self.bucket.total, RANKS)
-        return torch.zeros(numel, dtype=torch.uint8, device=self.used.device)
-
-    def filled_fp16_wire(self) -> Tensor:
-        """The gradients as a wire of FP16 blocks."""
-        wire = self.fp16_wire()
-        REFERENCE.flatten_fp16([*self.grads, self.used], self.bucket.table, wire, RANKS, 1)
-        return wire
-
-    def empty_quantized_wire(self, setting: Compression) -> Tensor:
-        """A quantized wire of zeros."""
-        numel = ops.wire_numel(self.bucket.total, RANKS, setting.block, setting.format)
-        return torch.zeros(numel, dtype=torch.uint8, device=self.used.device)
-
-
-Model = list[Gradients]
-
-
-@dataclass
-class Case:
-    """One operation over all buckets of a model.
-
-    `run` calls a backend's kernels as a step does; `plain` are torch's ways. All of them fill `outputs`, but an
-    allocating way returns what it makes instead. `to_nearest` is `run` without stochastic rounding, for a run with it.
-    """
-
-    run: Callable[[Backend], None]
-    outputs: list[Tensor]
-    nbytes: int
-    plain: dict[str, Way] = field(default_factory=dict)
-    to_nearest: Callable[[Backend], None] | None = None
-
-
-def model_of(
-    shapes: str,
-    alignment: int,
-    most: int,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    caps: Sequence[int] = CAPS,
-) -> Model:
-    """A model's buckets as two ranks lay them out, with random gradients."""
-    shape_of, buckets = buckets_of(shapes, alignment, most, caps)
-    torch.manual_seed(0)
-    return [
-        Gradients(
-            bucket,
-            [torch.randn(shape_of[slot.parameter], device=device, dtype=dtype) for slot in bucket.slots],
-            torch.ones(len(bucket.slots), device=device, dtype=dtype),
-        )
-        for bucket in buckets
-    ]
-
-
-def elements(model: Model) -> int:
-    """Gradient elements of all buckets, without flags and padding."""
-    return sum(grad.numel() for each in model for grad in each.grads)
+from .kernel_cases import RANKS, WITHOUT, Case, Gradients, Model, Way, elements
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _gradient_bytes(model: Model) -> int:
+    return elements(model) * model[0].used.itemsize
+
+
+def _targets(model: Model) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Where averages go: by bucket, and all of them."""
+    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+    return targets, [grad for grads in targets for grad in grads]
 
 
 def _draws(model: Model, setting: Compression, who: int = 0) -> Draws | None:
@@ -144,7 +49,7 @@ def flatten_bf16_stochastic(model: Model) -> Case:
         for each, wire in zip(model, wires, strict=True):
             kernels.flatten([*each.grads, each.used], each.bucket.table, wire, 1.0, draws=draws)
 
-    nbytes = _nbytes(wires) + elements(model) * model[0].used.itemsize
+    nbytes = _nbytes(wires) + _gradient_bytes(model)
     return Case(run, wires, nbytes, to_nearest=lambda kernels: run(kernels, None))
 
 
@@ -187,14 +92,14 @@ def flatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     if scale != 1:
         plain["foreach copy_, mul_"] = foreach_copy
     outputs = [view for into in views for view in into]
-    return Case(run, outputs, _nbytes(outputs) + elements(model) * model[0].used.itemsize, plain)
+    return Case(run, outputs, _nbytes(outputs) + _gradient_bytes(model), plain)
 
 
 def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     """Wires in `dtype` → gradients."""
     wires = [each.filled_wire(dtype) for each in model]
     views = [each.views(wire) for each, wire in zip(model, wires, strict=True)]
-    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+    targets, outputs = _targets(model)
 
     def run(kernels: Backend) -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
@@ -233,13 +138,12 @@ def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     }
     if scale != 1:
         plain["mul(out=)"] = multiply_out
-    outputs = [grad for grads in targets for grad in grads]
     return Case(run, outputs, _nbytes(outputs) + elements(model) * dtype.itemsize, plain)
 
 
-def reduce_shards(model: Model, dtype: torch.dtype, scale: float, ranks: int = RANKS) -> Case:
-    """Each rank's shards of every wire → one."""
-    received = [each.filled_wire(dtype).view(ranks, -1) for each in model]
+def reduce_shards(model: Model, dtype: torch.dtype, scale: float) -> Case:
+    """Two ranks' shards of every wire → one."""
+    received = [each.filled_wire(dtype).view(RANKS, -1) for each in model]
     shards = [torch.zeros_like(rows[0]) for rows in received]
     totals = [torch.zeros_like(shard, dtype=torch.float32) for shard in shards]
 
@@ -269,15 +173,13 @@ def reduce_shards_bf16_stochastic(model: Model) -> Case:
     drawn = _draws(model, setting, OF_AVERAGES)
     tables = [each.bucket.table.shard(0, shard.numel()) for each, shard in zip(model, shards, strict=True)]
 
-    def run(kernels: Backend) -> None:
+    def run(kernels: Backend, draws: Draws | None = drawn) -> None:
         for rows, shard, table in zip(received, shards, tables, strict=True):
-            kernels.reduce_shards(rows, shard, 1 / RANKS, table, drawn)
+            more = (table, draws) if draws else ()
+            kernels.reduce_shards(rows, shard, 1 / RANKS, *more)
 
-    def to_nearest(kernels: Backend) -> None:
-        for rows, shard in zip(received, shards, strict=True):
-            kernels.reduce_shards(rows, shard, 1 / RANKS)
-
-    return Case(run, shards, _nbytes(received) + _nbytes(shards), to_nearest=to_nearest)
+    nbytes = _nbytes(received) + _nbytes(shards)
+    return Case(run, shards, nbytes, to_nearest=lambda kernels: run(kernels, None))
 
 
 def flatten_fp16(model: Model) -> Case:
@@ -288,19 +190,18 @@ def flatten_fp16(model: Model) -> Case:
         for each, wire in zip(model, wires, strict=True):
             kernels.flatten_fp16([*each.grads, each.used], each.bucket.table, wire, RANKS, 1)
 
-    return Case(run, wires, _nbytes(wires) + elements(model) * model[0].used.itemsize)
+    return Case(run, wires, _nbytes(wires) + _gradient_bytes(model))
 
 
 def unflatten_fp16(model: Model) -> Case:
     """FP16 wires with block exponents → gradients."""
     wires = [each.filled_fp16_wire() for each in model]
-    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+    targets, outputs = _targets(model)
 
     def run(kernels: Backend) -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
             kernels.unflatten_fp16(wire, RANKS, each.bucket.table, [*grads, each.used], 1.0)
 
-    outputs = [grad for grads in targets for grad in grads]
     return Case(run, outputs, _nbytes(wires) + _nbytes(outputs))
 
 
@@ -347,7 +248,7 @@ def quantize(model: Model, compression: str = "int8", error_feedback: bool | str
             kernels.quantize(tensors, table, wire, RANKS, setting.block, *rows_and_turn, **more)
 
     outputs = [*wires, *(_without_padding(rows[1], setting.block) for rows in kept if error_feedback)]
-    nbytes = _nbytes([rows[0] for rows in kept if error_feedback]) + elements(model) * model[0].used.itemsize
+    nbytes = _nbytes([rows[0] for rows in kept if error_feedback]) + _gradient_bytes(model)
     nbytes += _nbytes(outputs)
     return Case(run, outputs, nbytes, to_nearest=drawn and (lambda kernels: run(kernels, None)))
 
@@ -356,14 +257,13 @@ def dequantize(model: Model, compression: str = "int8") -> Case:
     """Quantized wires → gradients."""
     setting = Compression.parse(compression)
     wires = [each.quantized_wire(setting) for each in model]
-    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+    targets, outputs = _targets(model)
 
     def run(kernels: Backend) -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
             tensors, table = [*grads, each.used], each.bucket.table
             kernels.dequantize(wire, RANKS, setting.block, table, tensors, form=setting.format)
 
-    outputs = [grad for grads in targets for grad in grads]
     return Case(run, outputs, _nbytes(wires) + _nbytes(outputs))
 
 
@@ -392,7 +292,7 @@ def unflatten_with_statistics(model: Model, dtype: torch.dtype, scale: float) ->
 def _with_statistics(model: Model, wires: list[Tensor], block: int, decompress: Callable[..., None]) -> Case:
     """The same pass with and without; and without, then torch's norm and whether it is finite."""
     device = model[0].used.device
-    targets = [[torch.zeros_like(grad) for grad in each.grads] for each in model]
+    targets, outputs = _targets(model)
     kept = [torch.zeros(ops.statistics_shape(each.bucket.table, block), device=device) for each in model]
 
     def run(kernels: Backend) -> None:
@@ -405,10 +305,9 @@ def _with_statistics(model: Model, wires: list[Tensor], block: int, decompress: 
 
     def then_norm() -> None:
         without()
-        norms = torch._foreach_norm([grad for grads in targets for grad in grads])
+        norms = torch._foreach_norm(outputs)
         torch.linalg.vector_norm(torch.stack(norms)).isfinite()
 
-    outputs = [grad for grads in targets for grad in grads]
     plain: dict[str, Way] = {WITHOUT: without, "without, foreach_norm, isfinite": then_norm}
     return Case(run, outputs, _nbytes(wires) + _nbytes(outputs), plain)
 
@@ -488,31 +387,3 @@ def average_taken(model: Model, ratio: float = 0.01) -> Case:
             target.mul_(1 / RANKS)
 
     return Case(run, targets, _nbytes(messages) + _nbytes(targets), {"zero_, index_add_, mul_": index_add})
-
-
-def case_id(case: tuple[str, str, Options]) -> str:
-    """What a case is called: operation, model, options."""
-    operation, name, options = case
-    return "-".join([operation, name, *(f"{key}={value}" for key, value in options.items())])
-
-
-def alignment_of(operation: str) -> int:
-    """Elements to whose multiples the slots of an operation's wire are aligned."""
-    return 128 if "quantize" in operation or operation.endswith("_fp16") else 16
-
-
-def check(case: Case, kernels: Backend) -> None:
-    """Hold the kernels' bits against the reference's, and torch's ways against those."""
-    expected = _results(case, lambda: case.run(REFERENCE))
-    for got, want in zip(_results(case, lambda: case.run(kernels)), expected, strict=True):
-        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{kernels.name} differs from reference"
-    for way in case.plain.values():
-        whole = [torch.cat(tensors) for tensors in (_results(case, way), expected)]
-        torch.testing.assert_close(*whole, rtol=2**-7, atol=1e-6)
-
-
-def _results(case: Case, way: Way) -> list[Tensor]:
-    for output in case.outputs:
-        output.fill_(97)
-    returned = way()
-    return [tensor.detach().clone().flatten() for tensor in returned or case.outputs]

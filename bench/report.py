@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,16 +199,16 @@ def keep(document: dict[str, Any], path: Path) -> None:
         for each in document["benchmarks"]:
             benchmark, _, params = each["name"].removesuffix("]").partition("[")
             for contestant, row in each["extra_info"]["contestants"].items():
-                writer.writerow(
-                    {**run, "benchmark": benchmark, "params": params, "contestant": contestant, **dict(_cells(row))}
-                )
+                about = {**run, "benchmark": benchmark, "params": params, "contestant": contestant}
+                writer.writerow({**about, **dict(cells(row, COLUMNS))})
 
 
-def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def cells(row: dict[str, Any], columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """What of a row goes into a file of these columns, rounded; of an interval all three numbers."""
     for key, value in row.items():
         if key in ("ratio", "overhead_ratio"):
             for suffix, number in zip(("", "_low", "_high"), value, strict=True):
                 yield key + suffix, f"{number:.4g}"
-        elif key in COLUMNS:
+        elif key in columns:
             number = value[0] if isinstance(value, list) else value
             yield key, f"{number:.6g}" if isinstance(number, float) else number

@@ -28,9 +28,10 @@ from torch.profiler import ProfilerActivity, profile
 import fastreduce
 from fastreduce import elastic
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
-from fastreduce.reduction.streams import InlineStream, ThreadStream
+from fastreduce.reduction.streams import ThreadStream
 from fastreduce.reduction.trace import VARIABLE as TRACE
 from fastreduce.transports import Transport
+from tests.support.models import InlineStream
 
 from .paired import turns
 from .timed_models import build

@@ -350,7 +350,29 @@ class INT4(_Quantized):
 
 
 @dataclass(frozen=True)
-class PowerSGD(Compression):
+class OfWholeParameters(Compression):
+    """What is made of a whole gradient, not element by element or block by block; a part of one would give another.
+
+    Ranks exchange it in FP32. Error feedback is part of the method.
+    """
+
+    @property
+    def two_shot(self) -> bool:
+        """The wire holds no shards."""
+        return False
+
+    @property
+    def error_feedback(self) -> bool:
+        """It is part of the method."""
+        return True
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """FP32; under top-k some of it is the bits of places."""
+        return torch.float32
+
+
+@dataclass(frozen=True)
+class PowerSGD(OfWholeParameters):
     """In the place of a matrix travel two thin factors of it, summed by the transport in FP32 (Vogels et al. 2019).
 
     A gradient is a matrix of as many rows as its parameter's first dimension has. It travels as factors of `rank`
@@ -370,27 +392,13 @@ class PowerSGD(Compression):
             if not isinstance(value, int) or value < 1:
                 raise SettingError(f"{option}={brief(value)} in {self.name!r}; allowed: whole numbers from 1 on")
 
-    @property
-    def two_shot(self) -> bool:
-        """The transport sums factors."""
-        return False
-
-    @property
-    def error_feedback(self) -> bool:
-        """It is part of the method."""
-        return True
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """FP32."""
-        return torch.float32
-
     def compresses(self, rows: int, columns: int) -> bool:
         """Whether a matrix travels as factors."""
         return (rows + columns) * self.rank * self.min_compression_rate < rows * columns
 
 
 @dataclass(frozen=True)
-class TopK(Compression):
+class TopK(OfWholeParameters):
     """Of a gradient travel the `ratio` of its elements that are largest in magnitude, with their places, in FP32.
 
     That is, of each parameter by itself, ⌈ratio · elements⌉ of them (Aji and Heafield 2017; Lin et al. 2018, Deep
@@ -412,20 +420,6 @@ class TopK(Compression):
             )
         if not isinstance(self.min_numel, int) or self.min_numel < 1:
             raise SettingError(f"min_numel={brief(self.min_numel)} in {self.name!r}; allowed: whole numbers from 1 on")
-
-    @property
-    def two_shot(self) -> bool:
-        """Ranks get each other's elements, and each sums all of them."""
-        return False
-
-    @property
-    def error_feedback(self) -> bool:
-        """It is part of the method."""
-        return True
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """FP32, some of it the bits of places."""
-        return torch.float32
 
     def count(self, numel: int) -> int:
         """How many elements of a gradient travel; 0 where it travels whole."""

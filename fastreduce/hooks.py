@@ -6,6 +6,7 @@ ddp.register_comm_hook(state, compress)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .compression import Compression
+from .environment.exits import Exit, at_exit
 from .errors import NotInitializedError, SettingError
 from .policy import single
 from .reduction import saved_residuals
@@ -24,6 +26,7 @@ from .reduction.buckets import BucketPlan, ParameterSpec, build_plan, rows_of
 from .reduction.error_feedback import Parts, agree_that_finite
 from .reduction.node_level import parts_of
 from .reduction.pipeline import BucketPipeline
+from .reduction.reducer import shut_down
 from .reduction.sparse import average
 from .reduction.streams import Finish, Stream, make_stream
 from .transports import Transport, make_transport
@@ -144,6 +147,7 @@ class CompressState:
                 future.set_result(finish())
 
         if device not in self._streams:
+            _alive.add(self)
             self._streams[device] = make_stream(device, self._connect(device))
         self._streams[device].submit(begin)
         return future
@@ -241,6 +245,18 @@ class CompressState:
         self._step = chosen.get("step", -1)
         for step in self._steps.values():
             step.fill_(self._step)
+
+
+_alive: weakref.WeakSet[CompressState] = weakref.WeakSet()  # those with streams
+
+
+def _close_all() -> None:
+    for state in list(_alive):
+        if state._transport is not None:
+            shut_down(state._streams, state._transport)
+
+
+at_exit(Exit.REDUCERS, _close_all, _alive)
 
 
 @contextmanager

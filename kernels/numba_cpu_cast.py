@@ -13,11 +13,12 @@ from . import numba_cpu_stochastic
 from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
+    add_to_block,
     addresses,
     convert,
+    convert_block,
     fence,
     kernel,
-    load,
     rows,
     size_of,
     slot_at,
@@ -28,6 +29,8 @@ from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import CHUNK, average_of_shards
 from .numba_cpu_vectors import LOOK, add_last, note_finite
 from .slots import Draws, SlotTable, spare, tile_elements
+
+ONE = np.float32(1)
 
 
 def _factor(scale: float, *dtypes: torch.dtype) -> np.floating[Any]:
@@ -107,12 +110,9 @@ def reduce_range(terms, shard, numel, tag, scale, spare, total, stream):
         count, place = min(CHUNK, numel - start), start * size_of(tag)
         finite = ranks == 1  # or no sum at least
         if count == CHUNK:
-            for index in range(CHUNK):
-                store(total, index, scale, load(terms[0] + place, index, tag))
+            convert_block(total, scale, terms[0] + place, tag, CHUNK, ONE)
             for rank in range(1, ranks - 1):
-                term = terms[rank] + place
-                for index in range(CHUNK):
-                    store(total, index, scale, load(total, index, scale) + load(term, index, tag))
+                add_to_block(total, scale, terms[rank] + place, tag, CHUNK, ONE)
             if ranks > 1:
                 finite = add_last(total, scale, terms[ranks - 1] + place, tag, CHUNK)
         if count == CHUNK and finite:

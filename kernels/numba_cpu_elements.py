@@ -32,6 +32,7 @@ TAGS: dict[torch.dtype, Any] = {
 STREAM_BYTES = 1 << 20
 LINE = 64
 AHEAD = 1024  # bytes to prefetch: the hardware by itself fetched too few, and quantizing took 1.5 times as long
+BLOCK_LANES = 16  # the least block, but for INT4
 ANYWHERE = 1  # what loads and stores take for granted of an address: it may be no multiple of an element
 
 # No fastmath: every operation rounds by itself, and LLVM fuses none unless told to.
@@ -345,3 +346,36 @@ def convert(to, to_tag, source, source_tag, count, scale, stream):
             done += lanes
     for index in range(done, count):
         store(to, index, to_tag, load(source, index, source_tag) * scale)
+
+
+def _block_way(name: str, adding: bool) -> Callable[..., Any]:
+    """An intrinsic that multiplies a block by `factor`, an FP32 number, and stores it elsewhere, or adds it there."""
+
+    def define(
+        _typing: Any, to: types.Type, to_tag: types.Type, source: types.Type, source_tag: types.Type,
+        count: types.Type, factor: types.Type,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            to, _, source, _, count, factor = args
+            if source_tag == types.float64:
+                factor = builder.fpext(factor, _DOUBLE)
+            with cgutils.for_range(builder, builder.sdiv(count, _I64(BLOCK_LANES))) as loop:
+                index = builder.mul(loop.index, _I64(BLOCK_LANES))
+                value = line_of(builder, source, source_tag, index, factor, to_tag, BLOCK_LANES)
+                at = element(builder, to, index, to_tag)
+                if adding:
+                    value = builder.fadd(builder.load(at, typ=value.type, align=ANYWHERE), value)
+                store_line(builder, value, at, False)
+            return target.get_dummy_value()
+
+        return types.void(types.int64, to_tag, types.int64, source_tag, types.int64, types.float32), emit
+
+    define.__name__ = name
+    defined: Callable[..., Any] = intrinsic(define)
+    return defined
+
+
+# Blocks, or other multiples of 16 elements, by hand: LLVM's own loops store 32 bytes at a time, and what reads 64 of
+# them at once waits until both stores have reached the cache: a sum of two ranks' BF16 shards took 1.5 times as long.
+convert_block = _block_way("convert_block", adding=False)
+add_to_block = _block_way("add_to_block", adding=True)

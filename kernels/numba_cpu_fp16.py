@@ -16,9 +16,11 @@ from torch import Tensor
 from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
+    add_to_block,
     addresses,
     at_most_fp32,
     convert,
+    convert_block,
     fence,
     inlined,
     kernel,
@@ -31,6 +33,7 @@ from .numba_cpu_elements import (
     store,
 )
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
+from .numba_cpu_sums import zero
 from .numba_cpu_vectors import LOOK, narrow_block, narrow_sum, note_finite
 from .slots import (
     FP16_BLOCK,
@@ -52,12 +55,6 @@ INFINITY_BITS = np.int32(0x7F800000)
 def _power(byte):
     """2^(byte - 127), for a byte from 1 to 254."""
     return np.int32(byte << 23).view(np.float32)
-
-
-@kernel
-def _zero(start, end):
-    for index in range(end - start):
-        store(start, index, INT8, np.int32(0))
 
 
 @inlined
@@ -122,7 +119,7 @@ def _flatten(tensors, tag, offsets, numels, wire, shards, blocks, shard_size, ru
     for shard in range(shards):
         start, payload = shard * blocks * BLOCK, wire + shard * shard_size
         end = flatten_blocks(tensors, tag, offsets, numels, start, blocks, payload, rule, values, stream)
-        _zero(end, payload + shard_size)
+        zero(end, payload + shard_size)
     fence()
 
 
@@ -198,12 +195,10 @@ def reduce_blocks(terms, shard, blocks, rule, scale, spare, total, stream):
         largest = INFINITY_BITS  # unless there is a sum, and it is finite
         if ranks > 1:
             unit = _power(load_byte(terms[0], exponent))
-            for index in range(BLOCK):
-                store(total, index, FP32, load(terms[0] + payload, index, FP16) * unit)
+            convert_block(total, FP32, terms[0] + payload, FP16, BLOCK, unit)
             for rank in range(1, ranks - 1):
-                unit, term = _power(load_byte(terms[rank], exponent)), terms[rank] + payload
-                for index in range(BLOCK):
-                    store(total, index, FP32, load(total, index, FP32) + load(term, index, FP16) * unit)
+                unit = _power(load_byte(terms[rank], exponent))
+                add_to_block(total, FP32, terms[rank] + payload, FP16, BLOCK, unit)
             last = terms[ranks - 1]
             unit = _power(load_byte(last, exponent))
             largest = narrow_sum(to, total, last + payload, unit, scale, _power(254 - byte), stream)
@@ -218,7 +213,7 @@ def reduce_blocks(terms, shard, blocks, rule, scale, spare, total, stream):
 @kernel
 def _reduce(terms, shard, blocks, shard_size, rule, scale, spare, total, stream):
     reduce_blocks(terms, shard, blocks, rule, scale, spare, total, stream)
-    _zero(shard + blocks * FP16_BLOCK_BYTES, shard + shard_size)
+    zero(shard + blocks * FP16_BLOCK_BYTES, shard + shard_size)
     fence()
 
 

@@ -32,9 +32,9 @@ from .numba_cpu_elements import (
     store,
 )
 from .numba_cpu_int4 import decode_int4, encode_int4
-from .numba_cpu_residuals import clear_residuals, keep_residuals, new_residuals, old_residuals, rows_of
+from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, zero
+from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, flags_of, zero
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
 
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
@@ -128,25 +128,29 @@ def quantize_blocks(
     old_values, new_values = values + block * 4, values + block * 8
     to_row = stream and size_of(kept) == 4
     scale_at = payload + blocks * width
-    for _ in range(blocks):
-        while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
-            slot += 1
-        source = count = 0
-        if slot < len(tensors) and offsets[slot] <= start:
-            source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
-            count = min(block, offsets[slot] + numels[slot] - start)
-        old = old_residuals(residual, start, block, elements, old_values, kept)
-        new = new_residuals(new_residual, start, new_values, kept)
-        if bits_of(code) == 8:
-            prefetch_block(source, block * size_of(tag))
-        if bits_of(code) == 4:
-            encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row)
-        else:
-            _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row, code)
-        keep_residuals(new_residual, start, block, elements, new, kept)
-        payload += width
-        scale_at += size_of(scale_tag)
-        start += block
+    first, group = start // block, group_of(block)
+    for begin in range(first, first + blocks, group):
+        end, new_at = min(begin + group, first + blocks), new_values
+        for number in range(begin, end):
+            start = number * block
+            while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
+                slot += 1
+            source = count = 0
+            if slot < len(tensors) and offsets[slot] <= start:
+                source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
+                count = min(block, offsets[slot] + numels[slot] - start)
+            old = old_residuals(residual, number, block, elements, old_values, kept)
+            new = new_residuals(new_residual, number, block, new_at, kept)
+            if bits_of(code) == 8:
+                prefetch_block(source, block * size_of(tag))
+            if bits_of(code) == 4:
+                encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row)
+            else:
+                _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row, code)
+            payload += width
+            scale_at += size_of(scale_tag)
+            new_at += block * 4
+        keep_residuals(new_residual, begin, end - begin, block, elements, new_values, kept)
     return scale_at
 
 
@@ -252,26 +256,29 @@ def reduce_blocks(
     """
     total, old_values, new_values = values + block * 4, values + block * 8, values + block * 12
     to_row = stream and size_of(kept) == 4
-    width = block * bits_of(code) // 8
-    for number in range(blocks):
-        start, payload = (first + number) * block, number * width
-        scale_at = blocks * width + number * size_of(scale_tag)
-        for rank in range(len(terms)):
-            unit = load(terms[rank] + scale_at, 0, scale_tag)
-            add_block(total, terms[rank] + payload, block, unit, code, rank == 0)
-        to, to_scale = shard + payload, shard + scale_at
-        if first + number < flag_block:
-            old = old_residuals(residual, start, block, elements, old_values, kept)
-            new = new_residuals(new_residual, start, new_values, kept)
-            if not _encode_sum(total, scale, old, new, values, block, to, to_scale, to_row, code):
-                average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
-                _encode_sum(total, ONE, old, new, values, block, to, to_scale, to_row, code)
-            keep_residuals(new_residual, start, block, elements, new, kept)
-            continue
-        for index in range(block):
-            store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
-        _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, False, code)
-        clear_residuals(new_residual, start, block, elements, kept)
+    width, group = block * bits_of(code) // 8, group_of(block)
+    for begin in range(0, blocks, group):
+        end, new_at = min(begin + group, blocks), new_values
+        for at in range(begin, end):
+            number, payload = first + at, at * width
+            scale_at = blocks * width + at * size_of(scale_tag)
+            for rank in range(len(terms)):
+                unit = load(terms[rank] + scale_at, 0, scale_tag)
+                add_block(total, terms[rank] + payload, block, unit, code, rank == 0)
+            to, to_scale = shard + payload, shard + scale_at
+            new = new_residuals(new_residual, number, block, new_at, kept)
+            new_at += block * 4
+            if number < flag_block:
+                old = old_residuals(residual, number, block, elements, old_values, kept)
+                if not _encode_sum(total, scale, old, new, values, block, to, to_scale, to_row, code):
+                    average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
+                    _encode_sum(total, ONE, old, new, values, block, to, to_scale, to_row, code)
+                continue
+            flags_of(total, block)
+            _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, False, code)
+            if new:
+                zero(new, new + block * 4)
+        keep_residuals(new_residual, first + begin, end - begin, block, elements, new_values, kept)
     return shard + blocks * (width + size_of(scale_tag))
 
 
@@ -327,7 +334,7 @@ def quantize(
         numba_cpu_stochastic.quantize(tensors, slots, wire, shards, block, form, draws)
         return
     blocks = slots.total // shards // block
-    values = stage(2 * block)
+    values = scratch_for(block)
     _quantize(
         addresses(tensors),
         TAGS[tensors[0].dtype] if tensors else FP32,
@@ -406,7 +413,7 @@ def reduce_quantized(
         numba_cpu_stochastic.reduce_quantized(received, shard, scale, block, flag_block, form, slots, draws)
         return
     blocks = form.blocks(shard.numel(), block)
-    values = stage(2 * block)
+    values = scratch_for(block)
     _reduce_quantized(
         rows(received),
         shard.data_ptr(),

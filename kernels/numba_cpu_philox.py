@@ -24,6 +24,13 @@ def _all(number: int) -> ir.Constant:
     return ir.Constant(_WORDS, [number] * LANES)
 
 
+def _rotated(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
+    """Words with their halves exchanged."""
+    halves = builder.bitcast(words, ir.VectorType(_I32, 2 * LANES))
+    places = ir.Constant(ir.VectorType(_I32, 2 * LANES), [lane ^ 1 for lane in range(2 * LANES)])
+    return builder.bitcast(builder.shuffle_vector(halves, halves, places), words.type)
+
+
 @intrinsic
 def _philox(
     _typing: Any,
@@ -45,18 +52,17 @@ def _philox(
         words += [splat(builder, word, LANES) for word in (who, step, seed)]
         keys = [builder.and_(key, lower), builder.lshr(key, _I64(32))]
         for number in range(ROUNDS):
-            products = [builder.mul(builder.and_(words[2 * i], _all(0xFFFFFFFF)), _all(MULTIPLIERS[i])) for i in (0, 1)]
-            high = [builder.lshr(product, _all(32)) for product in products]
+            products = [builder.mul(builder.and_(words[2 * i], _all(0xFFFFFFFF)), _all(MULTIPLIERS[i])) for i in (1, 0)]
             bumped = [builder.add(k, _I64(number * weyl & 0xFFFFFFFF)) for k, weyl in zip(keys, WEYL, strict=True)]
-            k0, k1 = (splat(builder, k, LANES) for k in bumped)
-            words = [
-                builder.xor(builder.xor(high[1], words[1]), k0),
-                products[1],
-                builder.xor(builder.xor(high[0], words[3]), k1),
-                products[0],
-            ]
+            mixed = [builder.xor(words[2 * i + 1], splat(builder, k, LANES)) for i, k in enumerate(bumped)]
+            if number < ROUNDS - 1:
+                high = [builder.lshr(product, _all(32)) for product in products]
+                upper = [builder.xor(h, m) for h, m in zip(high, mixed, strict=True)]
+                words = [upper[0], products[0], upper[1], products[1]]
+        # Of the last words each pair is a product, halves exchanged, but for what is mixed into its first word.
         pairs = [
-            builder.or_(builder.and_(words[i], _all(0xFFFFFFFF)), builder.shl(words[i + 1], _all(32))) for i in (0, 2)
+            builder.xor(_rotated(builder, product), builder.and_(m, _all(0xFFFFFFFF)))
+            for product, m in zip(products, mixed, strict=True)
         ]
         order = [half * LANES + lane for lane in range(LANES) for half in (0, 1)]
         whole = builder.shuffle_vector(*pairs, ir.Constant(ir.VectorType(_I32, 2 * LANES), order))

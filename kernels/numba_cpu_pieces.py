@@ -23,7 +23,7 @@ from . import numba_cpu_cast as plain
 from . import numba_cpu_fp16 as fp16
 from . import numba_cpu_int8 as quantized
 from .numba_cpu_elements import STREAM_BYTES, TAGS, addresses, copy, fence, inlined, kernel, stage
-from .numba_cpu_residuals import rows_of
+from .numba_cpu_residuals import rows_of, scratch_for
 from .numba_cpu_sums import CHUNK, CODES
 from .slots import FP16_BLOCK, INT8_FORMAT, BlockFormat, Pieces, SlotTable, spare
 
@@ -46,13 +46,18 @@ def _words(address, count):
     return carray(_pointer(address), (count,))
 
 
+@inlined
+def _slots(t, tensors):
+    return _words(tensors, t.slots), _words(t.offsets, t.slots), _words(t.numels, t.slots)
+
+
 # `told` points to a record (`_record`). Its fields have types, of which those of tags say what lies in memory.
 
 
 @kernel
 def _encode_fp16(told, shard, first, count, to):
     t = carray(told, (1,))[0]
-    tensors, offsets, numels = _words(t.tensors, t.slots), _words(t.offsets, t.slots), _words(t.numels, t.slots)
+    tensors, offsets, numels = _slots(t, t.tensors)
     start = (shard * t.blocks + first) * FP16_BLOCK
     fp16.flatten_blocks(tensors, t.tag, offsets, numels, start, count, to, RULE, t.values, False)
     return 0
@@ -68,7 +73,7 @@ def _average_fp16(told, first, count, terms, to):
 @kernel
 def _decode_fp16(told, shard, first, count, source):
     t = carray(told, (1,))[0]
-    into, offsets, numels = _words(t.into, t.slots), _words(t.offsets, t.slots), _words(t.numels, t.slots)
+    into, offsets, numels = _slots(t, t.into)
     start = (shard * t.blocks + first) * FP16_BLOCK
     fp16.unflatten_blocks(source, count, start, offsets, numels, into, t.tag, t.one, t.stream != 0, t.finite)
     fence()
@@ -78,7 +83,7 @@ def _decode_fp16(told, shard, first, count, source):
 @kernel
 def _encode_quantized(told, shard, first, count, to):
     t = carray(told, (1,))[0]
-    tensors, offsets, numels = _words(t.tensors, t.slots), _words(t.offsets, t.slots), _words(t.numels, t.slots)
+    tensors, offsets, numels = _slots(t, t.tensors)
     start = (shard * t.blocks + first) * t.block
     quantized.quantize_blocks(
         tensors, t.tag, offsets, numels, start, count, to, t.block, t.ranks * t.blocks * t.block, t.old, t.new, t.kept,
@@ -102,7 +107,7 @@ def _average_quantized(told, first, count, terms, to):
 @kernel
 def _decode_quantized(told, shard, first, count, source):
     t = carray(told, (1,))[0]
-    into, offsets, numels = _words(t.into, t.slots), _words(t.offsets, t.slots), _words(t.numels, t.slots)
+    into, offsets, numels = _slots(t, t.into)
     start = (shard * t.blocks + first) * t.block
     quantized.dequantize_blocks(
         source, count, t.block, start, offsets, numels, into, t.tag, t.stream != 0, t.finite, t.code, t.scale_tag
@@ -114,7 +119,7 @@ def _decode_quantized(told, shard, first, count, source):
 @kernel
 def _encode_plain(told, shard, first, count, to):
     t = carray(told, (1,))[0]
-    tensors, offsets, numels = _words(t.tensors, t.slots), _words(t.offsets, t.slots), _words(t.numels, t.slots)
+    tensors, offsets, numels = _slots(t, t.tensors)
     start = (shard * t.blocks + first) * PLAIN_BLOCK
     stop = start + count * PLAIN_BLOCK
     plain.flatten_range(tensors, t.tag, offsets, numels, start, stop, to, t.wire_tag, t.one, False)
@@ -132,7 +137,7 @@ def _average_plain(told, first, count, terms, to):
 @kernel
 def _decode_plain(told, shard, first, count, source):
     t = carray(told, (1,))[0]
-    into, offsets, numels = _words(t.into, t.slots), _words(t.offsets, t.slots), _words(t.numels, t.slots)
+    into, offsets, numels = _slots(t, t.into)
     start = (shard * t.blocks + first) * PLAIN_BLOCK
     stop = start + count * PLAIN_BLOCK
     plain.unflatten_range(source, t.wire_tag, start, stop, offsets, numels, into, t.tag, t.one, t.stream != 0, t.finite)
@@ -217,7 +222,7 @@ def pieces(
         family, elements, width, scale_bytes = "fp16", FP16_BLOCK, 2 * FP16_BLOCK, 1
     else:
         family, elements, width, scale_bytes = "plain", PLAIN_BLOCK, PLAIN_BLOCK * wire_dtype.itemsize, 0
-    sources, values = addresses(tensors), stage(max(2 * elements, CHUNK))
+    sources, values = addresses(tensors), scratch_for(elements) if block else stage(max(2 * elements, CHUNK))
     places = addresses([into] if isinstance(into, Tensor) else into)
     computed = np.float64 if torch.float64 in (dtype, wire_dtype) else np.float32
     summed = np.float64 if family == "plain" and wire_dtype is torch.float64 else np.float32

@@ -15,8 +15,10 @@ from torch import Tensor
 from .numba_cpu_elements import (
     STREAM_BYTES,
     TAGS,
+    add_to_block,
     addresses,
     bits_of,
+    convert_block,
     fence,
     inlined,
     is_fp8,
@@ -30,7 +32,8 @@ from .numba_cpu_elements import (
 )
 from .numba_cpu_philox import BATCH, draw, load_draw
 from .numba_cpu_stochastic_vectors import LINE_LANES, largest_of_block, round_block, round_lines
-from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_block, average_of_blocks, average_of_shards, zero
+from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_block, average_of_blocks, average_of_shards, flags_of, zero
+from .numba_cpu_vectors import add_last
 from .reference_stochastic import LARGEST_INT4_SCALE
 from .slots import BlockFormat, Draws, SlotTable, shard_bytes, spare
 
@@ -42,6 +45,7 @@ RECIPROCAL_127, RECIPROCAL_448, RECIPROCAL_7 = np.float32(1 / 127), np.float32(1
 LARGEST_SCALE = np.float32(LARGEST_INT4_SCALE)
 UPPER_HALF, LOWER_HALF = np.int32(-65536), np.int32(0xFFFF)
 FIXED = np.float32(2.0**15)
+SPAN = 1024  # elements for which bits are drawn at a time, at least: keys of the rounds are made once
 
 
 @inlined
@@ -61,7 +65,7 @@ def _round(to, source, tag, count, scale, bits, stream):
         store(to, index, BF16, _to_bf16(value, load_draw(bits, index)))
 
 
-@kernel
+@inlined
 def _encode(source, tag, count, scale, values, block, payload, scale_at, bits, code):
     # Returns whether the block is finite.
     if count == block:
@@ -108,7 +112,7 @@ def _quantize(
     tensors, tag, offsets, numels, keys, firsts, who, step, seed, wire, shards, blocks, block, shard_size, values, bits,
     span, code, scale_tag,
 ):  # fmt: skip
-    slot = start = 0
+    slot = start = place = 0
     width = block * bits_of(code) // 8
     for shard in range(shards):
         payload = wire + shard * shard_size
@@ -116,15 +120,16 @@ def _quantize(
         for _ in range(blocks):
             while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
                 slot += 1
-            source = count = place = 0
+            source = count = 0
             if slot < len(tensors) and offsets[slot] <= start:
                 within = start - offsets[slot]
                 source = tensors[slot] + within * size_of(tag)
                 count = min(block, numels[slot] - within)
-                place = within % span
                 prefetch_block(source, block * size_of(tag))
-                if place == 0:
-                    draw(bits, span, firsts[slot] + within, who, step, seed, keys[slot])
+                place = place + block if within else span
+                if place == span:
+                    place = 0
+                    draw(bits, min(span, numels[slot] - within), firsts[slot] + within, who, step, seed, keys[slot])
             _encode(source, tag, count, ONE, values, block, payload, scale_at, bits + 2 * place, code)
             payload += width
             scale_at += size_of(scale_tag)
@@ -138,7 +143,7 @@ def _reduce_quantized(
     terms, shard, blocks, block, shard_size, flag_block, offsets, numels, keys, firsts, who, step, seed,
     scale, spare, total, values, bits, span, code, scale_tag,
 ):  # fmt: skip
-    slot = 0
+    slot = place = 0
     width = block * bits_of(code) // 8
     for number in range(blocks):
         start, payload = number * block, number * width
@@ -149,20 +154,19 @@ def _reduce_quantized(
             add_block(total, terms[rank] + payload, block, unit, code, rank == 0)
         while slot < len(offsets) and offsets[slot] + numels[slot] <= start:
             slot += 1
-        place = 0
         if slot < len(offsets) and offsets[slot] <= start:
             within = start - offsets[slot]
-            place = within % span
-            if place == 0:
-                draw(bits, span, firsts[slot] + within, who, step, seed, keys[slot])
+            place = place + block if within else span
+            if place == span:
+                place = 0
+                draw(bits, min(span, numels[slot] - within), firsts[slot] + within, who, step, seed, keys[slot])
         to, to_scale, drawn = shard + payload, shard + scale_at, bits + 2 * place
         if number < flag_block:
             if not _encode(total, FP32, block, scale, values, block, to, to_scale, drawn, code):
                 average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
                 _encode(total, FP32, block, ONE, values, block, to, to_scale, drawn, code)
             continue
-        for index in range(block):
-            store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
+        flags_of(total, block)
         _encode(total, FP32, block, ONE, values, block, to, to_scale, drawn, code)
     zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
     fence()
@@ -190,31 +194,25 @@ def _flatten(
 def _reduce_shards(
     terms, shard, numel, offsets, numels, keys, firsts, who, step, seed, scale, spare, values, bits, stream
 ):  # fmt: skip
-    end = np.int64(0)
+    end, ranks = np.int64(0), len(terms)
     for slot in range(len(offsets)):
         zero(shard + 2 * end, shard + 2 * offsets[slot])
         for start in range(0, numels[slot], CHUNK):
             count, place = min(CHUNK, numels[slot] - start), offsets[slot] + start
             for term in terms:
                 prefetch_block(term + 2 * place, 2 * count)
-            for index in range(count):
-                store(values, index, FP32, load(terms[0] + 2 * place, index, BF16))
-            for rank in range(1, len(terms)):
-                term = terms[rank] + 2 * place
-                for index in range(count):
-                    store(values, index, FP32, load(values, index, FP32) + load(term, index, BF16))
-            largest = np.int32(0)
-            for index in range(count):
-                largest = max(largest, np.float32(abs(load(values, index, FP32))).view(np.int32))
-            if largest >= INFINITY_BITS:
-                for index in range(count):
-                    average = average_of_shards(terms, place + index, BF16, scale, spare)
-                    store(values, index, FP32, average)
-            else:
-                for index in range(count):
-                    store(values, index, FP32, load(values, index, FP32) * scale)
+            whole = count // LINE_LANES * LINE_LANES
+            convert_block(values, FP32, terms[0] + 2 * place, BF16, whole, ONE)
+            for rank in range(1, ranks - 1):
+                add_to_block(values, FP32, terms[rank] + 2 * place, BF16, whole, ONE)
+            if ranks > 1 and not add_last(values, FP32, terms[ranks - 1] + 2 * place, BF16, whole):
+                whole = 0
             draw(bits, count, firsts[slot] + start, who, step, seed, keys[slot])
-            _round(shard + 2 * place, values, FP32, count, ONE, bits, stream)
+            to = shard + 2 * place
+            round_lines(to, values, FP32, whole, scale, bits, stream)
+            for index in range(whole, count):
+                average = average_of_shards(terms, place + index, BF16, scale, spare)
+                store(to, index, BF16, _to_bf16(average, load_draw(bits, index)))
         end = offsets[slot] + numels[slot]
     zero(shard + 2 * end, shard + 2 * numel)
     fence()
@@ -226,7 +224,7 @@ def _slots(slots: SlotTable, draws: Draws) -> tuple[Any, ...]:
 
 def _span(block: int) -> tuple[int, Tensor]:
     """As many elements, of whole blocks, as random bits are drawn for at a time, and where these are kept."""
-    span = max(1, BATCH // block) * block
+    span = max(1, SPAN // block) * block
     return span, stage(-(-span // BATCH) * BATCH // 4)
 
 

@@ -11,9 +11,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .numba_cpu_elements import ANYWHERE, LINE, MEMORY, element, folded, inlined, splat, store_line, widen
+from .numba_cpu_elements import BLOCK_LANES as LANES
 
 _I8, _I16, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-LANES = 16  # the least block, but for INT4
 LINE_LANES = 32  # of BF16 in a line
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .numba_cpu_elements import TAGS, bits_of, byte_of, inlined, kernel, load, store
+from .numba_cpu_elements import TAGS, add_to_block, bits_of, byte_of, convert_block, inlined, kernel, load, store
 from .numba_cpu_int4 import INT4, add_int4, decode_int4, load_int4
 from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT
 
@@ -22,6 +22,13 @@ def zero(start, end):
     """Bytes from one address to before another."""
     for index in range(end - start):
         store(start, index, INT8, np.int32(0))
+
+
+@inlined
+def flags_of(total, block):
+    """Sums of used-flags become flags: 1 where any rank has used it."""
+    for index in range(block):
+        store(total, index, FP32, np.float32(load(total, index, FP32) > np.float32(0.5)))
 
 
 @kernel
@@ -59,9 +66,6 @@ def add_block(total, payload, block, unit, code, first):
         else:
             add_int4(total, payload, block, unit)
     elif first:
-        for index in range(block):
-            store(total, index, FP32, load(payload, index, byte_of(code)) * unit)
+        convert_block(total, FP32, payload, byte_of(code), block, unit)
     else:
-        for index in range(block):
-            term = load(payload, index, byte_of(code)) * unit
-            store(total, index, FP32, load(total, index, FP32) + term)
+        add_to_block(total, FP32, payload, byte_of(code), block, unit)

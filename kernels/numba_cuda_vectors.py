@@ -8,7 +8,8 @@ twin of each function for Numba's simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
@@ -285,58 +286,152 @@ def is_fp8(_typing: Any, code: types.Type) -> Any:
     return types.boolean(code), lambda _context, _builder, _signature, _args: found
 
 
-@intrinsic
-def e4m3_rounders(_typing: Any, vector: types.Type) -> Any:
+def _numbers(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> Iterable[ir.Value]:
+    """A vector's, or one number for all lanes; of words of random bits 16 for each lane, two lanes' in a word."""
+    if not isinstance(value.type, ir.ArrayType):
+        return [value] * lanes
+    if value.type.element == _I64:
+        return (_drawn(builder, value, lane) for lane in range(lanes))
+    return [builder.extract_value(value, lane) for lane in range(lanes)]
+
+
+def _drawn(builder: ir.IRBuilder, words: ir.Value, lane: int) -> ir.Value:
+    word = builder.trunc(builder.extract_value(words, lane // 2), _I32)
+    return builder.lshr(word, _I32(16)) if lane % 2 else builder.and_(word, _I32(0xFFFF))
+
+
+def _pack(context: Any, builder: ir.IRBuilder, values: Sequence[ir.Value], result: types.Type) -> ir.Value:
+    packed: ir.Value = ir.Constant(context.get_value_type(result), ir.Undefined)
+    for lane, value in enumerate(values):
+        packed = builder.insert_value(packed, value, lane)
+    return packed
+
+
+def _by_lane(of_one: Callable[..., ir.Value]) -> Callable[..., Any]:
+    """What is done with a builder and a number of each argument → the same with vectors, or vectors and numbers.
+
+    The result has the type of the first argument, which may be a number too.
+    """
+
+    @wraps(of_one)  # Numba asks for the names of arguments
+    def define(_typing: Any, first: types.Type, *others: types.Type) -> Any:
+        def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            if not isinstance(first, types.UniTuple):
+                return of_one(builder, *args)
+            lanes = zip(*(_numbers(builder, arg, first.count) for arg in args), strict=True)
+            return _pack(context, builder, [of_one(builder, *lane) for lane in lanes], first)
+
+        return first(first, *others), emit
+
+    defined: Callable[..., Any] = intrinsic(define)
+    return defined
+
+
+def _bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Those of an FP32 number without its sign: as integers they compare as magnitudes do, every NaN above infinity."""
+    return builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
+
+
+def _is_finite(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    integer, infinity = (_I64, 0x7FF << 52) if value.type == _DOUBLE else (_I32, 0xFF << 23)
+    magnitude = builder.and_(builder.bitcast(value, integer), integer((1 << integer.width - 1) - 1))
+    return builder.icmp_signed("<", magnitude, integer(infinity))
+
+
+def _rounded(builder: ir.IRBuilder, operation: str, a: ir.Value, b: ir.Value) -> ir.Value:
+    """An operation (mul, add, div) on two numbers of one type, rounded to nearest even by itself."""
+    declared, name = builder.module.globals, f"llvm.nvvm.{operation}.rn.{'d' if a.type == _DOUBLE else 'f'}"
+    operator = declared.get(name) or ir.Function(builder.module, ir.FunctionType(a.type, [a.type, a.type]), name)
+    return builder.call(operator, [a, b])
+
+
+@_by_lane
+def multiply(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The product, rounded to nearest even."""
+    return _rounded(builder, "mul", a, b)
+
+
+@_by_lane
+def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The sum, likewise."""
+    return _rounded(builder, "add", a, b)
+
+
+@_by_lane
+def divide(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The quotient, likewise."""
+    return _rounded(builder, "div", a, b)
+
+
+@_by_lane
+def magnitudes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The numbers without signs."""
+    return builder.bitcast(_bits(builder, value), _FLOAT)
+
+
+@_by_lane
+def signed_as(builder: ir.IRBuilder, value: ir.Value, other: ir.Value) -> ir.Value:
+    """Numbers from 0 on with the signs of others; a zero has none."""
+    bits = builder.bitcast(value, _I32)
+    negative = builder.and_(
+        builder.icmp_signed("<", builder.bitcast(other, _I32), _I32(0)), builder.icmp_signed(">", bits, _I32(0))
+    )
+    return builder.bitcast(builder.select(negative, builder.or_(bits, _I32(1 << 31)), bits), _FLOAT)
+
+
+@_by_lane
+def at_most(builder: ir.IRBuilder, value: ir.Value, limit: ir.Value) -> ir.Value:
+    """The smaller of each number and a limit."""
+    return builder.select(builder.fcmp_ordered("<", value, limit), value, limit)
+
+
+@_by_lane
+def more_than_half(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """1 where a number is larger than 0.5, else 0."""
+    return builder.select(builder.fcmp_ordered(">", value, _FLOAT(0.5)), _FLOAT(1), _FLOAT(0))
+
+
+@_by_lane
+def where_finite(builder: ir.IRBuilder, tested: ir.Value, then: ir.Value, otherwise: ir.Value) -> ir.Value:
+    """Each number of the second vector where that of the first is finite, else of the third."""
+    return builder.select(_is_finite(builder, tested), then, otherwise)
+
+
+@_by_lane
+def e4m3_rounders(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """1.5 times 2^20 of each number's power of two, 2^-6 at least: a sum with it has the digits that E4M3 has."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for value in _numbers(builder, args[0], vector.count):
-            binade = builder.and_(builder.bitcast(value, _I32), _I32(0x7F800000))
-            binade = builder.select(builder.icmp_signed(">", binade, _I32(121 << 23)), binade, _I32(121 << 23))
-            found.append(builder.bitcast(builder.add(binade, _I32((20 << 23) + (1 << 22))), _FLOAT))
-        return _pack(context, builder, found, vector)
-
-    return vector(vector), emit
+    binade = builder.and_(builder.bitcast(value, _I32), _I32(0x7F800000))
+    binade = builder.select(builder.icmp_signed(">", binade, _I32(121 << 23)), binade, _I32(121 << 23))
+    return builder.bitcast(builder.add(binade, _I32((20 << 23) + (1 << 22))), _FLOAT)
 
 
-def _by_chance(builder: ir.IRBuilder, vector: ir.Value, words: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Each number as FP32, and its 16 random bits: two numbers' in a word."""
-    for lane in range(vector.type.count):
-        value = _cast(builder, builder.extract_value(vector, lane), types.float32)
-        word = builder.trunc(builder.extract_value(words, lane // 2), _I32)
-        yield value, builder.lshr(word, _I32(16)) if lane % 2 else builder.and_(word, _I32(0xFFFF))
+@_by_lane
+def e4m3_bases(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """2^-6 for each number below it, and 0 for others: added to its magnitude, the sum has E4M3's steps."""
+    tiny = builder.icmp_signed("<", _bits(builder, value), _I32(121 << 23))
+    return builder.select(tiny, _FLOAT(2.0**-6), _FLOAT(0.0))
 
 
-@intrinsic
-def bf16_by_chance(_typing: Any, vector: types.Type, words: types.Type) -> Any:
+@_by_lane
+def bf16_by_chance(builder: ir.IRBuilder, value: ir.Value, drawn: ir.Value) -> ir.Value:
     """The BF16 numbers that random bits choose."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for value, drawn in _by_chance(builder, *args):
-            summed = builder.add(builder.bitcast(value, _I32), drawn)
-            rounded = builder.bitcast(builder.and_(summed, _I32(-65536)), _FLOAT)
-            chosen = builder.select(builder.fcmp_unordered("uno", value, value), value, rounded)
-            found.append(_cast(builder, chosen, vector.dtype))
-        return _pack(context, builder, found, vector)
-
-    return vector(vector, words), emit
+    number = _cast(builder, value, types.float32)
+    summed = builder.add(builder.bitcast(number, _I32), drawn)
+    rounded = builder.bitcast(builder.and_(summed, _I32(-65536)), _FLOAT)
+    chosen = builder.select(builder.fcmp_unordered("uno", number, number), number, rounded)
+    return _cast(builder, chosen, types.float64) if value.type == _DOUBLE else chosen
 
 
-@intrinsic
-def whole_by_chance(_typing: Any, fixed: types.Type, words: types.Type) -> Any:
+def _whole_number(builder: ir.IRBuilder, fixed: ir.Value, word: ir.Value, shift: int) -> ir.Value:
+    """The one that 15 random bits, a word's from bit `shift` on, choose of a number times 2^15, plus 1.5 * 2^23."""
+    number = builder.sub(builder.bitcast(fixed, _I32), _I32(0x4B400000))
+    return builder.sitofp(builder.ashr(builder.add(number, builder.lshr(word, _I32(shift))), _I32(15)), _FLOAT)
+
+
+@_by_lane
+def whole_by_chance(builder: ir.IRBuilder, fixed: ir.Value, drawn: ir.Value) -> ir.Value:
     """The whole numbers that random bits choose of numbers times 2^15, to which 1.5 * 2^23 has been added."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for value, drawn in _by_chance(builder, *args):
-            number = builder.sub(builder.bitcast(value, _I32), _I32(0x4B400000))
-            chosen = builder.ashr(builder.add(number, builder.lshr(drawn, _I32(1))), _I32(15))
-            found.append(builder.sitofp(chosen, _FLOAT))
-        return _pack(context, builder, found, fixed)
-
-    return fixed(fixed, words), emit
+    return _whole_number(builder, fixed, drawn, 1)
 
 
 @intrinsic
@@ -354,73 +449,17 @@ def whole_by_own_bits(
             for shift, factor in ((16, FACTORS[0]), (13, FACTORS[1])):
                 word = builder.mul(builder.xor(word, builder.lshr(word, _I32(shift))), _I32(factor))
             word = builder.xor(word, builder.lshr(word, _I32(16)))
-            number = builder.sub(builder.bitcast(value, _I32), _I32(0x4B400000))
-            chosen = builder.ashr(builder.add(number, builder.lshr(word, _I32(17))), _I32(15))
-            found.append(builder.sitofp(chosen, _FLOAT))
+            found.append(_whole_number(builder, value, word, 17))
         return _pack(context, builder, found, fixed)
 
     return fixed(fixed, values, types.int32, types.int64), emit
 
 
-@intrinsic
-def e4m3_bases(_typing: Any, vector: types.Type) -> Any:
-    """2^-6 for each number below it, and 0 for others: added to its magnitude, the sum has E4M3's steps."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for value in _numbers(builder, args[0], vector.count):
-            size = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
-            tiny = builder.icmp_signed("<", size, _I32(121 << 23))
-            found.append(builder.select(tiny, _FLOAT(2.0**-6), _FLOAT(0.0)))
-        return _pack(context, builder, found, vector)
-
-    return vector(vector), emit
-
-
-@intrinsic
-def magnitudes(_typing: Any, vector: types.Type) -> Any:
-    """The numbers without signs."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for value in _numbers(builder, args[0], vector.count):
-            bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
-            found.append(builder.bitcast(bits, _FLOAT))
-        return _pack(context, builder, found, vector)
-
-    return vector(vector), emit
-
-
-@intrinsic
-def e4m3_by_chance(_typing: Any, sums: types.Type, words: types.Type) -> Any:
+@_by_lane
+def e4m3_by_chance(builder: ir.IRBuilder, sums: ir.Value, drawn: ir.Value) -> ir.Value:
     """Numbers cut off to the 4 digits of E4M3, up or down as random bits choose."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for value, drawn in _by_chance(builder, *args):
-            room = builder.add(builder.shl(drawn, _I32(4)), _I32(8))
-            summed = builder.add(builder.bitcast(value, _I32), room)
-            found.append(builder.bitcast(builder.and_(summed, _I32(-(1 << 20))), _FLOAT))
-        return _pack(context, builder, found, sums)
-
-    return sums(sums, words), emit
-
-
-@intrinsic
-def signed_as(_typing: Any, vector: types.Type, signs: types.Type) -> Any:
-    """Numbers from 0 on with the signs of others; a zero has none."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for value, other in zip(*(_numbers(builder, arg, vector.count) for arg in args), strict=True):
-            bits = builder.bitcast(value, _I32)
-            negative = builder.and_(
-                builder.icmp_signed("<", builder.bitcast(other, _I32), _I32(0)), builder.icmp_signed(">", bits, _I32(0))
-            )
-            found.append(builder.bitcast(builder.select(negative, builder.or_(bits, _I32(1 << 31)), bits), _FLOAT))
-        return _pack(context, builder, found, vector)
-
-    return vector(vector, signs), emit
+    room = builder.add(builder.shl(drawn, _I32(4)), _I32(8))
+    return builder.bitcast(builder.and_(builder.add(builder.bitcast(sums, _I32), room), _I32(-(1 << 20))), _FLOAT)
 
 
 @intrinsic
@@ -460,49 +499,6 @@ def store_int4(_typing: Any, address: types.Type, vector: types.Type) -> Any:
     return types.void(types.int64, vector), emit
 
 
-def _numbers(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> list[ir.Value]:
-    if isinstance(value.type, ir.ArrayType):
-        return [builder.extract_value(value, lane) for lane in range(lanes)]
-    return [value] * lanes
-
-
-def _pack(context: Any, builder: ir.IRBuilder, values: Sequence[ir.Value], result: types.Type) -> ir.Value:
-    packed: ir.Value = ir.Constant(context.get_value_type(result), ir.Undefined)
-    for lane, value in enumerate(values):
-        packed = builder.insert_value(packed, value, lane)
-    return packed
-
-
-def _rounded_to_nearest(builder: ir.IRBuilder, operation: str, number: types.Type) -> ir.Function:
-    """The instruction for an operation (mul, add, div) on two numbers."""
-    kind, letter = (_DOUBLE, "d") if number == types.float64 else (_FLOAT, "f")
-    declared, name = builder.module.globals, f"llvm.nvvm.{operation}.rn.{letter}"
-    return declared.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind, kind]), name)
-
-
-def _arithmetic(name: str, operation: str) -> Callable[..., Any]:
-    """An operation on two vectors of one type, or a vector and a number, or two numbers, rounded to nearest even."""
-
-    def define(_typing: Any, a: types.Type, b: types.Type) -> Any:
-        def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            operator = _rounded_to_nearest(builder, operation, a.dtype if isinstance(a, types.UniTuple) else a)
-            lanes = a.count if isinstance(a, types.UniTuple) else 1
-            pairs = zip(_numbers(builder, args[0], lanes), _numbers(builder, args[1], lanes), strict=True)
-            values = [builder.call(operator, pair) for pair in pairs]
-            return _pack(context, builder, values, a) if isinstance(a, types.UniTuple) else values[0]
-
-        return a(a, b), emit
-
-    define.__name__ = name
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
-
-
-multiply = _arithmetic("multiply", "mul")
-add = _arithmetic("add", "add")
-divide = _arithmetic("divide", "div")
-
-
 @intrinsic
 def largest_bits(_typing: Any, vector: types.Type) -> Any:
     """The largest magnitude's bits: as integers they compare as the numbers do, infinity and every NaN above them."""
@@ -510,7 +506,7 @@ def largest_bits(_typing: Any, vector: types.Type) -> Any:
     def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         largest = _I32(0)
         for value in _numbers(builder, args[0], vector.count):
-            bits = builder.and_(builder.bitcast(value, _I32), _I32(0x7FFFFFFF))
+            bits = _bits(builder, value)
             largest = builder.select(builder.icmp_signed(">", bits, largest), bits, largest)
         return largest
 
@@ -531,18 +527,6 @@ def largest_and_sign(_typing: Any, vector: types.Type) -> Any:
         return largest
 
     return types.int32(vector), emit
-
-
-@intrinsic
-def at_most(_typing: Any, vector: types.Type, limit: types.Type) -> Any:
-    """The smaller of each number and a limit."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        values = _numbers(builder, args[0], vector.count)
-        found = [builder.select(builder.fcmp_ordered("<", value, args[1]), value, args[1]) for value in values]
-        return _pack(context, builder, found, vector)
-
-    return vector(vector, types.float32), emit
 
 
 @intrinsic
@@ -576,34 +560,6 @@ def power(_typing: Any, exponent: types.Type, like: types.Type) -> Any:
     return like(types.int64, like), emit
 
 
-@intrinsic
-def where_finite(_typing: Any, tested: types.Type, then: types.Type, otherwise: types.Type) -> Any:
-    """Each number of the second vector where that of the first is finite, else of the third."""
-    integer, infinity = (_I64, 0x7FF << 52) if tested.dtype == types.float64 else (_I32, 0xFF << 23)
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        found = []
-        for test, value, other in zip(*(_numbers(builder, arg, tested.count) for arg in args), strict=True):
-            magnitude = builder.and_(builder.bitcast(test, integer), integer((1 << integer.width - 1) - 1))
-            finite = builder.icmp_signed("<", magnitude, integer(infinity))
-            found.append(builder.select(finite, value, other))
-        return _pack(context, builder, found, tested)
-
-    return tested(tested, tested, tested), emit
-
-
-@intrinsic
-def more_than_half(_typing: Any, vector: types.Type) -> Any:
-    """1 where a number is larger than 0.5, else 0."""
-
-    def emit(context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        values = _numbers(builder, args[0], vector.count)
-        found = [builder.fcmp_ordered(">", value, _FLOAT(0.5)) for value in values]
-        return _pack(context, builder, [builder.select(more, _FLOAT(1), _FLOAT(0)) for more in found], vector)
-
-    return vector(vector), emit
-
-
 def _stored(
     builder: ir.IRBuilder, vector: ir.Value, tag: types.Type, to: types.Type, count: ir.Value
 ) -> Iterator[tuple[ir.Value, ir.Value]]:
@@ -618,10 +574,9 @@ def sum_of_squares(_typing: Any, vector: types.Type, tag: types.Type, sum_tag: t
     """The sum of the first `count` numbers' squares, in their order, each as memory of type `tag` will hold it."""
 
     def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        multiply, add = (_rounded_to_nearest(builder, name, sum_tag) for name in ("mul", "add"))
-        total = ir.Constant(multiply.function_type.return_type, 0.0)
+        total = ir.Constant(_MEMORY[sum_tag][0], 0.0)
         for value, inside in _stored(builder, args[0], tag, sum_tag, args[3]):
-            more = builder.call(add, [total, builder.call(multiply, [value, value])])
+            more = _rounded(builder, "add", total, _rounded(builder, "mul", value, value))
             total = builder.select(inside, more, total)
         return total
 
@@ -632,13 +587,11 @@ def sum_of_squares(_typing: Any, vector: types.Type, tag: types.Type, sum_tag: t
 def not_finite(_typing: Any, vector: types.Type, tag: types.Type, count: types.Type) -> Any:
     """How many of the first `count` numbers memory of type `tag` will hold as infinity or NaN."""
     to = types.float64 if tag == types.float64 else types.float32
-    bits, infinity = (_I64, 0x7FF << 52) if tag == types.float64 else (_I32, 0xFF << 23)
 
     def emit(_context: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         total = _I64(0)
         for value, inside in _stored(builder, args[0], tag, to, args[2]):
-            magnitude = builder.and_(builder.bitcast(value, bits), bits((1 << bits.width - 1) - 1))
-            odd = builder.and_(inside, builder.icmp_signed(">=", magnitude, bits(infinity)))
+            odd = builder.and_(inside, builder.not_(_is_finite(builder, value)))
             total = builder.add(total, builder.zext(odd, _I64))
         return total
 

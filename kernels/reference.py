@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +35,12 @@ def _memory_order(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
+def _with_slots(tensors: Sequence[Tensor], slots: SlotTable) -> Iterator[tuple[Tensor, slice]]:
+    """Each tensor, and its elements of the flat."""
+    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+        yield tensor, slice(offset, offset + numel)
+
+
 def _compute_dtype(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in (a, b) else torch.float32
 
@@ -58,16 +64,16 @@ def flatten(
         finite.fill_(1)
     bits = None if draws is None else random_bits(slots, draws, wire.device)
     end = 0
-    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+    for tensor, slot in _with_slots(tensors, slots):
         compute = _compute_dtype(tensor.dtype, wire.dtype)
         factor = torch.tensor(scale, dtype=compute, device=wire.device)
-        wire[end:offset] = 0
+        wire[end : slot.start] = 0
         values = _memory_order(tensor).to(compute) * factor
         if bits is None:
-            wire[offset : offset + numel] = _convert(values, wire.dtype)
+            wire[slot] = _convert(values, wire.dtype)
         else:
-            wire[offset : offset + numel] = to_bf16(values.to(torch.float32), bits[offset : offset + numel])
-        end = offset + numel
+            wire[slot] = to_bf16(values.to(torch.float32), bits[slot])
+        end = slot.stop
     wire[end:] = 0
 
 
@@ -80,10 +86,10 @@ def unflatten(
     finite: Tensor | None = None,
 ) -> None:
     """One wire → many tensors in their dtypes, scaled (and their statistics); `finite` becomes 0 if they are not."""
-    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+    for tensor, slot in _with_slots(tensors, slots):
         compute = _compute_dtype(tensor.dtype, wire.dtype)
         factor = torch.tensor(scale, dtype=compute, device=wire.device)
-        values = wire[offset : offset + numel].to(compute) * factor
+        values = wire[slot].to(compute) * factor
         _memory_order(tensor).copy_(_convert(values, tensor.dtype))
         _note_finite(finite, values)
     if statistics is not None:
@@ -151,7 +157,7 @@ def _split_shard(shard: Tensor, block: int, form: BlockFormat) -> tuple[Tensor, 
 
 
 def _encode(
-    values: Tensor, shard: Tensor, block: int, old: Tensor | None, form: BlockFormat, bits: Tensor | None = None
+    values: Tensor, shard: Tensor, block: int, old: Tensor | None, form: BlockFormat, bits: Tensor | None
 ) -> Tensor:
     """FP32 values → one quantized shard, by chance with random bits; returns what was lost (`old` if not finite)."""
     payload, scales, padding = _split_shard(shard, block, form)
@@ -262,8 +268,7 @@ def quantize(
     residual = _row(residuals, turn, slots.total, block)
     values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
     kept = torch.zeros_like(values)
-    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
-        slot = slice(offset, offset + numel)
+    for tensor, slot in _with_slots(tensors, slots):
         values[slot] = _memory_order(tensor).to(torch.float32)
         if residual is not None:
             values[slot] += residual[slot]
@@ -299,8 +304,8 @@ def dequantize(
     if turn is not None:
         turn.bitwise_xor_(1)
     values = torch.cat([_decode(shard, block, form) for shard in wire.view(shards, -1)])
-    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
-        _memory_order(tensor).copy_(values[offset : offset + numel])
+    for tensor, slot in _with_slots(tensors, slots):
+        _memory_order(tensor).copy_(values[slot])
     if statistics is not None:
         _count_and_sum(tensors, tile_elements(block), statistics)
 
@@ -382,8 +387,8 @@ def flatten_fp16(
     if finite is not None:
         finite.fill_(1)
     values = torch.zeros(slots.total, dtype=torch.float32, device=wire.device)
-    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
-        values[offset : offset + numel] = _memory_order(tensor).to(torch.float32)
+    for tensor, slot in _with_slots(tensors, slots):
+        values[slot] = _memory_order(tensor).to(torch.float32)
     for part, shard in zip(values.view(shards, -1), wire.view(shards, -1), strict=True):
         _encode_fp16(part, shard, exponent_rule(summed))
 
@@ -406,11 +411,10 @@ def unflatten_fp16(
     parts = [_split_fp16(shard) for shard in wire.view(shards, -1)]
     payload = torch.cat([part[0].flatten() for part in parts])
     powers = _power(torch.cat([part[1] for part in parts]))
-    for tensor, offset, numel in zip(tensors, slots.offsets.tolist(), slots.numels.tolist(), strict=True):
+    for tensor, slot in _with_slots(tensors, slots):
         compute = _compute_dtype(tensor.dtype, torch.float16)
         factors = powers.to(compute) * torch.tensor(scale, dtype=compute, device=wire.device)
-        elements = slice(offset, offset + numel)
-        values = payload[elements].to(compute) * factors.repeat_interleave(FP16_BLOCK)[elements]
+        values = payload[slot].to(compute) * factors.repeat_interleave(FP16_BLOCK)[slot]
         _memory_order(tensor).copy_(_convert(values, tensor.dtype))
         _note_finite(finite, values)
     if statistics is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
+import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import Any
@@ -30,9 +32,10 @@ from tests.support.ranks import RankPool, one_thread_and_poison
 
 one_thread_and_poison()
 
-hypothesis.settings.register_profile("here", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)  # a hunt: --hypothesis-profile=long
+TIMELESS: Any = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # machines may be busy
+hypothesis.settings.register_profile("here", **TIMELESS)
+hypothesis.settings.register_profile("ci", **TIMELESS, derandomize=True)
+hypothesis.settings.register_profile("long", **TIMELESS, max_examples=2000)  # a hunt: --hypothesis-profile=long
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
@@ -71,6 +74,10 @@ FIRST = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--until", type=float, metavar="SECONDS", help="since 1970, when to begin no more tests")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """The workers of pytest-xdist share fork servers, which end with the process that starts the workers."""
@@ -88,12 +95,23 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+    until = config.getoption("until")
+    if until and all(item.get_closest_marker("long") for item in items):  # others are left out each time
+        paths = list(dict.fromkeys(item.path for item in items))
+        random.Random(until).shuffle(paths)
+        items.sort(key=lambda item: paths.index(item.path))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("until")
+    if until and time.time() > until:
+        pytest.skip(f"{item.path.name}: not begun, time was up")
 
 
 @pytest.fixture(scope="session", autouse=True)

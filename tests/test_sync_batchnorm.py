@@ -286,7 +286,7 @@ def _known(rank: int, world_size: int) -> tuple[int, bool]:
 
 
 def test_compiled_it_gives_the_same_bits(ranks2: RankPool):
-    for plain, compiled in ranks2.run(_compiled, timeout=120):
+    for plain, compiled in ranks2.run(_compiled):
         assert_same_bits(compiled, plain)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..goals import NOT_PLAIN
 from ..plot import Panel, draw_kernels, draw_panels, draw_steps
-from ..report import COLOURS, add_goal
+from ..report import COLOURS, add_goal, cells
 from .gpu_goals import gpu_goals, shown
 from .lines import FILE, ROOT, Row, commit, read, rows, sources
 from .probe import MACHINE
@@ -308,7 +308,7 @@ def csv_rows(found: Sequence[Row]) -> Iterator[dict[str, Any]]:
             for contestant, each in row.result.get("contestants", {"": {}}).items():
                 ours = contestant in ("", row.result.get("ours"))
                 first = {"first_call_s": row.result["first_call_s"]} if ours and "first_call_s" in row.result else {}
-                yield {**about, "contestant": contestant, **dict(_cells({**first, **each}))}
+                yield {**about, "contestant": contestant, **dict(cells({**first, **each}, COLUMNS))}
     for key, common in firsts.items():
         yield {**common, "other": json.dumps(tests[key])}
 
@@ -329,16 +329,6 @@ def _machine_cells(machine: dict[str, Any]) -> dict[str, Any]:
         "cupy": first("cupy-cuda13x", "cupy-cuda12x"),
         "nccl": first("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     }
-
-
-def _cells(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in row.items():
-        if key in ("ratio", "overhead_ratio"):
-            for suffix, number in zip(("", "_low", "_high"), value, strict=True):
-                yield key + suffix, f"{number:.4g}"
-        elif key in COLUMNS:
-            number = value[0] if isinstance(value, list) else value
-            yield key, f"{number:.6g}" if isinstance(number, float) else number
 
 
 def write(path: Path, found: Iterable[dict[str, Any]], mode: str) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from fastreduce.ops import backends
 
-from .. import operations
-from ..operations import DTYPES, TO_NEAREST, Model, Options, alignment_of, case_id, check
+from .. import kernel_cases, operations
+from ..kernel_cases import DTYPES, TO_NEAREST, Model, Options, alignment_of, case_id, check, model_of
 from ..paired import describe
 from ..shapes import CAPS
 from .two_clocks import Clocks, Work, timed
@@ -125,7 +125,7 @@ def kernel_case(backend: str, named: Named, device: str, seconds: float = 7) -> 
 def _model(operation: str, name: str, options: Options, device: str) -> Model:
     grads = options.pop("grads", torch.float32)
     shapes, most = ("few", 1000) if device == "cpu" else (name, ALL)
-    return operations.model_of(shapes, alignment_of(operation), most, device, grads, BIG_CAPS if name in BIG else CAPS)
+    return model_of(shapes, alignment_of(operation), most, device, grads, BIG_CAPS if name in BIG else CAPS)
 
 
 def _kernel(backend: str, named: Named, device: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _kernel(backend: str, named: Named, device: str) -> dict[str, Any]:
     kernels = backends.load(backend)
     options = {key: DTYPES.get(value, value) for key, value in options.items()}
     model = _model(operation, name, options, device)
-    made: operations.Case = getattr(operations, operation)(model, **options)
+    made: kernel_cases.Case = getattr(operations, operation)(model, **options)
     first_call = _first_call(lambda: made.run(kernels), device)
     wrong = ""
     try:

@@ -23,6 +23,7 @@ SETTINGS = (
     "bf16:rounding=stochastic",
     "int8",
     "int8:error_feedback",
+    "int8:error_feedback=8bit",
     "int8:rounding=stochastic",
     "int8:block=16",
     "fp8",
@@ -31,8 +32,11 @@ SETTINGS = (
     "int4",
     "int4:block=64",
     "int4:error_feedback",
+    "int4:error_feedback=8bit",
     "int4:rounding=stochastic",
     "auto4",
+    "powersgd:rank=4",
+    "topk:ratio=0.01",
 )
 Row = dict[str, Any]
 Case = tuple[str, str, int]  # task, optimizer, ranks

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import CheckpointError, SettingError
 from ..reduction.reducer import GradientReducer
+from ..reduction.whereabouts import in_other_call
 from ..transports.messages import gather_bytes
 from . import snapshot_file
 from .parts import load_into, state_of
@@ -78,7 +79,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         kept = any(state["residuals"] for state in reducers.values())
         return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}, kept
 
-    collected = _on_all(f"collecting {path}", collect)
+    with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
+        collected = _on_all(f"collecting {path}", collect)
     tag = collected[0][0]
     if not re.fullmatch(ANY_TAG, tag):
         raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parameter import is_lazy
 
 from .. import ops
-from ..errors import BackendUnavailableError, DeviceError, NotInitializedError
+from ..compression import NoCompression
+from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, SettingError
 from ..reduction.agreement import describe_tensor
 from ..reduction.gradients import Gradients
 from ..reduction.schedule import Schedule
@@ -91,6 +92,16 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
                     "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
                     stacklevel=3,
                 )
+
+
+def check_reduced_here(schedule: Schedule) -> None:
+    """Raise SettingError if there is a compression, and Dynamo is to let torch reduce by itself."""
+    compressed = [str(setting) for setting in schedule.settings if not isinstance(setting, NoCompression)]
+    if compressed and torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
+        raise SettingError(
+            f"compression={compressed[0]!r} and torch._dynamo.config.optimize_ddp='python_reducer' exclude each other: "
+            "there torch averages gradients by itself, uncompressed"
+        )
 
 
 _AGREED_ARGUMENTS = (

@@ -114,14 +114,24 @@ class ElasticReducer(TorchReducer):
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled."""
         group = self._joined
+        if self.is_here:
+            return False
+        self.drop_broken_backward()
+        group.before_forward(self.step)
+        self._follow()
+        return super()._rebuild_buckets()
+
+    def drop_broken_backward(self) -> None:
+        """Called before every forward.
+
+        Raises:
+            ReducerError: if there is one.
+        """
         if self.in_backward:
             raise ReducerError(
                 "a backward raised before its end, and with elastic=True a step cannot be left out on one rank alone: "
                 "end this process, and start it again"
             )
-        group.before_forward(self.step)
-        self._follow()
-        return super()._rebuild_buckets()
 
     def _follow(self) -> None:
         """Go on over the transport of those who are there now."""

@@ -38,6 +38,9 @@ class TorchReducer(GradientReducer):
         low_precision: the parameters' storages under `mixed_precision=`.
         asked: the name of the transport that the user asked for, for other ranks too.
         **kwargs: those of GradientReducer.
+
+    Attributes:
+        asked: as given; the next `_update_process_group` follows it.
     """
 
     logger: TorchLogger
@@ -47,7 +50,7 @@ class TorchReducer(GradientReducer):
         self, *args: Any, low_precision: LowPrecision | None = None, asked: str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._asked = asked
+        self.asked = asked
         self._hook: UserHook | None = None
         self._low_precision = low_precision
         self._device = self.buckets.specs[0].device
@@ -77,11 +80,14 @@ class TorchReducer(GradientReducer):
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Called after a forward that is to be synchronised. `outputs` is not needed: no graph is searched."""
-        self.logger.begin_backward()
-        self.arm()
+        if not self.is_here:
+            self.logger.begin_backward()
+            self.arm()
 
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled, and by ranks that have joined."""
+        if self.is_here:  # a checkpoint runs the forward again
+            return False
         self.drop_broken_backward()
         self.look()
         if self.switch_if_due():
@@ -154,7 +160,7 @@ class TorchReducer(GradientReducer):
 
     def lower_precision(self) -> None:
         """Called before every forward under `mixed_precision=`."""
-        if self._low_precision is not None:
+        if self._low_precision is not None and not self.is_here:
             self._low_precision.lower()
             self.replace_hooks()
 
@@ -194,7 +200,7 @@ class TorchReducer(GradientReducer):
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         """Reduce over the ranks of `group` from now on; every one of them calls it, after `_reset_state`."""
-        self.move_to(lambda: make_transport(group, self._device, self._asked))
+        self.move_to(lambda: make_transport(group, self._device, self.asked))
         self.logger.update(rank=self.transport.rank, world_size=self.transport.world_size, has_rebuilt_buckets=False)
 
     # Communication hooks

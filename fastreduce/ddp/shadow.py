@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..compression import Compression, PowerSGD, TopK
+from ..compression import Compression, OfWholeParameters
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned, match
 from ..reduction import clocks
@@ -209,7 +209,7 @@ def _by_keys(keys: Sequence[str], names: Sequence[str], parameters: Sequence[Ten
 
 def _of_one_step(setting: Compression) -> Compression:
     """The same without a memory; PowerSGD and top-k begin anew with each pipeline."""
-    if isinstance(setting, (PowerSGD, TopK)) or not setting.error_feedback:
+    if isinstance(setting, OfWholeParameters) or not setting.error_feedback:
         return setting
     return replace(setting, error_feedback=False)  # type: ignore[call-arg]
 

@@ -97,6 +97,8 @@ class UserHook:
     @torch.no_grad()
     def sum_used(self) -> None:
         """Tell the pipelines which slots any rank used: one flag a parameter, summed over the ranks."""
+        if not self._members:  # all gradients are sparse
+            return
         device = self._members[0][1].device
         flags = torch.tensor(list(self._used), dtype=torch.float32, pin_memory=device.type == "cuda")
         flags = flags.to(device, non_blocking=True)

@@ -33,7 +33,7 @@ from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from ..transports.connections import timeout_of
 from ..transports.store_client import client_of
-from .checks import check_module, describe_wrapping, group_asked_for, module_device
+from .checks import check_module, check_reduced_here, describe_wrapping, group_asked_for, module_device
 from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
 from .logger import TorchLogger, environment
@@ -42,6 +42,11 @@ from .reducer import TorchReducer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of a forward's output, or of its attributes, if it is of a class that torch does not look into."""
+    return list(_find_tensors(output)) or list(_find_tensors(getattr(output, "__dict__", None)))
 
 
 _before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it
@@ -123,6 +128,7 @@ class DistributedDataParallel(TorchDDP):
         try:
             self._schedule = Schedule(compression)
             check_module(module, arguments)
+            check_reduced_here(self._schedule)
             dump_at_signal(all_flights)
             description[TRACE] = "set" if folder_asked_for(TRACE) else "not set"
             folder_asked_for(COUNTERS)
@@ -144,14 +150,13 @@ class DistributedDataParallel(TorchDDP):
         names: dict[int, str] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
-        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
         low = self.mixed_precision
         self.reducer = (ElasticReducer if self._elastic else TorchReducer)(
             parameters,
             [names[id(p)] for p in parameters],
             self._transport,
             self._schedule,
-            bucket_caps=getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap],
+            bucket_caps=self._bucket_caps,
             gradient_as_bucket_view=self.gradient_as_bucket_view and low is None,
             dtype=low and (low.reduce_dtype or low.param_dtype),
             sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
@@ -190,6 +195,12 @@ class DistributedDataParallel(TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    @property
+    def _bucket_caps(self) -> list[int]:
+        """Bytes of the first, second, … bucket, as the arguments of torch's class have them."""
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        return getattr(self, "bucket_bytes_cap_list", None) or [first, self.bucket_bytes_cap]
 
     def _tell_whereabouts(self) -> None:
         """Let ranks that are missed say where they are."""
@@ -256,10 +267,14 @@ class DistributedDataParallel(TorchDDP):
     # Under torch.compile what goes on around the module's forward stays Python: Dynamo would trace the reducer.
     @_disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._delay_all_reduce_all_params or not torch.is_grad_enabled():
+        if self._delay_all_reduce_all_params:
             return _before_forward(self, *inputs, **kwargs)
         recorder = getattr(self.reducer, "recorder", None)
-        if recorder is None:  # torch's own reducer, which a comparison of settings puts there by turns
+        # None in torch's own reducer, which a comparison of settings puts there by turns.
+        if recorder is None or self.reducer.is_here:
+            return _before_forward(self, *inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared
         given = _before_forward(self, *inputs, **kwargs)
@@ -280,7 +295,7 @@ class DistributedDataParallel(TorchDDP):
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
             if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
                 self.reducer.check_at_end = weakly(self._check_parameters)
-            self.reducer.watch(_find_tensors(output))
+            self.reducer.watch(_tensors_of(output))
             if not torch.is_grad_enabled():
                 self.reducer.restore_precision()
         return output

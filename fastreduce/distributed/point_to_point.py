@@ -153,7 +153,7 @@ def _deliver_at_exit() -> None:
             wire.deliver("exit", timedelta(seconds=_EXIT_SECONDS))
 
 
-at_exit(Exit.DELIVER, _deliver_at_exit)
+at_exit(Exit.DELIVER, _deliver_at_exit, _wires)
 
 
 class _Send(Function):

@@ -25,14 +25,14 @@ _stores: dict[str, dist.Store] = {}
 _generations: Counter[str] = Counter()
 
 
-def find_address(init_method: str | None, world_size: int, environment: Mapping[str, str] = os.environ) -> str:
+def find_address(init_method: str | None, world_size: int) -> str:
     """Where to meet: `tcp://host:port`, `file:///path`, or `local://` for one rank that needs nobody.
 
     Raises:
         SettingError: if `init_method` is not env://, tcp://host:port or file:///path.
     """
     if init_method in (None, "env://"):
-        host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is None and port is None and world_size == 1:
             return "local://"
         return _tcp(f"tcp://{host or 'localhost'}:{port or FIXED_PORT}")

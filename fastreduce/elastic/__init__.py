@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -92,8 +93,8 @@ def join(
             `BatchSampler`, which then deals samples out; the same on all.
 
     Raises:
-        SettingError: if there is no such store, or it is rank 0's own; for a module that is not elastic, or parts
-            without a state.
+        SettingError: if there is no such store, or it is rank 0's own; if `timeout` or `least` is out of range; for a
+            module that is not elastic, or parts without a state.
         MismatchError: if models or settings differ.
         TransportError: if the store does not answer, or too few come within ten minutes, or all who have trained are
             gone.
@@ -108,8 +109,10 @@ def join(
             "fastreduce.elastic.join was called for another module of this process, and a process is a member once: "
             "put both into one module and wrap that, or call leave() first"
         )
-    if not timeout > 0:
-        raise SettingError(f"timeout={timeout!r}: allowed: seconds, more than 0")
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+        raise SettingError(f"timeout={timeout!r}: allowed: seconds, a number above 0")
+    if least is not None and not (isinstance(least, int) and least > 0):
+        raise SettingError(f"least={least!r}: allowed: whole numbers from 1 on, or None for WORLD_SIZE")
     for name, part in parts.items():
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise SettingError(f"{name}={part!r} has no state: parts have a state_dict and a load_state_dict")
@@ -140,7 +143,7 @@ def _number(variable: str, otherwise: int) -> int:
 
 
 def _open(store: dist.Store | str | None, timeout: float) -> dist.Store:
-    if store is not None and not isinstance(store, str):
+    if isinstance(store, dist.Store):
         return store
     if store is None:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -150,7 +153,7 @@ def _open(store: dist.Store | str | None, timeout: float) -> dist.Store:
                 "torch.distributed.TCPStore that another process holds"
             )
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    host, _, port = store.rpartition(":")
+    host, _, port = store.rpartition(":") if isinstance(store, str) else ("", "", "")
     if not host or not port.isdecimal():
         raise SettingError(f"store={store!r}: allowed: a torch.distributed.Store, or host:port")
 

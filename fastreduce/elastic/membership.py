@@ -71,7 +71,7 @@ class Membership:
         self._end.atexit = False  # the list of exits says when
         self._meetings = Meetings(self._presence)
         self.generation = Generation(0, (), {}, (), digest)
-        self._someone_waits, self._left, self._stage = False, False, Stage.NEW
+        self._someone_waits, self._left = False, False
         self.changes: list[Callable[[], object]] = []
         self._commit = torch.zeros(2)
         self.transport: Transport = LocalTransport()
@@ -268,4 +268,4 @@ def _leave_all() -> None:
         membership.leave()
 
 
-at_exit(Exit.REDUCERS, _leave_all)
+at_exit(Exit.REDUCERS, _leave_all, _alive)

@@ -40,8 +40,8 @@ class BatchSampler:
     ) -> None:
         self.n = data if isinstance(data, int) else len(data)
         for name, value, least in (("data", self.n, 1), ("batch_size", batch_size, 1), ("ahead", ahead, 0)):
-            if value < least:
-                raise SettingError(f"{name}={value}: allowed: {least} or more")
+            if not isinstance(value, (int, np.integer)) or value < least:
+                raise SettingError(f"{name}={value!r}: allowed: whole numbers from {least} on")
         self.batch_size, self.shuffle, self.seed, self.ahead = batch_size, shuffle, seed, ahead
         self._deal = Deal(batch_size, ahead + 1)
         self._member: int | None = None

@@ -72,7 +72,7 @@ def private_folder() -> Path:
         path = Path(tempfile.gettempdir(), f"fastreduce-{os.geteuid()}")
         if not _is_private(path):
             path = Path(tempfile.mkdtemp(prefix="fastreduce-"))
-            at_exit(Exit.FILES, partial(shutil.rmtree, path, ignore_errors=True))
+            at_exit(Exit.FILES, partial(shutil.rmtree, path, ignore_errors=True), [path])
     except OSError as error:
         raise BackendUnavailableError(
             f"compiled kernels cannot be kept: {error}. Set TMPDIR or NUMBA_CACHE_DIR to a folder that can be written"

@@ -6,9 +6,21 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
+from typing import Any, Protocol
+
+
+class Kept(Protocol):
+    """A set, list or dict, weak or not."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def clear(self) -> None:
+        """Have nothing any more."""
 
 
 class Exit(Enum):
@@ -18,7 +30,7 @@ class Exit(Enum):
     DELIVER = "what `remote_send` has under way is received, while the user's group still stands"
     REDUCERS = "streams end, and give back the connections that they work on"
     NCCL = "communicators end behind what is enqueued, and watchdogs with them; they tell how far they came"
-    GLOO = "connections that nobody uses are dropped: a thread of gloo that outlives Python aborts the process"
+    GLOO = "connections are dropped, in use or not: a thread of gloo that outlives Python aborts the process"
     STORE = "the threads that ask stores end: all of the above may ask"
     TRACES = "traces are completed, and merged by the rank that is last; counters are written once more"
     FILES = "folders that were made for this process are deleted"
@@ -26,19 +38,42 @@ class Exit(Enum):
     MPI = "MPI is finalised, which waits for all ranks and ends the process where one may be gone: nothing comes after"
 
 
-_ends: dict[Exit, list[Callable[[], object]]] = {step: [] for step in Exit}
+_ends: dict[Exit, list[tuple[Callable[[], object], Kept | None]]] = {step: [] for step in Exit}
 
 
-def at_exit(step: Exit, end: Callable[[], object]) -> None:
-    """Call `end` when the process ends, in its step: where atexit's handlers run, and in a forked process too."""
-    _ends[step].append(end)
+def at_exit(step: Exit, end: Callable[[], object], of: Kept | None = None) -> None:
+    """Call `end` when the process ends, in its step: where atexit's handlers run, and in a forked process too.
+
+    Args:
+        step: when.
+        end: what is called.
+        of: what it ends. Where nothing is in it, `end` is not called; a fork of the process begins with nothing.
+    """
+    _ends[step].append((end, of))
 
 
 @atexit.register
 def _end_all() -> None:
     for step in Exit:
-        for end in _ends[step]:
+        for end, of in _ends[step]:
             try:
-                end()
+                if of is None or len(of):
+                    end()
             except BaseException:  # shown, and the others have their turn: as atexit does
                 traceback.print_exc()
+
+
+def _after_fork() -> None:
+    """A fork has neither the threads of what its parent made nor its place among the ranks: it ends nothing of it.
+
+    Nor when Python lets go of everything, since C++ would wait for those threads, or end the process: it never does.
+    """
+    for step in Exit:
+        for _, of in _ends[step]:
+            if of is not None:
+                kept = list(of.items()) if hasattr(of, "items") else list(of)
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+                of.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -48,6 +48,7 @@ def python_stacks(frames: int = 100, threads: int = 100, ours: bool = True) -> s
 
 COLLECTIVES = {
     "torch/distributed/distributed_c10d.py": "torch.distributed",
+    "fastreduce/checkpoint/__init__.py": "fastreduce",
     **{f"fastreduce/distributed/{name}.py": "fastreduce.distributed" for name in ("collectives", "process_groups")},
 }
 """Where functions are that wait for other ranks → how they are called."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compression import KINDS, Compression, NoCompression, PowerSGD, TopK
+from ..compression import KINDS, Compression, NoCompression, OfWholeParameters
 from ..environment.exits import Exit, at_exit
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned
@@ -217,17 +217,15 @@ class ShardedModel:
             each.load(state[each.kind])
 
 
-_ALLOWED = ", ".join(name for name, kind in KINDS.items() if kind not in (PowerSGD, TopK))
+_ALLOWED = ", ".join(name for name, kind in KINDS.items() if not issubclass(kind, OfWholeParameters))
 
 
 def _why_not_averaged(setting: Compression) -> str:
     """Why an all-reduce between replicas cannot have a setting; ""."""
     if setting.random_seed is not None:
         return ": it counts no steps, so it takes no rounding=stochastic"
-    if isinstance(setting, PowerSGD):
-        return f": a shard is a part of a matrix, and has no factors of its own; allowed: {_ALLOWED}"
-    if isinstance(setting, TopK):
-        return f": it sends the largest elements of a parameter, and a shard is a part of one; allowed: {_ALLOWED}"
+    if isinstance(setting, OfWholeParameters):
+        return f": it is made of whole gradients, and a shard is a part of one; allowed: {_ALLOWED}"
     return ""
 
 
@@ -270,4 +268,4 @@ def _close_all() -> None:
         model.close()
 
 
-at_exit(Exit.REDUCERS, _close_all)
+at_exit(Exit.REDUCERS, _close_all, _alive)

@@ -18,10 +18,11 @@ class AgreedSchedule:
 
     Attributes:
         schedule: the setting of each step.
+        caps: the sizes of buckets where it names none, from the next change on.
     """
 
     def __init__(self, schedule: Schedule, buckets: BucketedGradients) -> None:
-        self.schedule, self._buckets, self._caps = schedule, buckets, buckets.caps
+        self.schedule, self._buckets, self.caps = schedule, buckets, buckets.caps
         self._due: float = schedule.step
         self._moved = False
         buckets.warm_up(schedule.settings)
@@ -86,7 +87,7 @@ class AgreedSchedule:
                 error = found
             self._adopt(schedule, error)
         self._due = schedule.due
-        caps = self._caps if schedule.bucket_bytes is None else (schedule.bucket_bytes,)
+        caps = self.caps if schedule.bucket_bytes is None else (schedule.bucket_bytes,)
         if (buckets.assign(schedule.setting), caps) == (buckets.settings, buckets.caps):
             buckets.compression = schedule.setting
             return False

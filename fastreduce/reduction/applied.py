@@ -233,7 +233,7 @@ class Applied:
         uniform: list[Any] = list(same.unbind()) if ratios.is_cuda else same.tolist()
         factors: list[Factor] = []
         for total, old, whole in zip(found, known, uniform, strict=True):
-            if _is(old, 0.0):
+            if known_to_be(old, 0.0):
                 factors.append(0.0)
             elif isinstance(total, Tensor):
                 factors.append(torch.where(whole, total / old, 1.0))
@@ -257,7 +257,7 @@ class Applied:
     def is_known(self) -> bool:
         """Whether it is known of each average that it was applied, or that it never will be."""
         return all(
-            stepped or i in self._left or (carried is not None and _is(carried, 0.0))
+            stepped or i in self._left or (carried is not None and known_to_be(carried, 0.0))
             for i, (stepped, carried) in enumerate(zip(self._stepped, self._carried, strict=True))
         )
 
@@ -281,7 +281,7 @@ class Applied:
         return {
             i
             for i, carried in enumerate(self._carried)
-            if carried is not None and not _is(carried, 0.0) and not self._stepped[i] and i not in self._left
+            if carried is not None and not known_to_be(carried, 0.0) and not self._stepped[i] and i not in self._left
         }
 
     def relative(self) -> set[int]:
@@ -289,7 +289,10 @@ class Applied:
         return self._told | {
             i
             for i, stepped in enumerate(self._stepped)
-            if not stepped and _is(self.expected[i], 1.0) and _is(self._rest[i], 1.0) and not self._is_optimized(i)
+            if not stepped
+            and known_to_be(self.expected[i], 1.0)
+            and known_to_be(self._rest[i], 1.0)
+            and not self._is_optimized(i)
         }
 
     def factors(self, finite: Factor, final: bool = False) -> list[Factor]:
@@ -305,7 +308,7 @@ class Applied:
             carried = self._carried[i]
             if stepped or i in self._left:
                 outcomes.append(float(stepped and i not in self._left))
-            elif carried is not None and not _is(carried, 0.0) and not final:
+            elif carried is not None and not known_to_be(carried, 0.0) and not final:
                 outcomes.append(carried)
             elif self._is_optimized(i):
                 outcomes.append(1.0 if carried is None and not final else 0.0)
@@ -326,12 +329,13 @@ def _products(first: Sequence[Factor], second: Sequence[Factor]) -> list[Factor]
     made: dict[tuple[int, int], Factor] = {}
     for a, b in zip(first, second, strict=True):
         if (id(a), id(b)) not in made:
-            nothing = _is(a, 0.0) or _is(b, 0.0)
-            made[id(a), id(b)] = b if _is(a, 1.0) else a if _is(b, 1.0) else 0.0 if nothing else a * b
+            nothing = known_to_be(a, 0.0) or known_to_be(b, 0.0)
+            made[id(a), id(b)] = b if known_to_be(a, 1.0) else a if known_to_be(b, 1.0) else 0.0 if nothing else a * b
     return [made[id(a), id(b)] for a, b in zip(first, second, strict=True)]
 
 
-def _is(factor: Factor, number: float) -> bool:
+def known_to_be(factor: Factor, number: float) -> bool:
+    """Whether the host knows that a factor is this number."""
     return isinstance(factor, float) and factor == number
 
 

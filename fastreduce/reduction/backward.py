@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..errors import ReducerError, TransportError
 from .agreed_schedule import AgreedSchedule
@@ -64,6 +65,7 @@ class Backward:
         self._launching = threading.Lock()  # each device's hooks run on a thread of their own
         self.reductions = 0
         self.armed = self.running = self.reduced_once = False
+        self._task = -1  # autograd's number of the last backward
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         self.arrivals = Arrivals(buckets.gradients.parameters, self._launch_full_buckets, self._report)
@@ -99,6 +101,8 @@ class Backward:
                 self._count()  # as on the ranks that reduce it
                 for pipeline in self._buckets.pipelines[self._next :]:
                     pipeline.run_broken()
+                for arrived in self._events.arrived:
+                    arrived()
                 self._sparse.take_part(self._divisor(), broken=True)
                 self._meet(counted=True)
         self.armed = self.running = False
@@ -141,9 +145,20 @@ class Backward:
                 if output.grad_fn is not None:
                     output.register_hook(enter)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the backward that has begun is the one that the caller is in: a checkpoint runs forwards there."""
+        return self.running and self._task == torch._C._current_graph_task_id() != -1
+
+    @_disable_dynamo
     def _enter(self, _: object = None) -> None:
         if (self.armed or self._left_over) and not self.running:
-            self.running = True
+            if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+                raise ReducerError(
+                    f"rank {self._recorder.rank}: compiled autograd (torch._dynamo.config.compiled_autograd) runs this "
+                    "backward without the callback at its end, where gradients are averaged: leave it off"
+                )
+            self.running, self._task = True, torch._C._current_graph_task_id()
             self._recorder.enter(Phase.BACKWARD)
             self._buckets.look()
             if self.armed and self.reduced_once:

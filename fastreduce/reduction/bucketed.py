@@ -175,17 +175,26 @@ class BucketedGradients:
                     warm_up(dtype, device, setting, self.transport, self.keeps_statistics)
                 self._warm.add(setting)
 
-    def pipelines_under(self, setting: Compression | Policy | str) -> list[BucketPipeline]:
+    def pipelines_under(
+        self,
+        setting: Compression | Policy | str,
+        caps: Sequence[int] | None = None,
+        transport: Transport | None = None,
+    ) -> list[BucketPipeline]:
         """What would average the same gradients under another setting; nothing of what is in force changes.
+
+        Args:
+            setting: as at construction, or its spec string.
+            caps: bytes of buckets; None means those in force.
+            transport: what moves the wires, among the same ranks; None means the one in force.
 
         Raises:
             SettingError: if it is no setting, or a policy does not fit the parameters.
         """
         settings = self.assign(Policy.of(setting))
         self.warm_up([Policy.of(setting)])
-        groups = [group for order in self.orders for group in group_by_size(self.specs, order, self.caps, settings)]
-        averaging = CompressedAveraging(settings, self._steps)
-        return averaging.make_pipelines(self.gradients, groups, self.transport, as_views=False)[1]
+        averaging, groups = CompressedAveraging(settings, self._steps), self._groups(settings, caps)
+        return averaging.make_pipelines(self.gradients, groups, transport or self.transport, as_views=False)[1]
 
     # Layout
 
@@ -194,8 +203,15 @@ class BucketedGradients:
         self.orders = [self.indices[::-1]]
         return self._groups()
 
-    def _groups(self) -> list[list[int]]:
-        return [group for order in self.orders for group in group_by_size(self.specs, order, self.caps, self.settings)]
+    def _groups(
+        self, settings: Sequence[Compression] | None = None, caps: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        told = caps or self.caps, settings or self.settings
+        return [group for order in self.orders for group in group_by_size(self.specs, order, *told)]
+
+    def groups_of(self, caps: Sequence[int]) -> list[list[int]]:
+        """The parameters of each bucket, if buckets had such sizes."""
+        return self._groups(caps=caps)
 
     def switch(self, compression: Compression | Policy, caps: Sequence[int]) -> None:
         """Go on under another setting, with buckets of such sizes; what is under way has ended.

@@ -91,4 +91,4 @@ def _close_all() -> None:
         files.close()
 
 
-at_exit(Exit.TRACES, _close_all)
+at_exit(Exit.TRACES, _close_all, _open)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .applied import Applied, Factor
+from .applied import Applied, Factor, known_to_be
 from .buckets import Bucket
 from .residual_rows import BASE, GO_ON, KEEP, Rows, reads_late
 
@@ -312,7 +312,7 @@ class ErrorFeedback:
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
         factors, expected = applied.factors(finite, final), applied.expected
         flip: int | Tensor = 1
-        if isinstance(finite, Tensor) and all(each is finite or _is_zero(each) for each in factors):
+        if isinstance(finite, Tensor) and all(each is finite or known_to_be(each, 0.0) for each in factors):
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
         if isinstance(self.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
             self._commit_late(factors, expected, stays)
@@ -413,10 +413,6 @@ def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tenso
         verdict = torch.stack([other.to(device, non_blocking=True) for other in verdicts]).all()
         for feedback in each:
             feedback.finite = verdict
-
-
-def _is_zero(factor: Factor) -> bool:
-    return isinstance(factor, float) and factor == 0.0
 
 
 def _stack(numbers: Sequence[Factor], device: torch.device) -> Tensor:

@@ -66,6 +66,7 @@ class FlightRecorder:
         changes: how often that has changed; a rank that stalls changes nothing.
         counts: what it has done so far.
         counts_before: the same, up to the last averages.
+        missing: ranks that were found to wait in another call, while this one waits for averages.
         waits: whether each step waits for its end on devices, so that their points are known.
         on_phase: called with each phase that has ended, when it began and when it ended.
         on_step: called with each step that has ended; what its row holds is overwritten some steps later.
@@ -77,6 +78,7 @@ class FlightRecorder:
         self.on_phase: list[Callable[[Phase, float, float], None]] = []
         self.on_step: list[Callable[[Row], None]] = []
         self.changes, self.waits = 0, False
+        self.missing: tuple[int, ...] = ()
         self.counts = self.counts_before = Counts(0, 0, 0, 0)
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
@@ -161,6 +163,11 @@ class FlightRecorder:
         self.row.began[Phase.AFTER] = self.since
 
     # Asked
+
+    @property
+    def on_this_thread(self) -> bool:
+        """Whether it is the thread on which this rank has last begun to do something else."""
+        return queued()[0] == self._thread
 
     def last_rows(self, count: int) -> list[Row]:
         """The last steps that have ended, at most so many."""

@@ -59,7 +59,10 @@ class Collected:
 
 @dataclass
 class Members:
-    """One bucket's parameters and what their gradients should look like; `strides` is None if all are contiguous."""
+    """One bucket's parameters and what their gradients should look like; `strides` is None if all are contiguous.
+
+    `views` have been handed out as `.grad`, `kept` are the same for nobody else.
+    """
 
     indices: list[int]
     parameters: list[Tensor]
@@ -68,6 +71,7 @@ class Members:
     strides: list[tuple[int, ...]] | None
     complex: bool
     views: list[Tensor] | None = None
+    kept: list[Tensor] = field(default_factory=list)
 
     def fit(self, grads: list[Any]) -> bool:
         """Whether all gradients are there and lie as their slots do; a thousand of them cost 0.2 ms."""
@@ -97,7 +101,7 @@ class Gradients:
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
 
     Raises:
-        TensorError: if a parameter is neither floating-point nor complex.
+        TensorError: if a parameter is neither floating-point nor complex, or not strided.
     """
 
     def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype | None = None) -> None:
@@ -106,7 +110,10 @@ class Gradients:
         self.specs: list[ParameterSpec] = []
         # Under another dtype parameters change theirs in every step, and hooks follow them.
         self._wrapped_as = [(p.dtype, p.device) for p in self.parameters] if dtype is None else []
+        # As they were then: a memory format set later does not move slots, which other ranks know.
         self._contiguous: list[bool] = []
+        self._layouts: list[Tensor] = []
+        self._strides = [parameter.stride() for parameter in self.parameters]
         for name, parameter in zip(self.names, self.parameters, strict=True):
             real = _real(parameter)
             if real.dtype not in ops.FLOATS:
@@ -114,7 +121,11 @@ class Gradients:
                     f"parameter {name!r} is {parameter.dtype}; its real numbers must be one of "
                     f"{', '.join(map(str, ops.FLOATS))}"
                 )
+            if real.layout is not torch.strided:
+                raise TensorError(f"parameter {name!r} is {real.layout}; allowed: torch.strided. Pass its to_dense()")
             self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
+            layout = torch.empty_like(real, device="meta")
+            self._layouts.append(layout.contiguous() if self._contiguous[-1] else layout)
             rows = (real.shape or (1,))[0] if self._contiguous[-1] else rows_of(real)
             self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, rows))
 
@@ -141,18 +152,19 @@ class Gradients:
             [self.parameters[i] for i in indices],
             bucket.dtype,
             [slot.numel for slot in bucket.slots],
-            None if all(self._contiguous[i] for i in indices) else [self._layout(i).stride() for i in indices],
+            None if all(self._contiguous[i] for i in indices) else [self._layouts[i].stride() for i in indices],
             any(self.parameters[i].is_complex() for i in indices),
         )
 
     def layouts(self, members: Members) -> list[Tensor]:
         """Tensors without memory that have the sizes and strides of a bucket's gradients."""
-        return [self._layout(i) for i in members.indices]
+        return [self._layouts[i] for i in members.indices]
 
     @torch.no_grad()
     def install_views(self, members: Members, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them."""
-        members.views = make_views(self.layouts(members))
+        members.kept = make_views(self.layouts(members))
+        members.views = [view.detach() for view in members.kept]
         for i, view in zip(members.indices, members.views, strict=True):
             grad, self.views[i] = self.parameters[i].grad, view
             if grad is not None:
@@ -166,12 +178,21 @@ class Gradients:
             TensorError: if a gradient is not dense, or has another size or dtype than its slot.
         """
         grads: list[Any] = [parameter.grad for parameter in members.parameters]
+        if members.views is not None:
+            self._replace_moved(members, members.views)
         if all(map(used.__getitem__, members.indices)) and members.fit(grads):
             if members.views is None:
                 return Collected(grads, grads)
             return Collected(grads, members.views, repoint=members.parameters)
         with torch.no_grad():
             return self._collect_each(members, grads, used)
+
+    def _replace_moved(self, members: Members, views: list[Tensor]) -> None:
+        """Make views anew whose memory is another by now: `p.grad.data = …`, or `module.to(…)`, which does that."""
+        if list(map(Tensor.data_ptr, views)) != list(map(Tensor.data_ptr, members.kept)):
+            for position, (i, kept) in enumerate(zip(members.indices, members.kept, strict=True)):
+                if views[position].data_ptr() != kept.data_ptr():
+                    self.views[i] = views[position] = kept.detach()
 
     def _collect_each(self, members: Members, grads: Sequence[Any], used: Sequence[bool]) -> Collected:
         found = Collected()
@@ -201,6 +222,12 @@ class Gradients:
     ) -> tuple[Tensor, Tensor]:
         if grad is not None and grad.layout is not torch.strided:
             raise TensorError(f"the gradient of {self.names[i]!r} is {grad.layout}; only dense ones are reduced")
+        dtype = self.parameters[i].dtype
+        if grad is not None and self._wrapped_as and grad.dtype is not dtype:
+            raise TensorError(
+                f"the gradient of {self.names[i]!r} is {grad.dtype} (grad_dtype), and the parameter {dtype}: gradients "
+                "are averaged in the dtype of their parameter"
+            )
         if grad is not None and _is_lazy_view(grad):
             grad = self.parameters[i].grad = grad.resolve_conj().resolve_neg()
         if not used:
@@ -259,15 +286,10 @@ class Gradients:
             return False
         if _real(grad).dtype is not self.specs[i].dtype:
             return False
-        return grad.is_contiguous() if self._contiguous[i] else grad.stride() == self.parameters[i].stride()
-
-    def _layout(self, i: int) -> Tensor:
-        """Size and strides of gradient `i` in its slot, without memory."""
-        layout = torch.empty_like(_real(self.parameters[i]), device="meta")
-        return layout.contiguous() if self._contiguous[i] else layout
+        return grad.is_contiguous() if self._contiguous[i] else grad.stride() == self._strides[i]
 
     def _staging(self, i: int) -> Tensor:
-        return torch.zeros_like(self._layout(i), dtype=self.specs[i].dtype, device=self.parameters[i].device)
+        return torch.zeros_like(self._layouts[i], dtype=self.specs[i].dtype, device=self.parameters[i].device)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from ..compression import PowerSGD
 from .applied import norms_of
 from .buckets import Bucket, Slot, round_up, table_of
 from .error_feedback import ErrorFeedback, Place
-from .residual_rows import reads_late
 from .shared_buffers import SharedBuffers
+from .staged_rows import StagedRows
 
 STIR = 2.0**-10  # how much of the first right factor stays in each later one
 
@@ -90,11 +90,7 @@ class LowRank:
         )
         place = Place(slice(0, bucket.total), slice(0, 0), ranks)
         self.feedback = ErrorFeedback(bucket, place, setting.alignment)
-        # Which row counts is known where the host need not wait for it; elsewhere M is made beside them.
-        self._late = reads_late(self.feedback.turn)
-        staged = [staging.take("M", bucket.total, torch.float32, bucket.device)] if self._late else []
-        self._staged = staged[0] if staged else None
-        self._views = [self._views_of(row, bucket) for row in (staged or self.feedback.residuals.unbind())]
+        self._rows = StagedRows(self.feedback, bucket, staging, "M", lambda row: self._views_of(row, bucket))
 
     def _draw(self, bucket: Bucket, columns: int) -> Tensor:
         """The first right factors, `[columns, rank]`, small: by name of the parameter alone."""
@@ -111,20 +107,12 @@ class LowRank:
         matrices = [parts[matrix.position].view(matrix.shape) for matrix in self._matrices]
         return matrices, [parts[i] for i in self._small]
 
-    def _turned(self) -> tuple[tuple[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]:
-        """Views of the residuals that count, and of those that are to count next; on a GPU both of what is staged."""
-        if self._late:
-            return self._views[0], self._views[0]
-        turn = int(self.feedback.turn)
-        return self._views[turn], self._views[1 - turn]
-
     def compress(self, grads: Sequence[Tensor], used: Tensor, finite: Tensor | None) -> None:
         """Gradients and used-flags → the first part of the wire."""
         small = [*(grads[i] for i in self._small), used]
         self._kernels.flatten(small, self._table, self._flat, self._average, finite)
-        if self._staged is not None:
-            torch.index_select(self.feedback.residuals, 0, self.feedback.turn, out=self._staged[None])
-        (kept, kept_small), (made, made_small) = self._turned()
+        self._rows.load()
+        (kept, kept_small), (made, made_small) = self._rows.now()
         if self._small:
             torch._foreach_add_(self._flats, kept_small, alpha=self._average)
             torch._foreach_zero_(made_small)
@@ -139,22 +127,19 @@ class LowRank:
     def project(self) -> None:
         """The sums of left factors → `basis`, and with it this rank's right factors → the second part of the wire."""
         self._basis.copy_(self._groups[0](self._left))
-        for matrix, made in zip(self._matrices, self._turned()[1][0], strict=True):
+        for matrix, made in zip(self._matrices, self._rows.now()[1][0], strict=True):
             torch.mm(self._basis[matrix.left].t(), made, out=self._own[:, matrix.right])
         torch.mul(self._own, self._average, out=self._right)
 
     def keep_rest(self) -> None:
         """What this rank's factors do not hold of M → what is kept; nothing of what is not finite."""
-        made = self._turned()[1][0]
+        made = self._rows.now()[1][0]
         for matrix, values in zip(self._matrices, made, strict=True):
             values.addmm_(self._basis[matrix.left], self._own[:, matrix.right], alpha=-1)
-            if self._late:
-                values.nan_to_num_(0.0, 0.0, 0.0)
-        if self._staged is not None:
-            self.feedback.residuals.index_copy_(0, (1 - self.feedback.turn).long(), self._staged[None])
-        elif not self._own.isfinite().all():
+        if self._rows.is_staged or not self._own.isfinite().all():
             for values in made:
                 values.nan_to_num_(0.0, 0.0, 0.0)
+        self._rows.store()
 
     def decompress(self, averaged: Sequence[Tensor], used: Tensor, finite: Tensor) -> None:
         """Wire → averages and used-flags; `finite` becomes 0 if they are not, and the last right factors stay."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..compression import Compression, PowerSGD, TopK
+from ..compression import Compression, OfWholeParameters
 from ..kernels.slots import SlotTable, spare
 from ..transports import Connected, Nodes, Transport, TwoLevelTransport, Work
 from .buckets import Bucket
-from .error_feedback import Place
+from .error_feedback import Parts, Place
 from .shared_buffers import SharedBuffers
 
 
@@ -23,7 +24,7 @@ def in_one_level(compression: Compression) -> bool:
     Random bits of stochastic rounding follow slots of a rank's own gradients, a column is no matrix, and parameters,
     not columns, have largest elements.
     """
-    of_parameters = compression.random_seed is not None or isinstance(compression, (PowerSGD, TopK))
+    of_parameters = compression.random_seed is not None or isinstance(compression, OfWholeParameters)
     return compression.flat or of_parameters
 
 
@@ -125,7 +126,24 @@ class NodeLevel:
         start = self._bucket.flags_offset
         return start, start + len(self._bucket.slots)
 
-    def told(self, rows: Sequence[Sequence[float]]) -> Tensor:
+    def sum_of_parts(self, parts: Mapping[int, Parts]) -> dict[int, Parts]:
+        """What this rank keeps of slots → of each slot the sum over the ranks of the node, which all call it."""
+        nothing = torch.zeros(0)
+        slots = [parts.get(i, Parts(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
+        told = self._told([(part.unit, float(part.base is not None)) for part in slots])
+        units, with_base = told.nan_to_num(-math.inf).amax(0).unbind(1)
+        sums = self._moved([part.residual for part in slots])
+        bases = self._moved([part.residual if part.base is None else part.base for part in slots])
+        found = {}
+        for i, (slot, unit, has_base) in enumerate(
+            zip(self._bucket.slots, units.tolist(), with_base.tolist(), strict=True)
+        ):
+            place = slice(slot.offset, slot.offset + slot.numel)
+            unit = math.nan if unit == -math.inf else unit
+            found[i] = Parts(sums[place], bases[place] if has_base else None, unit)
+        return found
+
+    def _told(self, rows: Sequence[Sequence[float]]) -> Tensor:
         """What each rank of the node tells, FP64 `[ranks, rows, numbers]`."""
         mine = torch.tensor(rows, dtype=torch.float64, device=self._bucket.device)
         everybody = mine.new_empty(len(self.nodes.here), *mine.shape)
@@ -133,7 +151,7 @@ class NodeLevel:
         self._transport.levels.moves.all_gather(everybody.view(-1)).wait()
         return everybody
 
-    def moved(self, slots: Sequence[Tensor]) -> Tensor:
+    def _moved(self, slots: Sequence[Tensor]) -> Tensor:
         """Residuals that the ranks of the node hold, one 1-D tensor a slot → the own column of their sum over `unit`.
 
         An empty one stands for zeros. The rest of the `[total]` tensor is zeros.

@@ -138,6 +138,7 @@ def _names(tensors: Sequence[Any]) -> list[str]:
 
 
 _transports: weakref.WeakKeyDictionary[Any, dict[tuple[str, str | None], Transport]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakSet[Transport] = weakref.WeakSet()  # those of the user's
 _reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakref.WeakKeyDictionary()
 _owners: weakref.WeakKeyDictionary[Transport, dict[Any, _Owners]] = weakref.WeakKeyDictionary()
 
@@ -189,10 +190,10 @@ def reduce_owned(
     tensors = [as_tensor(array) for array in arrays]
     leaves = [t if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf) else _as_owner(t) for t in tensors]
     for kind in sorted({leaf.device.type for leaf in leaves}) or ["cpu"]:
-        if transport is None or isinstance(transport, str):
-            chosen = transport_of(group, "all_reduce_gradients", kind, transport)
+        if isinstance(transport, Transport):
+            chosen = _told_of(transport, group)
         else:
-            chosen = transport
+            chosen = transport_of(group, "all_reduce_gradients", kind, transport)
         here = [i for i, leaf in enumerate(leaves) if leaf.device.type == kind]
         _average([leaves[i] for i in here], [owners[i] for i in here], chosen, compression, op)
 
@@ -260,6 +261,15 @@ def _as_owner(tensor: Tensor) -> Tensor:
     owner = tensor.detach()
     owner.grad = tensor.detach()
     return owner
+
+
+def _told_of(transport: Transport, group: dist.ProcessGroup | None) -> Transport:
+    """A transport of the user's, once the ranks of the group know of it: those that name one get an error then."""
+    group = group or dist.group.WORLD
+    if transport not in _agreed and group is not None and dist.get_world_size(group) == transport.world_size:
+        make_transport(group, asked=transport)
+        _agreed.add(transport)
+    return transport
 
 
 def transport_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -74,7 +73,7 @@ class BucketPipeline:
     leave room for the sum, and split in two for one of BF16: 2^-⌈log2(N)⌉ before, so that no sum overflows
     unless its average does, and the rest after.
 
-    Nothing is allocated after construction, but for what `keep_statistics` asks for.
+    Nothing of a bucket's size is allocated after construction, but for what `keep_statistics` asks for.
 
     Args:
         bucket: what is averaged.
@@ -277,20 +276,7 @@ class BucketPipeline:
         """
         if self._node is None or self.feedback is None:
             return parts
-        nothing = torch.zeros(0)
-        slots = [parts.get(i, Parts(nothing, None, math.nan)) for i in range(len(self.bucket.slots))]
-        told = self._node.told([(part.unit, float(part.base is not None)) for part in slots])
-        units, with_base = told.nan_to_num(-math.inf).amax(0).unbind(1)
-        sums = self._node.moved([part.residual for part in slots])
-        bases = self._node.moved([part.residual if part.base is None else part.base for part in slots])
-        found = {}
-        for i, (slot, unit, has_base) in enumerate(
-            zip(self.bucket.slots, units.tolist(), with_base.tolist(), strict=True)
-        ):
-            place = slice(slot.offset, slot.offset + slot.numel)
-            unit = math.nan if unit == -math.inf else unit
-            found[i] = Parts(sums[place], bases[place] if has_base else None, unit)
-        return found
+        return self._node.sum_of_parts(parts)
 
     def follow(
         self,
@@ -467,14 +453,11 @@ class BucketPipeline:
             self._node.flatten(tensors)
             column = self._node.sum(self._sum_scale)
             if column is None:
-                self._no_column()
+                if self._finite is not None:
+                    self._finite.fill_(1)
                 return
             tensors, slots = [column], self._node.table
         self._compress(tensors, slots)
-
-    def _no_column(self) -> None:
-        if self._finite is not None:
-            self._finite.fill_(1)
 
     def _compress(self, tensors: Sequence[Tensor], slots: SlotTable) -> None:
         if self.apart is not None:
@@ -493,7 +476,8 @@ class BucketPipeline:
     def reduce(self) -> Work:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done."""
         if self._node is not None:
-            return Levels(self._sum_column() if self._owns else None, self._gather_columns)
+            begun = self._sum(self._node.levels.sums.between) if self._owns else None
+            return Levels(begun, self._gather_columns)
         if self.low_rank is not None:
             return self._sum_factors(self.low_rank)
         if self._top is not None:
@@ -518,10 +502,6 @@ class BucketPipeline:
         work = self.transport.all_reduce(low_rank.second)
         low_rank.keep_rest()
         return work
-
-    def _sum_column(self) -> Work:
-        assert self._node is not None
-        return self._sum(self._node.levels.sums.between)
 
     def _sum(self, ranks: Transport) -> Work:
         """The own column over the ranks that own it: the sum itself, or the shards that this rank is to sum."""

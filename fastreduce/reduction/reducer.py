@@ -20,7 +20,7 @@ from . import saved_state
 from .agreed_schedule import AgreedSchedule
 from .backward import Backward
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients
-from .buckets import BucketPlan
+from .buckets import BucketPlan, shortest
 from .counter_files import SECONDS
 from .counters import to_prometheus
 from .events import Events
@@ -183,6 +183,11 @@ class GradientReducer:
         return self._backward.running
 
     @property
+    def is_here(self) -> bool:
+        """Whether that backward is the one that the caller is in."""
+        return self._backward.is_here
+
+    @property
     def seconds(self) -> Seconds:
         """Time that the last reduction spent in each stage, summed over the buckets."""
         return self.buckets.seconds
@@ -210,6 +215,18 @@ class GradientReducer:
     @overlaps.setter
     def overlaps(self, overlaps: bool) -> None:
         self._backward.overlaps = overlaps
+
+    @property
+    def bucket_caps(self) -> Sequence[int]:
+        """Bytes of the first, second, … bucket where `set_compression` names no size.
+
+        As given; others come into force with the next `set_compression`, on all ranks alike.
+        """
+        return self._agreed.caps
+
+    @bucket_caps.setter
+    def bucket_caps(self, caps: Sequence[int]) -> None:
+        self._agreed.caps = shortest(caps)
 
     @property
     def active_ranks(self) -> Callable[[], int] | None:
@@ -481,4 +498,4 @@ def _close_all() -> None:
         reducer._close()
 
 
-at_exit(Exit.REDUCERS, _close_all)
+at_exit(Exit.REDUCERS, _close_all, _alive)

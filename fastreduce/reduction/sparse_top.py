@@ -15,8 +15,8 @@ from ..kernels.slots import PlacesError
 from .applied import norms_of
 from .buckets import Bucket, Slot, round_up, table_of
 from .error_feedback import ErrorFeedback, Place
-from .residual_rows import reads_late
 from .shared_buffers import SharedBuffers
+from .staged_rows import StagedRows
 
 MOST = 2**31 - 1  # elements of a gradient whose places fit into 32 bits
 
@@ -78,12 +78,7 @@ class SparseTop:
         self._summed = torch.empty_like(self._flat)
         self._flats, self._sums = (self._of_small(flat) for flat in (self._flat, self._summed))
         self.feedback = ErrorFeedback(bucket, Place(slice(0, bucket.total), slice(0, 0), ranks), setting.alignment)
-        # Which row counts is known where the host need not wait for it; elsewhere the new one is made beside them.
-        staged = (
-            [staging.take("kept", bucket.total, torch.float32, bucket.device)] if reads_late(self.feedback.turn) else []
-        )
-        self._staged = staged[0] if staged else None
-        self._views = [self._views_of(row) for row in (staged or self.feedback.residuals.unbind())]
+        self._rows = StagedRows(self.feedback, bucket, staging, "kept", self._views_of)
 
     def _of_small(self, flat: Tensor) -> list[Tensor]:
         """The places of the small slots in a flat of theirs."""
@@ -103,18 +98,15 @@ class SparseTop:
     def compress(self, grads: Sequence[Tensor], used: Tensor, finite: Tensor | None) -> None:
         """Gradients and used-flags → this rank's message; what is not in it is kept, but for what is not finite."""
         self._kernels.flatten([*(grads[i] for i in self._small), used], self._table, self._flat, 1.0, finite)
-        if self._staged is not None:
-            torch.index_select(self.feedback.residuals, 0, self.feedback.turn, out=self._staged[None])
-        turn = 0 if self._staged is not None else int(self.feedback.turn)
-        (kept, kept_small), (made, made_small) = self._views[turn], self._views[turn - 1]
+        self._rows.load()
+        (kept, kept_small), (made, made_small) = self._rows.now()
         if self._small:
             torch._foreach_add_(self._flats, kept_small)
             torch._foreach_zero_(made_small)
         for sparse, own, old, new in zip(self._sparse, self._own, kept, made, strict=True):
             torch.add(_flat(grads[sparse.position]), old, out=new)
             self._kernels.take_largest(new, *own)
-        if self._staged is not None:
-            self.feedback.residuals.index_copy_(0, (1 - self.feedback.turn).long(), self._staged[None])
+        self._rows.store()
 
     def decompress(self, averaged: Sequence[Tensor], used: Tensor, finite: Tensor) -> None:
         """All messages → averages and used-flags; `finite` becomes 0 if they are not.

@@ -231,27 +231,6 @@ class Failed:
         """It is too late."""
 
 
-class InlineStream:
-    """Runs jobs at once, one by one, on the caller's thread: for work that only enqueues other work."""
-
-    idle = True
-
-    def submit(self, begin: Begin) -> Pending:
-        """Do both parts; what they raise comes with the result."""
-        try:
-            begin()()
-        except BaseException as error:
-            return Failed(error)
-        return DONE
-
-    def begin(self, begin: Begin) -> Finish:
-        """Do both parts."""
-        return self.submit(begin).result
-
-    def close(self) -> None:
-        """There is nothing to end."""
-
-
 class CudaStream:
     """Runs jobs on one high-priority CUDA stream of a device, behind what is enqueued on the caller's stream.
 

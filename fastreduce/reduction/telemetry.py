@@ -11,6 +11,7 @@ import torch
 
 from ..errors import TransportError
 from ..transports import Transport
+from .arrivals import weakly
 from .bucketed import BucketedGradients
 from .counter_files import CounterFiles
 from .counters import Counters
@@ -56,7 +57,10 @@ class Telemetry:
     def tell_at(self, place: Whereabouts) -> None:
         """Tell at `place` where this rank is once it stalls, and ask there for those that are missing."""
         self._place = place
-        watch(self.recorder, place)
+        watch(self.recorder, place, weakly(self._give_up))
+
+    def _give_up(self) -> None:
+        self._buckets.transport.abort()
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

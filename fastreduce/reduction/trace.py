@@ -91,7 +91,8 @@ class Trace:
             self._aligned, self.due = step, step + max(STEPS_APART, int(min(steps, 1e6)))
         else:
             base = time.time_ns() // 10**9 // TRIMESTER * TRIMESTER
-            unix = (time.time_ns() - base * 10**9) / 1e9 - clocks.now()  # when this rank's clock showed 0
+            # When this rank's clock showed 0. What comes between two looks makes it earlier: the latest is right.
+            unix = max((time.time_ns() - base * 10**9) / 1e9 - clocks.now() for _ in range(10))
             told = transport.exchange([base, unix, f"{time.time_ns():x}-{os.getpid()}"])
             base, self._unix, run = checked(told, lambda value: of_types(value, int, float, str), "start of a trace")[0]
             self.offset = measure(transport, device, FIRST_ROUNDS)
@@ -217,4 +218,4 @@ def _close_all() -> None:
         trace.close()
 
 
-at_exit(Exit.TRACES, _close_all)
+at_exit(Exit.TRACES, _close_all, _open)

@@ -7,6 +7,8 @@
 4. Who has waited in vain reads what the missing ranks have told. One that is stopped, or was killed, tells nothing: its
    process id is in the store since the first look, and on the same host the system knows what has become of it; of
    another host it is looked whether it can be reached.
+5. A rank that waits in another call, where all ranks meet, tells that at once (`other_call.py`), and those that wait
+   for its gradients do so no longer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import threading
 import time
 import traceback
 import weakref
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from ..environment.exits import Exit, at_exit
@@ -30,6 +33,7 @@ from ..transports.messages import decode, of_types
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import clocks
 from .flight_recorder import Counts, FlightRecorder, all_recorders
+from .other_call import LOOK_SECONDS, Call, Question
 
 SHORTEST, LONGEST = 0.5, 30.0  # seconds without a change after which a rank tells where it is
 PART = 4  # of the timeout
@@ -58,18 +62,19 @@ class Whereabouts:
 
     Attributes:
         group: the client.
+        store: the same behind the place's prefix, of which answers come soon or not at all.
         patience: seconds without a change after which a rank tells where it is.
     """
 
     def __init__(self, store: StoreClient, seconds: float) -> None:
         self.group, self._holder = store, ""  # the address of who holds the store
-        self._store = store.at("fastreduce/whereabouts", SOON_SECONDS)
+        self.store = store.at("fastreduce/whereabouts", SOON_SECONDS)
         self.patience = min(LONGEST, max(SHORTEST, seconds / PART))
 
     def introduce(self, rank: int) -> None:
         """Write which process a rank is, and where."""
         own, self._holder = addresses()
-        self._store.set(f"process of {rank}", json.dumps([*introduction(), own]))
+        self.store.set(f"process of {rank}", json.dumps([*introduction(), own]))
 
     def tell(self, rank: int) -> None:
         """Write where this rank's process is."""
@@ -80,19 +85,19 @@ class Whereabouts:
         counted = list(latest.counts_before) if len(alive) == 1 else []  # these are of one wrapper
         stacks = python_stacks(FRAMES, THREADS, ours=False)
         told = [latest.doing(), time.time(), latest.row.step, counted, collective_under_way(), stacks]
-        self._store.set(f"rank {rank}", json.dumps(told))
+        self.store.set(f"rank {rank}", json.dumps(told))
 
     def say_last_word(self, rank: int) -> None:
         """Write why this rank's process ends, and what it did, where a wrapper is there still."""
         alive = all_recorders()
         doing = f", {alive[-1].doing()}" if alive else ""
-        self._store.set(f"end of {rank}", json.dumps([introduction(), f"{doing}: {_why_it_ends()}"]))
+        self.store.set(f"end of {rank}", json.dumps([introduction(), f"{doing}: {_why_it_ends()}"]))
 
     def ask(self, rank: int, mine: FlightRecorder) -> str:
         """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing."""
         keys = [f"process of {rank}", f"rank {rank}", f"end of {rank}"]
         try:
-            process, told, end = [self._store.read(key) for key in keys]
+            process, told, end = [self.store.read(key) for key in keys]
         except TransportError as error:
             return f"Nobody can be asked where rank {rank} is: {error}."
         fate = ""
@@ -126,7 +131,7 @@ class Whereabouts:
     def about_store(self) -> str:
         """Where the store does not answer, whether its host can be reached, as a sentence."""
         try:
-            self._store.has("any")
+            self.store.has("any")
         except TransportError:
             why = why_out_of_reach(self._holder)
             return f"As to the store: {why}." if why else ""
@@ -168,6 +173,9 @@ def _fate(told: Any) -> str:
 class _Watch:
     def __init__(self) -> None:
         self._places: weakref.WeakKeyDictionary[FlightRecorder, Whereabouts] = weakref.WeakKeyDictionary()
+        self._give_up: weakref.WeakKeyDictionary[FlightRecorder, Callable[[], None]] = weakref.WeakKeyDictionary()
+        self._call: Call | None = None  # in which this rank meets the others outside its backward
+        self._question = Question()
         self._lock = threading.RLock()  # a recorder may end wherever this is held
         self._stop = threading.Event()  # of the thread that runs
         self._stop.set()
@@ -176,11 +184,11 @@ class _Watch:
         self._introduced: weakref.WeakKeyDictionary[StoreClient, int] = weakref.WeakKeyDictionary()
         self._gone: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
-    def add(self, recorder: FlightRecorder, place: Whereabouts) -> None:
+    def add(self, recorder: FlightRecorder, place: Whereabouts, give_up: Callable[[], None]) -> None:
         with self._lock:
             # What was registered last is called first: the recorder has left the dictionary when this one is.
             weakref.finalize(recorder, self._stop_if_idle).atexit = False
-            self._places[recorder] = place
+            self._places[recorder], self._give_up[recorder] = place, give_up
             if self._stop.is_set():
                 self._stop = threading.Event()
                 self._thread = threading.Thread(
@@ -197,6 +205,28 @@ class _Watch:
         with self._lock:
             if not self._places:
                 self._stop.set()
+
+    @contextmanager
+    def in_other_call(self, recorder: FlightRecorder) -> Iterator[None]:
+        place = self._places.get(recorder)
+        if place is None or len(self._places) > 1 or not recorder.on_this_thread:  # another backward may go on
+            yield
+            return
+        self._call = call = Call(place.store, recorder.rank, recorder.row.step)
+        try:
+            yield
+        finally:
+            self._call = None
+            call.end()
+
+    def _meet(self, recorder: FlightRecorder, place: Whereabouts) -> None:
+        """End what this rank waits for, where another one that is to bring it waits in another call."""
+        call = self._call
+        if call is not None and call.tell():
+            place.tell(recorder.rank)
+        if ranks := self._question.ask(place.store, recorder):
+            recorder.missing = tuple(ranks)
+            self._give_up[recorder]()
 
     def after_fork(self) -> None:
         """A fork has no such thread, nor anybody who would give back the lock; its wrappers are those that it makes."""
@@ -219,13 +249,14 @@ class _Watch:
         met: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
         since = told = clocks.now()
         patience = SHORTEST
-        while not stop.wait(patience / 2):
+        while not stop.wait(min(patience / 2, LOOK_SECONDS)):
             with self._lock:
                 if not self._places:
                     stop.set()
                     return
                 ranks = {place: recorder.rank for recorder, place in self._places.items()}
                 changes = sorted((id(recorder), recorder.changes) for recorder in self._places)
+                only = list(self._places.items()) if len(self._places) == 1 else []
             patience = min((place.patience for place in ranks), default=SHORTEST)
             at = clocks.now()
             if changes != before:
@@ -243,12 +274,15 @@ class _Watch:
                         place.introduce(rank)
                     if stalls:
                         place.tell(rank)
+                    if only:
+                        self._meet(*only[0])
                 except TransportError as error:
                     if isinstance(error.__cause__, RuntimeError):  # its holder has ended; torch logs each call
                         self._gone.add(place.group)
                 except (RuntimeError, OSError):  # a wrapper is being made at this moment, or /proc cannot be read
                     pass
             ranks.clear()
+            only.clear()
 
 
 _watch = _Watch()
@@ -257,9 +291,21 @@ at_exit(Exit.REDUCERS, _watch.end)
 os.register_at_fork(after_in_child=_watch.after_fork)
 
 
-def watch(recorder: FlightRecorder, place: Whereabouts) -> None:
-    """Let this rank tell at `place` where it is once it stalls, for as long as the recorder lives."""
-    _watch.add(recorder, place)
+def watch(recorder: FlightRecorder, place: Whereabouts, give_up: Callable[[], None]) -> None:
+    """Let this rank tell at `place` where it is once it stalls, for as long as the recorder lives.
+
+    `give_up` is called on a thread of its own where averages are waited for that cannot come: it ends the collectives.
+    """
+    _watch.add(recorder, place, give_up)
+
+
+@contextmanager
+def in_other_call(recorders: Iterable[FlightRecorder]) -> Iterator[None]:
+    """Around a call in which all ranks meet: those that wait for this one's gradients meanwhile give up."""
+    with ExitStack() as stack:
+        for recorder in recorders:
+            stack.enter_context(_watch.in_other_call(recorder))
+        yield
 
 
 def forget(recorder: FlightRecorder) -> None:
@@ -270,6 +316,7 @@ def forget(recorder: FlightRecorder) -> None:
 def explain(error: TransportError, recorder: FlightRecorder, place: Whereabouts | None) -> TransportError:
     """The error, with what this rank did and what is known of those that did not come."""
     lines = [str(error), f"Rank {recorder.rank} was {recorder.doing()}."]
+    missing, recorder.missing = error.missing or recorder.missing, ()
     if place is not None:
-        lines += [place.ask(rank, recorder) for rank in error.missing[:NAMED]] or [place.about_store()]
-    return TransportError("\n".join(filter(None, lines)), error.missing)
+        lines += [place.ask(rank, recorder) for rank in missing[:NAMED]] or [place.about_store()]
+    return TransportError("\n".join(filter(None, lines)), missing)

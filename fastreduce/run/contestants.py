@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,34 @@ TORCHS: dict[str, Callable[..., Any] | None] = {
     NO_REDUCTION: noop_hook,  # where torch's own class trains from beginning to end: `take` takes its reducer away too
 }
 """Contestants that are none of our settings → the communication hook of torch's own reducer."""
+
+
+class Variant(NamedTuple):
+    """A setting, and the sizes of buckets and the transport, where they are not as the script has them.
+
+    `str()` of it is the name of a contestant, with the options as a user writes them.
+    """
+
+    setting: str
+    bucket_cap_mb: int | None = None
+    transport: str | None = None
+
+    @staticmethod
+    def of(name: str) -> Variant:
+        """The variant of that name."""
+        found = re.fullmatch(r"(.*?)(?: bucket_cap_mb=(\d+))?(?: FASTREDUCE_TRANSPORT=(\w+))?", name)
+        assert found is not None
+        setting, size, transport = found.groups()
+        return Variant(setting, int(size) if size else None, transport)
+
+    @property
+    def options(self) -> list[str]:
+        """What a user writes besides the setting."""
+        found = {"bucket_cap_mb": self.bucket_cap_mb, "FASTREDUCE_TRANSPORT": self.transport}
+        return [f"{name}={value}" for name, value in found.items() if value is not None]
+
+    def __str__(self) -> str:
+        return " ".join([self.setting, *self.options])
 
 
 def canonical(name: str) -> str:
@@ -89,15 +118,23 @@ def begin(model: TorchDDP, name: str) -> None:
 def take(model: Any, name: str) -> None:
     """Let a wrapper of ours be the contestant from the next forward on; every rank calls it between steps.
 
-    Between settings the reducer stays. For one of torch's it is set aside, and torch's is a new one each time. Without
-    reduction there is none: gradients stay where autograd leaves them.
+    Between settings the reducer stays. Over another transport it learns the order of gradients anew, so that buckets
+    are what they will be from the second step on. For one of torch's it is set aside, and torch's is a new one each
+    time. Without reduction there is none: gradients stay where autograd leaves them.
     """
     if model in _set_aside:
         model.reducer._remove_autograd_hooks()
         model.__class__, model.reducer, model.logger = _set_aside.pop(model)
         model.reducer.replace_hooks()
     if name not in TORCHS:
-        model.set_compression("none" if name == AFTER_BACKWARD else name)
+        variant = Variant.of(name)
+        own = model._transport_argument if isinstance(model._transport_argument, str) else None
+        if model.reducer.asked != (asked := variant.transport or own):
+            model.reducer.asked = asked
+            model._update_process_group(model.process_group)
+        size = variant.bucket_cap_mb
+        model.reducer.bucket_caps = model._bucket_caps if size is None else [size << 20]
+        model.set_compression("none" if name == AFTER_BACKWARD else variant.setting)
         model.reducer.overlaps = name != AFTER_BACKWARD and not model._meets_elsewhere()
         return
     model.reducer.look()  # lets error feedback see what became of the last averages

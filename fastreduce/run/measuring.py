@@ -5,7 +5,6 @@ The script knows nothing of it. A step ends with the backward that reduces gradi
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import torch
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
 
 from ..ddp import DistributedDataParallel, Shadow
+from ..environment.exits import Exit, at_exit
 from ..errors import SettingError
 from ..reduction.reducer import GradientReducer
 from ..transports import make_transport
@@ -63,6 +63,7 @@ class Training:
         self._clock = 0.0
         self._weights: WeightsFrom | None = None
         self._shadow: Shadow | None = None
+        self._arrivals: probing.Arrivals | None = None
         self._measured = -1  # the step of what the shadow has found last
         parameters = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
         self._write(
@@ -74,7 +75,7 @@ class Training:
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", self._transport.world_size)),
         )
         listen(self)
-        atexit.register(self._say_left)
+        at_exit(Exit.TELL, self._say_left, [self])
 
     def add(self, model: Any) -> None:
         """Let a new wrapper begin as the first contestant."""
@@ -127,7 +128,8 @@ class Training:
             self._write(fixed=f"{why}, and steps are predicted of DistributedDataParallel on CPUs only")
             self._leave()
         self._say_place("measures the link and the kernels")
-        for line in probing.probe(model.reducer, self._orders.probes, self._transport):
+        self._arrivals = probing.Arrivals(model.reducer, self._orders.steps)
+        for line in probing.probe(model.reducer, self._orders.probes, self._transport, model.process_group):
             self._write(**line)
             self._say_place(f"has measured {line.get('probe', 'the link')}")
 
@@ -229,7 +231,8 @@ class Training:
         return asdict(sorted(steps, key=lambda step: step.seconds or 0.0)[len(steps) // 2])
 
     def _flights(self, reducer: Any) -> list[dict[str, Any]]:
-        return probing.flights(reducer.recorder.last_rows(self._orders.steps - 1))
+        assert self._arrivals is not None
+        return probing.flights(reducer.recorder.last_rows(self._orders.steps - 1), self._arrivals)
 
     def _say_place(self, text: str) -> None:
         self._place.seek(0)

@@ -16,6 +16,7 @@ from ..ddp import DistributedDataParallel
 from ..errors import SettingError
 from ..reduction.applied import norms_of
 from ..reduction.arrivals import weakly
+from ..reduction.flight_record import Phase
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
 from ..reduction.schedule import Schedule
@@ -89,10 +90,12 @@ class WeightsFrom:
             self._order.clear()
             if self._own.buckets.keeps_statistics:
                 self._contestants.keep_statistics()
+        self._own.recorder.enter(Phase.FORWARD)  # else all until its own reduction were data
         self._due |= model.require_backward_grad_sync
 
     def look(self) -> None:
         """Before a backward: see what has become of the last averages."""
+        self._own.recorder.enter(Phase.BACKWARD)
         if self._due:
             self._own.look()
 
@@ -112,7 +115,7 @@ class WeightsFrom:
         if self._contestants.reductions != self._reductions:
             self._reductions = self._contestants.reductions
             self._tell()
-            self._contestants.recorder.restart()  # the reduction for the optimizer is no part of its step
+        self._contestants.recorder.restart()  # neither the reduction for the optimizer nor others' turns are its step
 
     def copy_seconds(self) -> float:
         """How long the copies of one step take, the median of a few."""

@@ -75,16 +75,16 @@ def make_transport(
     Args:
         group: the ranks, which all call it.
         device: where the tensors are.
-        asked: a transport, or the name of one.
+        asked: a transport, on every rank then, or the name of one.
         alone: no other rank calls it: for the CPU what was chosen last, or gloo.
 
     Raises:
-        SettingError: if no transport has that name.
+        SettingError: if no transport has that name, or `asked` is something else.
         BackendUnavailableError: if the one that was asked for, or NCCL for CUDA, cannot be used.
         MismatchError: on every rank, if ranks ask for different ones; on the others, if one raises the above here.
         TransportError: if ranks do not come within the timeout.
     """
-    if asked is not None and not isinstance(asked, str):
+    if isinstance(asked, Transport) and (alone or dist.get_world_size(group) == 1):
         return asked
     name, how, error = "", "", None
     try:
@@ -97,6 +97,8 @@ def make_transport(
     if dist.get_world_size(group) == 1:
         return LocalTransport()
     hosts = known_hosts(group) if alone else agree(group, name, how, error)
+    if isinstance(asked, Transport):
+        return asked
     if name in _OF_ONE_LEVEL:
         return _OF_ONE_LEVEL[name](group)
     sockets = _registered(group) or GlooTransport
@@ -107,8 +109,12 @@ def make_transport(
     return _choose(group, sockets, nodes_of(hosts)) if _takes_some(sockets) else sockets(group)
 
 
-def _asked_for(group: dist.ProcessGroup, asked: str | None, device: torch.device) -> tuple[str, str]:
+def _asked_for(group: dist.ProcessGroup, asked: Transport | str | None, device: torch.device) -> tuple[str, str]:
     """The name of what this rank asks for, and how it does; no name where hosts decide."""
+    if isinstance(asked, Transport):
+        return f"{asked.name} of the user's", f"transport={type(asked).__name__}(...)"
+    if asked is not None and not isinstance(asked, str):
+        raise SettingError(f"transport={asked!r}: allowed: {', '.join(TRANSPORTS)}, or a Transport")
     told = os.environ.get(ENVIRONMENT_VARIABLE) or None
     by_argument, by_variable = f"transport={asked!r}", f"{ENVIRONMENT_VARIABLE}={told}"
     for name, how in ((asked, by_argument), (told, by_variable)):

@@ -115,6 +115,8 @@ class _Beside:
         return number
 
     def give_back(self, number: int, failed: bool) -> None:
+        if number >= len(self.made):  # made before this process was forked: here there are none
+            return
         if failed:
             self.made[number] = None
         else:
@@ -125,30 +127,32 @@ class _Beside:
             if connection is not None and not connection.failed:
                 connection.abort()
 
-    def drop_free(self) -> None:
-        for number in self.free:
-            self.made[number] = None
+    def drop(self) -> None:
+        for number, connection in enumerate(self.made):
+            if connection is not None and number not in self.free:
+                connection.abort()
+        self.made[:] = [None] * len(self.made)
         self.free.clear()
         self.control = None
 
 
-_all: weakref.WeakKeyDictionary[Ranks, dict[str, _Beside]] = weakref.WeakKeyDictionary()
+ALL: weakref.WeakKeyDictionary[Ranks, dict[str, _Beside]] = weakref.WeakKeyDictionary()  # by group and kind
 
 
 def _beside(group: Ranks, kind: str) -> _Beside:
-    return _all.setdefault(group, {}).setdefault(kind, _Beside())
+    return ALL.setdefault(group, {}).setdefault(kind, _Beside())
 
 
-def drop_free(kind: str) -> None:
-    """Let go of the connections of one kind that nobody leases, beside all groups."""
-    for kinds in list(_all.values()):
+def drop_all(kind: str) -> None:
+    """Let go of the connections of one kind, beside all groups; of those that are leased, abort them."""
+    for kinds in list(ALL.values()):
         if kind in kinds:
-            kinds[kind].drop_free()
+            kinds[kind].drop()
 
 
 def abort_beside(group: Ranks) -> None:
     """Abort all connections beside a group of which ranks are lost, those that are being made included."""
-    for beside in list(_all.get(group, {}).values()):
+    for beside in list(ALL.get(group, {}).values()):
         beside.abort()
 
 

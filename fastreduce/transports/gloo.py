@@ -18,7 +18,7 @@ from ..environment.exits import Exit, at_exit
 from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
-from .connections import Lease, drop_free, timeout_of
+from .connections import ALL, Lease, drop_all, timeout_of
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, AbsentError, clear, look_for, meet, notes, wait_until
 from .store_client import SOON_SECONDS, StoreClient, client_of
@@ -27,7 +27,7 @@ from .subgroups import Ranks, names_of, own_name, place_in, who_is_gone
 NEVER_SENT = (1 << 31) - 1  # a tag
 BROKEN_SECONDS = 1.5  # until all who are left have noticed that a connection broke
 
-at_exit(Exit.GLOO, lambda: drop_free("gloo"))
+at_exit(Exit.GLOO, lambda: drop_all("gloo"), ALL)
 
 
 class _GlooStore(dist.Store):

@@ -217,4 +217,4 @@ def _end_all() -> None:
         caller.end()
 
 
-at_exit(Exit.STORE, _end_all)
+at_exit(Exit.STORE, _end_all, _alive)

@@ -24,7 +24,7 @@ def test_quick_run(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("FASTREDUCE_", "PYTEST_"))}
     chosen = "resnet50 or overhead or (step and not sharded and not hybrid)"
     command = [sys.executable, "-m", "bench", "--quick", "-k", chosen, "--out", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=450)
     assert run.returncode == 0, run.stdout + run.stderr
 
     document = json.loads((tmp_path / "benchmarks.json").read_text())

@@ -28,7 +28,7 @@ from fastreduce import Compression
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.transports import LocalTransport, local_ranks
-from tests.support.two_nodes import CannotMake
+from tests.support.two_nodes import or_skip
 
 NOTHING = Inputs({setting: Kernels(0, 0, 0) for setting in SETTINGS}, 0, 0, 0, 0)
 KERNELS = Inputs({setting: Kernels(1, 10, 100) for setting in SETTINGS}, 1000, 0, 0, 0)
@@ -112,16 +112,22 @@ def test_tables_go_between_their_marks(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(command.rows_of([seen])) == [["4 on 2 hosts", "`int8`", "flat", "110", "100", "+10%"]]
 
 
+def test_the_page_has_what_the_kept_inputs_give():
+    kept = json.loads((command.RESULTS / "scaling.json").read_text())
+    page = command.PAGE.read_text()
+    assert kept.pop("measured") in page
+    kernels = {setting: Kernels(**seconds) for setting, seconds in kept.pop("kernels").items()}
+    lines = [f"| {' | '.join(row)} |" for row in command.predicted(Inputs(kernels, **kept))]
+    assert [line for line in lines if line not in page] == []
+
+
 @pytest.mark.long
 def test_inputs_are_measured_and_ranks_in_namespaces_are_timed(tmp_path: Path):
     found = inputs.measure(2, 2, 1 << 16)
     assert set(found.kernels) == set(SETTINGS) and min(found.shared, found.socket, found.latency) > 0
     assert all(min(each.compress, each.reduce, each.decompress) > 0 for each in found.kernels.values())
     out = tmp_path / "medians.json"
-    try:
-        with star.star(2, "1gbit") as names:
-            star.run(names, 1, ["-m", "bench.scaling.timed_rank", "5000,700", 2, out], timeout=200)
-    except CannotMake as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with or_skip(), star.star(2, "1gbit") as names:
+        star.run(names, 1, ["-m", "bench.scaling.timed_rank", "5000,700", 2, out], timeout=200)
     seconds = json.loads(out.read_text())
     assert set(seconds) == {f"{setting}, flat" for setting in SETTINGS} and min(seconds.values()) > 0

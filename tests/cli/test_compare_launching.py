@@ -126,7 +126,7 @@ def test_no_rank_of_mpiruns_outlives_the_command(tmp_path: Path):
     with started(*COMPARE, "--launch", launch, *options, SCRIPT, 10**9, env=mpirun.environment()) as process:
         ranks = _wait_for_ranks(process.pid, 2)
         process.kill()
-        assert psutil.wait_procs(ranks, timeout=30)[1] == []
+        assert psutil.wait_procs(ranks, timeout=100)[1] == []
         finish(process, 60)
 
 
@@ -148,11 +148,8 @@ def _ranks(command: int) -> list[psutil.Process]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[tuple[str, str]]:
-    try:
-        with two_nodes.two_nodes() as names:
-            yield names
-    except two_nodes.CannotMake as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with two_nodes.or_skip(), two_nodes.two_nodes() as names:
+        yield names
 
 
 @contextlib.contextmanager
@@ -201,14 +198,14 @@ def test_a_node_that_leaves_ends_the_other_and_what_was_measured_is_written(
     with _on_both(nodes, tmp_path, *options, SCRIPT, 10**9) as running:
         ranks = [rank for process in running for rank in _wait_for_ranks(process.pid, 1)]
         log = tmp_path / "0" / "logs" / "speed.txt"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while not log.exists() or "wrapped by" not in log.read_text():
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        time.sleep(5)  # so that rounds are over
+        time.sleep(15)  # so that rounds are over
         running[leaves].send_signal(received)
         done = [finish(process, 100) for process in running]
-        assert psutil.wait_procs(ranks, timeout=30)[1] == []
+        assert psutil.wait_procs(ranks, timeout=100)[1] == []
     codes = [each.returncode for each in done]
     assert codes[leaves] == (130 if received == signal.SIGINT else -9)
     other = done[1 - leaves]
@@ -218,6 +215,8 @@ def test_a_node_that_leaves_ends_the_other_and_what_was_measured_is_written(
             "node 0: SIGINT: all ranks were ended" if received == signal.SIGINT else "node 0 (10.77.0.1) is gone"
         ) in other.stderr
     else:
-        assert other.returncode == 1 and "node 1" in other.stderr, other.stderr
+        # What is told first is torch's own error, with its address, where the other's launcher has outlived its rank.
+        named = "node 1" in other.stderr or two_nodes.ADDRESSES[1] in other.stderr
+        assert other.returncode == 1 and named, other.stderr
     if (leaves, received) != (0, signal.SIGKILL):
         assert (tmp_path / "0" / "results.json").exists() and "rounds of speed" in done[0].stdout

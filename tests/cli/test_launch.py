@@ -248,13 +248,13 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
         else:
             os.kill(launcher.pid, signal.Signals[how])
         _, alive = psutil.wait_procs([processes[pid] for pid in ranks], timeout=30)
-        assert not alive and time.monotonic() - start < 5
+        assert not alive and time.monotonic() - start < 25  # torch's launcher would wait for 30 s
         launcher.wait(timeout=60)
         if how == "SIGKILL":  # the ranks end; what they started themselves is out of its reach
             for pid in set(processes) - set(ranks):
                 processes[pid].kill()
             return
-        assert psutil.wait_procs(list(processes.values()), timeout=5)[1] == []
+        assert psutil.wait_procs(list(processes.values()), timeout=60)[1] == []
         expected = {"rank": 128 + signal.SIGSEGV, "SIGTERM": 143}.get(how, 130)
         assert launcher.returncode == expected
         assert launcher.stderr is not None
@@ -286,10 +286,10 @@ def test_where_ranks_miss_a_node_first_it_is_named_too(tmp_path: Path):
     path.write_text(TALKS)
     with _two_nodes(path) as (survivor, killed):
         end(killed)
-        done = finish(survivor, 30)
+        done = finish(survivor, 100)
     assert done.returncode == 1
     assert "rank 0 failed with exit code 1" in done.stderr and done.stderr.count("Traceback") == 1
-    assert re.search(r"\nfastreduce launch: no word from node 1( \(.+\))? for 0\.9 s\n", done.stderr), done.stderr
+    assert re.search(r"\nfastreduce launch: no word from node 1( \(.+\))? for 1\.8 s\n", done.stderr), done.stderr
 
 
 @contextlib.contextmanager
@@ -297,7 +297,7 @@ def _two_nodes(*script: object) -> Iterator[list[Running]]:
     """Two launchers as two nodes, whose ranks are up."""
     command = [*LAUNCH, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     command += ["--nproc-per-node", "1"]
-    env = with_environment(FASTREDUCE_NODE_SECONDS="3", GLOO_SOCKET_IFNAME="lo")
+    env = with_environment(FASTREDUCE_NODE_SECONDS="6", GLOO_SOCKET_IFNAME="lo")
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(started(*command, "--node-rank", n, *script, env=env)) for n in (0, 1)]
         for each in nodes:
@@ -322,9 +322,9 @@ def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, h
         ranks = psutil.Process(survivor.pid).children(recursive=True)
         if how == "killed":
             end(nodes[node])
-        done = finish(survivor, 20)
+        done = finish(survivor, 100)
     assert done.returncode == 1
-    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
     last = done.stderr.splitlines()[-1]
     assert re.match(rf"fastreduce launch: node {node}( \(.+\))? (is gone|has ended)", last), done.stderr
     assert last.endswith("; the ranks here were ended")
@@ -335,9 +335,9 @@ def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, h
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_node_that_is_done_earlier_is_not_missed(tmp_path: Path, slow: int):
     path = tmp_path / "uneven.py"
-    path.write_text(f"import os, time; os.write(1, b'up\\n'); time.sleep(5 * (os.environ['RANK'] == '{slow}'))")
+    path.write_text(f"import os, time; os.write(1, b'up\\n'); time.sleep(9 * (os.environ['RANK'] == '{slow}'))")
     with _two_nodes(path) as nodes:
-        assert [finish(node, 30).returncode for node in nodes] == [0, 0]
+        assert [finish(node, 100).returncode for node in nodes] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_the_template_in_the_docs_finds_its_node_rank(tmp_path: Path):
     env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
 
     def start(script: str) -> Done:
-        return run("bash", "-c", script, "train.sh", "--lr", "1", env=env, seconds=30)
+        return run("bash", "-c", script, "train.sh", "--lr", "1", env=env)
 
     assert start(template).stdout == "launch --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py --lr 1\n"
     elsewhere = start(template.replace("10.0.0.2)", "10.0.0.3)"))
@@ -408,5 +408,5 @@ def test_with_gpus_each_rank_sees_one(tmp_path: Path, visible: str | None, sees:
     if visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = run(sys.executable, WORKER, "script", path, env={**inherited, **env}, seconds=60)
+    done = run(sys.executable, WORKER, "script", path, env={**inherited, **env})
     assert done.stdout == f"{sees} 0\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class Opened:
         """Until it is true; playwright's own way evaluates strings, which the page forbids."""
         self.tab.evaluate(
             f"""new Promise((end, fail) => {{
-                setTimeout(() => fail(new Error("not within 20 s")), 20000);
+                setTimeout(() => fail(new Error("not within 100 s")), 100000);
                 const look = () => ({condition}) ? end() : setTimeout(look, 50);
                 look();
             }})"""
@@ -99,6 +100,7 @@ def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytes
     )
     page.write(write(results, folder), folder / "report.html")
     found = Opened(browser.new_context(viewport={"width": 1200, "height": 900}).new_page())
+    found.tab.set_default_timeout(100_000)  # machines may be busy
     found.tab.on("console", lambda message: found.said.append(message.text))
     found.tab.on("pageerror", lambda error: found.said.append(str(error)))
 
@@ -137,6 +139,9 @@ def test_every_plot_has_marks(opened: Opened):
 def test_code_that_gets_into_it_does_not_run(opened: Opened):
     opened.tab.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=data:, onerror=\"alert(4)\">')")
     opened.tab.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'alert(5)'}))")
+    deadline = time.monotonic() + 100
+    while len(opened.said) < 2 and time.monotonic() < deadline:
+        opened.tab.wait_for_timeout(50)
     opened.tab.wait_for_timeout(50)
     assert len(opened.said) == 2 and all("Content Security Policy" in text for text in opened.said)
     opened.said.clear()

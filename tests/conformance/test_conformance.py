@@ -51,12 +51,12 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.parametrize("test", [*QUICK, *(pytest.param(test, marks=pytest.mark.long) for test in OTHERS)])
 def test_passes_with_our_class(server: Server, test: str) -> None:
-    result = server.run(test, "fastreduce", timeout=60)
+    result = server.run(test, "fastreduce", timeout=120)
     assert result.outcome == "passed", result.message
 
 
 def test_failure_is_reported(server: Server) -> None:
-    result = server.run("test_ddp_device", "torch", timeout=60)
+    result = server.run("test_ddp_device", "torch", timeout=120)
     assert result.outcome == "failed" and "AssertionError" in result.message
 
 
@@ -99,7 +99,7 @@ def test_tests_of_fsdp2_run_with_our_reduction(tmp_path: Path) -> None:
     (tmp_path / "test_fully_shard_newer.py").write_text("from torch.distributed.fsdp import not_yet")
     with Server(sources=tmp_path) as server:
         assert {test.partition(".Test")[0] for test in server.tests} == {"three"}
-        found = {test.rpartition(".")[2]: judge(server, test, timeout=60) for test in server.tests}
+        found = {test.rpartition(".")[2]: judge(server, test, timeout=120) for test in server.tests}
     assert {name: verdict.text for name, verdict in found.items()} == {
         "test_same": "same",
         "test_sees_the_difference": "DIFFERENT",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce
+from fastreduce.errors import ReducerError, SettingError
 from tests.support.models import (
     EXACT,
     Branches,
@@ -58,6 +59,31 @@ class _Broken(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("output", [True, False], ids=["output hooks", "parameter hooks"])
+def test_compiled_autograd_is_refused(alone: None, output: bool):
+    model = wrap("ours", nn.Linear(3, 2))
+    loss = model(batch(0, 0, 4, 3)).sum() if output else model.module(batch(0, 0, 4, 3)).sum()
+    compiler = torch.compile(backend="eager")
+    try:
+        model(batch(0, 0, 4, 3))
+        with (
+            torch._dynamo.compiled_autograd._enable(compiler),
+            pytest.raises(ReducerError, match=r"rank 0: compiled autograd .* leave it off"),
+        ):
+            loss.backward()
+    finally:
+        torch._dynamo.reset()
+
+
+def test_a_compression_where_dynamo_lets_torch_reduce_is_refused(alone: None):
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+        pytest.raises(SettingError, match=r"compression='int8' and .*python_reducer' exclude each other"),
+    ):
+        wrap("ours", mlp(), compression="int8")
+
+
 def _compiled(rank: int, world_size: int, backend: str, inside: bool) -> dict[str, list[Grads]]:
     from torch._dynamo.backends.distributed import DDPOptimizer
 
@@ -103,7 +129,7 @@ def _compiled(rank: int, world_size: int, backend: str, inside: bool) -> dict[st
     ids=lambda value: {False: "wrapper compiled", True: "module compiled"}.get(value, value),
 )
 def test_compiled_models_equal_torch_and_dynamos_optimizer_sees_our_class(ranks2: RankPool, backend: str, inside: bool):
-    results = ranks2.run(_compiled, backend, inside, timeout=120)
+    results = ranks2.run(_compiled, backend, inside)
     for rank, seen in enumerate(results):
         assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
     assert_same_bits(results[1]["ours"], results[0]["ours"])

@@ -201,6 +201,13 @@ def test_joined_with_a_zero_optimizer_and_a_joinable_of_the_users(ranks2, views:
     assert ranks2.run(_joined_with_others, views) == [(0.0, 7.0)] * 2
 
 
+def test_a_hook_has_nothing_to_do_where_all_gradients_are_sparse(group_of_one: None):
+    ddp = DistributedDataParallel(nn.Embedding(4, 3, sparse=True))
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    ddp(torch.tensor([1])).sum().backward()
+    assert ddp.module.weight.grad.to_dense().sum() == 3
+
+
 def test_used_flags_are_summed_when_all_hooks_have_ended(group_of_one: None):
     """On a GPU they travel in a communicator of ours, beside which the hooks' must not be at work."""
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.001)

@@ -28,14 +28,12 @@ from fastreduce import hooks
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
 from fastreduce.reduction.flight_record import StepFlight
 from fastreduce.transports import GlooTransport, NcclTransport
-from fastreduce.transports.nccl import library
+from tests.support import gpu_pools
+from tests.support.gpu_pools import HAS_GPU, MANY
 from tests.support.models import SETTINGS, Grads, assert_same_bits, batch, grads_of, one_by_one
 from tests.support.nccl_cases import OnGpu, OnHost, Place, run_case, world
 from tests.support.ranks import RankPool
 
-HAS_GPU = torch.cuda.is_available()
-SHARING = os.environ.get(library.SHARING_VARIABLE) == "1"
-MANY = [2] if not HAS_GPU else [2, 4] if SHARING else []
 KERNELS = ("triton", "numba_cuda") if HAS_GPU else ("triton",)
 BY_NAME = "rows.0: fp16; rows.[124]: int4:error_feedback; *: none:accumulate=fp32"
 MORE = ("fp8", "fp8:rounding=stochastic", "int8:rounding=stochastic", BY_NAME)
@@ -67,22 +65,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by number of ranks; they live as long as this module's tests."""
-    made: dict[int, RankPool] = {}
-    with patch.dict(os.environ, {} if HAS_GPU else {"TRITON_INTERPRET": "1", ENVIRONMENT_VARIABLE: "triton"}):
-        yield lambda size: made.setdefault(size, RankPool(size))
-        for pool in made.values():
-            pool.close()
+    """Pools by number of ranks; without a GPU, of ranks under Triton's interpreter."""
+    environment = {} if HAS_GPU else {"TRITON_INTERPRET": "1", ENVIRONMENT_VARIABLE: "triton"}
+    with patch.dict(os.environ, environment), gpu_pools.pools_by_size() as of_size:
+        yield of_size
 
 
-@pytest.fixture(params=[1, *MANY] if HAS_GPU else MANY, ids=lambda size: f"{size} ranks")
-def ranks(request: pytest.FixtureRequest, pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(request.param)
-
-
-@pytest.fixture(params=MANY, ids=lambda size: f"{size} ranks")
-def several(request: pytest.FixtureRequest, pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(request.param)
+ranks, several = gpu_pools.of_each([1, *MANY] if HAS_GPU else MANY), gpu_pools.of_each(MANY)
 
 
 def run_step_case(rank: int, size: int, case: Callable[..., Any], place: Place, *args: Any) -> Any:

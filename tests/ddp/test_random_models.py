@@ -29,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> RankPool:
 
 
 def _check(ranks: RankPool, program: Program, setting: str = "none") -> None:
-    problems = [problem for of_rank in ranks.run(check, program, setting, timeout=30) for problem in of_rank]
+    problems = [problem for of_rank in ranks.run(check, program, setting) for problem in of_rank]
     assert not problems, "\n".join(problems[:12])
 
 

@@ -77,7 +77,7 @@ def _trained(rank: int, world_size: int, current: list[str]) -> list[Any]:
                     measured.append((step, shadow.last.errors))
                     assert ddp.reducer.counters()["relative_errors"] == shadow.last.errors
             if shadow is not None:
-                assert 0 < shadow.seconds < 10
+                assert 0 < shadow.seconds < 100
                 shadow.close()
                 assert not ddp.reducer.events.met and len(ddp.reducer.events.launching) == 2
             ddp.reducer.close()

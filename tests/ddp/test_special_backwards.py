@@ -6,12 +6,15 @@ import gc
 import threading
 from contextlib import nullcontext
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.support.models import (
     EXACT,
@@ -64,27 +67,51 @@ def _checkpointed(rank: int, world_size: int, reentrant: bool, twice: bool, stat
     return seen["ours"]
 
 
-def test_a_reentrant_checkpoint_in_the_last_layers_does_not_end_the_backward_early(ranks2: RankPool):
-    equal_on_all(ranks2.run(_checkpoint_last))
+@pytest.mark.parametrize("own_class", [False, True], ids=["tensor", "object"])
+def test_a_reentrant_checkpoint_in_the_last_layers_does_not_end_the_backward_early(ranks2: RankPool, own_class: bool):
+    for step, grads in enumerate(equal_on_all(ranks2.run(_checkpoint_last, own_class))):
+        assert_same_bits(grads, average_of_whole(lambda: Checkpointed(False, False), step, range(2)))
 
 
-def _checkpoint_last(rank: int, world_size: int) -> list[Grads]:
+def _checkpoint_last(rank: int, world_size: int, own_class: bool) -> list[Grads]:
     """The inner backward of the checkpoint is the first to fire a hook, and ends before the others have."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.last, self.first(x), use_reentrant=True)  # type: ignore[no-any-return]
+        def forward(self, x: Tensor) -> Any:
+            x = checkpoint(self.last, self.inner(self.first(x)), use_reentrant=True)
+            return SimpleNamespace(loss=x) if own_class else x
 
     model = wrap("ours", whole_(Model()))
     seen = []
     for step in range(3):
         model.zero_grad()
-        (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+        output = model(whole_batch(rank, step, 3, 4))
+        ((output.loss if own_class else output).sum() * EXACT).backward()
         seen.append(grads_of(model.module))
+    return seen
+
+
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_around_a_checkpoint_of_the_wrapper_too_there_is_one_backward(ranks2: RankPool, stops_early: bool):
+    """Within it the forward runs again, after the first gradient: that is no new one."""
+    found = equal_on_all(ranks2.run(_wrapper_in_a_checkpoint, stops_early, timeout=30))
+    for step, grads in enumerate(found):
+        assert_same_bits(grads, average_of_whole(lambda: Checkpointed(False, False), step, range(2)))
+
+
+def _wrapper_in_a_checkpoint(rank: int, world_size: int, stops_early: bool) -> list[Grads]:
+    model, seen = wrap("ours", whole_(Checkpointed(False, False)), bucket_cap_mb=1e-6), []
+    for step in range(4):
+        model.zero_grad()
+        with set_checkpoint_early_stop(stops_early):
+            output = checkpoint(model, whole_batch(rank, step, 3, 4), use_reentrant=False)
+        (output.sum() * EXACT).backward()
+        seen.append(grads_of(model.module))
+    assert model.reducer.step == 4
     return seen
 
 
@@ -94,7 +121,7 @@ def _checkpoint_last(rank: int, world_size: int) -> list[Grads]:
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("skip", [False, True], ids=["alike", "at different depths"])
 def test_a_backward_that_raises_on_all_ranks_leaves_nothing_behind(ranks2: RankPool, views: bool, skip: bool):
-    results = ranks2.run(_broken, views, skip, timeout=30)
+    results = ranks2.run(_broken, views, skip)
     for grads, _ in results:
         assert_same_bits(grads, average_of_whole(Breaking, 9, range(2)))
     assert results[0][1] > 0, "nothing had been launched: the test shows nothing"
@@ -115,13 +142,35 @@ def _broken(rank: int, world_size: int, views: bool, skip: bool) -> tuple[Grads,
 
 @OVER_HOSTS
 def test_a_backward_that_raises_on_one_rank_gives_the_others_nan_and_training_goes_on(ranks: RankPool):
-    for poisoned, grads in ranks.run(_broken_on_one, timeout=30):
+    for poisoned, grads in ranks.run(_broken_on_one):
         assert poisoned
         assert_same_bits(grads, average_of_whole(Breaking, 9, range(ranks.world_size)))
 
 
-def _broken_on_one(rank: int, world_size: int) -> tuple[bool, Grads]:
+def test_so_does_one_that_raises_under_a_communication_hook(ranks2: RankPool):
+    for poisoned, grads in ranks2.run(_broken_on_one, True, timeout=30):
+        assert poisoned
+        assert_same_bits(grads, average_of_whole(Breaking, 9, range(2)))
+
+
+def test_an_evaluation_after_one_that_raised_lets_the_others_go_on(ranks2: RankPool):
+    ranks2.run(_evaluated_after_broken, timeout=30)
+
+
+def _evaluated_after_broken(rank: int, world_size: int) -> None:
     model = wrap("ours", whole_(Breaking()), bucket_cap_mb=1e-6)
+    loss = model(whole_batch(rank, 0, 3, 4), boom=rank == 0).sum()
+    with pytest.raises(ValueError, match="boom") if rank == 0 else nullcontext():
+        loss.backward()
+    with torch.no_grad():
+        metric = model(whole_batch(rank, 1, 3, 4)).sum()
+    dist.all_reduce(metric)
+
+
+def _broken_on_one(rank: int, world_size: int, hook: bool = False) -> tuple[bool, Grads]:
+    model = wrap("ours", whole_(Breaking()), bucket_cap_mb=1e-6)
+    if hook:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(3):
         model.zero_grad()
         model(whole_batch(rank, step, 3, 4)).sum().backward()
@@ -142,7 +191,7 @@ def _broken_on_one(rank: int, world_size: int) -> tuple[bool, Grads]:
 
 
 def test_a_wrapper_that_is_dropped_in_a_broken_state_leaves_nothing_and_does_not_disturb_the_next(ranks2: RankPool):
-    for grads, threads in ranks2.run(_broken_and_dropped, timeout=40):
+    for grads, threads in ranks2.run(_broken_and_dropped):
         assert_same_bits(grads, average_of_whole(Breaking, 9, range(2)))
         assert threads == 0
 

@@ -2,68 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
-from fastreduce import load_checkpoint, save_checkpoint
-from tests.ddp.test_powersgd import SETUPS, hooked, many_ways
+from tests.ddp.test_powersgd import hooked, hunt, many_ways, resume
 from tests.reduction.test_applied import steps
 from tests.reduction.test_switched_histories import switching_steps
-from tests.support.histories import Setup, Step, check_law, of_trainings, train
 from tests.support.models import assert_same_bits, equal_on_all
 from tests.support.ranks import RankPool
-from tests.support.snapshots import Training
 
 SPEC = "topk:ratio=0.05,min_numel=100"
 SPECS = (SPEC, "topk:ratio=0.01,min_numel=1", "topk:ratio=0.3,min_numel=1")
 SWITCHES = ["none", "int8:block=16,error_feedback", *SPECS, f"b|c: {SPECS[1]}; *: int8:error_feedback"]
 
 
-def hunt(ranks: RankPool, examples: int, each_step: st.SearchStrategy[Step]) -> None:
-    @of_trainings(examples)
-    @given(SETUPS, st.sampled_from(SPECS), st.lists(each_step, min_size=2, max_size=12))
-    def search(setup: Setup, setting: str, history: list[Step]) -> None:
-        setup = dataclasses.replace(setup, setting=setting)
-        check_law(setup, ranks.run(train, setup, history))
-
-    search()
-
-
 def test_applied_and_exact_gradients_differ_by_what_is_kept(ranks2: RankPool):
-    hunt(ranks2, 1, steps(2))
-    hunt(ranks2, 1, switching_steps(2, SWITCHES))
+    hunt(ranks2, 1, steps(2), SPECS)
+    hunt(ranks2, 1, switching_steps(2, SWITCHES), SPECS)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_over_many_histories_of_two(ranks2: RankPool):
-    hunt(ranks2, 40, steps(2))
-    hunt(ranks2, 40, switching_steps(2, SWITCHES))
+    hunt(ranks2, 40, steps(2), SPECS)
+    hunt(ranks2, 40, switching_steps(2, SWITCHES), SPECS)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_over_many_histories_of_three(ranks3: RankPool):
-    hunt(ranks3, 30, steps(3))
-    hunt(ranks3, 30, switching_steps(3, SWITCHES))
-
-
-def _resume(rank: int, world_size: int, old: str, new: str, path: Path) -> Any:
-    training = Training(old, clips=True)
-    training.steps(3)
-    save_checkpoint(path, **training.parts())
-    if new != old:
-        training.model.set_compression(new)
-    training.steps(3)
-    again = Training(new, seed=5, clips=True)
-    load_checkpoint(path, **again.parts())
-    again.steps(3)
-    return training.all(), again.all()
+    hunt(ranks3, 30, steps(3), SPECS)
+    hunt(ranks3, 30, switching_steps(3, SWITCHES), SPECS)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +50,7 @@ def _resume(rank: int, world_size: int, old: str, new: str, path: Path) -> Any:
 def test_a_checkpoint_goes_on_bit_for_bit_under_the_same_setting_or_another(
     ranks2: RankPool, old: str, new: str, tmp_path: Path
 ):
-    for kept, resumed in ranks2.run(_resume, old, new, tmp_path / "snapshot.pt"):
+    for kept, resumed in ranks2.run(resume, old, new, tmp_path / "snapshot.pt"):
         for part in ("model", "optimizer"):
             assert_same_bits(resumed[part], kept[part], part)
         assert_same_bits(resumed["reducer"]["residuals"], kept["reducer"]["residuals"])

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import (
+    EXACT,
     Grads,
     Normed,
     OddShapes,
     assert_same_bits,
+    average_of_whole,
     batch,
     equal_on_all,
     grads_of,
     mlp,
+    whole_,
+    whole_batch,
     wrap,
 )
 from tests.support.ranks import OVER_HOSTS, RankPool
@@ -60,6 +64,39 @@ def _strides(rank: int, world_size: int, views: bool) -> bool:
         conv, matrix = model.module.conv.weight, model.module.matrix
         good = good and conv.grad.stride() == conv.stride() and matrix.grad.stride() == matrix.stride()
     return good and conv.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("change", ["channels_last", "contiguous", "data"])
+def test_gradients_whose_memory_is_changed_behind_their_backs_are_averaged(ranks2: RankPool, change: str, views: bool):
+    found = equal_on_all(ranks2.run(_changed_memory, change, views))
+    for step, grads in enumerate(found):
+        assert_same_bits(grads, average_of_whole(_ConvOfFour, step, range(2)))
+
+
+class _ConvOfFour(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 6, 2, padding=1), nn.Conv2d(6, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x[:, :, None, None].expand(3, 4, 2, 2)))
+
+
+def _changed_memory(rank: int, world_size: int, change: str, views: bool) -> list[Grads]:
+    formats = [torch.contiguous_format, torch.channels_last]
+    before, after = formats[::-1] if change == "contiguous" else formats
+    body = whole_(_ConvOfFour()).to(memory_format=before)  # type: ignore[call-overload]
+    model, seen = wrap("ours", body, gradient_as_bucket_view=views, transport="gloo"), []
+    for step in range(4):
+        model.zero_grad(set_to_none=step != 3)
+        (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+        seen.append({name: grad if grad is None else grad.contiguous() for name, grad in grads_of(body).items()})
+        if step == 1 and change == "data":
+            for parameter in body.first.parameters():
+                parameter.grad.data = parameter.grad.data.clamp(-1, 1)
+        elif step == 1:
+            model.to(memory_format=after)
+    return seen
 
 
 def test_channels_last_models_equal_torch(ranks2: RankPool, views: bool):

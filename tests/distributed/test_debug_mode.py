@@ -13,7 +13,7 @@ import torch
 import fastreduce.distributed as dist
 from fastreduce.distributed import ReduceOp, functional
 from tests.support.collective_cases import FUNCTIONS, all_kinds
-from tests.support.ranks import RankPool, message
+from tests.support.ranks import RankPool, message, with_time
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
     "shape": (lambda r: dist.all_reduce(torch.ones(2 + r)), ["all_reduce", "(2,)", "(3,)"]),
@@ -43,7 +43,7 @@ def _different(rank: int, world_size: int, case: str) -> str:
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_debug_mode_finds_ranks_that_differ_before_the_call(ranks2: RankPool, case: str):
-    first, second = ranks2.run(_different, case, timeout=20)
+    first, second = ranks2.run(_different, case)
     assert first == second and first.startswith("MismatchError: ")
     for piece in ["rank 0 has", "rank 1 has", *DIFFERENT[case][1]]:
         assert piece in first
@@ -104,16 +104,16 @@ def _sends(rank: int, world_size: int, case: str) -> list[Any]:
 
 @pytest.mark.parametrize("case", SENDS)
 def test_both_ranks_learn_that_what_is_sent_is_not_what_is_taken(ranks2: RankPool, case: str):
-    (first, _), (second, came) = ranks2.run(_sends, case, timeout=20)
+    (first, _), (second, came) = ranks2.run(_sends, case)
     assert first == second and first.startswith("MismatchError: ranks differ in a ")
     _, _, sent, taken = SENDS[case]
     assert f"rank 0 sends {'rank 1 ' if case == 'all_to_all' else ''}{sent}, rank 1 takes {taken}" in first
     assert came == [0.0, 1.0, 2.0]
 
 
-def _alone_with_it(rank: int, world_size: int) -> list[str]:
+def _alone_with_it(rank: int, world_size: int, seconds: float) -> list[str]:
     os.environ["FASTREDUCE_DEBUG"] = "1"
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
     tensor = torch.ones(2)
     calls: list[list[Callable[[], Any]]] = [
         [lambda: dist.send(tensor, 1, group, tag=1), lambda: dist.recv(tensor, 0, group, tag=2)],
@@ -132,13 +132,17 @@ def _alone_with_it(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.long
 def test_a_message_that_nobody_answers_is_an_error_in_time(ranks2: RankPool):
-    first, second = ranks2.run(_alone_with_it, timeout=30)
-    to_1 = "TransportError: send on rank 0: rank 1 did not come to receive with tag {} within 1 s"
+    with_time(lambda seconds: _check_alone(ranks2, seconds), 1.0)
+
+
+def _check_alone(ranks2: RankPool, seconds: float) -> None:
+    first, second = ranks2.run(_alone_with_it, seconds)
+    to_1 = "TransportError: send on rank 0: rank 1 did not come to receive with tag {} within " + f"{seconds:g} s"
     assert first[:4] == [to_1.format(1), to_1.format(0), "no error", to_1.format(0)]
     assert second[:3] == [
-        "TransportError: recv on rank 1: rank 0 did not come to send with tag 2 within 1 s",
+        f"TransportError: recv on rank 1: rank 0 did not come to send with tag 2 within {seconds:g} s",
         "no error",
-        "TransportError: recv on rank 1: no rank came to send with tag 0 within 1 s",
+        f"TransportError: recv on rank 1: no rank came to send with tag 0 within {seconds:g} s",
     ]
-    assert second[3] == "TransportError: all_reduce on rank 1: of 2 ranks, rank 0 did not arrive within 1 s"
+    assert second[3] == f"TransportError: all_reduce on rank 1: of 2 ranks, rank 0 did not arrive within {seconds:g} s"
     assert first[4] == second[4] == "no error"

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,6 @@ os.write(1, (" ".join(line) + chr(10)).encode())  # whole, though Kubeflow switc
 EPOCHS = 12
 
 Environment = dict[str, str]
-
-
-@pytest.fixture(scope="module")
-def bare2() -> Iterator[RankPool]:
-    """Two ranks without a process group, which must exit cleanly."""
-    with RankPool(2, check_exit=True) as pool:
-        pool.run(_leave)
-        yield pool
-
-
-def _leave(rank: int, world_size: int) -> None:
-    torch.distributed.destroy_process_group()
 
 
 def without_engines(**more: str) -> Environment:
@@ -105,7 +92,7 @@ def test_pods_of_kubeflow_meet_and_each_is_a_host(bare2: RankPool):
         assert seen["numbers"] == (rank, 2, 0) and seen["average"] == [[1.5, 1.5]]  # no variable says the local rank
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
@@ -187,7 +174,7 @@ def test_pods_of_the_manifest_that_lose_one_start_again_and_go_on(tmp_path: Path
 
     with contextlib.ExitStack() as stack:
         master, worker = start(stack)
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 200
         while not snapshot.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         worker.kill()

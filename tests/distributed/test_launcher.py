@@ -111,7 +111,7 @@ def test_a_rank_that_raises_ends_the_others_and_is_raised_here(method: str):
         launcher(_one_raises, n_gpus=2, start_method=method)()
     assert str(error.value).count("Traceback") == 1
     assert isinstance(error.value.__cause__, ValueError) and error.value.__cause__.args == ("boom on one",)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
 
 
 @METHODS
@@ -174,7 +174,7 @@ def test_two_machines_share_a_port(tmp_path: Path):
     script.write_text(code)
     with contextlib.ExitStack() as stack:
         machines = [stack.enter_context(started(sys.executable, script, r, together=True)) for r in (0, 1)]
-        outputs = [finish(machine, 90).stdout for machine in machines]
+        outputs = [finish(machine, 200).stdout for machine in machines]
     assert outputs == ["[(0, 3.0)]\n", "[(1, 3.0)]\n"]
 
 
@@ -264,7 +264,7 @@ def test_the_example_in_the_docs(tmp_path: Path):
     text = (ROOT / "docs" / "launching.md").read_text()
     path = tmp_path / "functions.py"
     path.write_text(text.partition("```python\n")[2].partition("```")[0])
-    done = run(sys.executable, path, seconds=120)
+    done = run(sys.executable, path)
     assert done.stdout == "[2.0, 2.0]\n[1, 4]\n", done.stderr
 
 

@@ -119,7 +119,7 @@ def _one_forward_one_backward(rank: int, world_size: int) -> float:
 
 
 def test_one_forward_one_backward_does_not_block(ranks2: RankPool):
-    assert ranks2.run(_one_forward_one_backward, timeout=30) == [21.0, 21.0]
+    assert ranks2.run(_one_forward_one_backward) == [21.0, 21.0]
 
 
 def _with_other_losses(rank: int, world_size: int) -> Tensor | None:

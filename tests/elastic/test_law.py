@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -211,7 +214,11 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(monkeypatch: pytest.
     join("elastic=True", _model())
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     join("a store that outlives each rank")
-    join("timeout=0", timeout=0)
+    for timeout in (0, "5", timedelta(seconds=5), math.inf, math.nan, None):
+        join(re.escape(f"timeout={timeout!r}: allowed: seconds, a number above 0"), timeout=timeout)
+    for least in (0, "2", 1.5):
+        join(re.escape(f"least={least!r}: allowed: whole numbers from 1 on"), least=least)
+    join("store=29500: allowed: a torch", store=29500)
     join("has no state", store="127.0.0.1:1", epoch=3)
     join("host:port", store="somewhere")
 
@@ -225,8 +232,9 @@ def test_a_backward_that_raised_cannot_be_left_out_on_one_rank():
     with pytest.raises(ZeroDivisionError):
         out.sum().backward()
     handle.remove()
-    with pytest.raises(ReducerError, match="end this process"):
-        ddp(torch.ones(2, 40))
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(ReducerError, match="end this process"):
+            ddp(torch.ones(2, 40))
 
 
 def test_one_process_alone_trains_and_leaves():

@@ -226,9 +226,9 @@ def test_torchs_loader_fetches_ahead_in_workers():
 
 
 def test_what_deals_wrongly_is_refused():
-    for options, told in (((0, 4), "data=0"), ((4, 0), "batch_size=0")):
-        with pytest.raises(SettingError, match=told):
-            elastic.BatchSampler(*options)
+    for options, told in (((0, 4), "data=0"), ((4, 0), "batch_size=0"), ((4, "2"), "batch_size='2'")):
+        with pytest.raises(SettingError, match=f"{told}: allowed: whole numbers from 1 on"):
+            elastic.BatchSampler(*options)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="ahead=-1"):
         elastic.BatchSampler(4, 1, ahead=-1)
     ddp = DistributedDataParallel(nn.Linear(2, 1), elastic=True)

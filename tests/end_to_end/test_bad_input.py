@@ -125,7 +125,7 @@ def _differing(rank: int, world_size: int, case: str, odd: int) -> str:
 @pytest.mark.parametrize("case", DIFFERENCES)
 def test_ranks_that_differ_get_the_same_error_that_names_the_first_difference(ranks: RankPool, case: str):
     odd = ranks.world_size - 1
-    messages = ranks.run(_differing, case, odd, timeout=30)
+    messages = ranks.run(_differing, case, odd)
     assert len(set(messages)) == 1, messages
     assert messages[0].startswith("MismatchError: "), messages[0]
     for piece in [*DIFFERENCES[case][1], "rank 0", f"rank {odd}"]:
@@ -133,12 +133,12 @@ def test_ranks_that_differ_get_the_same_error_that_names_the_first_difference(ra
 
 
 def test_rank_0_may_be_the_odd_one(ranks3: RankPool):
-    messages = ranks3.run(_differing, "shape", 0, timeout=30)
+    messages = ranks3.run(_differing, "shape", 0)
     assert len(set(messages)) == 1 and "rank 1" in messages[0] and "(6, 4)" in messages[0]
 
 
 def test_the_environment_of_one_rank_is_compared_too(ranks2: RankPool):
-    messages = ranks2.run(_environment, timeout=30)
+    messages = ranks2.run(_environment)
     assert len(set(messages)) == 1 and "compression" in messages[0] and "bf16" in messages[0]
 
 
@@ -149,7 +149,7 @@ def _environment(rank: int, world_size: int) -> str:
 
 
 def test_arguments_that_mean_the_same_agree(ranks2: RankPool):
-    assert ranks2.run(_same, timeout=30) == ["no error"] * 2
+    assert ranks2.run(_same) == ["no error"] * 2
 
 
 def _same(rank: int, world_size: int) -> str:
@@ -198,7 +198,7 @@ def _lone(rank: int, world_size: int, case: str) -> str:
 
 @pytest.mark.parametrize("case", LONE)
 def test_one_rank_that_cannot_be_set_up_is_an_error_on_every_rank(ranks: RankPool, case: str):
-    *others, own = ranks.run(_lone, case, timeout=30)
+    *others, own = ranks.run(_lone, case)
     _, kind, piece = LONE[case]
     assert own.startswith(f"{kind}: ") and piece in own, own
     for other in others:
@@ -207,7 +207,7 @@ def test_one_rank_that_cannot_be_set_up_is_an_error_on_every_rank(ranks: RankPoo
 
 
 def test_one_rank_without_trainable_parameters_is_an_error_on_every_rank(ranks: RankPool):
-    messages = ranks.run(_lone_frozen, timeout=30)
+    messages = ranks.run(_lone_frozen)
     assert all("Error: " in message for message in messages), messages
     assert all("grad" in message for message in messages), messages
 
@@ -276,7 +276,7 @@ def _cast_after_wrapping(rank: int, world_size: int, whole: bool) -> str:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_module_that_is_cast_after_wrapping_is_an_error_that_names_the_parameter(ranks: RankPool, whole: bool):
-    for message in ranks.run(_cast_after_wrapping, whole, timeout=30):
+    for message in ranks.run(_cast_after_wrapping, whole):
         assert message.startswith("TensorError: ") and "was torch.float32 on cpu when it was wrapped" in message, (
             message
         )

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.models import Branches, whole_batch, wrap
 from tests.support.ranks import RankPool
+from tests.support.threads import threads_of_all
 
 WAYS = ("int8:error_feedback", "none", "fp16", "bf16:accumulate=wire", "int8")
 """One setting for each way through the pipeline."""
@@ -33,7 +34,7 @@ def _figures() -> dict[str, int]:
         "objects": len(gc.get_objects()),
         "bytes": process.memory_info().rss,
         "files": process.num_fds(),
-        "threads": process.num_threads(),
+        "threads": threads_of_all(),
         "Python threads": threading.active_count(),
     }
 
@@ -74,8 +75,8 @@ def _switch(rank: int, world_size: int) -> list[dict[str, int]]:
 
 def _run(ranks: RankPool, setting: str) -> list[list[dict[str, int]]]:
     if setting == "switched":
-        return ranks.run(_switch, timeout=170)
-    return ranks.run(_train, setting, timeout=150)
+        return ranks.run(_switch, timeout=360)
+    return ranks.run(_train, setting, timeout=360)
 
 
 @pytest.mark.long

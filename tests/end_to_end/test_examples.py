@@ -23,7 +23,7 @@ from tests.support.commands import (
     with_environment,
 )
 
-SECONDS = 60
+SECONDS = 300
 LOSS = r"^epoch \d+: loss ([\d.]+)$"
 
 

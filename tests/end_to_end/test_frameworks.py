@@ -63,7 +63,7 @@ def test_the_example_trains_compressed_as_a_user_starts_it(command: list[str], s
     environment.pop("OMPI_MCA_ess_singleton_isolated", None)  # which the tests set, and a user does not
     if "fastreduce.run" in command:  # one of the three takes the setting from here
         environment["FASTREDUCE_COMPRESSION"] = setting
-    done = run(*command, cwd=ROOT / "examples", env=environment, together=True, seconds=120)
+    done = run(*command, cwd=ROOT / "examples", env=environment, together=True)
     assert done.returncode == 0, done.stdout
     (found,) = re.findall(r"^fastreduce\S* (\S+): loss (\S+) to (\S+)$", done.stdout, flags=re.MULTILINE)
     assert found[0] == setting
@@ -148,7 +148,7 @@ def ranks() -> Iterator[RankPool]:
     "framework", ["accelerate", *(pytest.param(name, marks=pytest.mark.long) for name in ("lightning", "transformers"))]
 )
 def test_losses_and_parameters_are_torchs_bit_for_bit(ranks: RankPool, framework: str):
-    for theirs, ours in ranks.run(_train_in_both, framework, timeout=120):
+    for theirs, ours in ranks.run(_train_in_both, framework):
         assert theirs[0] is TorchDDP
         assert ours[0] is DistributedDataParallel
         assert len(ours[1]) >= 12

@@ -21,7 +21,7 @@ import pytest
 from tests.support.commands import ROOT, run
 
 README = ROOT / "README.md"
-SECONDS = 120
+SECONDS = 300
 
 pytestmark = [
     pytest.mark.skipif(not README.exists(), reason="no README.md yet"),

@@ -45,11 +45,8 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[tuple[str, str]]:
-    try:
-        with two_nodes.two_nodes() as names:
-            yield names
-    except two_nodes.CannotMake as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with two_nodes.or_skip(), two_nodes.two_nodes() as names:
+        yield names
 
 
 @pytest.fixture(scope="module")

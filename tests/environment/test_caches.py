@@ -189,7 +189,7 @@ def test_what_is_compiled_at_once_is_not_mixed_up(tmp_path: Path, monkeypatch: p
 
     def look(load_index: Any) -> Any:
         found = load_index()
-        looked.wait(10)
+        looked.wait(100)
         return found
 
     for file in (first, second):  # of Numba's own

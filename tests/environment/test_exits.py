@@ -10,13 +10,14 @@ import pytest
 
 import fastreduce.distributed
 import fastreduce.elastic.membership
-import fastreduce.fsdp  # noqa: F401
+import fastreduce.fsdp
+import fastreduce.hooks
 from fastreduce.environment import exits
 from fastreduce.environment.exits import Exit
 from fastreduce.transports.mpi import communicator  # noqa: F401
-from tests.support.commands import run
+from tests.support.commands import TORCHRUN, run, with_environment
 
-PACKAGE = Path(__file__).parents[1] / "fastreduce"
+PACKAGE = Path(fastreduce.__file__).parent
 
 REGISTER = """
 import os, sys
@@ -47,14 +48,35 @@ def test_all_ends_run_once_in_order_though_one_fails(way: str):
     assert "an end that fails" in done.stderr
 
 
+FORKED = """
+import os, sys
+from fastreduce.environment.exits import Exit, at_exit
+
+mapping, numbers = {"parent": "s"}, {1, 2}
+at_exit(Exit.TELL, lambda: print(os.getpid() == parent, mapping, flush=True), mapping)
+at_exit(Exit.FILES, lambda: print(os.getpid() == parent, numbers, flush=True), numbers)
+at_exit(Exit.MPI, lambda: print("nothing is in it", flush=True), [])
+parent = os.getpid()
+if os.fork():
+    os.wait()
+else:
+    numbers.add(3)
+"""
+
+
+def test_a_fork_ends_what_it_has_made_and_nothing_of_its_parents():
+    done = run(sys.executable, "-c", FORKED)
+    assert done.stdout.splitlines() == ["False {3}", "True {'parent': 's'}", "True {1, 2}"], done.stderr
+
+
 def test_each_end_is_in_its_step():
-    ends = {step.name: [end.__module__.removeprefix("fastreduce.") for end in exits._ends[step]] for step in Exit}
+    ends = {step.name: [end.__module__.removeprefix("fastreduce.") for end, _ in exits._ends[step]] for step in Exit}
     where = {step: sorted(modules) for step, modules in ends.items()}
     where["FILES"] = []  # where a folder was made
     assert where == {
         "TELL": ["reduction.whereabouts", "transports.mpi.communicator"],
         "DELIVER": ["distributed.point_to_point"],
-        "REDUCERS": ["elastic.membership", "fsdp.model", "reduction.reducer", "reduction.whereabouts"],
+        "REDUCERS": ["elastic.membership", "fsdp.model", "hooks", "reduction.reducer", "reduction.whereabouts"],
         "NCCL": ["transports.nccl.connection"],
         "GLOO": ["transports.gloo"],
         "STORE": ["transports.store_client"],
@@ -99,3 +121,54 @@ at_exit(Exit.TELL, lambda: print("TELL", flush=True))
 def test_reducers_end_once_and_before_what_they_work_on():
     done = run(sys.executable, "-c", KEPT)
     assert done.stdout.split() == ["closed", "TELL", "closed", "NCCL"], done.stderr
+
+
+LEASED = """
+import contextlib
+import threading
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from fastreduce import all_reduce_gradients
+from fastreduce.environment.exits import Exit, at_exit
+from fastreduce.hooks import CompressState, compress
+from fastreduce.transports import GlooTransport
+
+def glooey():
+    found = 0
+    for file in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += "gloo" in file.read_text()
+    return found
+
+def left():
+    return glooey() - of_the_group, [t.name for t in threading.enumerate() if "communication" in t.name]
+
+dist.init_process_group("gloo")
+ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+of_the_group = glooey()
+ddp.register_comm_hook(CompressState("fp16"), compress)
+ddp(torch.ones(2, 3)).sum().backward()
+all_reduce_gradients([torch.ones(3)], transport="gloo")
+mine = GlooTransport(dist.group.WORLD)
+mine.all_reduce(torch.ones(3)).wait()
+assert left()[0] > 0 and left()[1]
+
+def settled():
+    deadline = time.monotonic() + 30  # what has been waited for is still seen, for a moment
+    while left() != (0, []) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left()
+
+at_exit(Exit.STORE, lambda: print(settled(), flush=True))
+"""
+
+
+def test_no_thread_of_ours_or_gloos_goes_on_where_a_script_holds_transports(tmp_path: Path):
+    """One that outlives Python aborts the process, now and then."""
+    script = tmp_path / "train.py"
+    script.write_text(LEASED)
+    done = run(TORCHRUN, "--nproc-per-node", 2, script, env=with_environment(GLOO_SOCKET_IFNAME="lo"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == ["(0, [])", "(0, [])", ""], done.stdout

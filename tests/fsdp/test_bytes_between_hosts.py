@@ -18,11 +18,8 @@ SHARES = {"fp16": 0.51, "bf16": 0.505, "int8": 0.27, "int4": 0.15}
 @pytest.mark.long
 def test_bytes_of_a_reduce_scatter(tmp_path: Path):
     launch = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE"]
-    try:
-        with two_nodes.two_nodes() as names:
-            two_nodes.launch(names, [*launch, "-m", "tests.support.sharded_job", tmp_path], timeout=200)
-    except two_nodes.CannotMake as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with two_nodes.or_skip(), two_nodes.two_nodes() as names:
+        two_nodes.launch(names, [*launch, "-m", "tests.support.sharded_job", tmp_path], timeout=200)
     for rank in range(2):
         sent = json.loads((tmp_path / f"{rank}.json").read_text())
         none = sent["none"]

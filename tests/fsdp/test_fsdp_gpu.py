@@ -7,7 +7,6 @@ CPU ranks run the same cases, so that nothing in them is wrong but what only a G
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,14 +20,12 @@ from torch.distributed.fsdp import fully_shard
 
 import fastreduce.fsdp
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
-from fastreduce.transports.nccl import library
+from tests.support import gpu_pools
+from tests.support.gpu_pools import HAS_GPU, MANY
 from tests.support.models import assert_same_bits, batch
 from tests.support.ranks import RankPool
 from tests.support.sharded import SHAPES, Given, Step, given, mesh_of
 
-HAS_GPU = torch.cuda.is_available()
-SHARING = os.environ.get(library.SHARING_VARIABLE) == "1"
-MANY = [2] if not HAS_GPU else [2, 4] if SHARING else []
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 SECONDS = 100.0  # CUDA, NCCL and kernels start in every rank, where several share a GPU one after the other
 SCATTERED = ("none:accumulate=fp32", "fp16", "bf16", "int8", "fp8", "int4", "parts.a.*: int4; *: bf16")
@@ -42,23 +39,7 @@ EACH_WAY = {
 pytestmark = [pytest.mark.timeout(240), pytest.mark.gpu if HAS_GPU else pytest.mark.long]
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by number of ranks; they live as long as this module's tests."""
-    made: dict[int, RankPool] = {}
-    yield lambda size: made.setdefault(size, RankPool(size))
-    for pool in made.values():
-        pool.close()
-
-
-@pytest.fixture(params=[1, *MANY], ids=lambda size: f"{size} ranks")
-def ranks(request: pytest.FixtureRequest, pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(request.param)
-
-
-@pytest.fixture(params=MANY, ids=lambda size: f"{size} ranks")
-def several(request: pytest.FixtureRequest, pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(request.param)
+pools, ranks = gpu_pools.pools, gpu_pools.of_each([1, *MANY])
 
 
 def _mesh(device: torch.device, replicas: int) -> DeviceMesh:

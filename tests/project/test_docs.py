@@ -1,11 +1,15 @@
-"""The pages: links lead somewhere, figures are measured ones, and the README lists each page once."""
+"""The pages: links lead somewhere, named files exist, figures are measured ones, the README lists each page once."""
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,17 +72,50 @@ def test_verdicts_on_training_are_those_of_the_results():
         assert len(named) == 4 and [verdicts[name] for name in named] == [expected] * 4
 
 
-def test_figures_in_which_setting_are_in_the_results():
-    """A ratio and its interval: as a row of the results has them, in either direction, or as the README does."""
-    text = ROOT.joinpath("docs/which-setting.md").read_text()
-    figures = re.findall(r"(\d\.\d\d) \((\d\.\d\d)–(\d\.\d\d)", text)
-    assert len(figures) > 6
-    readme = ROOT.joinpath("README.md").read_text()
-    known = set(re.findall(r"(\d\.\d\d)×? ?[^()|]*\((\d\.\d\d)–(\d\.\d\d)\)", readme))
-    for line in ROOT.joinpath("bench/results/history.csv").read_text().splitlines()[1:]:
-        cells = re.sub(r'"[^"]*"', "", line).split(",")
-        if len(cells) > 20 and all(cells[18:21]):
-            ratio, low, high = map(float, cells[18:21])
-            known.add((f"{ratio:.2f}", f"{low:.2f}", f"{high:.2f}"))
-            known.add((f"{1 / ratio:.2f}", f"{1 / high:.2f}", f"{1 / low:.2f}"))
-    assert [figure for figure in figures if figure not in known] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_files_exist(page: Path):
+    named = re.findall(r"`((?:bench|docs|examples|fastreduce|kernels|tests)/[\w./-]+)`", page.read_text())
+    made = {"kernels/__pycache__"}
+    assert [name for name in named if not ROOT.joinpath(name).exists() and name not in made] == []
+
+
+def _either_way(ratio: float, low: float, high: float) -> set[tuple[str, str, str]]:
+    """A ratio and its interval as pages have it, and that of what was compared with."""
+    ways = ((ratio, low, high), (1 / ratio, 1 / high, 1 / low))
+    return {(f"{a:.{n}f}", f"{b:.{n}f}", f"{c:.{n}f}") for a, b, c in ways for n in (2, 3)}
+
+
+def _ratios(value: Any) -> set[tuple[str, str, str]]:
+    """Those of a results.json, wherever in it."""
+    if isinstance(value, dict) and {"median", "low", "high"} <= value.keys():
+        return _either_way(value["median"], value["low"], value["high"])
+    inside: Iterable[Any] = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {found for each in inside for found in _ratios(each)}
+
+
+FIGURE = r"(\d\.\d\d\d?)×?[^()|\d]*\((\d\.\d\d\d?)–(\d\.\d\d\d?)\)"
+
+
+@cache
+def _measured() -> set[tuple[str, str, str]]:
+    results = ROOT / "bench" / "results"
+    known = set(re.findall(FIGURE, results.joinpath("elastic_beside.csv").read_text()))
+    for name in ("demo.json", "compare-gpt.json"):
+        known |= _ratios(json.loads(results.joinpath(name).read_text()))
+    with results.joinpath("history.csv").open() as file:
+        for row in csv.DictReader(file):
+            for kind in ("ratio", "overhead_ratio"):
+                if row[f"{kind}_low"]:
+                    known |= _either_way(*(float(row[f"{kind}{end}"]) for end in ("", "_low", "_high")))
+    return known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_figures_with_intervals_are_in_the_results(page: Path):
+    """A ratio and its interval: as a row of the results has them, in either direction."""
+    assert [figure for figure in re.findall(FIGURE, page.read_text()) if figure not in _measured()] == []
+
+
+def test_figures_are_found_in_pages():
+    found = {page.name: len(re.findall(FIGURE, page.read_text())) for page in PAGES}
+    assert min(found[name] for name in ("which-setting.md", "shared-memory.md", "two-levels.md", "elastic.md")) > 6

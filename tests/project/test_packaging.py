@@ -23,7 +23,7 @@ def _run(*command: str | Path, cwd: Path, pythonpath: Path | None = None) -> str
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if pythonpath:
         environment["PYTHONPATH"] = str(pythonpath)
-    done = subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=350)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

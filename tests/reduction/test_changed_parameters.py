@@ -43,6 +43,15 @@ def test_an_unused_parameter_of_another_size_is_named(setting: str, change: str)
         ddp(torch.ones(3, 4)).sum().backward()
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="needs a torch that has grad_dtype")
+def test_gradients_of_another_dtype_than_their_parameter_are_named():
+    model = nn.Linear(4, 2).bfloat16()
+    model.weight.grad_dtype = torch.float32  # type: ignore[assignment]
+    ddp = fastreduce.DistributedDataParallel(model, compression="int8")
+    with pytest.raises(TensorError, match=r"'weight' is torch\.float32 .*, and the parameter torch\.bfloat16"):
+        ddp(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_parameter_with_residuals_of_another_size_or_dtype_is_named(change: str):
     parameter = nn.Parameter(torch.zeros(1000))

@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastreduce import SettingError, TransportError
 from fastreduce.environment import fates
 from fastreduce.environment.stacks import dump_at_signal
-from fastreduce.reduction import clocks, whereabouts
+from fastreduce.reduction import clocks, other_call, whereabouts
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.flight_record import BucketFlight, Phase
 from fastreduce.reduction.flight_recorder import STEPS, FlightRecorder, _of_optimizer
 from fastreduce.reduction.pipeline import Point
 from fastreduce.reduction.whereabouts import Whereabouts
+from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import finish, started, with_environment
 from tests.support.models import wrap
 from tests.support.ranks import RankPool
@@ -93,7 +95,7 @@ def _trained(rank: int, world_size: int, setting: str) -> list[str]:
 def test_the_record_of_real_steps(ranks2: RankPool, setting: str):
     for data, forward, backward, after, optimizer in ranks2.run(_trained, setting):
         assert data.startswith("between its optimizer's step and its forward")
-        assert forward.startswith("in forward, the loss or a backward of its own (no_sync), for 0.")
+        assert forward.startswith("in forward, the loss or a backward of its own (no_sync), for ")
         assert "in backward, 7 of 12 gradients there, up to '2.bias'" in backward  # its weight comes next
         assert after.startswith("after its last averages") and optimizer.startswith("in an optimizer's step")
 
@@ -175,14 +177,14 @@ if not (child := os.fork()):
     time.sleep(0.5)
     dump_at_signal(lambda: "the child")
     os.kill(os.getpid(), signal.SIGUSR1)
-    time.sleep(1)
+    time.sleep(5)
     os._exit(0)
 assert os.waitpid(child, 0) == (child, 0)
 threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
 
 def waits_in_cpp():
     try:
-        store.wait(["never"], __import__("datetime").timedelta(seconds=3))
+        store.wait(["never"], __import__("datetime").timedelta(seconds=10))
     except Exception:
         print("went on", flush=True)
 
@@ -198,7 +200,7 @@ def test_a_signal_prints_record_and_stacks_and_takes_no_handler():
         while process.poll() is None and time.monotonic() < deadline:  # as it ends, too
             process.send_signal(signal.SIGUSR1)
             time.sleep(0.001)
-        done = finish(process, 10)
+        done = finish(process, 100)
     assert done.returncode == 0, done.stderr
     assert "must not be printed" not in done.stderr
     assert done.stderr.count("has a handler for SIGUSR") == 2, done.stderr
@@ -239,6 +241,27 @@ def test_optimizers_of_any_class_step():
     assert recorder.changes == 2 and len(_of_optimizer) == known - 2
 
 
+def test_who_waits_in_another_call_is_named_while_its_gradients_are_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(other_call, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(other_call, "PATIENCE", 0.0)
+    store, recorder = StoreClient(dist.HashStore(), 5.0), FlightRecorder(0, 3, [], [])
+    recorder.row.begin(20, clocks.now(), None)
+    missing, there = other_call.Call(store, 1, 20), other_call.Call(store, 2, 21)  # which has brought its gradients
+
+    def found() -> list[int]:
+        return other_call.Question().ask(store, recorder)
+
+    recorder.enter(Phase.WAITING)
+    assert found() == []
+    assert there.tell() and missing.tell() and not missing.tell()
+    assert found() == [1]
+    recorder.enter(Phase.AFTER)
+    assert found() == []
+    recorder.enter(Phase.WAITING)
+    missing.end()
+    assert found() == [] and not missing.tell()
+
+
 def test_nobody_is_told_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
     class Gone(Whereabouts):
         def __init__(self) -> None:
@@ -251,8 +274,11 @@ def test_nobody_is_told_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
         tell = introduce
 
     place, recorder, watch = Gone(), FlightRecorder(0, 2, [], []), whereabouts._Watch()
-    watch.add(recorder, place)
-    time.sleep(0.5)
+    watch.add(recorder, place, lambda: None)
+    deadline = time.monotonic() + 100
+    while not place.asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)  # in which it would be asked again and again
     assert place.asked == 1 and watch._thread is not None and watch._thread.is_alive()
     watch.remove(recorder)
     watch.end()

@@ -36,14 +36,19 @@ def _waited_beside_another() -> float:
         os.waitpid(child, 0)
 
 
+def _waited_asleep() -> float:
+    """The same while it sleeps, and wants one but at the end."""
+    start = lost_time.queued()[1]
+    time.sleep(0.2)
+    return lost_time.queued()[1] - start
+
+
 def test_a_thread_that_shares_its_core_waits_for_it():
     if not os.path.exists(lost_time.SCHEDULER):
         assert lost_time.queued()[1] == 0.0
         return
     assert _waited_beside_another() > 0.02
-    start = lost_time.queued()[1]
-    time.sleep(0.2)
-    assert lost_time.queued()[1] - start < 0.1, "it did not want a core"
+    assert min(_waited_asleep() for _ in range(5)) < 0.1, "it did not want a core"
 
 
 def test_threads_and_forks_are_told_apart():
@@ -60,6 +65,6 @@ def test_threads_and_forks_are_told_apart():
 def test_collections_are_added_up():
     lost_time.notice_collections()
     heap = [[i] for i in range(100_000)]
-    start = lost_time.collected()
+    start, begin = lost_time.collected(), time.monotonic()
     gc.collect()
-    assert 0.0005 < lost_time.collected() - start < 1 and len(heap) == 100_000
+    assert 0.0005 < lost_time.collected() - start <= time.monotonic() - begin and len(heap) == 100_000

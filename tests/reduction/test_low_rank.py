@@ -6,88 +6,44 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastreduce import PowerSGD, note_applied
-from fastreduce.reduction import error_feedback, low_rank, residual_rows
-from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.error_feedback import Parts, agree_that_finite
-from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction import error_feedback, residual_rows, staged_rows
+from fastreduce.reduction.error_feedback import Parts
 from fastreduce.transports import Transport
-from tests.support import tolerances
+from tests.support import bucket_pipelines, tolerances
+from tests.support.bucket_pipelines import Buckets
 from tests.support.models import assert_same_bits
 from tests.support.thread_ranks import in_threads, on_nodes
 
 SHAPES = ((48, 40), (7,), (3, 5), (30, 64))  # two matrices, and what travels whole
-CPU = torch.device("cpu")
 
 
-def gradients(rank: int, step: int, shapes: Any = SHAPES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def gradients(rank: int, step: int) -> list[Tensor]:
     """What ranks have in common, of rank 4, with a little noise of each one's own."""
     made = []
-    for i, shape in enumerate(shapes):
+    for i, shape in enumerate(SHAPES):
         common = torch.Generator().manual_seed(i)
         noise = torch.Generator().manual_seed(1000 * step + 10 * rank + i + 100)
         size = (shape[0], 4), (4, shape[-1])
         whole = torch.randn(size[0], generator=common) @ torch.randn(size[1], generator=common)
         whole = whole if len(shape) == 2 else whole[:, 0]
-        made.append((whole + 0.1 * torch.randn(shape, generator=noise)).to(dtype))
+        made.append(whole + 0.1 * torch.randn(shape, generator=noise))
     return made
 
 
-class Bucket:
-    """One bucket's pipeline, and parameters whose gradients it averages."""
-
-    def __init__(
-        self, transport: Transport, setting: PowerSGD, shapes: Any = SHAPES, dtype: torch.dtype = torch.float32
-    ) -> None:
-        specs = [
-            ParameterSpec(f"p{i}", int(np.prod(shape)), dtype, CPU, shape[0] if len(shape) > 1 else 1)
-            for i, shape in enumerate(shapes)
-        ]
-        ranks = transport.world_size
-        plan = build_plan(specs, [range(len(specs))], alignment=setting.alignment, shards=ranks)
-        self.pipeline = BucketPipeline(plan.buckets[0], setting, transport)
-        self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-
-    def step(self, grads: list[Tensor]) -> list[Tensor]:
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = grad.clone()
-        averaged: Any = [parameter.grad for parameter in self.parameters]
-        with torch.no_grad():
-            self.pipeline.run(averaged, averaged)
-        self.pipeline.follow(self.parameters, [], watched=False)
-        agree_that_finite([self.feedback])
-        return [average.clone() for average in averaged]
-
-    @property
-    def feedback(self) -> error_feedback.ErrorFeedback:
-        assert self.pipeline.feedback is not None
-        return self.pipeline.feedback
-
-    @property
-    def kept(self) -> list[Tensor]:
-        slots = self.pipeline.bucket.slots
-        residual = self.feedback.residual.clone()
-        return [
-            residual[slot.offset :][: slot.numel].view(p.shape) for slot, p in zip(slots, self.parameters, strict=True)
-        ]
-
-
 def trained(
-    ranks: int | Sequence[Transport], setting: PowerSGD, steps: int, grads: Any = gradients, **options: Any
+    ranks: int | Sequence[Transport],
+    setting: PowerSGD,
+    steps: int,
+    grads: Any = gradients,
+    shapes: Any = SHAPES,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Any]:
-    """By rank, the averages of each step, what is kept after it, and the pipeline."""
-
-    def train(rank: int, transport: Transport) -> Any:
-        bucket = Bucket(transport, setting, **options)
-        made = [(bucket.step(grads(rank, step)), bucket.kept) for step in range(steps)]
-        return *zip(*made, strict=True), bucket.pipeline
-
-    return in_threads(ranks, train)
+    return bucket_pipelines.trained(ranks, setting, shapes, steps, grads, dtype=dtype)
 
 
 # Steps
@@ -129,7 +85,7 @@ def _same_signs(basis: Tensor, columns: Tensor) -> Tensor:
 def test_steps_are_those_of_the_method_and_the_same_bits_on_every_rank(ranks: int):
     setting = PowerSGD(rank=4)
     first, *others = trained(ranks, setting, 4)
-    made: Any = first[2].low_rank
+    made: Any = first[2][0].low_rank
     starts = [made._first_ones[matrix.right] for matrix in made._matrices]
     assert [matrix.position for matrix in made._matrices] == [0, 3]
     averages, kept = _paper(ranks, 4, starts)
@@ -168,7 +124,7 @@ def test_gradients_of_other_dtypes(dtype: torch.dtype):
     def grads(rank: int, step: int) -> list[Tensor]:
         return _exact(rank, dtype)
 
-    (averages, _, pipeline), _ = trained(2, PowerSGD(), 2, grads, dtype=dtype)
+    (averages, _, (pipeline,)), _ = trained(2, PowerSGD(), 2, grads, dtype=dtype)
     assert pipeline.wire.dtype is torch.float32
     for i in range(4):
         exact = (grads(0, 0)[i].double() + grads(1, 0)[i].double()) / 2
@@ -208,9 +164,9 @@ def test_what_was_kept_of_what_travels_whole_is_sent_once():
     kept = torch.arange(7.0)
 
     def run(rank: int, transport: Transport) -> list[Tensor]:
-        bucket, found = Bucket(transport, PowerSGD()), []
+        bucket, found = Buckets(transport, PowerSGD(), SHAPES), []
         if rank == 0:
-            bucket.pipeline.put(1, Parts(kept, None, 1.0))
+            bucket.pipelines[0].put(1, Parts(kept, None, 1.0))
         for step in range(4):
             found.append(bucket.step(gradients(rank, step))[1])
             if step == 0:
@@ -234,7 +190,7 @@ def test_nothing_overflows_that_is_no_overflow_as_an_average():
         made[0][3, 4] = made[1][2] = 3e38
         return made
 
-    (averages, _, pipeline), _ = trained(2, PowerSGD(), 3, grads)
+    (averages, _, (pipeline,)), _ = trained(2, PowerSGD(), 3, grads)
     assert pipeline.finite
     for average in averages:
         assert float(average[0][3, 4]) == pytest.approx(3e38, rel=1e-5) and average[1][2] == torch.tensor(3e38)
@@ -251,7 +207,7 @@ def test_a_step_that_is_not_finite_leaves_residuals_and_factors_alone(where: int
 
     found, without = trained(2, PowerSGD(rank=1), 4, grads), trained(2, PowerSGD(rank=1), 3)
     for rank in range(2):
-        averages, kept, pipeline = found[rank]
+        averages, kept, (pipeline,) = found[rank]
         assert not averages[2][where].isfinite().any() or where == 1
         assert not averages[2][where].view(-1)[5].isfinite() and bool(pipeline.finite)
         assert_same_bits(kept[2], kept[1])
@@ -262,11 +218,11 @@ def test_a_step_that_is_not_finite_leaves_residuals_and_factors_alone(where: int
 
 def test_a_rank_whose_backward_raised_leaves_no_half_average():
     def run(rank: int, transport: Transport) -> None:
-        bucket = Bucket(transport, PowerSGD())
+        bucket = Buckets(transport, PowerSGD(), SHAPES)
         bucket.step(gradients(rank, 0))
         before = bucket.kept
         if rank:
-            bucket.pipeline.run_broken()
+            bucket.pipelines[0].run_broken()
             return
         assert not any(average.isfinite().any() for average in bucket.step(gradients(rank, 1)))
         assert_same_bits(bucket.kept, before)
@@ -284,12 +240,12 @@ def test_where_the_host_may_not_wait_steps_have_the_same_bits():
         return made
 
     found = trained(2, PowerSGD(rank=2), 5, grads)
-    with patch.object(low_rank, "reads_late", lambda _: True):
+    with patch.object(staged_rows, "reads_late", lambda _: True):
         late = trained(2, PowerSGD(rank=2), 5, grads)
     for rank in range(2):
         assert_same_bits(late[rank][:2], found[rank][:2])
     with (
-        patch.object(low_rank, "reads_late", lambda _: True),
+        patch.object(staged_rows, "reads_late", lambda _: True),
         patch.object(error_feedback, "reads_late", lambda _: True),
         patch.object(residual_rows, "reads_late", lambda _: True),
     ):
@@ -327,12 +283,12 @@ def test_a_direction_that_factors_have_lost_comes_back():
 
     def owed(stirred: bool) -> list[float]:
         def train(rank: int, transport: Transport) -> list[float]:
-            bucket, found = Bucket(transport, PowerSGD(rank=1), ((12, 12),)), []
+            bucket, found = Buckets(transport, PowerSGD(rank=1), ((12, 12),)), []
             for step in range(steps):
                 bucket.step(grads(step))
                 found.append(float(bucket.kept[0][1, 1]))
-                if not stirred and bucket.pipeline.low_rank is not None:
-                    bucket.pipeline.low_rank._first_ones.zero_()
+                if not stirred and (low_rank := bucket.pipelines[0].low_rank) is not None:
+                    low_rank._first_ones.zero_()
             return found
 
         return in_threads(2, train)[0]

@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastreduce import SettingError, TopK, TransportError, note_applied
-from fastreduce.reduction import error_feedback, sparse_top
+from fastreduce.reduction import error_feedback, sparse_top, staged_rows
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.error_feedback import Parts, agree_that_finite
-from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.error_feedback import Parts
 from fastreduce.transports import Transport
+from tests.support import bucket_pipelines
+from tests.support.bucket_pipelines import CPU, Buckets
 from tests.support.models import assert_same_bits
 from tests.support.thread_ranks import in_threads, on_nodes
 
 SETTING = TopK(ratio=0.05, min_numel=100)
 SHAPES = ((30, 40), (7,), (3, 5), (50, 64))  # two that travel in part, and two whole
 COUNTS = (60, 0, 0, 160)
-CPU = torch.device("cpu")
 LONG = torch.bfloat16, torch.float64
 
 
@@ -32,52 +31,8 @@ def gradients(rank: int, step: int, dtype: torch.dtype = torch.float32) -> list[
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
-class Bucket:
-    """The pipelines of one bucket, or of several, and parameters whose gradients they average."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        groups: Sequence[Sequence[int]] = ((0, 1, 2, 3),),
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        specs = [ParameterSpec(f"p{i}", int(np.prod(shape)), dtype, CPU) for i, shape in enumerate(SHAPES)]
-        plan = build_plan(specs, groups, alignment=SETTING.alignment, shards=transport.world_size)
-        self.pipelines = [BucketPipeline(bucket, SETTING, transport) for bucket in plan.buckets]
-        self.parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-
-    def step(self, grads: list[Tensor]) -> list[Tensor]:
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = grad.clone()
-        for pipeline in self.pipelines:
-            members = [self.parameters[slot.parameter] for slot in pipeline.bucket.slots]
-            averaged: Any = [parameter.grad for parameter in members]
-            with torch.no_grad():
-                pipeline.run(averaged, averaged)
-            pipeline.follow(members, [], watched=False)
-        agree_that_finite([pipeline.feedback for pipeline in self.pipelines if pipeline.feedback is not None])
-        return [parameter.grad.clone() for parameter in self.parameters if parameter.grad is not None]
-
-    @property
-    def kept(self) -> list[Tensor]:
-        found: dict[int, Tensor] = {}
-        for pipeline in self.pipelines:
-            assert pipeline.feedback is not None
-            residual = pipeline.feedback.residual.clone()
-            for slot in pipeline.bucket.slots:
-                found[slot.parameter] = residual[slot.offset :][: slot.numel].view(SHAPES[slot.parameter])
-        return [found[i] for i in range(len(SHAPES))]
-
-
 def trained(ranks: int | Sequence[Transport], steps: int, grads: Any = gradients, **options: Any) -> list[Any]:
-    """By rank, the averages of each step, what is kept after it, and the pipelines."""
-
-    def train(rank: int, transport: Transport) -> Any:
-        bucket = Bucket(transport, **options)
-        made = [(bucket.step(grads(rank, step)), bucket.kept) for step in range(steps)]
-        return *zip(*made, strict=True), bucket.pipelines
-
-    return in_threads(ranks, train)
+    return bucket_pipelines.trained(ranks, SETTING, SHAPES, steps, grads, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -139,7 +94,7 @@ def test_what_was_kept_of_what_travels_whole_is_sent_once():
     kept = torch.arange(7.0)
 
     def run(rank: int, transport: Transport) -> list[Tensor]:
-        bucket, found = Bucket(transport), []
+        bucket, found = Buckets(transport, SETTING, SHAPES), []
         if rank == 0:
             bucket.pipelines[0].put(1, Parts(kept, None, 1.0))
         for step in range(3):
@@ -206,7 +161,7 @@ def test_a_step_that_is_not_finite_leaves_residuals_alone(where: int, bad: int):
 
 def test_more_that_is_not_finite_than_is_sent_spoils_no_residual():
     def run(rank: int, transport: Transport) -> None:
-        bucket = Bucket(transport)
+        bucket = Buckets(transport, SETTING, SHAPES)
         bucket.step(gradients(rank, 0))
         before = bucket.kept
         if rank:
@@ -223,7 +178,7 @@ def test_more_that_is_not_finite_than_is_sent_spoils_no_residual():
 
 def test_what_was_thrown_away_is_kept():
     def run(rank: int, transport: Transport) -> None:
-        bucket = Bucket(transport)
+        bucket = Buckets(transport, SETTING, SHAPES)
         bucket.step(gradients(rank, 0))
         before = bucket.kept
         bucket.step(gradients(rank, 1))
@@ -244,9 +199,9 @@ def test_where_the_host_may_not_wait_steps_have_the_same_bits():
 
     found = trained(2, 5, grads)
     late = lambda _: True  # noqa: E731
-    with patch.object(sparse_top, "reads_late", late):
+    with patch.object(staged_rows, "reads_late", late):
         seen = trained(2, 5, grads)
-    with patch.object(sparse_top, "reads_late", late), patch.object(error_feedback, "reads_late", late):
+    with patch.object(staged_rows, "reads_late", late), patch.object(error_feedback, "reads_late", late):
         all_late = trained(2, 5, grads)
     for rank in range(2):
         assert_same_bits(seen[rank][:2], found[rank][:2])
@@ -263,7 +218,7 @@ def test_a_message_holds_values_places_and_what_travels_whole():
 
 def test_places_that_a_peer_has_made_up_are_an_error_that_names_the_parameter():
     def run(rank: int, transport: Transport) -> None:
-        bucket = Bucket(transport)
+        bucket = Buckets(transport, SETTING, SHAPES)
         (pipeline,) = bucket.pipelines
         plain = pipeline.compress
 

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,15 +19,16 @@ from fastreduce.reduction.flight_record import Phase, Row
 from fastreduce.reduction.flight_recorder import FlightRecorder
 from fastreduce.reduction.stragglers import EVERY, TIMES, Comparison, Stragglers, _figures
 from tests.support.models import wrap
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, with_time
 
 PART = (TIMES + 1) * EVERY  # steps, in which all of the comparisons that count are of the same kind
-SLEEP = 0.008  # seconds by which a rank is late; a step of these takes as long
+SLEEP = 0.008  # seconds by which a rank is late; a step of these takes as long, on a machine that does nothing else
 EACH = {"clean": None, "compute": 1, "data": 0}
 """What happens in a part of the training → to which rank."""
 
 
-def _train(rank: int, world_size: int) -> dict[str, Any]:
+@patch.object(stragglers, "LOG_SECONDS", math.inf)  # one line, however long it takes
+def _train(rank: int, world_size: int, sleep: float) -> dict[str, Any]:
     ddp = wrap("ours", nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), find_unused_parameters=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
     alarms: list[Comparison] = []
@@ -38,14 +40,14 @@ def _train(rank: int, world_size: int) -> dict[str, Any]:
     ddp.reducer.on_straggler(lambda _: 1 // 0)
     ddp.reducer.on_straggler(alarms.append)
     slow = False
-    ddp.module[0].weight.register_hook(lambda _: time.sleep(SLEEP * slow))
+    ddp.module[0].weight.register_hook(lambda _: time.sleep(sleep * slow))
     seen: dict[str, Any] = {}
     assert ddp.reducer.stragglers() is None
     for what, late in EACH.items():
         alarms.clear()
         for step in range(PART):
             if what == "data" and rank == late and step % 2:  # every second batch is slow
-                time.sleep(2 * SLEEP)
+                time.sleep(2 * sleep)
             slow = what == "compute" and rank == late
             optimizer.zero_grad()
             if step % 4 == 3:
@@ -66,10 +68,14 @@ def _train(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_who_is_late_on_real_ranks(ranks2: RankPool):
-    for _ in range(3):  # where the machine does much else, a rank's 8 ms do not stand out in each training
-        mine, theirs = ranks2.run(_train)
-        if all(mine["seen"][what][0]["late"] for what, rank in EACH.items() if rank is not None):
-            break
+    def test(sleep: float) -> None:
+        mine, theirs = ranks2.run(_train, sleep)
+        _check(mine, theirs, sleep)
+
+    with_time(test, SLEEP)
+
+
+def _check(mine: dict[str, Any], theirs: dict[str, Any], sleep: float) -> None:
     assert repr(mine["seen"]) == repr(theirs["seen"])  # NaN among them
     seen = {what: found for what, (found, _) in mine["seen"].items()}
     assert seen["clean"]["late"] == [] and mine["seen"]["clean"][1] == 0
@@ -77,7 +83,7 @@ def test_who_is_late_on_real_ranks(ranks2: RankPool):
         if rank is not None:
             (late,) = seen[what]["late"]
             assert (late["rank"], late["part"]) == (rank, what), seen[what]
-            assert 0.5 * SLEEP < late["seconds"] < 3 * SLEEP and late["share"] > 0.1
+            assert 0.5 * sleep < late["seconds"] < 3 * sleep and late["share"] > 0.1
             start = list(EACH).index(what) * PART
             assert late["since"] <= start + EVERY  # earlier where the machine's other work has held the same rank up
             assert mine["seen"][what][1] >= 1

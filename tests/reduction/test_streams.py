@@ -189,5 +189,5 @@ def _check_one_by_one(rank: int, world_size: int, program: Program) -> list[str]
 @given(program=programs())
 @settings(max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate])
 def test_random_programs_one_by_one_train_as_with_torch(ranks2: RankPool, program: Program):
-    problems = [problem for of_rank in ranks2.run(_check_one_by_one, program, timeout=30) for problem in of_rank]
+    problems = [problem for of_rank in ranks2.run(_check_one_by_one, program) for problem in of_rank]
     assert not problems, "\n".join(problems[:12])

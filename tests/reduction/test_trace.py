@@ -20,6 +20,7 @@ from fastreduce import SettingError
 from fastreduce.cli import main as cli
 from fastreduce.environment.variables import folder_asked_for
 from fastreduce.reduction import clocks
+from fastreduce.reduction.clock_offsets import Offset
 from fastreduce.reduction.clocks import now
 from fastreduce.reduction.trace_files import merge
 from tests.support.models import grads_of, wrap
@@ -64,7 +65,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _train(rank: int, world_size: int, folder: str, setting: str) -> tuple[float, list[Any]]:
+def _train(rank: int, world_size: int, folder: str, setting: str) -> tuple[Offset, list[Any]]:
     """With a clock that is ahead on rank 1; returns the offset found, and all gradients of a run without a trace."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -89,7 +90,7 @@ def _train(rank: int, world_size: int, folder: str, setting: str) -> tuple[float
             seen.append(grads_of(ddp.module))
             if name:
                 assert ddp.reducer.trace is not None
-                offset = ddp.reducer.trace.offset.seconds
+                offset = ddp.reducer.trace.offset
             ddp.reducer.close()
         dist.barrier()
     return offset, seen
@@ -98,10 +99,13 @@ def _train(rank: int, world_size: int, folder: str, setting: str) -> tuple[float
 @pytest.mark.parametrize("setting", ["int8", "none"])
 def test_a_trace_of_two_ranks_whose_clocks_differ(ranks2: RankPool, tmp_path: Path, setting: str):
     """Beside no_sync, join and find_unused_parameters, and with the gradients' bits as without."""
-    for offset, (traced, untraced) in ranks2.run(_train, str(tmp_path), setting):
+    apart_by = ALIGNED
+    for rank, (offset, (traced, untraced)) in enumerate(ranks2.run(_train, str(tmp_path), setting)):
         assert traced.keys() == untraced.keys()
         assert all(torch.equal(traced[name], untraced[name]) for name in traced)
-        assert min(abs(offset), abs(offset - SKEW)) < ALIGNED, offset
+        # On a busy machine no round trip may be so quick: then the bound that goes with the offset counts.
+        assert offset.bound < SKEW / 10 and abs(offset.seconds - SKEW * rank) < max(ALIGNED, offset.bound), offset
+        apart_by = max(apart_by, offset.bound)
     apart = [_read(tmp_path / f"rank{rank}.json") for rank in range(2)]
     events = _read(tmp_path / "trace.json")
     assert Counter(map(json.dumps, events)) == Counter(map(json.dumps, apart[0] + apart[1]))
@@ -131,7 +135,7 @@ def test_a_trace_of_two_ranks_whose_clocks_differ(ranks2: RankPool, tmp_path: Pa
         last = len(STAGES[setting]) - 2
         for one, other in ((mine, theirs), (theirs, mine)):
             sent = one[sends]["ts"] + one[sends]["dur"]
-            assert other[last]["ts"] + other[last]["dur"] >= sent - 1e6 * ALIGNED, step
+            assert other[last]["ts"] + other[last]["dur"] >= sent - 1e6 * apart_by, step
 
 
 def test_what_is_left_of_a_killed_rank_is_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hypothesis import given
 from torch import Tensor, nn
 
-from fastreduce import Compression, MismatchError, TransportError, load_checkpoint, save_checkpoint, transports
+from fastreduce import Compression, MismatchError, load_checkpoint, save_checkpoint, transports
 from fastreduce.reduction import saved_residuals
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.node_level import parts_of
@@ -30,7 +30,7 @@ from tests.reduction.test_switched_histories import switching_steps
 from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
 from tests.support.models import SETTINGS, assert_same_bits, batch, wrap
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, message, with_time
 from tests.support.thread_ranks import in_threads, make_reducer, on_nodes, seeded
 
 FEEDBACK = "int8:error_feedback"
@@ -338,28 +338,27 @@ def _differing(rank: int, world_size: int) -> str:
     return ""
 
 
-def _absent(rank: int, world_size: int) -> str:
+def _absent(rank: int, world_size: int, seconds: float) -> str:
     """What a rank says of rank 3, which takes no part in the third backward."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
     ddp = wrap("ours", nn.Linear(3, 3), compression="int8", process_group=group)
     for _ in range(2):  # and the order of buckets is known
         ddp(torch.ones(2, 3)).sum().backward()
-    if rank == 3:
-        time.sleep(9)
-        return ""
-    try:
-        ddp(torch.ones(2, 3)).sum().backward()
-    except TransportError as error:
-        return str(error)
-    return ""
+    text = "" if rank == 3 else message(lambda: ddp(torch.ones(2, 3)).sum().backward())
+    dist.barrier()
+    return text
 
 
 def test_ranks_that_differ_are_told_and_a_rank_that_does_not_come_is_named_by_all():
     nodes = RankPool(4, hosts="aabb")
     for text in nodes.run(_differing):
         assert "ranks differ in" in text and "rank 0 has int8, rank 3 has int8:flat" in text, text
-    told = nodes.run(_absent)
-    for rank in range(3):
-        assert f"rank {rank} of 4: " in told[rank] and "Bucket 0 holds" in told[rank], told[rank]
-        assert "o word from rank 3: it has exited" in told[rank], told[rank]
+
+    def test(seconds: float) -> None:
+        told = nodes.run(_absent, seconds)
+        for rank in range(3):
+            assert f"rank {rank} of 4: " in told[rank] and "Bucket 0 holds" in told[rank], told[rank]
+            assert "o word from rank 3: it has exited" in told[rank], told[rank]
+
+    with_time(test, 4.0)
     nodes.kill()

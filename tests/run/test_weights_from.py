@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ import torch
 import torch.distributed as dist
 
 from fastreduce import SettingError
+from fastreduce.reduction.reducer import GradientReducer
+from fastreduce.reduction.stragglers import EVERY, TIMES
 from fastreduce.run import contestants
 from fastreduce.run.listening import _around_backward
 from fastreduce.run.orders import Orders
 from fastreduce.run.weights_from import WeightsFrom
 from tests.support.commands import run, with_environment
 from tests.support.models import Branches, Heads, assert_same_bits, batch, grads_of, mlp, wrap
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, with_time
 from tests.support.run_scripts import RUN
 from tests.support.snapshots import FEEDBACK, Training
 
@@ -190,6 +193,34 @@ def _residuals(rank: int, world_size: int, factor: float) -> Any:
 def _and_itself(contest: Contest) -> Iterator[Contest]:
     with contest.goes_on():
         yield contest
+
+
+# Who is late
+
+SLEEP = 0.008  # seconds that rank 1's forward takes longer, on a machine that does nothing else
+
+
+@pytest.mark.slow
+def test_a_late_rank_is_late_in_what_it_does_whoever_contests(ranks2: RankPool):
+    """In turns without a reduction it is the wrapper's own that ranks wait in, and that compares them."""
+
+    def test(sleep: float) -> None:
+        found = ranks2.run(_late, sleep)[0]
+        assert [(late.rank, late.part) for late in found.late] == [(1, "compute")], found
+
+    with_time(test, SLEEP)
+
+
+def _late(rank: int, world_size: int, sleep: float) -> Any:
+    model = wrap("ours", mlp())
+    model.module.register_forward_pre_hook(lambda *_: time.sleep(sleep * rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with Contest(model, ["none", "no reduction"], steps=1).goes_on():
+        for step in range((TIMES + 1) * EVERY):
+            optimizer.zero_grad()
+            model(batch(rank, step, 4, 20)).square().mean().backward()
+            optimizer.step()
+    return model.reducer.stragglers() if isinstance(model.reducer, GradientReducer) else None
 
 
 # Under `fastreduce compare`

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -150,7 +151,7 @@ def finish(process: Running, seconds: float) -> Done:
 
 def run(
     *command: object,
-    seconds: float = 100,
+    seconds: float = 300,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     together: bool = False,
@@ -174,7 +175,9 @@ def with_environment(**more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+    """A port that nobody uses now, of those that the system gives to nobody: else a rank beside it may get it."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(given // 2, given)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

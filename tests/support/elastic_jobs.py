@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastreduce import DistributedDataParallel, elastic
 
 VICTIM, AT_STEP, STEPS_AFTER = 1, 3, 5
-LAYERS, WIDTH, TIMEOUT = 4, 300, 5.0
+LAYERS, WIDTH, TIMEOUT = 4, 300, 10.0
 SAMPLES, BATCH = 1_000_000, 2
 
 

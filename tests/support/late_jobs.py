@@ -1,8 +1,9 @@
 """What ranks do in test_who_is_late.py: `python -m tests.support.late_jobs WHAT SECONDS` with torch's variables.
 
 Rank 1 trains until step 20. By WHAT it then loads data for ever, stops or kills itself, raises or comes to its end,
-hangs in its own hook in backward, calls another collective, or reduces another module than the others; or it leaves out
-a reduction, or the backward of one, or runs it in no_sync alone, and when it has run all steps the others lack one.
+raises and saves, hangs in its own hook in backward, calls another collective, or reduces another module than the
+others; or it leaves out a reduction, or the backward of one, or runs it in no_sync alone, and when it has run all steps
+the others lack one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def load_batch(what: str) -> Tensor:
         time.sleep(1000)
     if what in SIGNALS:
         os.kill(os.getpid(), SIGNALS[what])
-    if what == "raised":
+    if what in ("raised", "saved"):
         raise ValueError("no such file")
     if what == "exited":
         sys.exit(0)
@@ -49,7 +50,7 @@ def evaluate() -> None:
 def main() -> None:
     what, seconds = sys.argv[1:]
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    from fastreduce import DistributedDataParallel
+    from fastreduce import DistributedDataParallel, save_checkpoint
 
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     group = dist.new_group(timeout=timedelta(seconds=float(seconds)))
@@ -61,8 +62,14 @@ def main() -> None:
     for step in range(STEPS):
         late = dist.get_rank() == 1 and step == LATE
         if step == LATE:
-            time.sleep(float(seconds) / 4)  # until ranks have introduced themselves
-        batch = load_batch(what if late else "")
+            time.sleep(min(4.0, float(seconds) / 4))  # until ranks have introduced themselves
+        try:
+            batch = load_batch(what if late else "")
+        except ValueError:
+            if what == "saved":
+                print(f"saves at {time.time()}", flush=True)
+                save_checkpoint(os.environ["SNAPSHOT"], model=ddp, optimizer=optimizer)
+            raise
         if late and what == "backward":
             model[2].weight.register_hook(hang_in_backward)
         if late and what == "other":

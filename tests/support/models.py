@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastreduce
 from fastreduce.reduction import bucketed
-from fastreduce.reduction.streams import InlineStream
+from fastreduce.reduction.streams import DONE, Begin, Failed, Finish, Pending
 
 EXACT = 216  # 2³ · 3³: three averages in a row over two or three ranks stay whole
 
@@ -54,6 +54,27 @@ DDP: dict[str, Any] = {"torch": TorchDDP, "ours": fastreduce.DistributedDataPara
 def wrap(kind: str, model: nn.Module, **options: Any) -> Any:
     """`model` in torch's class or in ours."""
     return DDP[kind](model, **options)
+
+
+class InlineStream:
+    """A `Stream` that does all of a job at once, on the caller's thread."""
+
+    idle = True
+
+    def submit(self, begin: Begin) -> Pending:
+        """Do both parts; what they raise comes with the result."""
+        try:
+            begin()()
+        except BaseException as error:
+            return Failed(error)
+        return DONE
+
+    def begin(self, begin: Begin) -> Finish:
+        """Do both parts."""
+        return self.submit(begin).result
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ class OnHost:
 
     directory: str
     device = torch.device("cpu")
-    timeout = 2.5  # seconds, where ranks do not come
+    timeout = 5.0  # seconds, where ranks do not come; what comes has to be done by then, too
 
     def installed(self) -> Any:
         return nccl_stand_in.installed(self.directory)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastreduce.kernels.numba_cpu_elements import LINE
+from fastreduce.kernels.numba_cpu_elements import LINE, slot_at
 from fastreduce.transports.shm import elements, flags, ring, segments
 
 UNIT = LINE  # bytes; parts of pieces are this long here
@@ -57,7 +57,7 @@ def generators(change: Callable[[str], str] = lambda source: source) -> dict[str
             break
         stepping |= more
     constants = {n: v for module in (segments, elements, flags, ring) for n, v in vars(module).items() if n.isupper()}
-    names: dict[str, Any] = dict(constants)
+    names: dict[str, Any] = {**constants, "slot_at": slot_at.py_func}
     for tree in found.values():
         tree.decorator_list = []  # type: ignore[attr-defined]
         changed = ast.fix_missing_locations(_Steps(stepping).visit(tree))

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+import pytest
+
 from tests.support.commands import finish, started, with_environment
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -17,6 +19,15 @@ INTERFACE = "veth0"
 
 class CannotMake(Exception):
     """Why there are no namespaces here."""
+
+
+@contextlib.contextmanager
+def or_skip() -> Iterator[None]:
+    """Around a test: skip it where no namespaces can be made."""
+    try:
+        yield
+    except CannotMake as reason:
+        pytest.skip(f"no network namespaces here: {reason}")
 
 
 @contextlib.contextmanager

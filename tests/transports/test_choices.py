@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fastreduce import all_reduce_gradients, transports
-from fastreduce.transports import GlooTransport, choices, make_transport
+from fastreduce.transports import GlooTransport, ShmTransport, choices, make_transport
 from fastreduce.transports.hosts import nodes_of
 from tests.support.models import wrap
-from tests.support.ranks import RankPool, message
+from tests.support.ranks import RankPool, message, with_time
 
 # What each of three ranks asks for by transport= and by FASTREDUCE_TRANSPORT, and what all are told.
-Asked = tuple[str | None, str]
+Asked = tuple[Any, str]
 SAME = "Ask for the same on every rank"
 DIFFERING: dict[str, tuple[list[Asked], str]] = {
     "arguments": (
@@ -36,12 +36,23 @@ DIFFERING: dict[str, tuple[list[Asked], str]] = {
         "ranks differ in their transport: nothing asked for on rank 0; transport='gloo' on rank 1; "
         f"FASTREDUCE_TRANSPORT=two_level on rank 2. {SAME}",
     ),
+    "an object and names": (
+        [(GlooTransport, ""), ("gloo", ""), (None, "")],
+        "ranks differ in their transport: transport=GlooTransport(...) on rank 0; transport='gloo' on rank 1; "
+        f"nothing asked for on rank 2. {SAME}",
+    ),
+    "objects": (
+        [(GlooTransport, ""), (ShmTransport, ""), (GlooTransport, "")],
+        "ranks differ in their transport: transport=GlooTransport(...) on rank 0, 2; transport=ShmTransport(...) on "
+        f"rank 1. {SAME}",
+    ),
 }
 
 
-def _made(asked: Asked, make: Any) -> str:
-    with patch.dict(os.environ, FASTREDUCE_TRANSPORT=asked[1]):
-        return message(lambda: make(asked[0]))
+def _made(asked: Asked, make: Any, group: dist.ProcessGroup) -> str:
+    what, told = asked
+    with patch.dict(os.environ, FASTREDUCE_TRANSPORT=told):
+        return message(lambda: make(what(group) if isinstance(what, type) else what))
 
 
 def _differ(rank: int, world_size: int) -> tuple[list[list[str]], list[str], float]:
@@ -52,8 +63,9 @@ def _differ(rank: int, world_size: int) -> tuple[list[list[str]], list[str], flo
         lambda asked: wrap("ours", nn.Linear(2, 2), process_group=group, transport=asked),
         lambda asked: all_reduce_gradients(tensors, group=group, transport=asked),
     )
-    told = [[_made(asked[rank], call) for call in calls] for asked, _ in DIFFERING.values()]
-    told.append([_made(("tcp" if rank == 1 else "gloo", ""), calls[0])])
+    told = [[_made(asked[rank], call, group) for call in calls] for asked, _ in DIFFERING.values()]
+    told += [[_made((what if rank == 1 else "gloo", ""), calls[0], group)] for what in ("tcp", 5)]
+    assert [_made((GlooTransport, ""), call, group) for call in calls] == ["no error"] * 2
     seconds = time.monotonic() - start
     with patch.dict(os.environ, FASTREDUCE_TRANSPORT="gloo" if rank else "nccl"):  # which moves no CPU tensors
         names = [make_transport(group, "cpu", None if rank else "gloo").name]
@@ -63,12 +75,13 @@ def _differ(rank: int, world_size: int) -> tuple[list[list[str]], list[str], flo
 
 def test_ranks_that_ask_for_others_are_told_what_all_ask_for(ranks3: RankPool):
     for rank, (told, names, seconds) in enumerate(ranks3.run(_differ)):
-        *cases, unknown = told
+        *cases, unknown, number = told
         for seen, (_, expected) in zip(cases, DIFFERING.values(), strict=True):
             assert seen == [f"MismatchError: {expected}"] * 2
         why = "SettingError: transport='tcp': allowed: gloo, shm, nccl, two_level"
         assert unknown == [why if rank == 1 else f"MismatchError: rank 1 could not be set up: {why}"]
-        assert names == ["gloo", "shm", "shm"] and seconds < 30  # not the group's timeout
+        assert number == [text.replace("'tcp'", "5") + ", or a Transport" for text in unknown]
+        assert names == ["gloo", "shm", "shm"] and seconds < 200  # not the group's timeout
 
 
 def _many(rank: int, world_size: int) -> str:
@@ -132,9 +145,9 @@ def test_ranks_tell_each_other_their_hosts(ranks3: RankPool):
     assert ranks3.run(_told) == [[[[0, 1, 2]], [[0, 2], [1]], [[0, 1, 2]]]] * 3
 
 
-def _unheard(rank: int, world_size: int) -> list[str]:
+def _unheard(rank: int, world_size: int, seconds: float) -> list[str]:
     """What is said where rank 1 does not come, and where it sends something else."""
-    group: Any = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    group: Any = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
     told = [message(lambda: make_transport(group)) if rank == 0 else ""]
     garbled: Any = dist.new_group()
     host = "../../etc" if rank == 1 else choices.this_host()  # type: ignore[attr-defined]
@@ -143,7 +156,10 @@ def _unheard(rank: int, world_size: int) -> list[str]:
 
 
 def test_who_does_not_come_or_sends_something_else_is_named(ranks2: RankPool):
-    for rank, (absent, garbled) in enumerate(ranks2.run(_unheard)):
-        assert rank == 1 or "rank 0 of 2: choosing a transport failed. No word from rank 1: it has exited" in absent
-        assert f"rank {rank} of 2: choosing a transport failed. rank 1 sent " in garbled, garbled
-        assert "which is no message of fastreduce: '../../etc' is no host" in garbled, garbled
+    def test(seconds: float) -> None:
+        for rank, (absent, garbled) in enumerate(ranks2.run(_unheard, seconds)):
+            assert rank == 1 or "rank 0 of 2: choosing a transport failed. No word from rank 1: it has exited" in absent
+            assert f"rank {rank} of 2: choosing a transport failed. rank 1 sent " in garbled, garbled
+            assert "which is no message of fastreduce: '../../etc' is no host" in garbled, garbled
+
+    with_time(test, 2.0)

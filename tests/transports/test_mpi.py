@@ -52,7 +52,7 @@ def test_on_ranks(checked: list[dict[str, str]], check: str):
 @needs_mpirun
 @pytest.mark.parametrize("job", ["raises", pytest.param("raises_in_a_thread", marks=pytest.mark.long)])
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
-    output = _ended(tmp_path, job, 10)
+    output = _ended(tmp_path, job)
     assert "rank 1 of 2 ends the job by an exception" in output
     assert "Traceback (most recent call last)" in output and "ValueError: boom" in output
 
@@ -60,7 +60,7 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
 @needs_mpirun
 @pytest.mark.long
 def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
-    output = _ended(tmp_path, "exits", 10)
+    output = _ended(tmp_path, "exits")
     assert "rank 1 has ended, or takes no part any more. Bucket 0 holds" in output
 
 
@@ -68,22 +68,22 @@ def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
 @pytest.mark.long
 def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path):
     """Finalize waits for all ranks, without a limit."""
-    output = _ended(tmp_path, "stops_and_the_other_goes_on", 5 + 10)
+    output = _ended(tmp_path, "stops_and_the_other_goes_on")
     assert "rank 0 ends the job: a collective over MPI failed, and MPI's Finalize waits for a rank" in output
 
 
 @needs_mpirun
 @pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
-    output = _ended(tmp_path, "stays_away", 2 + 10)
-    assert "rank 0 of 2: init_process_group over MPI failed: rank 1 did not come within 2 s" in output
+    output = _ended(tmp_path, "stays_away")
+    assert "rank 0 of 2: init_process_group over MPI failed: rank 1 did not come within 4 s" in output
 
 
-def _ended(folder: Path, job: str, seconds: float) -> str:
-    """What a job of two ranks has written that ends with an error, so soon after its event, and leaves no rank."""
+def _ended(folder: Path, job: str) -> str:
+    """What a job of two ranks has written that ends with an error, long before the default timeout, and leaves none."""
     code, output = run_job(folder, 2, job)
     assert code != 0
-    assert time.time() - float(folder.joinpath("event").read_text()) < seconds
+    assert time.time() - float(folder.joinpath("event").read_text()) < 60
     assert not _alive(folder)
     return output
 
@@ -92,7 +92,7 @@ def _alive(folder: Path) -> list[int]:
     """Ranks that still run, a moment after mpirun has ended."""
     pids = [int(path.read_text()) for path in folder.glob("*.pid")]
     assert pids
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (alive := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive
@@ -156,7 +156,7 @@ def test_where_mpi_cannot_be_used_the_error_says_what_helps_and_gloo_works_after
     before, help_ = PROBLEMS[problem]
     launcher = [str(MPIRUN), "-n", "1"] if problem == "no threads" else []
     command = [*launcher, sys.executable, "-c", before + MISSING, f"file://{tmp_path}/store"]
-    done = run(*command, env=environment(), seconds=60)
+    done = run(*command, env=environment())
     assert done.returncode == 0, done.stderr
     assert help_ in done.stdout
     assert ("MPI library not available" in done.stdout) == (problem != "no threads")

@@ -7,7 +7,7 @@ project's pytest plugins: `pytest -c /dev/null --rootdir . --noconftest tests/tr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,39 +17,21 @@ import torch.distributed as dist
 from fastreduce.errors import BackendUnavailableError, DeviceError
 from fastreduce.transports import NcclTransport
 from fastreduce.transports.nccl import library
+from tests.support import gpu_pools
 from tests.support import nccl_cases as cases
+from tests.support.gpu_pools import HAS_GPU, MANY
 from tests.support.nccl_cases import OnGpu, caught, come_by, run_case, world
 from tests.support.ranks import RankError, RankPool, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(240),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not HAS_GPU, reason="no CUDA device"),
 ]
 
-SHARING = os.environ.get(library.SHARING_VARIABLE) == "1"
-MANY = [2, 4] if SHARING else []
+pools, ranks, several = gpu_pools.pools, gpu_pools.of_each([1, *MANY]), gpu_pools.of_each(MANY)
 PLACE = OnGpu()
 SECONDS = 90.0  # CUDA and NCCL start in every rank
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    """Pools by number of ranks; they live as long as this module's tests."""
-    made: dict[int, RankPool] = {}
-    yield lambda size: made.setdefault(size, RankPool(size))
-    for pool in made.values():
-        pool.close()
-
-
-@pytest.fixture(params=[1, *MANY], ids=lambda size: f"{size} ranks")
-def ranks(request: pytest.FixtureRequest, pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(request.param)
-
-
-@pytest.fixture(params=MANY, ids=lambda size: f"{size} ranks")
-def several(request: pytest.FixtureRequest, pools: Callable[[int], RankPool]) -> RankPool:
-    return pools(request.param)
 
 
 @pytest.mark.parametrize(

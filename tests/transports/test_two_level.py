@@ -18,6 +18,7 @@ from fastreduce.transports.shm import segments
 from tests.support import two_nodes
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
+from tests.support.threads import threads_of_all
 from tests.support.transport_cases import collect, expected
 from tests.support.two_level_job import SETTINGS
 
@@ -38,11 +39,8 @@ def test_across_two_hosts(ranks: tuple[int, int], tmp_path: Path):
     """The same bits on every rank, in every run and for all sizes of buckets; averages within the bound; few bytes."""
     launch = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE"]
     command = [*launch, "-m", "tests.support.two_level_job", tmp_path]
-    try:
-        with two_nodes.two_nodes() as names:
-            two_nodes.launch(names, command, timeout=300, ranks=ranks)
-    except two_nodes.CannotMake as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with two_nodes.or_skip(), two_nodes.two_nodes() as names:
+        two_nodes.launch(names, command, timeout=300, ranks=ranks)
     found: list[Any] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(sum(ranks))]
     for setting in SETTINGS:
         runs = [run for of_rank in found for run in of_rank[setting]["runs"]]
@@ -97,7 +95,7 @@ def _constructed(rank: int, world_size: int, folder: str, times: int) -> list[An
             transport.close()
             if i in (9, times - 1):
                 maps = Path("/proc/self/maps").read_text()
-                seen.append((process.num_fds(), process.num_threads(), maps.count(segments.PREFIX)))
+                seen.append((process.num_fds(), threads_of_all(), maps.count(segments.PREFIX)))
     return [*seen, os.listdir(folder)]
 
 

@@ -272,7 +272,7 @@ SECONDS = datetime.timedelta(seconds=20)
 
 @pytest.mark.parametrize("where", ["messages", pytest.param("store", marks=pytest.mark.long)])
 def test_a_rank_that_plants_pickles_runs_nothing_and_is_named(tmp_path: Path, where: str):
-    first, second = run_ranks(_everything, 2, str(tmp_path), where, timeout=90, check_exit=False)
+    first, second = run_ranks(_everything, 2, str(tmp_path), where, check_exit=False)
     assert not (tmp_path / "ran").exists(), first
     shown = {name: text for name, text in first.items() if "os\\nmkdir" in text or "posix" in text}
     if where == "messages":

@@ -1,4 +1,4 @@
-"""`fastreduce advise`: what a step would take under every setting, and whether to compress at all."""
+"""`fastreduce advise`: what a step takes under each setting, bucket size and transport, and whether to compress."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def advise(
         float, typer.Option(min=1.0, help="Seconds after which a training that takes no step is ended.")
     ] = 300.0,
 ) -> None:
-    """Say whether to compress the gradients of a training here, with which setting, and why.
+    """Say whether to compress the gradients of a training here, with which setting, in which buckets, and why.
 
     Starts the script's ranks on this machine, unedited, with our DistributedDataParallel in the place of torch's.
-    Measures the link, the kernels of each setting at the sizes of its buckets, and when each bucket is ready; predicts
-    the step under each setting, with its parts; then runs the best ones beside none, and says how far off that was.
+    Measures the link, the kernels of each setting at the sizes of its buckets, and when each gradient comes; predicts
+    the step under each setting, with its parts, and with other buckets and over the other transports of this machine;
+    then runs the best ones beside none, and says how far off that was.
 
     Prints tables, an advice and its reason, and writes advice.json.
     """

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...run.contestants import AFTER_BACKWARD
+from ...run.contestants import AFTER_BACKWARD, Variant
 from ..compare.ending import SignalError, fail, signals_end_ranks
 from ..compare.script import speed, trainings
-from ..compare.script.plan import BASE, WARM_UP_STEPS, Plan
+from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
 from ..compare.script.speed import Speed, Turn
 from ..compare.script.trainings import Line, Training, TrainingError
 from . import report
-from .advice import Advice, advise, contenders, who_is_late
-from .prediction import Link, Prediction, predict
+from .advice import Advice, advise, contenders, varied, who_is_late
+from .prediction import Link, Prediction, predict, seconds
 from .readings import Readings, read
 
 PROFILE_ROUNDS, PROFILE_STEPS = 3, 5
 CHECK_STEPS = 3
-SETTLE_STEPS = 1  # reducers stay: the first step under a setting pays for its memory
+STAY_STEPS = 1  # to settle: reducers stay, and the first step under a setting pays for its memory
 
 
 @dataclass
@@ -32,9 +32,10 @@ class Findings:
 
     Attributes:
         readings: of the first training.
-        predicted: by setting; `none` first.
+        seconds: the predicted step of all that was measured, by the variant's name.
+        predicted: by setting, `none` first; and what may pay in other buckets, or over another transport.
         turns: of the second.
-        measured: by setting, in milliseconds.
+        measured: by the variant's name, in milliseconds.
         advice: for here.
         projected: by setting, and the advice, for the link that was asked for.
         missing: what was not measured, and why.
@@ -42,6 +43,7 @@ class Findings:
 
     lines: list[Line]
     readings: Readings
+    seconds: dict[str, float]
     predicted: dict[str, Prediction]
     turns: list[Turn] = field(default_factory=list)
     measured: dict[str, Speed] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class Findings:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Of settings that were measured: how far the prediction is off, as a share of what was measured."""
+        """Of all that was run: how far the prediction is off, as a share of what was measured."""
         return {name: 1e3 * self.predicted[name].step.value / found.step - 1 for name, found in self.measured.items()}
 
 
@@ -112,9 +114,10 @@ def investigate(plan: Plan, link: Link | None, console: Console) -> Findings:
     if readings.wrapped["ranks"] < 2:
         raise TrainingError("one rank alone has nothing to send: take --ranks 2 or more", 2)
     if not readings.flights or not readings.alone:
-        steps = WARM_UP_STEPS + 2 * PROFILE_ROUNDS * (SETTLE_STEPS + PROFILE_STEPS)
-        raise TrainingError(f"{plan.name} ended before it was measured, which takes {steps} steps: train longer", 2)
-    findings = Findings(lines, readings, predict(readings))
+        count = WARM_UP_STEPS + 2 * PROFILE_ROUNDS * (STAY_STEPS + PROFILE_STEPS)
+        raise TrainingError(f"{plan.name} ended before it was measured, which takes {count} steps: train longer", 2)
+    steps = seconds(readings)
+    findings = Findings(lines, readings, steps, predict(readings, more=varied(steps)))
     if plan.rounds:
         _check(plan, findings, say)
     late = who_is_late(readings.flights)
@@ -130,7 +133,7 @@ def _profile(plan: Plan) -> Training:
         "contestants": (BASE, AFTER_BACKWARD),
         "rounds": PROFILE_ROUNDS,
         "warm_up": WARM_UP_STEPS,
-        "settle": SETTLE_STEPS,
+        "settle": STAY_STEPS,
         "steps": PROFILE_STEPS,
         "probes": plan.settings,
         "flights": True,
@@ -139,12 +142,13 @@ def _profile(plan: Plan) -> Training:
 
 
 def rotation(plan: Plan, names: Sequence[str], rounds: int) -> Training:
-    """A training in which settings take turns."""
+    """A training in which variants of settings take turns."""
+    moves = any(Variant.of(name).transport for name in names)  # then gradients' order is learned anew
     orders = {
         "contestants": tuple(names),
         "rounds": rounds,
         "warm_up": WARM_UP_STEPS,
-        "settle": SETTLE_STEPS,
+        "settle": SETTLE_STEPS if moves else STAY_STEPS,
         "steps": plan.steps,
     }
     return Training("the training that checks the prediction", "checked", BASE, plan.seeds[0], BASE, orders)
@@ -176,6 +180,7 @@ class _Saying:
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self._console = console
+        self._said = ""
         self.text(f"{plan.name}, --ranks {plan.ranks}: {', '.join(plan.settings)}.")
 
     def text(self, text: str) -> None:
@@ -185,6 +190,10 @@ class _Saying:
     def line(self, line: Line) -> None:
         """Say what a rank has measured."""
         if "link" in line:
-            self.text("measured the link")
+            self.text(f"measured the link over {line['transport']}")
         elif "probe" in line:
-            self.text(f"measured kernels and transfers of {line['probe']}")
+            variant = Variant.of(line["probe"])
+            text = f"{variant.setting}{' in other buckets, over other transports' if variant.options else ''}"
+            if text != self._said:
+                self._said = text
+                self.text(f"measured kernels and transfers of {text}")

@@ -41,7 +41,7 @@ class Step:
 
     Attributes:
         backward: when backward begins on the last rank.
-        ready: by bucket, when it is full on the last rank; the last bucket when backward has ended.
+        ready: by bucket, when it is full on the last rank.
         computed: when backward has ended on the last rank.
         compute: the same, in the mean of the ranks.
     """
@@ -73,7 +73,8 @@ class Parts:
         wire: behind backward, while a transfer is under way.
         sum: of shards.
         decompress: of averages.
-        other: what of the measured step the model does not explain; it is taken to be the same under each setting.
+        other: what of the measured step the model does not explain; where that is less than nothing, communication is
+            taken to be so much faster under each setting, else it is the same under each.
         hidden: all of communication that goes on before the slowest rank has computed.
     """
 
@@ -127,10 +128,10 @@ def end_of(found: Sequence[Span]) -> float:
     return max((end for _, _, end in found), default=0.0)
 
 
-def seconds(step: Step, buckets: Sequence[Stages], share: float, drag: float = 0.0) -> float:
-    """How long a step takes."""
+def times(step: Step, buckets: Sequence[Stages], share: float, drag: float = 0.0) -> tuple[float, float]:
+    """When all ranks have computed, and when the step ends."""
     step = dragged(step, buckets, share, drag)
-    return max(step.computed, end_of(spans(step.ready, buckets, share)))
+    return step.computed, max(step.computed, end_of(spans(step.ready, buckets, share)))
 
 
 def parts(step: Step, buckets: Sequence[Stages], share: float, drag: float = 0.0) -> Parts:

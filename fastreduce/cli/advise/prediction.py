@@ -1,12 +1,13 @@
-"""The step under every setting, by the model, with intervals from the scatter of what was measured."""
+"""The step of every variant of a setting, by the model, with intervals from the scatter of what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...run.contestants import Variant
 from ...run.probing import COLLECTIVES
 from ..compare.script.plan import BASE
 from . import model
@@ -28,9 +29,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step under a setting, in seconds; and over that of none."""
+    """A step of a variant, in seconds; and over that of none as the script has it."""
 
-    setting: str
+    variant: Variant
     step: Interval
     ratio: Interval
     parts: Parts
@@ -52,33 +53,57 @@ class _Case:
     Attributes:
         flights: steps as they would be if nothing went on beside backward.
         drag: what goes on beside it costs it so many seconds a second.
-        others: of each step, what of its seconds the model does not explain.
+        rests: of each step, what of its seconds the model does not explain.
     """
 
     flights: list[Flight]
     drag: float
-    others: list[float]
+    rests: list[_Rest]
 
 
-def predict(readings: Readings, link: Link | None = None) -> dict[str, Prediction]:
-    """By setting, `none` first; here, or on other hosts and another link."""
+@dataclass(frozen=True)
+class _Rest:
+    """What of a step under `none` the model does not explain, where communication behind backward takes `exposed`."""
+
+    seconds: float
+    exposed: float
+
+    def where(self, exposed: float) -> float:
+        """What it is where communication takes so long: the same, or, where the model says too much, its share."""
+        if self.seconds >= 0 or self.exposed <= 0:
+            return self.seconds
+        return max(-1.0, self.seconds / self.exposed) * exposed
+
+
+def seconds(readings: Readings) -> dict[str, float]:
+    """The predicted step of everything that was measured, by the variant's name."""
+    case = _undisturbed(readings)
+    return {
+        name: _median_step(_steps(readings, case, probe, slice(None), None))[1]
+        for name, probe in readings.probes.items()
+    }
+
+
+def predict(readings: Readings, link: Link | None = None, more: Iterable[str] = ()) -> dict[str, Prediction]:
+    """By setting, `none` first, and by the names of `more` variants; here, or on other hosts and another link."""
     case = _undisturbed(readings)
     random = np.random.default_rng(0)
     count = len(case.flights)
-    central = {name: _steps(readings, case, probe, slice(None), link) for name, probe in readings.probes.items()}
-    drawn: dict[str, list[float]] = {name: [] for name in readings.probes}
+    probes = {name: readings.probes[name] for name in (*readings.settings, *more)}
+    central = {name: _steps(readings, case, probe, slice(None), link) for name, probe in probes.items()}
+    drawn: dict[str, list[float]] = {name: [] for name in probes}
     for _ in range(DRAWS):
         some = random.integers(count, size=count)
-        for name, probe in readings.probes.items():
+        for name, probe in probes.items():
             repetitions = random.integers(len(probe.bursts), size=len(probe.bursts))
-            drawn_case = _Case([case.flights[i] for i in some], case.drag, [case.others[i] for i in some])
+            drawn_case = _Case([case.flights[i] for i in some], case.drag, [case.rests[i] for i in some])
             drawn[name].append(float(np.median(_steps(readings, drawn_case, probe, repetitions, link))))
     none, none_drawn = _median_step(central[BASE])[1], np.array(drawn[BASE])
     found = {}
-    for name, probe in readings.probes.items():
+    for name, probe in probes.items():
         place, step = _median_step(central[name])
         found[name] = Prediction(
-            setting=name,
+            variant=probe.variant,
             step=_interval(step, np.array(drawn[name])),
             ratio=_interval(step / none, np.array(drawn[name]) / none_drawn),
             parts=_parts(readings, case, probe, place, link),
@@ -99,9 +124,11 @@ def _undisturbed(readings: Readings) -> _Case:
     steps = [flight.for_buckets(none.buckets) for flight in flights]
     hidden = float(np.median([model.hidden(step, model.spans(step.ready, stages, share)) for step in steps]))
     drag = min(1.0, (length - alone) / hidden) if hidden > 0 else 0.0
-    explained = [model.seconds(step, stages, share, drag) for step in steps]
-    others = [flight.seconds - seconds for flight, seconds in zip(flights, explained, strict=True)]
-    return _Case(flights, drag, others)
+    explained = [model.times(step, stages, share, drag) for step in steps]
+    rests = [
+        _Rest(flight.seconds - end, end - computed) for flight, (computed, end) in zip(flights, explained, strict=True)
+    ]
+    return _Case(flights, drag, rests)
 
 
 def _stages(readings: Readings, probe: Probe, repetitions: Places, link: Link | None) -> tuple[list[Stages], float]:
@@ -110,7 +137,8 @@ def _stages(readings: Readings, probe: Probe, repetitions: Places, link: Link | 
     none, ranks = readings.probes[BASE], readings.wrapped["local_ranks"]
     each = float(np.median(none.stages.sum(axis=2), axis=0).sum()) / sum(none.elements)
     within = [each * count if ranks > 1 else 0.0 for count in probe.elements]
-    reduce, *swaps = (readings.latency[name] / max(1, readings.wrapped["ranks"] - 1) for name in COLLECTIVES)
+    here = readings.latency[readings.transport]
+    reduce, *swaps = (here[name] / max(1, readings.wrapped["ranks"] - 1) for name in COLLECTIVES)
     latency = tuple((link.nodes - 1) * max(HOP, seen) for seen in (reduce, max(swaps)))
     wires = [
         model.Wire(nbytes, probe.collectives, equal, ranks if equal and swapped else 1)
@@ -123,16 +151,17 @@ def _stages(readings: Readings, probe: Probe, repetitions: Places, link: Link | 
 
 def _steps(readings: Readings, case: _Case, probe: Probe, repetitions: Places, link: Link | None) -> list[float]:
     stages, share = _stages(readings, probe, repetitions, link)
-    return [
-        other + model.seconds(flight.for_buckets(probe.buckets), stages, share, case.drag)
-        for flight, other in zip(case.flights, case.others, strict=True)
-    ]
+    found = []
+    for flight, rest in zip(case.flights, case.rests, strict=True):
+        computed, end = model.times(flight.for_buckets(probe.buckets), stages, share, case.drag)
+        found.append(end + rest.where(end - computed))
+    return found
 
 
 def _parts(readings: Readings, case: _Case, probe: Probe, place: int, link: Link | None) -> Parts:
     stages, share = _stages(readings, probe, slice(None), link)
     parts = model.parts(case.flights[place].for_buckets(probe.buckets), stages, share, case.drag)
-    return replace(parts, other=case.others[place])
+    return replace(parts, other=case.rests[place].where(parts.exposed))
 
 
 def _median_step(steps: Sequence[float]) -> tuple[int, float]:

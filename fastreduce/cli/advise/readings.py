@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...run.contestants import AFTER_BACKWARD
+from ...run.contestants import AFTER_BACKWARD, Variant
 from ...run.probing import COLLECTIVES
 from ..compare.script.plan import BASE
 from ..compare.script.trainings import Line
@@ -23,10 +23,10 @@ Places = NDArray[np.int64] | slice
 
 @dataclass(frozen=True)
 class Probe:
-    """Stages of a setting's buckets.
+    """Stages of a variant's buckets.
 
     Attributes:
-        setting: the setting.
+        variant: the setting, and what is not as the script has it.
         buckets: of each the indices of its parameters.
         elements: of each.
         wire: of each the bytes of its wire.
@@ -38,7 +38,7 @@ class Probe:
         bursts: by repetition, the seconds of all buckets at once.
     """
 
-    setting: str
+    variant: Variant
     buckets: Buckets
     elements: list[int]
     wire: list[int]
@@ -73,21 +73,18 @@ class Flight:
     """One step of all ranks under `none`.
 
     Attributes:
-        step: as far as ranks compute.
-        buckets: of each the indices of its parameters.
+        step: as far as ranks compute, with a bucket for each parameter: when its gradient has come on the last rank.
         computed: by rank, when its backward has ended.
         seconds: all of it.
     """
 
     step: Step
-    buckets: Buckets
     computed: list[float]
     seconds: float
 
     def for_buckets(self, buckets: Buckets) -> Step:
-        """The same step with other buckets: each is full when those of its parameters were, the last at the end."""
-        when = {p: time for bucket, time in zip(self.buckets, self.step.ready, strict=True) for p in bucket}
-        ready = [max(when.get(p, self.step.computed) for p in bucket) for bucket in buckets]
+        """The same step with these buckets: each is full when the last gradient has come, the last one at the end."""
+        ready = [max(self.step.ready[p] for p in bucket) for bucket in buckets]
         return Step(self.step.backward, (*ready[:-1], self.step.computed), self.step.computed, self.step.compute)
 
 
@@ -97,23 +94,34 @@ class Readings:
 
     Attributes:
         wrapped: what was trained, on how many ranks, over which transport.
-        latency: by collective, the seconds of a small one.
-        probes: by setting.
+        latency: by transport and collective, the seconds of a small one.
+        probes: by the name of a variant; of those that are settings alone, as the script has it, `none` is the first.
+        unusable: by transport, why these ranks cannot use it.
         flights: steps under `none`.
         alone: by step, the seconds of backward where nothing is sent before its end.
     """
 
     wrapped: Line
-    latency: dict[str, float]
+    latency: dict[str, dict[str, float]]
     probes: dict[str, Probe]
+    unusable: dict[str, str]
     flights: list[Flight]
     alone: list[float]
+
+    @property
+    def transport(self) -> str:
+        """The one in use."""
+        return str(self.wrapped["transport"])
+
+    @property
+    def settings(self) -> list[str]:
+        """Those that were measured, as the script has it."""
+        return [name for name, probe in self.probes.items() if not probe.variant.options]
 
 
 def read(lines: Sequence[Line]) -> Readings:
     """What one training's lines say; without flights where it has ended before its steps were timed."""
-    link: list[dict[str, list[float]]] = next((line["link"] for line in lines if "link" in line), [])
-    latency = {name: float(np.median([min(seen) for seen in _by_call(link, name)])) for name in COLLECTIVES if link}
+    latency = {line["transport"]: _latency(line["link"]) for line in lines if "link" in line}
     probes = [_probe(line) for line in lines if "probe" in line]
     turns = [line for line in lines if "flights" in line]
     flights = [f for turn in turns if turn["contestant"] == BASE for f in _flights(turn["flights"])]
@@ -121,15 +129,17 @@ def read(lines: Sequence[Line]) -> Readings:
     return Readings(
         next((line for line in lines if "wrapped" in line), {}),
         latency,
-        {probe.setting: probe for probe in probes},
+        {str(probe.variant): probe for probe in probes},
+        next((line["unusable"] for line in lines if "unusable" in line), {}),
         flights,
         [flight.step.computed - flight.step.backward for flight in quiet],
     )
 
 
-def _by_call(link: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[tuple[float, ...]]:
-    """Of each call the seconds of the ranks, the least of which is that of the last one to come."""
-    return list(zip(*(rank[name] for rank in link), strict=True))
+def _latency(link: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """By collective the median call, each of which takes what it takes the rank that comes last."""
+    calls = {name: zip(*(rank[name] for rank in link), strict=True) for name in COLLECTIVES}
+    return {name: float(np.median([min(seen) for seen in found])) for name, found in calls.items()}
 
 
 def _slowest(by_rank: Any) -> Floats:
@@ -144,7 +154,7 @@ def _slowest(by_rank: Any) -> Floats:
 def _probe(line: Line) -> Probe:
     buckets = line["buckets"]
     return Probe(
-        setting=line["probe"],
+        variant=Variant.of(line["probe"]),
         buckets=[bucket["parameters"] for bucket in buckets],
         elements=[bucket["elements"] for bucket in buckets],
         wire=[bucket["wire_bytes"] for bucket in buckets],
@@ -161,11 +171,18 @@ def _flights(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> list[Flight]:
     return [_flight(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
+def _last(backward: Sequence[float], arrived: Sequence[float | None], end: float) -> float:
+    """When a gradient has come on all ranks, whose backwards begin then; on one where it does not, at the end."""
+    times = [end if time is None else before + time for before, time in zip(backward, arrived, strict=True)]
+    return min(end, max(times))
+
+
 def _flight(ranks: Sequence[Mapping[str, Any]]) -> Flight:
     backward = [sum(rank["phases"][phase] for phase in BEFORE_BACKWARD) for rank in ranks]
     computed = [before + rank["phases"]["backward"] for before, rank in zip(backward, ranks, strict=True)]
     end = max(computed)
-    ready = [min(end, max(times)) for times in zip(*(rank["ready"] for rank in ranks), strict=True)]
-    step = Step(backward[computed.index(end)], (*ready[:-1], end), end, float(np.mean(computed)))
+    arrived = zip(*(rank["arrived"] for rank in ranks), strict=True)
+    ready = [_last(backward, times, end) for times in arrived]
+    step = Step(backward[computed.index(end)], tuple(ready), end, float(np.mean(computed)))
     seconds = float(np.mean([sum(rank["phases"].values()) for rank in ranks]))
-    return Flight(step, ranks[0]["buckets"], computed, seconds)
+    return Flight(step, computed, seconds)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...run.contestants import Variant
 from ...run.probing import COLLECTIVES
 from ..compare import results
 from ..compare.script.plan import BASE, Plan
@@ -31,6 +32,11 @@ PARTS = (
     "and communication behind backward. What goes on beside backward is hidden. "
     "other: what of none's measured step the model does not explain."
 )
+VARIANTS = (
+    "The predicted step in ms with buckets of other sizes (bucket_cap_mb=) and over other transports "
+    "(FASTREDUCE_TRANSPORT=), of none and the settings whose communication takes least. The first column: in the "
+    "buckets of now."
+)
 MOVED = 0.15  # by which none's own step may be off before that is told
 
 
@@ -40,9 +46,14 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
     wrapped = readings.wrapped
     over = f"over {wrapped['transport']}" if wrapped["transport"] else ""
     about = f"{wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {wrapped['ranks']} ranks {over}".rstrip()
-    console.print(f"\n{about}. {links_text(readings)}", highlight=False, markup=False)
+    console.print(f"\n{about}. The link: {links_text(readings, readings.transport)}.", highlight=False, markup=False)
     _print(console, _steps_table(findings.predicted, findings), STEPS)
     _print(console, _parts_table(findings.predicted), PARTS)
+    if len(findings.seconds) > len(readings.settings):
+        _print(console, _variants_table(findings), VARIANTS)
+    for name in readings.latency:
+        if name != readings.transport:
+            _say(console, f"The link over {name}: {links_text(readings, name)}.")
     console.print()
     _say(console, _checked(findings))
     if findings.advice is not None:
@@ -59,11 +70,14 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
         _say(console, advice.caution)
 
 
-def links(readings: Readings) -> dict[str, dict[str, float]]:
+def links(readings: Readings, transport: str) -> dict[str, dict[str, float]]:
     """By collective: seconds of a small one, and Gbit/s each way that a rank sends, alone and with others beside it."""
-    found = {name: {"latency_s": readings.latency[name]} for name in readings.latency}
+    found = {name: {"latency_s": seconds} for name, seconds in readings.latency[transport].items()}
     ranks = readings.wrapped["ranks"]
+    other = None if transport == readings.transport else transport
     for probe in readings.probes.values():
+        if (probe.variant.bucket_cap_mb, probe.variant.transport) != (None, other):
+            continue
         stages, share = probe.draw()
         sent = sum(probe.wire) * 8e-9 * (ranks - 1) / ranks
         two = probe.collectives == 2
@@ -76,15 +90,15 @@ def links(readings: Readings) -> dict[str, dict[str, float]]:
     return {name: found[name] for name in COLLECTIVES if name in found}
 
 
-def links_text(readings: Readings) -> str:
-    """The link, in a sentence."""
+def links_text(readings: Readings, transport: str) -> str:
+    """The link, as the end of a sentence."""
     told = []
-    for name, figures in links(readings).items():
+    for name, figures in links(readings, transport).items():
         rate = ""
         if "gbits" in figures:
             rate = f", {figures['gbits']:.2g} Gbit/s alone, {figures['gbits_at_once']:.2g} with others"
         told.append(f"{name} {1e3 * figures['latency_s']:.2f} ms{rate}")
-    return f"The link: {'; '.join(told)}."
+    return "; ".join(told)
 
 
 def _steps_table(predicted: Mapping[str, Prediction], findings: Findings | None) -> Table:
@@ -93,7 +107,8 @@ def _steps_table(predicted: Mapping[str, Prediction], findings: Findings | None)
     if measured:
         for column in ("measured,\nms", "its ratio\n(95 %)", "prediction\nis off by"):
             table.add_column(column, justify="right", no_wrap=True)
-    chosen = findings.advice.setting if findings is not None and findings.advice is not None else ""
+    advice = None if findings is None else findings.advice
+    chosen = "" if advice is None else advice.name
     for name, each in predicted.items():
         cells = [_interval(each.step, 1e3, 1), "1" if name == BASE else _interval(each.ratio, 1, 2)]
         cells.append(f"{each.sent / 1e6:.1f}")
@@ -107,16 +122,44 @@ def _steps_table(predicted: Mapping[str, Prediction], findings: Findings | None)
                 "1" if name == BASE else _interval(ratio, 1, 2),
                 f"{findings.errors[name]:+.0%}",
             ]
-        table.add_row(Text(name), *cells, style="bold" if name == chosen else None)
+        table.add_row(_label(each.variant), *cells, style="bold" if name == chosen else None)
     return table
+
+
+def _variants_table(findings: Findings) -> Table:
+    """Settings and transports down, buckets across."""
+    readings, seconds = findings.readings, findings.seconds
+    probes = {probe.variant: probe for probe in readings.probes.values()}
+    varied = {variant.setting for variant in probes if variant.options}
+    rows = dict.fromkeys((v.setting, v.transport) for v in probes if v.setting in varied)
+    sizes = dict.fromkeys(variant.bucket_cap_mb for variant in probes)
+    counts = {size: len(probes[Variant(BASE, size)].buckets) for size in sizes}
+    columns = [
+        f"{'now' if size is None else f'{size} MiB'},\n{count} bucket{'s' * (count > 1)}"
+        for size, count in counts.items()
+    ]
+    table = _table(["\nover", *columns])
+    best = min(seconds, key=lambda name: seconds[name])
+    for setting, transport in sorted(rows, key=lambda row: list(readings.settings).index(row[0])):
+        names = [str(Variant(setting, size, transport)) for size in sizes]
+        cells = [Text(f"{1e3 * seconds[name]:.1f}", style="bold" if name == best else "") for name in names]
+        table.add_row(Text(setting), transport or readings.transport, *cells)
+    return table
+
+
+def _label(variant: Variant) -> Text:
+    """A variant as it is called in a table."""
+    size, over = variant.bucket_cap_mb, variant.transport
+    options = [*([] if size is None else [f"{size} MiB"]), *([] if over is None else [over])]
+    return Text(variant.setting + ("\n " + ", ".join(options) if options else ""))
 
 
 def _parts_table(predicted: Mapping[str, Prediction]) -> Table:
     columns = ["step", "compute", "waiting", "compress", "wire", "sum", "decompress", "other", "hidden"]
     table = _table(columns, "setting")
-    for name, each in predicted.items():
+    for each in predicted.values():
         found = [getattr(each.parts, column) for column in columns]
-        table.add_row(Text(name), *(f"{1e3 * seconds:.1f}" for seconds in found))
+        table.add_row(_label(each.variant), *(f"{1e3 * seconds:.1f}" for seconds in found))
     return table
 
 
@@ -170,9 +213,11 @@ def write(
             "seconds": seconds,
             "plan": {**asdict(plan), "out": str(plan.out)},
             "wrapped": findings.readings.wrapped,
-            "link": links(findings.readings),
+            "links": {name: links(findings.readings, name) for name in findings.readings.latency},
+            "unusable": findings.readings.unusable,
             "advice": asdict(findings.advice) if findings.advice is not None else None,
             "predicted": {name: _as_dict(each) for name, each in findings.predicted.items()},
+            "steps": findings.seconds,
             "measured": {name: asdict(each) for name, each in findings.measured.items()},
             "errors": findings.errors,
             "missing": findings.missing,
@@ -190,4 +235,4 @@ def write(
 
 
 def _as_dict(each: Prediction) -> dict[str, object]:
-    return {**asdict(each), "parts": {**asdict(each.parts), "step": each.parts.step}}
+    return {**asdict(each), "variant": each.variant._asdict(), "parts": {**asdict(each.parts), "step": each.parts.step}}

@@ -91,7 +91,7 @@ def _initialise(mpi: Any) -> None:
     ours = not mpi.Is_initialized()
     if ours:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    at_exit(Exit.MPI, lambda: _finalize(mpi, ours))
+    at_exit(Exit.MPI, lambda: _finalize(mpi, ours), [mpi])
 
 
 def poll(done: Callable[[], bool], seconds: float, look: Callable[[], None] = lambda: None) -> bool:
@@ -340,7 +340,7 @@ def _leave_all() -> None:
         communicator.tell_end()
 
 
-at_exit(Exit.TELL, _leave_all)
+at_exit(Exit.TELL, _leave_all, _alive)
 
 
 def _finalize(mpi: Any, ours: bool) -> None:

@@ -330,4 +330,4 @@ def _end_all() -> None:
         connection.join(max(0.0, deadline - time.monotonic()))
 
 
-at_exit(Exit.NCCL, _end_all)
+at_exit(Exit.NCCL, _end_all, _alive)

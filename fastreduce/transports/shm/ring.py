@@ -15,7 +15,7 @@ it is still in the cache, and later ones are sent only where a rank would wait e
 
 from __future__ import annotations
 
-from ...kernels.numba_cpu_elements import LINE, copy
+from ...kernels.numba_cpu_elements import LINE, copy, slot_at
 from .elements import add, average, decode, encode, multiply
 from .flags import compiled, fall_asleep, load_acquire, pause, sleep, stay_awake, store_release, wake
 from .segments import ASLEEP, BEAT, DATA, FAILED, SENT, SUMMED, TAG_BYTES, TAGS, TAKEN
@@ -52,22 +52,9 @@ def part_bytes(cell_bytes, ranks):
 
 
 @compiled
-def _slot_at(offsets, place):
-    """The last slot that begins at a place of the flat, or before it."""
-    low, high = 0, len(offsets)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if offsets[middle] <= place:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@compiled
 def _flatten(to, tensors, offsets, lengths, start, count, scale, dtype):
     """Some bytes of the flat that tensors make, scaled; what lies between slots is left as it is."""
-    end, slot = start + count, _slot_at(offsets, start)
+    end, slot = start + count, slot_at(offsets, start)
     while slot < len(offsets) and offsets[slot] < end:
         low, high = max(start, offsets[slot]), min(end, offsets[slot] + lengths[slot])
         if low < high and scale == 1:
@@ -80,7 +67,7 @@ def _flatten(to, tensors, offsets, lengths, start, count, scale, dtype):
 @compiled
 def _unflatten(source, tensors, offsets, lengths, start, count):
     """Some bytes of a flat, to where they belong."""
-    end, slot = start + count, _slot_at(offsets, start)
+    end, slot = start + count, slot_at(offsets, start)
     while slot < len(offsets) and offsets[slot] < end:
         low, high = max(start, offsets[slot]), min(end, offsets[slot] + lengths[slot])
         if low < high:

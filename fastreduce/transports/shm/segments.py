@@ -28,9 +28,7 @@ MACHINES = ("x86_64", "aarch64", "ppc64le", "s390x", "riscv64")  # of which the 
 MAGIC, SENT, SUMMED, TAKEN, BEAT, FAILED, ASLEEP, TAGS = 0, 128, 256, 384, 512, 640, 768, 1024
 TAG_BYTES = 64  # of what the piece in a cell belongs to: kind, bytes, dtype
 DATA = 4096
-MOST_CELLS = (DATA - TAGS) // TAG_BYTES
 VERSION = 1
-_WORD = struct.Struct("=q")
 _HEADER = struct.Struct("=8s5q")  # name, version, rank, ranks, cells, bytes of a cell
 
 

@@ -1,0 +1,48 @@
+"""A child that a training process forks, by `os.fork` or `multiprocessing`, ends as Python does and touches nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.commands import TORCHRUN, run, with_environment
+
+TRAIN = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from fastreduce import DistributedDataParallel
+
+dist.init_process_group("gloo")
+trained = [
+    DistributedDataParallel(nn.Linear(64, 64), compression="int8:error_feedback", transport=name)
+    for name in ("gloo", "shm")
+]
+
+def step():
+    for ddp in trained:
+        ddp(torch.ones(4, 64)).sum().backward()
+
+step()
+if not (child := os.fork()):
+    sys.exit(3)
+deadline = time.monotonic() + 100
+while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+    time.sleep(0.05)
+print("child:", os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", flush=True)
+if not ended[0]:
+    os.kill(child, 9)
+step()
+"""
+
+
+def test_it_ends_at_once_and_training_goes_on(tmp_path: Path):
+    script, traces = tmp_path / "train.py", tmp_path / "traces"
+    script.write_text(TRAIN)
+    traces.mkdir()
+    env = with_environment(GLOO_SOCKET_IFNAME="lo", FASTREDUCE_TRACE=str(traces))
+    done = run(TORCHRUN, "--nproc-per-node", "2", script, env=env)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "child: 3", "child: 3"]
+    assert all(json.loads(path.read_text()) for path in traces.glob("rank*.json"))  # whole, once

@@ -10,9 +10,11 @@ WORKERS := $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 # MINUTES=20 make test-all: no test begins later than 20 minutes from now; the summary has how many of each file did not.
 PYTEST += $(if $(MINUTES),--until $(shell echo $$(( $$(date +%s) + 60 * $(MINUTES) ))))
+# AGAIN=yes: those that failed the last time, one after the other, up to the first that fails again.
+PYTEST += $(if $(AGAIN),-n 0 -x --last-failed --last-failed-no-failures none)
 PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-.PHONY: help demo test test-all bench gpu lint conformance
+.PHONY: help demo test test-long test-all bench gpu lint conformance
 .NOTPARALLEL:
 
 help:
@@ -30,8 +32,10 @@ demo: .venv/.stamp-demo
 test: .venv/.stamp-dev
 	$(PYTEST)
 
-test-all: test
+test-long: .venv/.stamp-dev
 	$(PYTEST) -m long
+
+test-all: test test-long
 
 bench: .venv/.stamp-dev
 	$(BIN)/python -m bench

@@ -1,4 +1,4 @@
-"""`fastreduce compare` where ranks are started otherwise: on several nodes, by mpirun, by torchrun."""
+"""`fastreduce compare` and `advise` where ranks are started otherwise: on several nodes, by mpirun, by torchrun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.support.commands import ROOT, Done, command_line, finish, started, wi
 from tests.support.slurm import cluster, needs_slurm
 
 SCRIPT = str(ROOT / "tests" / "support" / "trained_script.py")
-COMPARE = [sys.executable, "-c", "from fastreduce.cli import main; main()", "compare"]
+FASTREDUCE = [sys.executable, "-c", "from fastreduce.cli import main; main()"]
+COMPARE, ADVISE = [*FASTREDUCE, "compare"], [*FASTREDUCE, "advise"]
 BRIEF = ["--settings", "none", "--rounds", 1, "--steps", 1, "--train", 4, "--seeds", 1]
 NAMES = {"none", "none again", "torch", "torch:fp16", "no reduction"}
 
@@ -65,6 +66,29 @@ def test_what_cannot_be_started_is_one_line(
     assert line.startswith("fastreduce compare: ") and message in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--nnodes", "2", "--node-rank", "1"], {}, "--nnodes 2: say where the first one is, by --master-addr"),
+        (["--launch", "env", "--ranks", "2"], {}, "--launch and --ranks both say what is started: give one of them"),
+        (
+            [],
+            {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"},
+            "torchrun says rank 0 of 2: advise starts ranks itself",
+        ),
+    ],
+)
+def test_what_advise_cannot_start_is_one_line(
+    arguments: list[str], environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(main, ["advise", "--out", str(tmp_path), *arguments, SCRIPT])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("fastreduce advise: ") and message in line
+
+
 # A command that starts ranks
 
 
@@ -84,6 +108,18 @@ def test_by_mpirun(tmp_path: Path):
     assert {turn["contestant"] for turn in results["turns"]} == NAMES and results["missing"] == []
     assert results["wrapped"]["ranks"] == 2
     assert not list((tmp_path / "out").glob("fastreduce-compare-*"))
+
+
+@pytest.mark.long
+@mpirun.needs_mpirun
+def test_advise_by_mpirun(tmp_path: Path):
+    launch = ["--launch", f"{mpirun.MPIRUN} -n 2 --oversubscribe", "--settings", "none", "fp16", "--rounds", 1]
+    command = [*ADVISE, *launch, "--out", tmp_path / "out", SCRIPT, 90]
+    with started(*command, env=mpirun.environment()) as process:
+        done = finish(process, 200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    advice = json.loads((tmp_path / "out" / "advice.json").read_text())
+    assert advice["wrapped"]["ranks"] == 2 and {"none", "fp16"} <= set(advice["predicted"]) and advice["measured"]
 
 
 @pytest.mark.long
@@ -153,16 +189,22 @@ def nodes() -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def _on_both(names: Sequence[str], folder: Path, *options: object, more: Sequence[object] = ()) -> Iterator[list[Any]]:
+def _on_both(
+    names: Sequence[str],
+    folder: Path,
+    *options: object,
+    more: Sequence[object] = (),
+    command: Sequence[object] = COMPARE,
+) -> Iterator[list[Any]]:
     """The same command on both nodes, with `more` on the second; the second begins first."""
     environment = with_environment(GLOO_SOCKET_IFNAME=two_nodes.INTERFACE)
     with contextlib.ExitStack() as stack:
         running: list[Any] = [None, None]
         for rank in (1, 0):
             where = ["--nnodes", 2, "--node-rank", rank, "--master-addr", two_nodes.ADDRESSES[0], "--ranks", 1]
-            command = ["ip", "netns", "exec", names[rank], *COMPARE, *where, "--out", folder / str(rank)]
+            here = ["ip", "netns", "exec", names[rank], *command, *where, "--out", folder / str(rank)]
             extra = more if rank else ()
-            running[rank] = stack.enter_context(started(*command, *extra, *options, env=environment))
+            running[rank] = stack.enter_context(started(*here, *extra, *options, env=environment))
         yield running
 
 
@@ -178,6 +220,24 @@ def test_on_two_nodes_the_first_one_writes_and_the_other_says_where(nodes: tuple
     assert not (tmp_path / "1" / "results.json").exists()
     assert second.stdout.splitlines()[-1].startswith("Results are in ")
     assert second.stdout.splitlines()[-1].endswith(str(tmp_path / "0" / "results.json"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("link", [[], ["--nodes", 4, "--gbits", 1]], ids=["", "projected"])
+def test_two_nodes_are_advised_by_the_first_one(nodes: tuple[str, str], tmp_path: Path, link: list[object]):
+    options = ["--settings", "none", "int8", "--rounds", 1, *link]
+    with _on_both(nodes, tmp_path, *options, SCRIPT, 90, command=ADVISE) as running:
+        first, second = (finish(process, 200) for process in running)
+    assert (first.returncode, second.returncode) == ((2, 2) if link else (0, 0)), first.stderr + second.stderr
+    file = tmp_path / "0" / "advice.json"
+    if link:
+        said = "--nodes projects from the ranks of one host, and these are on several\n"
+        assert first.stderr == f"fastreduce advise: {said}" and second.stderr == f"fastreduce advise: node 0: {said}"
+        return
+    advice = json.loads(file.read_text())
+    assert (advice["wrapped"]["ranks"], advice["wrapped"]["local_ranks"]) == (2, 1)
+    assert advice["wrapped"]["transport"] == "gloo" and advice["measured"]
+    assert second.stdout.splitlines()[-1].endswith(str(file))
 
 
 @pytest.mark.long

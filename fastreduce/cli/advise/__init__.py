@@ -13,6 +13,16 @@ from ...policy import Policy
 from ..compare import PLAIN_WIDTH
 from ..compare.ending import fail, make_folder, need
 from ..compare.script.plan import BASE, read_words
+from ..compare.starting import (
+    MASTER_PORT,
+    LaunchOption,
+    MasterAddrOption,
+    MasterPortOption,
+    NnodesOption,
+    NodeRankOption,
+    find_nodes,
+    read_launch,
+)
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
 ROUNDS = 8
@@ -32,8 +42,11 @@ def advise(
         list[str], typer.Option(metavar="SPEC ...", help="Settings to choose from; none is always there.")
     ] = DEFAULT_SETTINGS,
     ranks: Annotated[
-        int, typer.Option(min=1, help="Processes on this machine; 1 is one process, which may start ranks itself.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=1, help="Processes on this machine; 1 is one process, which may start ranks itself.", show_default="2"
+        ),
+    ] = None,
     rounds: Annotated[
         int,
         typer.Option(
@@ -43,17 +56,23 @@ def advise(
         ),
     ] = ROUNDS,
     nodes: Annotated[
-        int | None, typer.Option(min=2, help="Project to so many hosts, each with the ranks of this one.")
+        int | None,
+        typer.Option(min=2, help="Project to so many hosts, each with the ranks of this one, of which nothing runs."),
     ] = None,
     gbits: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of each host's adapter, for --nodes.")] = None,
     out: Annotated[Path, typer.Option(help="Where advice.json and the training's output go.")] = Path("out/advise"),
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which a training that takes no step is ended.")
     ] = 300.0,
+    launch: LaunchOption = None,
+    nnodes: NnodesOption = 1,
+    node_rank: NodeRankOption = None,
+    master_addr: MasterAddrOption = None,
+    master_port: MasterPortOption = MASTER_PORT,
 ) -> None:
     """Say whether to compress the gradients of a training here, with which setting, in which buckets, and why.
 
-    Starts the script's ranks on this machine, unedited, with our DistributedDataParallel in the place of torch's.
+    Starts the script's ranks, unedited, with our DistributedDataParallel in the place of torch's.
     Measures the link, the kernels of each setting at the sizes of its buckets, and when each gradient comes; predicts
     the step under each setting, with its parts, and with other buckets and over the other transports of this machine;
     then runs the best ones beside none, and says how far off that was.
@@ -75,6 +94,8 @@ def advise(
             "projections know nothing; leave one of them out",
             command="advise",
         )
+    here = find_nodes(nnodes, node_rank, master_addr, master_port, "advise")
+    command = read_launch(launch, ranks, here, "advise")
     from . import measure  # which needs scipy
     from .prediction import Link
 
@@ -83,7 +104,8 @@ def advise(
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     link = None if nodes is None or gbits is None else Link(nodes, gbits)
-    plan = measure.make_plan(script, module, chosen, ranks, rounds, out, timeout)
+    started = 0 if command else ranks or 2
+    plan = measure.make_plan(script, module, chosen, started, rounds, out, timeout, command, here)
     measure.run(plan, link, console)
 
 

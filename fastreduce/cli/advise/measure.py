@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from rich.console import Console
 from ...run.contestants import AFTER_BACKWARD, Variant
 from ..compare.ending import SignalError, fail, signals_end_ranks
 from ..compare.script import speed, trainings
+from ..compare.script.nodes import FirstNode, follow
 from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
 from ..compare.script.speed import Speed, Turn
 from ..compare.script.trainings import Line, Training, TrainingError
+from ..compare.starting import Nodes
 from . import report
 from .advice import Advice, advise, contenders, varied, who_is_late
 from .prediction import Link, Prediction, predict, seconds
@@ -58,7 +61,15 @@ class Findings:
 
 
 def make_plan(
-    words: Sequence[str], module: bool, settings: Sequence[str], ranks: int, rounds: int, out: Path, timeout: float
+    words: Sequence[str],
+    module: bool,
+    settings: Sequence[str],
+    ranks: int,
+    rounds: int,
+    out: Path,
+    timeout: float,
+    launch: tuple[str, ...] = (),
+    nodes: Nodes | None = None,
 ) -> Plan:
     """Settings with `none` first, and rounds of the check; no quality."""
     return Plan(
@@ -77,49 +88,68 @@ def make_plan(
         timeout=timeout,
         metric_line=None,
         metric_file=None,
+        launch=launch,
+        nodes=nodes,
     )
 
 
 def run(plan: Plan, link: Link | None, console: Console) -> None:
-    """Train, predict, check, and report.
+    """Train, predict, check, and report. On several nodes the first one does; the others start their ranks for it.
 
     Raises:
         typer.Exit: with a training's exit code if the first one failed, with 128 + the signal if one came.
     """
+    if plan.nodes is not None and plan.nodes.rank:
+        follow(plan, plan.nodes, console, "advise")
     start = time.monotonic()
+    others: FirstNode | None = None
+    ended: tuple[str, int] | None = None
+    file = plan.out / "advice.json"
     try:
         with signals_end_ranks():
-            findings = investigate(plan, link, console)
+            if plan.nodes is not None:
+                others = FirstNode(plan.nodes)
+                others.meet(plan)
+            findings = investigate(plan, link, console, others)
     except TrainingError as error:
-        fail(str(error), error.code, "advise")
+        ended = str(error), error.code
     except SignalError as error:
-        fail(f"{error.received.name}: all ranks were ended", 128 + error.received, "advise")
-    report.show(console, findings, link)
-    report.write(plan.out / "advice.json", sys.argv, plan, findings, link, time.monotonic() - start)
-    said = f"\n{time.monotonic() - start:.0f} s. Wrote {plan.out}/advice.json."
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
+        ended = f"{error.received.name}: all ranks were ended", 128 + error.received
+    else:
+        report.show(console, findings, link)
+        report.write(file, sys.argv, plan, findings, link, time.monotonic() - start)
+        said = f"\n{time.monotonic() - start:.0f} s. Wrote {file}."
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    if others is not None:
+        said = f"The advice is in {socket.gethostname()}:{file.resolve()}"
+        others.end(*((0, said) if ended is None else (ended[1], f"node 0: {ended[0].splitlines()[0]}")))
+    if ended is not None:
+        fail(*ended, "advise")
 
 
-def investigate(plan: Plan, link: Link | None, console: Console) -> Findings:
+def investigate(plan: Plan, link: Link | None, console: Console, others: FirstNode | None = None) -> Findings:
     """All but the report.
 
     Raises:
-        TrainingError: if the first training failed, or ended before it was measured, or its settings cannot change.
+        TrainingError: if the first training failed, or ended before it was measured, or its settings cannot change, or
+            a projection was asked for where ranks are on several hosts already.
     """
     say = _Saying(plan, console)
-    lines = trainings.run(plan, _profile(plan), say.line)
+    lines = trainings.run(plan, _profile(plan), say.line, others)
     if why := speed.why_fixed(lines):
         raise TrainingError(f"{why}: nothing is predicted then; fastreduce compare measures", 2)
     readings = read(lines)
     if readings.wrapped["ranks"] < 2:
-        raise TrainingError("one rank alone has nothing to send: take --ranks 2 or more", 2)
+        raise TrainingError("one rank alone has nothing to send: start two or more", 2)
+    if link is not None and readings.wrapped["local_ranks"] < readings.wrapped["ranks"]:
+        raise TrainingError("--nodes projects from the ranks of one host, and these are on several", 2)
     if not readings.flights or not readings.alone:
         count = WARM_UP_STEPS + 2 * PROFILE_ROUNDS * (STAY_STEPS + PROFILE_STEPS)
         raise TrainingError(f"{plan.name} ended before it was measured, which takes {count} steps: train longer", 2)
     steps = seconds(readings)
     findings = Findings(lines, readings, steps, predict(readings, more=varied(steps)))
     if plan.rounds:
-        _check(plan, findings, say)
+        _check(plan, findings, say, others)
     late = who_is_late(readings.flights)
     findings.advice = advise(findings.predicted, findings.measured, late)
     if link is not None:
@@ -161,11 +191,11 @@ def turns_of(lines: Sequence[Line], names: Sequence[str]) -> list[Turn]:
     return found[: len(found) // len(names) * len(names)]
 
 
-def _check(plan: Plan, findings: Findings, say: _Saying) -> None:
+def _check(plan: Plan, findings: Findings, say: _Saying, others: FirstNode | None) -> None:
     names = [BASE, *contenders(findings.predicted)]
     say.text(f"checking the prediction: {', '.join(names)} in turns, --rounds {plan.rounds}")
     try:
-        lines = trainings.run(plan, rotation(plan, names, plan.rounds), say.line)
+        lines = trainings.run(plan, rotation(plan, names, plan.rounds), say.line, others)
     except TrainingError as error:
         findings.missing = f"the prediction was not checked: {error}"
         return
@@ -181,7 +211,7 @@ class _Saying:
     def __init__(self, plan: Plan, console: Console) -> None:
         self._console = console
         self._said = ""
-        self.text(f"{plan.name}, --ranks {plan.ranks}: {', '.join(plan.settings)}.")
+        self.text(f"{plan.name}, {plan.started}: {', '.join(plan.settings)}.")
 
     def text(self, text: str) -> None:
         """Say it."""

@@ -16,7 +16,16 @@ from ...policy import Policy
 from ...run.contestants import TORCHS
 from . import digits
 from .ending import fail, make_folder
-from .script.plan import ROUNDS, find_nodes, make_plan
+from .script.plan import ROUNDS, make_plan
+from .starting import (
+    MASTER_PORT,
+    LaunchOption,
+    MasterAddrOption,
+    MasterPortOption,
+    NnodesOption,
+    NodeRankOption,
+    find_nodes,
+)
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]
 PLAIN_WIDTH = 118  # where output goes to a file or a CI log
@@ -153,36 +162,11 @@ def compare(
             rich_help_panel=SCRIPT,
         ),
     ] = None,
-    launch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Start ranks by this command, to which theirs is added, such as 'mpirun -n 4' or 'srun -n 4'.",
-            rich_help_panel=SCRIPT,
-        ),
-    ] = None,
-    nnodes: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            envvar="PET_NNODES",
-            help="Nodes, on each of which the same command runs, with --ranks of its own; the first one measures and "
-            "writes.",
-            rich_help_panel=SCRIPT,
-        ),
-    ] = 1,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(min=0, envvar="PET_NODE_RANK", help="Which of them this is, from 0.", rich_help_panel=SCRIPT),
-    ] = None,
-    master_addr: Annotated[
-        str | None,
-        typer.Option(envvar="PET_MASTER_ADDR", help="The first node's name or address.", rich_help_panel=SCRIPT),
-    ] = None,
-    master_port: Annotated[
-        int,
-        typer.Option(min=1, max=65535, envvar="PET_MASTER_PORT", help="A free port of it.", rich_help_panel=SCRIPT),
-    ] = 29500,
+    launch: LaunchOption = None,
+    nnodes: NnodesOption = 1,
+    node_rank: NodeRankOption = None,
+    master_addr: MasterAddrOption = None,
+    master_port: MasterPortOption = MASTER_PORT,
     device: Annotated[
         Device | None,
         typer.Option(
@@ -252,7 +236,7 @@ def compare(
             metric_file=metric_file,
             weights_from=weights_from,
             launch=launch,
-            nodes=find_nodes(nnodes, node_rank, master_addr, master_port),
+            nodes=find_nodes(nnodes, node_rank, master_addr, master_port, "compare"),
         )
         make_folder(out)
         measure.run(plan, console)

@@ -30,7 +30,7 @@ def run(plan: Plan, console: Console) -> None:
         typer.Exit: with a training's exit code if it failed, with 128 + the signal if one ended this process.
     """
     if plan.nodes is not None and plan.nodes.rank:
-        follow(plan, plan.nodes, console)
+        follow(plan, plan.nodes, console, "compare")
     start = time.monotonic()
     findings = Findings()
     ended: tuple[str, int] | None = None

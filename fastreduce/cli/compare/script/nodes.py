@@ -1,4 +1,4 @@
-"""A comparison on several nodes: the first measures and writes, the others start their ranks when it says so."""
+"""Trainings on several nodes: the first measures and writes, the others start their ranks when it says so."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from rich.console import Console
 from ....errors import TransportError
 from ....transports.store_client import StoreClient
 from ..ending import SignalError, fail, signals_end_ranks
+from ..starting import Nodes
 from . import trainings
-from .plan import Nodes, Plan
+from .plan import Plan
 from .trainings import END_SECONDS, LOOK_SECONDS, Training, TrainingError
 
 ANSWER_SECONDS = 15.0  # within which the first node answers the others
@@ -49,7 +50,7 @@ class FirstNode:
             raise TrainingError(f"cannot listen on {where}: {str(error).splitlines()[0]}", 1) from error
 
     def meet(self, plan: Plan) -> None:
-        """Wait for the others, and see that they were asked for the same comparison.
+        """Wait for the others, and see that they were asked for the same.
 
         Raises:
             TrainingError: if one does not come within --timeout, or was asked for another one.
@@ -98,8 +99,8 @@ class FirstNode:
             time.sleep(LOOK_SECONDS)
 
 
-def follow(plan: Plan, nodes: Nodes, console: Console) -> None:
-    """Start this node's ranks when the first one says so, until it says that all is over.
+def follow(plan: Plan, nodes: Nodes, console: Console, command: str) -> None:
+    """Start this node's ranks when the first one says so, until it says that all is over; `command` was asked for.
 
     Raises:
         typer.Exit: with the first node's exit code; 1 if it is gone, 128 + the signal if one ended this process.
@@ -115,11 +116,11 @@ def follow(plan: Plan, nodes: Nodes, console: Console) -> None:
             code, said = other.follow()
     except SignalError as error:
         other.leave(error.received.name)
-        fail(f"{error.received.name}: all ranks of this node were ended", 128 + error.received)
+        fail(f"{error.received.name}: all ranks of this node were ended", 128 + error.received, command)
     except TransportError as error:
-        fail(f"node 0 ({nodes.address}) is gone: {error}", 1)
+        fail(f"node 0 ({nodes.address}) is gone: {error}", 1, command)
     if code:
-        fail(said, code)
+        fail(said, code, command)
     console.print(said, highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(code)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,25 +14,15 @@ from pathlib import Path
 import torch
 
 from .... import FastreduceError
-from ....environment.engines import find_place
 from ....run.contestants import NO_REDUCTION, TORCHS, canonical
 from ..ending import fail, need
+from ..starting import Nodes, read_launch
 
 BASE = "none"
 AGAIN = "none again"  # the control
 ROUNDS = 20
 WARM_UP_STEPS = 5
 SETTLE_STEPS = 3  # a new reducer's first step learns the order of gradients, its second lays the buckets out anew
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """On how many nodes the same comparison is asked for, which of them this is, and where the first one listens."""
-
-    count: int
-    rank: int
-    address: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -157,7 +146,7 @@ def make_plan(
     if metric_line and metric_file:
         fail("--metric-line and --metric-file both name the metric: give one of them")
     _check_pattern(metric_line)
-    command = _read_launch(launch, ranks, nodes)
+    command = read_launch(launch, ranks, nodes, "compare")
     return Plan(
         words=words,
         module=module,
@@ -202,43 +191,3 @@ def _check_pattern(pattern: str | None) -> None:
         fail(f"--metric-line {pattern}: {error}")
     if groups != 1:
         fail(f"--metric-line {pattern}: one pair of parentheses says where the number stands, not {groups}")
-
-
-def find_nodes(count: int, rank: int | None, address: str | None, port: int) -> Nodes | None:
-    """Those of the options; None where there is one, or an error and exit code 2."""
-    if count == 1:
-        return None
-    if rank is None or not rank < count:
-        fail(f"--nnodes {count}: say which of them this is, by --node-rank 0 to {count - 1}")
-    if address is None:
-        fail(f"--nnodes {count}: say where the first one is, by --master-addr")
-    return Nodes(count, rank, address, port)
-
-
-def _read_launch(launch: str | None, ranks: int | None, nodes: Nodes | None) -> tuple[str, ...]:
-    """The command's words; or an error and exit code 2, also where a launcher has started this process as a rank."""
-    if launch is None:
-        if started := _started_by():
-            command = "srun -n 4" if started.startswith("srun") else "mpirun -n 4"
-            fail(f"{started}: compare starts ranks itself, for each training anew; --launch '{command}' says how")
-        return ()
-    try:
-        words = tuple(shlex.split(launch))
-    except ValueError as error:
-        fail(f"--launch {launch}: {error}")
-    if ranks is not None or nodes is not None:
-        fail(f"--launch and {'--ranks' if nodes is None else '--nnodes'} both say what is started: give one of them")
-    if not words or shutil.which(words[0]) is None:
-        fail(f"--launch {launch}: there is no program {(words or ('',))[0]!r}")
-    return words
-
-
-def _started_by() -> str:
-    """Which launcher has made this process one of several ranks, and which; "" where none has."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        return f"torchrun says rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
-    try:
-        place = find_place()
-    except FastreduceError as error:
-        fail(str(error))
-    return str(place) if place is not None and place.world_size > 1 else ""

@@ -44,49 +44,45 @@ NAMES = {"none", "none again", "torch", "torch:fp16", "no reduction"}
             [],
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
             | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            "mpirun says rank 1 of 2: compare starts ranks itself, for each training anew; --launch 'mpirun -n 4' says",
+            "mpirun says rank 1 of 2: {command} starts ranks itself, for each training anew; --launch 'mpirun -n 4' says",
         ),
         (
             [],
             {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"},
-            "torchrun says rank 0 of 2: compare starts ranks itself",
+            "torchrun says rank 0 of 2: {command} starts ranks itself",
         ),
-        (["--weights-from", "torch"], {}, "--weights-from torch: give a setting of ours"),
-        (["--weights-from", "none", "--rounds", "0", "--train", "9"], {}, "--weights-from is for speed"),
     ],
 )
+@pytest.mark.parametrize("command", ["compare", "advise"])
 def test_what_cannot_be_started_is_one_line(
-    arguments: list[str], environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(main, ["compare", "--out", str(tmp_path), *arguments, SCRIPT])
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("fastreduce compare: ") and message in line
+    _is_refused(command, arguments, message.format(command=command), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
+    ("arguments", "message"),
     [
-        (["--nnodes", "2", "--node-rank", "1"], {}, "--nnodes 2: say where the first one is, by --master-addr"),
-        (["--launch", "env", "--ranks", "2"], {}, "--launch and --ranks both say what is started: give one of them"),
-        (
-            [],
-            {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"},
-            "torchrun says rank 0 of 2: advise starts ranks itself",
-        ),
+        (["torch"], "--weights-from torch: give a setting of ours"),
+        (["none", "--rounds", "0", "--train", "9"], "--weights-from is for speed"),
     ],
 )
-def test_what_advise_cannot_start_is_one_line(
-    arguments: list[str], environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(main, ["advise", "--out", str(tmp_path), *arguments, SCRIPT])
+def test_weights_that_cannot_be_followed_are_one_line(arguments: list[str], message: str, tmp_path: Path):
+    _is_refused("compare", ["--weights-from", *arguments], message, tmp_path)
+
+
+def _is_refused(command: str, arguments: list[str], message: str, out: Path) -> None:
+    result = CliRunner().invoke(main, [command, "--out", str(out), *arguments, SCRIPT])
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith("fastreduce advise: ") and message in line
+    assert line.startswith(f"fastreduce {command}: ") and message in line
 
 
 # A command that starts ranks

@@ -44,7 +44,7 @@ NAMES = {"none", "none again", "torch", "torch:fp16", "no reduction"}
             [],
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
             | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-            "mpirun says rank 1 of 2: {command} starts ranks itself, for each training anew; --launch 'mpirun -n 4' says",
+            "mpirun says rank 1 of 2: {command} starts ranks itself, for each training anew; --launch 'mpirun -n 4'",
         ),
         (
             [],

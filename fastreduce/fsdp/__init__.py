@@ -43,7 +43,7 @@ def compress(
 
     Raises:
         SettingError: if `compression` or `all_gather` is no setting that can be used, or the model is not sharded, or
-            is replicated.
+            is replicated, or this was called already for one of its modules.
         MismatchError: on every rank, if models or settings differ between ranks.
         BackendUnavailableError: if kernels or transport cannot run here.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..reduction.applied import norms_of
 from ..reduction.error_feedback import ErrorFeedback
 from ..transports import Transport
-from .torch_fsdp import Group, backward_under_way, call_after_backward
+from .torch_fsdp import NO_BACKWARD, Group, backward_under_way, used_elsewhere
 
 
 class Followed:
@@ -29,6 +29,7 @@ class Followed:
         self.feedback, self.group, self.transport = feedback, group, transport
         self._members = [(i, group.members[i]) for i in positions]
         self._norms = torch.zeros(2, len(positions), dtype=torch.float64)
+        self._absent: list[int] = []  # of the last message, though they require gradients
 
     def norms(self) -> Tensor:
         """What was measured when they were stored, FP64 `[2, parameters]` (`norms_of`)."""
@@ -37,6 +38,8 @@ class Followed:
     def follow(self, present: Sequence[int]) -> None:
         """The gradients of a message are stored."""
         grads = [member.parameter.grad for _, member in self._members]
+        trained = set(self.group.trained).difference(present)
+        self._absent = [k for k, (i, _) in enumerate(self._members) if i in trained]
         like = self._members[0][1].local
         self._norms = norms_of([like.new_zeros(1) if grad is None else grad for grad in grads])
         self.feedback.follow(
@@ -49,19 +52,30 @@ class Followed:
         )
 
     def seen(self) -> Tensor | None:
-        """What this rank knows of their averages, FP64 `[3, parameters]`: `ErrorFeedback.fates`, and 1.
+        """What this rank knows of their averages, FP64 `[4, parameters]`: `ErrorFeedback.fates`, 1, and 1.
 
-        Zeros where it has none of an average, or zeros. None before the first.
+        Zeros where it has none of an average, or zeros, and in the last row where it had no gradient. None before the
+        first.
         """
         fates = self.feedback.fates()
         if fates is None:
             return None
         has_any = ((self._norms[0] > 0) & self._norms.isfinite().all(0)).double().to(fates.device)
-        return torch.cat([fates.nan_to_num(), torch.ones_like(has_any)[None]]) * has_any
+        had = torch.ones_like(has_any)
+        for k in self._absent:
+            had[k] = 0
+        return torch.cat([torch.cat([fates.nan_to_num(), torch.ones_like(has_any)[None]]) * has_any, had[None]])
 
     def agree(self, seen: Tensor) -> None:
-        """Go by the mean over the ranks that have seen anything; `seen` is the sum of what they have."""
+        """Go by the mean over the ranks that have seen anything; `seen` is the sum of what they have.
+
+        Raises:
+            ReducerError: if a parameter was used on other ranks only.
+        """
         counts = seen[2]
+        for k in self._absent:
+            if self.transport is not None and seen[3, k] > 0:
+                raise used_elsewhere(self._members[k][1].name, self.transport, "rank")
         self.feedback.put_fates(torch.where(counts > 0, seen[:2] / counts, torch.nan))
 
 
@@ -76,7 +90,8 @@ class Follower:
     def __init__(self) -> None:
         self._all: list[Followed] = []
         self._stored: dict[Followed, list[int]] = {}  # by this backward, and not followed yet
-        self._backward = -1
+        self._reduced: set[Followed] = set()  # since the last look of this backward
+        self._backward: int | None = None
         self._looked: torch.cuda.Event | None = None
 
     def add(self, followed: Sequence[Followed]) -> None:
@@ -86,6 +101,7 @@ class Follower:
     def remove(self, followed: Sequence[Followed]) -> None:
         """Look at these no more."""
         self._all = [each for each in self._all if each not in followed]
+        self._reduced.difference_update(followed)
 
     @torch.no_grad()
     def look(self) -> None:
@@ -105,25 +121,35 @@ class Follower:
                 each.feedback.finite = told[-1] == 0
 
     def begin(self, followed: Sequence[Followed], present: Sequence[int]) -> None:
-        """A message is about to be reduced and stored; every rank calls it."""
+        """A message is about to be reduced and stored; every rank calls it.
+
+        The stage of a pipeline reduces behind its backwards: there a step lasts until a message comes again.
+        """
         if not followed:
             return
-        backward, device = backward_under_way(), followed[0].group.device
-        if backward != self._backward or any(each in self._stored for each in followed):
+        backward, group = backward_under_way(), followed[0].group
+        device = group.device
+        begins = backward != self._backward or any(each in self._reduced for each in followed)
+        if begins:
             self.end()  # what is there is of a backward that raised, or of this one
             self.look()
             self._backward = backward
-            call_after_backward(self.end)
+            self._reduced.clear()
             if device.type == "cuda":
                 self._looked = torch.cuda.current_stream(device).record_event()
+        if begins or backward == NO_BACKWARD:
+            group.call_after_backward(self.end)
         if self._looked is not None:  # FSDP reduces on several streams
             torch.cuda.current_stream(device).wait_event(self._looked)
+        self._reduced.update(followed)
         self._stored.update((each, list(present)) for each in followed)
 
     @torch.no_grad()
     def end(self) -> None:
         """All that was reduced has been stored."""
-        stored, self._stored, self._backward = self._stored, {}, -1
+        stored, self._stored = self._stored, {}
+        if self._backward != NO_BACKWARD:
+            self._backward = None
         for each, present in stored.items():
             each.group.wait_until_stored()
             each.follow(present)

@@ -25,7 +25,7 @@ from .followed import Follower
 from .kept import Kept
 from .reduce_scatter import CompressedReduceScatter
 from .replicas import ReplicaAverage
-from .torch_fsdp import Group, groups_of
+from .torch_fsdp import Group, groups_of, sharded_beside
 
 
 class ShardedModel:
@@ -43,6 +43,7 @@ class ShardedModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._groups = groups_of(model)
+        self._model = weakref.ref(model)
         self._names = [member.name for group in self._groups for member in group.members]
         self._scatters: list[CompressedReduceScatter] = []
         self._averages: list[ReplicaAverage] = []
@@ -50,9 +51,20 @@ class ShardedModel:
         self._replicas: Transport | None = None
         self.compression: Compression | Policy | None = None
         self._follower = Follower()
+        self._groups[0].when_gathered_first(self._look_for_others)
         self._close = weakref.finalize(self, _close, self._transports)
         self._close.atexit = False
         _alive.add(self)
+
+    def _look_for_others(self) -> None:
+        """Whether what is trained was all there when we were called."""
+        model = self._model() if self._reductions else None
+        if model is not None and (name := sharded_beside(model, self._groups)) is not None:
+            which = f"module {name!r}" if name else "the root module"
+            raise SettingError(
+                f"fastreduce.fsdp: {which} was sharded after compress or replicate was called for the model, which "
+                "would leave its gradients to torch: call them behind the last fully_shard"
+            )
 
     @property
     def _reductions(self) -> list[CompressedReduceScatter | ReplicaAverage]:
@@ -78,6 +90,12 @@ class ShardedModel:
         """Replace the reduce-scatter of every group, and where asked the all-gather (`fastreduce.fsdp.compress`)."""
         if self._scatters:
             raise SettingError("fastreduce.fsdp.compress: called already for this model; call it once")
+        for group in self._groups:
+            if isinstance(group.reduce_scatter, CompressedReduceScatter):
+                raise SettingError(
+                    f"fastreduce.fsdp.compress: called already for {group}, with another part of the model; call it "
+                    "once for each module, as with the whole model and a policy of parameters' names"
+                )
         settings, error = self._settings(compression, "compress", _why_not_scattered)
         gathered: dict[str, Compression] = {}
         if all_gather is not None:
@@ -121,7 +139,7 @@ class ShardedModel:
             warm_up_pipelines(dtype, group.device, setting, made)
         for group in self._groups:
             average = ReplicaAverage(group, settings, made, self._follower)
-            group.average_with(average)
+            group.average_with(average, average.forget)
             self._averages.append(average)
 
     def _settings(

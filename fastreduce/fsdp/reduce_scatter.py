@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..reduction.shared_buffers import SharedBuffers
 from ..transports import Transport
 from .followed import Followed, Follower
 from .kept import Kept, KeptOfRows
-from .torch_fsdp import Group, scale_of
+from .torch_fsdp import Group, scale_of, used_elsewhere
 from .wires import RowWire
 
 
@@ -52,7 +52,7 @@ class CompressedReduceScatter:
         self._group, self._settings, self._transport, self._buffers = group, settings, transport, buffers
         self._naming = Naming(f"FSDP reduces {group}, with {group.listed}.")
         self._kernels = ops.choose(group.device)
-        self._lay_out([i for i, member in enumerate(group.members) if member.parameter.requires_grad])
+        self._lay_out(group.trained)
 
     def _lay_out(self, positions: Sequence[int]) -> None:
         members = self._group.members
@@ -114,7 +114,7 @@ class CompressedReduceScatter:
 
         Raises:
             TransportError: naming rank, operation and parameters, if it failed.
-            ReducerError: if the call is not what was expected of FSDP.
+            ReducerError: if the call is not what was expected of FSDP, or a parameter is used on other ranks only.
         """
         if async_op:
             raise ReducerError(
@@ -127,8 +127,8 @@ class CompressedReduceScatter:
             return
         present = list(self._group.present)
         self._check(input_tensor, output_tensor, present)
-        if not self._known.issuperset(present):
-            self._learn(present)
+        if not self._known.issuperset(found := {*present, *self._group.trained}):
+            self._learn(found)
         self._buffers.use_here(input_tensor.device)
         self._follower.begin(self._followed, present)
         self._reduce(output_tensor, input_tensor, scale, present)
@@ -158,9 +158,7 @@ class CompressedReduceScatter:
         ranks, dtype, device = self._transport.world_size, given.dtype, given.device
         plain = [wire for wire in self.wires if wire.dtype(dtype) is dtype]
         if len(plain) == len(self.wires) == 1:
-            received = self._buffers.take("received 0", given.numel(), dtype, device)
-            self._transport.all_to_all(received.view(ranks, -1), given).wait()
-            return received
+            return self._exchange_as_it_is(given, present)
         wide = dtype in (torch.float32, torch.float64)
         terms = given if wide else self._buffers.take("terms", given.numel(), torch.float32, device)
         pieces = [self._group.members[i].piece for i in present]
@@ -173,12 +171,45 @@ class CompressedReduceScatter:
             )
             wire.compress(self._of(wire, gradients, present), packed)
             under_way.append((wire, received, self._transport.all_to_all(received.view(ranks, -1), packed)))
+        found: dict[int, Sequence[Tensor]] = {}
         for wire, received, work in under_way:
             work.wait()
-            wire.decode(received, dtype, self._of(wire, decoded, present))
+            decoded_here = self._of(wire, decoded, present)
+            wire.decode(received, dtype, decoded_here)
             if wire.feedback is not None:
                 wire.feedback.finite = wire.finite.bool()[0]
+            else:  # residuals come of ranks that have no gradient, too: there `Followed` looks
+                parts = len(wire.row.slots)
+                found |= {slot.parameter: decoded_here[k::parts] for k, slot in enumerate(wire.row.slots)}
+        self._look(found, present)
         return terms
+
+    def _exchange_as_it_is(self, given: Tensor, present: list[int]) -> Tensor:
+        """The same, where the input is the wire. All ranks send what all may have."""
+        ranks, members = self._transport.world_size, self._group.members
+        sent = sorted({*present, *self._group.trained})
+        pieces = [members[i].piece for i in sent]
+        if len(sent) > len(present):
+            had = dict(zip(present, given.view(ranks, -1).split([members[i].piece for i in present], 1), strict=True))
+            rows = [had[i] if i in had else given.new_zeros(ranks, members[i].piece) for i in sent]
+            given = torch.cat(rows, 1).view(-1)
+        received = self._buffers.take("received 0", given.numel(), given.dtype, given.device)
+        self._transport.all_to_all(received.view(ranks, -1), given).wait()
+        if len(sent) == len(present):
+            return received
+        found = dict(zip(sent, received.view(ranks, -1).split(pieces, 1), strict=True))
+        self._look({i: [part] for i, part in found.items()}, present)
+        return torch.cat([found[i] for i in present], 1).view(-1)
+
+    def _look(self, found: Mapping[int, Sequence[Tensor]], present: Sequence[int]) -> None:
+        """Whether other ranks have gradients of parameters of which this one has none, and so stores no average.
+
+        Raises:
+            ReducerError: if they have.
+        """
+        for i in set(self._group.trained).intersection(found).difference(present):
+            if any(bool(part.any()) for part in found[i]):
+                raise used_elsewhere(self._group.members[i].name, self._transport, "rank")
 
     def _of(self, wire: RowWire, parts: list[Tensor], present: list[int]) -> list[Tensor]:
         """A wire's parameters out of the parts of those present, row by row; zeros for others, which may be written."""
@@ -190,7 +221,7 @@ class CompressedReduceScatter:
                 found.append(parts[0].new_zeros(slot.numel) if i is None else parts[r * count + i])
         return found
 
-    def _learn(self, present: Sequence[int]) -> None:
+    def _learn(self, found: Iterable[int]) -> None:
         """Parameters have begun to require gradients: lay wires out for them too; residuals move along."""
         self._follower.end()
         self._follower.look()
@@ -200,7 +231,7 @@ class CompressedReduceScatter:
             if wire.feedback is not None
             for k, slot in enumerate(wire.row.slots)
         }
-        self._lay_out(sorted(self._known.union(present)))
+        self._lay_out(sorted(self._known.union(found)))
         for wire in self.wires:
             for k, slot in enumerate(wire.row.slots):
                 if wire.feedback is not None and slot.name in before:

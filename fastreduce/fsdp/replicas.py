@@ -18,7 +18,7 @@ from ..reduction.pipeline import BucketPipeline
 from ..transports import Transport
 from .followed import Followed, Follower
 from .kept import Kept, KeptOfShards
-from .torch_fsdp import Group
+from .torch_fsdp import Group, used_elsewhere
 
 
 class ReplicaAverage:
@@ -41,12 +41,10 @@ class ReplicaAverage:
         # What is kept of a shard is kept by its own ranks: replicas on one host reduce as equals with all others.
         self._settings = {name: replace(setting, flat=True) for name, setting in settings.items()}
         self._followed: list[Followed] = []
-        self._partial: Tensor | None = None
+        self._partial: dict[int, Tensor] = {}  # by position, what has not been averaged yet
         self._compared = False
         self.pipelines: list[BucketPipeline] = []
-        self._lay_out(
-            [i for i, member in enumerate(group.members) if member.parameter.requires_grad], group.reduce_dtype
-        )
+        self._lay_out(group.trained, group.reduce_dtype)
 
     def _lay_out(self, positions: Sequence[int], dtype: torch.dtype) -> None:
         members, ranks = self._group.members, self._transport.world_size
@@ -92,28 +90,47 @@ class ReplicaAverage:
         Raises:
             MismatchError: on every replica, if parameters differ between them, at the first call.
             TransportError: naming rank, operation and parameters, if it failed.
-            ReducerError: if a parameter is used on another replica only.
+            ReducerError: if a parameter is used on another replica only, or not in the backward that averages what has
+                been added up of it.
         """
         if not self._compared:
             self._compared = True
             self._compare()
         if shard.is_cuda:  # FSDP may free it, as another stream's memory, as soon as this one has work to do with it
             shard.record_stream(torch.cuda.current_stream(shard.device))
-        if self._partial is not None:
-            shard += self._partial
-            self._partial = None
+        present = list(self._group.present)
+        pieces = [self._group.members[i].piece for i in present]
+        for i, part in zip(present, shard.split(pieces), strict=True):
+            if (partial := self._partial.pop(i, None)) is not None:
+                part += partial
         if not self._group.reduces_over_replicas:
-            self._partial = shard.clone()
+            self._partial.update(zip(present, shard.clone().split(pieces), strict=True))
             shard.zero_()
             return
-        present = list(self._group.present)
-        if not self._known.issuperset(present) or shard.dtype is not self._dtype:
+        if self._partial:
+            self._group.call_after_backward(self._look_for_partial)
+        found = {*present, *self._group.trained}
+        if not self._known.issuperset(found) or shard.dtype is not self._dtype:
             self._follower.end()
-            self._lay_out(sorted(self._known.union(present)), shard.dtype)
+            self._lay_out(sorted(self._known.union(found)), shard.dtype)
         self._follower.begin(self._followed, present)
-        self._average(dict(zip(present, shard.split([self._group.members[i].piece for i in present]), strict=True)))
+        self._average(dict(zip(present, shard.split(pieces), strict=True)))
         if self._group.divides_by is not None:
             shard *= self._transport.world_size
+
+    def forget(self) -> None:
+        """An iteration is lost, and what has been added up in it."""
+        self._partial.clear()
+
+    def _look_for_partial(self) -> None:
+        """Whether a backward has left out what has been added up: the parameter has no `.grad` that it could go to."""
+        for i in self._partial:
+            self._partial = {}
+            raise ReducerError(
+                f"fastreduce.fsdp: parameter {self._group.members[i].name!r} has been used while "
+                "set_requires_all_reduce(False) held, and not in the backward that averages over replicas, where FSDP "
+                "reduces nothing of it. Call set_reduce_scatter_unused_params(True) on the model"
+            )
 
     def _average(self, parts: Mapping[int, Tensor]) -> None:
         for pipeline in self.pipelines:
@@ -127,11 +144,7 @@ class ReplicaAverage:
             pipeline.run(dense, dense, unused)
             for k in unused:
                 if pipeline.used_by_any[k] > 0:
-                    raise ReducerError(
-                        f"fastreduce.fsdp: parameter {slots[k].name!r} has a gradient on another replica, and none on "
-                        f"rank {self._transport.rank} of {self._transport.world_size}, where FSDP stores none either: "
-                        "replicas would differ from here on. Call set_reduce_scatter_unused_params(True) on the model"
-                    )
+                    raise used_elsewhere(slots[k].name, self._transport, "replica")
 
     def _compare(self) -> None:
         """Replicas that began with other numbers would never come together."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..errors import SettingError
+from ..errors import ReducerError, SettingError
+from ..transports import Transport
 from .torch_names import PLACE  # they are there
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and activation checkpointing add to names
+NO_BACKWARD = -1
 _meshes: Any = importlib.import_module(f"{PLACE}._fsdp_common")
 _collectives: Any = importlib.import_module(f"{PLACE}._fsdp_collectives")
 _states: Any = importlib.import_module(f"{PLACE}._fsdp_state")
@@ -82,6 +84,7 @@ class Group:
         self.name, self.members, self._inner = name, members, inner
         self.present: list[int] = []
         self._watched = False
+        self._when_stored: list[Callable[[], None]] = []
 
     def __str__(self) -> str:
         return f"module {self.name!r}" if self.name else "the root module"
@@ -91,6 +94,11 @@ class Group:
         """Names of its parameters, of many the first ones."""
         names = [member.name for member in self.members]
         return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    @property
+    def trained(self) -> list[int]:
+        """Positions of the members that require gradients now."""
+        return [i for i, member in enumerate(self.members) if member.parameter.requires_grad]
 
     @property
     def device(self) -> torch.device:
@@ -129,9 +137,14 @@ class Group:
         return bool(self._inner.reduce_grads)
 
     @property
+    def reduce_scatter(self) -> Any:
+        """What FSDP calls for a reduce-scatter."""
+        return self._inner._reduce_scatter_comm
+
+    @property
     def is_replaced(self) -> bool:
         """Whether somebody has replaced torch's reduce-scatter."""
-        return type(self._inner._reduce_scatter_comm) is not _collectives.DefaultReduceScatter
+        return type(self.reduce_scatter) is not _collectives.DefaultReduceScatter
 
     @property
     def reduces_over_replicas(self) -> bool:
@@ -197,10 +210,33 @@ class Group:
             return None
         return SettingError(f"fastreduce.fsdp.replicate: {self} has an all-reduce hook already (set_all_reduce_hook)")
 
-    def average_with(self, hook: Callable[[Tensor], None]) -> None:
-        """Let `hook` be called with the shard that a reduce-scatter has made; `present` tells of what."""
+    def average_with(self, hook: Callable[[Tensor], None], forget: Callable[[], None]) -> None:
+        """Let `hook` be called with the shard that a reduce-scatter has made; `present` tells of what.
+
+        `forget` is called where `reset_iter_state` lets FSDP forget what it has not stored.
+        """
         self._inner._all_reduce_hook = hook
         self._watch()
+        reset = getattr(self._inner, "_reset_iter_state", None)  # newer than what else we touch
+
+        def reset_and_forget() -> None:
+            assert reset is not None
+            reset()
+            forget()
+
+        if reset is not None:
+            self._inner._reset_iter_state = reset_and_forget
+
+    def when_gathered_first(self, call: Callable[[], None]) -> None:
+        """Call once, right before the parameters of its root are gathered for the first time; every rank does."""
+        begin = self._inner.lazy_init
+
+        def call_and_begin() -> None:
+            self._inner.lazy_init = begin
+            call()
+            begin()
+
+        self._inner.lazy_init = call_and_begin
 
     def _watch(self) -> None:
         """Note what is in a message before FSDP puts it together, and tells of it no more than its size."""
@@ -213,9 +249,25 @@ class Group:
             with_zeros = getattr(self._inner, "reduce_scatter_unused_params", False)
             reduced = enumerate(self.members if self._inner.reduce_grads else ())
             self.present = [i for i, member in reduced if member.will_be_reduced(with_zeros)]
-            post_backward(*unused)
+            try:
+                post_backward(*unused)
+            finally:
+                calls, self._when_stored = self._when_stored, []
+            for call in calls:
+                call()
 
         self._inner.post_backward = noted
+
+    def call_after_backward(self, call: Callable[[], None]) -> None:
+        """Call when the backward under way has ended, behind FSDP's own callback.
+
+        Outside of any, as the stages of a pipeline reduce: when the gradients of the message under way are stored.
+        """
+        if backward_under_way() == NO_BACKWARD:
+            self._when_stored.append(call)
+        else:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(call)
 
     def wait_until_stored(self) -> None:
         """Let the current stream, or where gradients are offloaded the host, wait for the last reduced gradients."""
@@ -257,6 +309,15 @@ def groups_of(model: nn.Module) -> list[Group]:
     return groups
 
 
+def sharded_beside(model: nn.Module, groups: Iterable[Group]) -> str | None:
+    """The name of a module in a model that is sharded, and not by these groups; None where there is none."""
+    known = {id(group._inner) for group in groups}
+    for name, module in model.named_modules():
+        if any(id(inner) not in known for inner in _inner(module)):
+            return _plain(name)
+    return None
+
+
 def _inner(module: nn.Module) -> Iterator[Any]:
     if isinstance(module, FSDPModule):
         state = module._get_fsdp_state()
@@ -285,6 +346,15 @@ def scale_of(op: Any, ranks: int) -> float:
     raise SettingError(f"fastreduce.fsdp: a reduce-scatter by {op}; allowed: AVG, SUM and PREMUL_SUM")
 
 
+def used_elsewhere(name: str, transport: Transport, whom: str) -> ReducerError:
+    """What to raise, where another rank, or replica, has a gradient of a parameter, and this one has none."""
+    return ReducerError(
+        f"fastreduce.fsdp: parameter {name!r} has a gradient on another {whom}, and none on rank {transport.rank} of "
+        f"{transport.world_size}, where FSDP stores none either: {whom}s would train different parameters from here "
+        "on. Call set_reduce_scatter_unused_params(True) on the model"
+    )
+
+
 def when_training_begins(call: Callable[[nn.Module], None]) -> None:
     """Call with the root of every sharded model, right before its parameters are gathered for the first time.
 
@@ -303,13 +373,7 @@ def when_training_begins(call: Callable[[nn.Module], None]) -> None:
     state._lazy_init = begin_and_call
 
 
-def call_after_backward(call: Callable[[], None]) -> None:
-    """Call when the backward under way has ended, behind FSDP's own callback."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
-
-
 def backward_under_way() -> int:
-    """A number of the backward that this thread is in; -1 for none."""
+    """A number of the backward that this thread is in; NO_BACKWARD for none."""
     number: int = torch._C._current_graph_task_id()
     return number

@@ -42,6 +42,7 @@ _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
             "device",
             "fsdp_params",
             "gradient_divide_factor",
+            "lazy_init",
             "mesh_info",
             "modules",
             "mp_policy",

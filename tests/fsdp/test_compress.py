@@ -159,6 +159,27 @@ def test_a_model_that_is_gone_is_held_by_nothing(ranks2: RankPool):
 # What is refused, and failures
 
 
+def _sharded_later(rank: int, world_size: int, replicas: bool) -> str:
+    mesh, model = mesh_of(2 if replicas else 1), network()
+    fully_shard(model.get_submodule("0"), mesh=mesh["shard"])
+    if replicas:
+        fastreduce.fsdp.replicate(model, mesh["replicate"], "int8")
+    else:
+        fastreduce.fsdp.compress(model, "int8")
+    fully_shard(model, mesh=mesh["shard"])
+    with pytest.raises(SettingError) as caught:
+        _backward(model, rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_what_is_sharded_later_is_told_before_it_trains(ranks2: RankPool, replicas: bool):
+    """Replicas of it would not be averaged."""
+    for said in ranks2.run(_sharded_later, replicas):
+        assert "the root module was sharded after compress or replicate was called" in said
+        assert "call them behind the last fully_shard" in said
+
+
 def _said(kind: type[Exception], model: nn.Module, *given: Any) -> str:
     with pytest.raises(kind) as caught:
         fastreduce.fsdp.compress(model, *given)
@@ -169,6 +190,8 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     mesh = mesh_of(1)
     once = shard(network())
     fastreduce.fsdp.compress(once, "none")
+    part = shard(network())
+    fastreduce.fsdp.compress(part[2], "none")
     return {
         "hsdp": _said(SettingError, shard(network(), mesh=mesh), "int8"),
         "replicated": _said(SettingError, replicate(network()), "int8"),
@@ -180,6 +203,8 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "by chance": _said(SettingError, shard(network()), "bf16:rounding=stochastic"),
         "no key": _said(SettingError, shard(network()), {"3.*": "int8", "*": "fp16"}),
         "twice": _said(SettingError, once, "none"),
+        "a part before": _said(SettingError, part, "int8"),
+        "a part again": _said(SettingError, once[2], "int8"),
         "differs": _said(MismatchError, shard(network()), ["int8", "fp16"][rank]),
         "one is wrong": _said((SettingError, MismatchError)[rank], shard(network()), ["int9", "fp16"][rank]),  # type: ignore[arg-type]
     }
@@ -199,6 +224,8 @@ def test_what_is_refused_and_what_to_write_instead(ranks2: RankPool):
             assert said[setting].endswith("allowed: none, fp16, bf16, int8, fp8, int4")
         assert "the key '3.*' of the policy, for 'int8', matches no parameter" in said["no key"]
         assert "called already for this model; call it once" in said["twice"]
+        assert "called already for module '2', with another part of the model" in said["a part before"]
+        assert "called already for the root module, with another part of the model" in said["a part again"]
         assert "ranks differ in the parameter '0.weight': rank 0 has int8, shape (50, 30)" in said["differs"]
         assert ("rank 0 could not be set up: SettingError" if rank else "'int9'") in said["one is wrong"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fastreduce.fsdp
 from fastreduce import MismatchError, ReducerError, SettingError
@@ -173,6 +173,56 @@ def test_a_parameter_that_one_replica_uses(ranks4: RankPool):
     found = ranks4.run(_used_on_one_replica)
     assert [bool(said) for said in found] == [False, False, True, True]
     assert "parameter 'sometimes.weight' has a gradient on another replica" in found[2]
+
+
+def _partial_sums(rank: int, world_size: int, used: list[bool], unused_too: bool) -> dict[str, Tensor] | str:
+    """Gradients of two backwards, averaged in the second; in each, whether the second layer is used."""
+    mesh: DeviceMesh = mesh_of(2)
+    torch.manual_seed(0)
+    model: Any = fully_shard(_Either(), mesh=mesh["shard"])
+    fastreduce.fsdp.replicate(model, mesh["replicate"], "none")
+    model.set_reduce_scatter_unused_params(unused_too)
+    try:
+        for step, uses_both in enumerate(used):
+            model.set_requires_all_reduce(step == 1)
+            model(batch(rank, step), uses_both).square().mean().backward()
+    except ReducerError as error:
+        return str(error)
+    return gradients(model)
+
+
+def test_what_is_added_up_goes_to_its_parameter(ranks4: RankPool):
+    """In torch's own HSDP, too, a message of other parameters gets what has been added up of all."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("this torch has no set_reduce_scatter_unused_params")
+    for used in ([False, True], [True, False]):
+        in_all = ranks4.run(_partial_sums, used, True)
+        found = ranks4.run(_partial_sums, used, False)
+        if used[1]:
+            assert_same_bits(found, in_all)
+        for said in found if used[0] else ():
+            assert isinstance(said, str) and "parameter 'sometimes.weight' has been used while" in said
+            assert "Call set_reduce_scatter_unused_params(True) on the model" in said
+
+
+def _lost(rank: int, world_size: int, resets: bool) -> dict[str, Tensor]:
+    mesh: DeviceMesh = mesh_of(2)
+    model = shard(network(), mesh=mesh["shard"])
+    fastreduce.fsdp.replicate(model, mesh["replicate"], "none")
+    if resets:
+        model.set_requires_all_reduce(False)
+        model(batch(rank, 7)).square().mean().backward()
+        model.set_requires_all_reduce(True)
+        model.reset_iter_state()
+        model.zero_grad()
+    model(batch(rank)).square().mean().backward()
+    return gradients(model)
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
+def test_what_is_added_up_is_lost_with_its_iteration(ranks4: RankPool):
+    lost, alone = (ranks4.run(_lost, resets) for resets in (True, False))
+    assert_same_bits(lost, alone)
 
 
 def _refused(rank: int, world_size: int) -> list[str]:

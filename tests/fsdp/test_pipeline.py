@@ -1,0 +1,94 @@
+"""Sharded stages of a pipeline, which reduce behind their backwards, and not within one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import fastreduce.fsdp
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankPool
+from tests.support.sharded import batch, gradients, shard
+
+
+def _train(rank: int, world_size: int, setting: str | None, steps: int, varied: bool) -> list[dict[str, Tensor]]:
+    """Gradients of each step, on two stages of two shards; the same in each, unless `varied`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    number, shard_rank = (mesh[name].get_local_rank() for name in ("pipeline", "shard"))
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(30, 50), nn.ReLU())
+    model: Any = shard([first, nn.Sequential(nn.Linear(50, 51), nn.Linear(51, 5))][number], mesh=mesh["shard"])
+    if setting is not None:
+        fastreduce.fsdp.compress(model, setting)
+    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=mesh["pipeline"].get_group())
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1 if varied else 0.0)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        given = batch(shard_rank, step if varied else 0)
+        if number == 0:
+            schedule.step(given)
+        else:
+            schedule.step(target=given[:, :5])
+        if varied:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found.append(gradients(model))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.long
+def test_none_has_the_bits_of_fsdp(ranks4: RankPool):
+    torchs, ours = (ranks4.run(_train, setting, 4, True) for setting in (None, "none"))
+    assert_same_bits(ours, torchs)
+
+
+def test_the_mean_of_many_steps_is_exact(ranks4: RankPool):
+    exact, without, with_feedback = (
+        ranks4.run(_train, setting, 1 if setting is None else 24, False)
+        for setting in (None, "int8", "int8:error_feedback")
+    )
+    for rank in range(4):
+        for name, expected in exact[rank][0].items():
+            off, left = (
+                (torch.stack([step[name].double() for step in found[rank]]).mean(0) - expected).abs().mean()
+                for found in (without, with_feedback)
+            )
+            assert left < off / 5, name
+
+
+def _behind_its_backward(rank: int, world_size: int, setting: str) -> tuple[Tensor, Tensor]:
+    """What was applied of four steps, the third of which is thrown away, and what is kept of them."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(30, 7, bias=False))
+    reduction = fastreduce.fsdp.compress(model, setting)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    applied = torch.zeros(7, 30, dtype=torch.float64)
+    for step in range(4):
+        optimizer.zero_grad()
+        model.set_is_last_backward(False)
+        model.set_requires_gradient_sync(False)
+        model(batch(rank)).square().mean().backward()
+        model.set_is_last_backward(True)
+        model.set_requires_gradient_sync(True)
+        state = fully_shard.state(model)  # type: ignore[attr-defined]
+        state._fsdp_param_group.post_backward()
+        state._root_post_backward_final_callback()
+        if step != 2:
+            applied += model.weight.grad.full_tensor()
+            optimizer.step()
+    return applied, reduction.state_dict().get("reduce_scatter", {"weight": model.weight * 0})["weight"].full_tensor()
+
+
+def test_nothing_is_lost_where_a_step_is_thrown_away(ranks2: RankPool):
+    exact, _ = ranks2.run(_behind_its_backward, "none")[0]
+    for applied, kept in ranks2.run(_behind_its_backward, "int8:error_feedback"):
+        assert kept.abs().max() > 1e-5
+        torch.testing.assert_close(applied + kept, exact, rtol=0, atol=float(1e-6 * exact.abs().max()))

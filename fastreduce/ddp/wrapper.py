@@ -312,6 +312,8 @@ class DistributedDataParallel(TorchDDP):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as in torch, or, where no name begins with `module.`, the state of the module that is wrapped."""
         self._may_have_changed = True  # assign=True puts new parameters in the place of the old ones
+        if self.mixed_precision is not None and not self._delay_all_reduce_all_params:
+            self.reducer.restore_precision()  # else the next backward would put back what was there before
         if not state_dict or any(name.startswith("module.") for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
         return self.module.load_state_dict(state_dict, strict, assign)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,10 +46,25 @@ from .reducer import TorchReducer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MOST_OBJECTS = 1000  # in which a forward's output is looked for: what they hold may be anything
+NO_OUTPUT = (nn.Module, type, ModuleType, FunctionType)
 
+
+@_disable_dynamo
 def _tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of a forward's output, or of its attributes, if it is of a class that torch does not look into."""
-    return list(_find_tensors(output)) or list(_find_tensors(getattr(output, "__dict__", None)))
+    """The tensors of a forward's output: those that torch finds, and those in objects that it does not look into."""
+    if isinstance(output, Tensor):
+        return [output]
+    found = {id(tensor): tensor for tensor in _find_tensors(output)}
+    left, seen = deque([output]), set[int]()
+    while left and len(seen) < MOST_OBJECTS:
+        each = left.popleft()
+        if isinstance(each, Tensor):
+            found[id(each)] = each
+        elif id(each) not in seen and not isinstance(each, NO_OUTPUT):
+            seen.add(id(each))
+            left += gc.get_referents(each)
+    return list(found.values())
 
 
 _before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it

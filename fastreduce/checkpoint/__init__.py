@@ -65,6 +65,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         raise SettingError(f"a part of a snapshot cannot be called {OURS!r}")
     if _is_elastic(parts) and any(reducer.transport.rank for reducer in _reducers(parts).values()):
         return  # parameters are the same on all members: the first one writes
+    _drop_broken_backwards(parts)
     states: State = {}
     reducers: dict[str, State] = {}
 
@@ -145,6 +146,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     for name, part in parts.items():
         if not hasattr(part, "load_state_dict"):
             raise SettingError(f"{name}={part!r} cannot load a state; what else was saved is returned")
+    _drop_broken_backwards(parts)
     snapshot = snapshot_file.parse(_broadcast_file(path), path)
     ours: State = snapshot.pop(OURS, {"tag": None, "ranks": []})
     wanted = {name: part for name, part in parts.items() if not isinstance(part, GradientReducer)}
@@ -266,6 +268,13 @@ def _reducers(parts: Mapping[str, Any]) -> dict[str, GradientReducer]:
         if isinstance(part, GradientReducer):
             found[name] = part
     return found
+
+
+def _drop_broken_backwards(parts: Mapping[str, Any]) -> None:
+    """Where a backward has raised on this rank alone, the others are in it still: they would not come."""
+    if torch._C._current_graph_task_id() == -1 and not _is_elastic(parts):
+        for reducer in _reducers(parts).values():
+            reducer.drop_broken_backward()
 
 
 def _is_elastic(parts: Mapping[str, Any]) -> bool:

@@ -68,6 +68,7 @@ class TorchReducer(GradientReducer):
         if low is not None:
             self.events.computed.append(low.restore)  # averages are stored in the parameters' own
             self.events.stored.append(low.raise_gradients)
+            self.events.dropped += [low.restore, low.raise_gradients]
         self.events.stored.append(weakly(self._wait_for_buffers))
 
     def __getattr__(self, name: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,10 +46,25 @@ from .reducer import TorchReducer
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MOST_OBJECTS = 1000  # in which a forward's output is looked for: what they hold may be anything
+NO_OUTPUT = (nn.Module, type, ModuleType, FunctionType)
 
+
+@_disable_dynamo
 def _tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of a forward's output, or of its attributes, if it is of a class that torch does not look into."""
-    return list(_find_tensors(output)) or list(_find_tensors(getattr(output, "__dict__", None)))
+    """The tensors of a forward's output: those that torch finds, and those in objects that it does not look into."""
+    if isinstance(output, Tensor):
+        return [output]
+    found = {id(tensor): tensor for tensor in _find_tensors(output)}
+    left, seen = deque([output]), set[int]()
+    while left and len(seen) < MOST_OBJECTS:
+        each = left.popleft()
+        if isinstance(each, Tensor):
+            found[id(each)] = each
+        elif id(each) not in seen and not isinstance(each, NO_OUTPUT):
+            seen.add(id(each))
+            left += gc.get_referents(each)
+    return list(found.values())
 
 
 _before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it
@@ -312,6 +330,8 @@ class DistributedDataParallel(TorchDDP):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as in torch, or, where no name begins with `module.`, the state of the module that is wrapped."""
         self._may_have_changed = True  # assign=True puts new parameters in the place of the old ones
+        if self.mixed_precision is not None and not self._delay_all_reduce_all_params:
+            self.reducer.restore_precision()  # else the next backward would put back what was there before
         if not state_dict or any(name.startswith("module.") for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
         return self.module.load_state_dict(state_dict, strict, assign)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import _engine_run_backward
 
 from ..errors import ReducerError, TransportError
 from .agreed_schedule import AgreedSchedule
@@ -22,6 +24,16 @@ from .streams import Finish, Pending
 from .telemetry import Telemetry
 
 Launches = Sequence[tuple[BucketJob, Pending]]
+
+
+def _within_another() -> bool:
+    """Whether the backward that this thread is in was begun within another, as a re-entrant checkpoint does."""
+    calls, frame = 0, sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        calls += frame.f_code is _engine_run_backward.__code__
+    # The threads of devices, which autograd has started, run what was begun elsewhere.
+    return calls > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
 
 
 class Backward:
@@ -169,6 +181,13 @@ class Backward:
     def _report(self, i: int) -> None:
         if not self.running:  # no output hook has run
             self._enter()
+            if self.armed and _within_another():
+                raise ReducerError(
+                    f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient in a "
+                    "re-entrant checkpoint before the backward had come through any tensor that the forward returned, "
+                    "so where it ends cannot be known. Let the forward return the tensors that the loss is made of, "
+                    "or checkpoint with use_reentrant=False"
+                )
             self.arrivals.again(i)
         elif not self.reduced_once:
             self.arrivals.order.append(i)

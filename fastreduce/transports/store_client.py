@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLate
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -111,6 +113,7 @@ class _Line:
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
         self.silent_since: float | None = None  # a deadline has passed, and nothing has come back since
+        self.socket: socket.socket | None = None  # of the connection, where it has one that we have found
 
 
 class _Caller:
@@ -151,8 +154,17 @@ class _Caller:
             raise TransportError(f"the store is gone, and with it {_holder()}: {error}") from error
 
     def end(self) -> None:
-        """At exit: end the thread, unless it waits for an answer; then it is left behind."""
-        if self._end() is None and self.thread is not None and self._line.silent_since is None:
+        """At exit: end the thread, and its connection where it waits for an answer.
+
+        One that came back from C++ while Python goes would abort the process.
+        """
+        if self._end() is not None or self.thread is None:
+            return
+        if self._line.silent_since is None:
+            self.thread.join(EXIT_SECONDS)
+        if self.thread.is_alive() and self._line.socket is not None:
+            with suppress(OSError):  # it is closed
+                self._line.socket.shutdown(socket.SHUT_RDWR)
             self.thread.join(EXIT_SECONDS)
 
 
@@ -162,22 +174,41 @@ def _work(line: _Line, original: Any) -> None:
         answer, function = job
         if answer.set_running_or_notify_cancel():
             try:
-                store = store or _connect(original)
+                store = store or _connect(original, line)
                 answer.set_result(function(store))
             except BaseException as error:
                 answer.set_exception(error)
         line.silent_since = None
         del job, answer, function
+    if line.socket is not None:
+        line.socket.close()
 
 
-def _connect(original: Any) -> Any:
+def _connect(original: Any, line: _Line) -> Any:
     """A connection of our own to a store."""
+    before = _sockets()
     try:
-        return original.clone()
+        store = original.clone()
     except RuntimeError as error:
         if "pure virtual" not in str(error):
             raise
         return original  # a store of the user's own class, in Python
+    for file in _sockets() - before:
+        with suppress(OSError):  # another thread's, which is closed already
+            found = socket.socket(fileno=os.dup(file))
+            if found.getpeername()[1] == getattr(_root(original), "port", None):
+                line.socket = found
+    return store
+
+
+def _sockets() -> set[int]:
+    """The sockets of this process, by file."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was that of the folder
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
 
 
 def _holder() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import io
 import itertools
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from fastreduce import load_checkpoint, save_checkpoint
 from fastreduce.reduction import saved_residuals
 from tests.support.commands import ROOT, TORCHRUN, started, with_environment
-from tests.support.models import assert_same_bits, batch, wrap
+from tests.support.models import Breaking, assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool
 from tests.support.snapshots import FEEDBACK, Training, save
 
@@ -101,6 +102,36 @@ def _load_without_random_states(rank: int, world_size: int, path: Path) -> bool:
     before = torch.get_rng_state()
     load_checkpoint(path, rng=False, **training.parts())
     return torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("setting", ["none", FEEDBACK])
+def test_snapshots_after_backwards_that_raised_on_one_rank(ranks2: RankPool, setting: str, tmp_path: Path):
+    for missed in ranks2.run(_after_broken, setting, tmp_path / "snapshot.pt", timeout=60):
+        assert missed == [True, True]
+
+
+def _after_broken(rank: int, world_size: int, setting: str, path: Path) -> list[bool]:
+    """One rank's backward raises, and is caught, before all save and before all load."""
+    net, missed = Breaking(), []
+    model = wrap("ours", net, bucket_cap_mb=1e-6, compression=setting)
+
+    def step(broken: int) -> bool:
+        """Whether this rank has no averages."""
+        net.zero_grad()
+        loss = model(batch(rank, 0, 3, 4), boom=rank == broken).sum()
+        with pytest.raises(ValueError, match="boom") if rank == broken else contextlib.nullcontext():
+            loss.backward()
+        return rank == broken or bool(net.a.weight.grad.isnan().all())
+
+    step(-1)
+    missed.append(step(0))
+    save_checkpoint(path, model=model)
+    saved = copy.deepcopy(net.state_dict())
+    missed.append(step(1))
+    load_checkpoint(path, model=model)
+    assert_same_bits(net.state_dict(), saved)
+    assert not step(-1)
+    return missed
 
 
 def test_another_compression_adds_the_residuals_to_its_first_gradients(ranks2: RankPool, tmp_path: Path):

@@ -7,6 +7,8 @@ every rank's gradients of a cast copy of the model, averaged in the reduction's 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastreduce import DistributedDataParallel
-from tests.support.models import assert_same_bits, batch, grads_of
+from fastreduce import DistributedDataParallel, load_checkpoint, save_checkpoint
+from tests.support.models import Breaking, assert_same_bits, batch, grads_of
 
 
 class Model(nn.Module):
@@ -116,6 +118,38 @@ def _evaluate(rank: int, world_size: int) -> list[str]:
 
 def test_an_evaluation_leaves_parameters_in_their_own_precision(ranks2: Any):
     assert ranks2.run(_evaluate) == [["torch.bfloat16"]] * 2
+
+
+def _load_after_broken(rank: int, world_size: int, folder: Path) -> None:
+    model = Breaking()
+    ddp = DistributedDataParallel(model, mixed_precision=BF16, bucket_cap_mb=1e-6)
+    saved = {name: tensor + 1 / 3 for name, tensor in model.state_dict().items()}
+
+    def step(boom: bool) -> None:
+        ddp.zero_grad()
+        loss = ddp(batch(rank, 0, 3, 4), boom=boom).float().sum()
+        with pytest.raises(ValueError, match="boom") if boom else nullcontext():
+            loss.backward()
+
+    step(False)
+    step(rank == 0)
+    ddp.load_state_dict(saved)
+    step(False)
+    assert_same_bits(model.state_dict(), saved, f"rank {rank}, loaded by the wrapper")
+    step(rank == 1)
+    save_checkpoint(folder / "snapshot.pt", model=ddp)
+    assert_same_bits(torch.load(folder / "snapshot.pt")["model"], saved, f"rank {rank}, saved")
+    step(rank == 0)
+    load_checkpoint(folder / "snapshot.pt", model=ddp)
+    step(False)
+    assert_same_bits(model.state_dict(), saved, f"rank {rank}, loaded from a snapshot")
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_what_is_loaded_and_saved_after_a_backward_that_raised_is_in_the_parameters_own_precision(
+    ranks2: Any, tmp_path: Path
+):
+    ranks2.run(_load_after_broken, tmp_path, timeout=60)
 
 
 def _join_compressed(rank: int, world_size: int, compression: str) -> list[Tensor]:

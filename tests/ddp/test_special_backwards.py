@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from fastreduce import ReducerError
 from tests.support.models import (
     EXACT,
     Branches,
@@ -67,32 +69,68 @@ def _checkpointed(rank: int, world_size: int, reentrant: bool, twice: bool, stat
     return seen["ours"]
 
 
-@pytest.mark.parametrize("own_class", [False, True], ids=["tensor", "object"])
-def test_a_reentrant_checkpoint_in_the_last_layers_does_not_end_the_backward_early(ranks2: RankPool, own_class: bool):
-    for step, grads in enumerate(equal_on_all(ranks2.run(_checkpoint_last, own_class))):
+class Slots:
+    __slots__ = ("loss",)
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda loss: loss,
+    "object": lambda loss: SimpleNamespace(loss=loss),
+    "slots": Slots,
+    "nested": lambda loss: {"all": [SimpleNamespace(inner=(Slots(loss), 1))]},
+    "hidden": lambda _: None,
+}
+
+
+class CheckpointLast(nn.Module):
+    """The inner backward of the checkpoint is the first to fire a hook, and ends before the others have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, kind: str = "tensor") -> Any:
+        self.seen[:] = [checkpoint(self.last, self.inner(self.first(x)), use_reentrant=True)]
+        return OUTPUTS[kind](self.seen[0])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "object", "slots", "nested"])
+def test_a_reentrant_checkpoint_in_the_last_layers_does_not_end_the_backward_early(ranks2: RankPool, kind: str):
+    for step, grads in enumerate(equal_on_all(ranks2.run(_checkpoint_last, kind))):
         assert_same_bits(grads, average_of_whole(lambda: Checkpointed(False, False), step, range(2)))
 
 
-def _checkpoint_last(rank: int, world_size: int, own_class: bool) -> list[Grads]:
-    """The inner backward of the checkpoint is the first to fire a hook, and ends before the others have."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Any:
-            x = checkpoint(self.last, self.inner(self.first(x)), use_reentrant=True)
-            return SimpleNamespace(loss=x) if own_class else x
-
-    model = wrap("ours", whole_(Model()))
+def _checkpoint_last(rank: int, world_size: int, kind: str) -> list[Grads]:
+    model = wrap("ours", whole_(CheckpointLast()))
     seen = []
     for step in range(3):
         model.zero_grad()
-        output = model(whole_batch(rank, step, 3, 4))
-        ((output.loss if own_class else output).sum() * EXACT).backward()
+        model(whole_batch(rank, step, 3, 4), kind)
+        (model.module.seen[0].sum() * EXACT).backward()
         seen.append(grads_of(model.module))
     return seen
+
+
+def test_where_the_end_of_a_backward_cannot_be_known_is_an_error(ranks2: RankPool):
+    """The forward returns nothing, and a checkpoint's inner backward is the first to fire a hook."""
+    for rank, grads in enumerate(ranks2.run(_end_not_known, timeout=60)):
+        assert_same_bits(grads, average_of_whole(lambda: Checkpointed(False, False), 9, range(2)), f"rank {rank}")
+
+
+def _end_not_known(rank: int, world_size: int) -> Grads:
+    model = wrap("ours", whole_(CheckpointLast()))
+    for step in range(2):
+        model(whole_batch(rank, step, 3, 4), "hidden" if rank == 0 else "tensor")
+        message = r"rank 0: parameter 'last\.\w+' received a gradient in a re-entrant checkpoint .*use_reentrant=False"
+        with pytest.raises(ReducerError, match=message) if rank == 0 else nullcontext():
+            model.module.seen[0].sum().backward()
+    model.zero_grad()
+    (model(whole_batch(rank, 9, 3, 4)).sum() * EXACT).backward()
+    return grads_of(model.module)
 
 
 @pytest.mark.parametrize("stops_early", [False, True])

@@ -174,3 +174,38 @@ def test_no_thread_of_ours_or_gloos_goes_on_where_a_script_holds_transports(tmp_
     done = run(TORCHRUN, "--nproc-per-node", 2, script, env=with_environment(GLOO_SOCKET_IFNAME="lo"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["(0, [])", "(0, [])", ""], done.stdout
+
+
+SILENT = """
+import os
+import signal
+import sys
+import time
+import torch.distributed as dist
+from fastreduce.transports.store_client import StoreClient
+
+reading, writing = os.pipe()
+holder = os.fork()
+if not holder:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writing, str(store.port).encode())
+    time.sleep(60)
+    os._exit(0)
+
+class Goes:
+    def __del__(self, kill=os.kill, number=signal.SIGKILL, sleep=time.sleep):
+        kill(holder, number)
+        sleep(2)
+
+client = StoreClient(dist.TCPStore("127.0.0.1", int(os.read(reading, 9))), 1.0)
+client.set("key", "value")
+os.kill(holder, signal.SIGSTOP)
+sys.modules["goes"] = Goes()  # which Python lets go of when it has begun to end
+client.read("key")
+"""
+
+
+def test_a_holder_of_the_store_that_ends_while_python_goes_does_not_abort_the_process():
+    done = run(sys.executable, "-c", SILENT)
+    assert "which holds the store, does not answer within 1 s" in done.stderr
+    assert done.returncode == 1, done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ..errors import NotInitializedError, ReducerError, SettingError, TransportE
 from ..reduction.arrivals import weakly
 from ..reduction.backward import Launches
 from ..reduction.bucketed import BucketJob
+from ..reduction.schedule import Schedule
 from ..reduction.trace import VARIABLE as TRACE
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport
@@ -90,10 +91,7 @@ class ElasticReducer(TorchReducer):
         if kwargs.get("sparse"):
             raise SettingError("elastic=True with sparse gradients: they travel in no bucket, and cannot be put back")
         super().__init__(*args, **kwargs)
-        if self.schedule.due < math.inf:
-            raise SettingError(
-                "elastic=True with a setting that changes in mid-run (warm_up, a callable of the step): take one"
-            )
+        _check_schedule(self.schedule)
         if any(isinstance(setting, PowerSGD) for setting in self.buckets.settings):
             raise SettingError(
                 "elastic=True with powersgd: its factors follow from earlier ones, which new ranks have not"
@@ -200,9 +198,27 @@ class ElasticReducer(TorchReducer):
             except TransportError as error:
                 _let_go(error)
 
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """As in GradientReducer, before `elastic.join`; buckets keep the order in which they were made.
+
+        Raises:
+            SettingError: also if the setting is to change later.
+        """
+        for each in [state] if isinstance(state, Mapping) else state:
+            if "schedule" in each:
+                _check_schedule(self.schedule.resumed(each["schedule"]))
+        super().load_state_dict(state)
+        self._rebuilt = True
+
     def state_dict(self) -> dict[str, Any]:
         """As in GradientReducer, of this rank as if it were alone: who loads it does so before `elastic.join`."""
         return {**super().state_dict(), "rank": 0, "world_size": 1, "shard_residuals": []}
+
+    def take_over(self, step: int) -> None:
+        """Go on after so many steps of others; residuals, as those of a checkpoint, are of steps of long ago."""
+        self.schedule.step = step
+        self.buckets.lay_out(self.buckets.first_groups())
+        self._backward.lay_out()
 
     # What is refused
 
@@ -234,6 +250,13 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _check_schedule(schedule: Schedule) -> None:
+    if schedule.due < math.inf:
+        raise SettingError(
+            "elastic=True with a setting that changes in mid-run (warm_up, a callable of the step): take one"
+        )
 
 
 def group_of_one() -> dist.ProcessGroup:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..data import ShardSampler
@@ -71,6 +72,7 @@ def join(
     timeout: float = TIMEOUT,
     store: dist.Store | str | None = None,
     least: int | None = None,
+    backwards: int = 1,
     **parts: Any,
 ) -> Members:
     """Train with all processes that join, and go on with those that are left when some are lost.
@@ -89,12 +91,15 @@ def join(
         store: where processes meet, which must outlive each of them: a store, or `host:port` of a TCPStore. None means
             that of the launcher, under `fastreduce launch --elastic`.
         least: how many begin; None means WORLD_SIZE.
+        backwards: how many synchronised backwards your loop makes in one turn: 2 for a GAN with two optimizers, or for
+            SAM; so many as you accumulate without `no_sync`. Who comes is let in where `members.step` is a multiple of
+            it, since its own loop begins with a whole turn; otherwise parameters would differ from then on.
         **parts: what has a state, by name: `optimizer=optimizer, scheduler=scheduler, scaler=scaler`, and a
             `BatchSampler`, which then deals samples out; the same on all.
 
     Raises:
-        SettingError: if there is no such store, or it is rank 0's own; if `timeout` or `least` is out of range; for a
-            module that is not elastic, or parts without a state.
+        SettingError: if there is no such store, or it is rank 0's own; if `timeout`, `least` or `backwards` is out of
+            range; for a module that is not elastic, parts without a state, or LBFGS.
         MismatchError: if models or settings differ.
         TransportError: if the store does not answer, or too few come within ten minutes, or all who have trained are
             gone.
@@ -113,7 +118,14 @@ def join(
         raise SettingError(f"timeout={timeout!r}: allowed: seconds, a number above 0")
     if least is not None and not (isinstance(least, int) and least > 0):
         raise SettingError(f"least={least!r}: allowed: whole numbers from 1 on, or None for WORLD_SIZE")
+    if not (isinstance(backwards, int) and backwards > 0):
+        raise SettingError(f"backwards={backwards!r}: allowed: whole numbers from 1 on")
     for name, part in parts.items():
+        if isinstance(part, torch.optim.LBFGS):
+            raise SettingError(
+                f"{name}= is LBFGS, which calls backward so often as it likes in one step: who comes between two of "
+                "them would begin a step of its own"
+            )
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise SettingError(f"{name}={part!r} has no state: parts have a state_dict and a load_state_dict")
         if isinstance(part, ShardSampler):
@@ -128,10 +140,14 @@ def join(
     asked = ddp._transport_argument or os.environ.get(ENVIRONMENT_VARIABLE) or None
     if asked not in ALLOWED:  # the variable may name one for other devices
         asked = None
-    every = {"model": ddp, **parts}
-    membership = Membership(ddp, every, client, timedelta(seconds=timeout), _number("RANK", 0), asked)
+    membership = Membership(ddp, parts, client, timedelta(seconds=timeout), _number("RANK", 0), asked, backwards)
     reducer.group = membership
-    membership.enter(size, START_SECONDS)
+    try:
+        membership.enter(size, START_SECONDS)
+    except BaseException:  # who catches it, and goes on, would train alone
+        reducer.group = None
+        membership.leave()
+        raise
     return Members(membership)
 
 

@@ -189,16 +189,8 @@ class Meetings:
         out = (*before.out, *(member for member in before.members if member in lost))
         new: list[int] = []
         if len(set(old)) == 1 and old[0].stage is Stage.BETWEEN:
-            new = self.waiting(before)
+            new = self._presence.outside({*before.members, *before.out})
         return Generation(before.number + 1, self._in_order([*stay, *new]), notes, out, before.digest)
-
-    def waiting(self, generation: Generation) -> list[int]:
-        """Processes that have knocked, have the members' model and settings, and are there."""
-        known = {*generation.members, *generation.out}
-        came = [number for number in self._presence.knocked() if number not in known]
-        alike = [number for number in came if self._presence.process(number).digest == generation.digest]
-        gone = self._presence.gone(alike)
-        return [number for number in alike if number not in gone]
 
     def _in_order(self, members: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(members, key=lambda member: (self._presence.process(member).place, member)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import statistics
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,6 +20,7 @@ from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
 from ..transports import GlooTransport, LocalTransport, ShmTransport, Transport
 from ..transports.connections import abort_beside
+from ..transports.messages import checked
 from ..transports.store_client import StoreClient
 from ..transports.subgroups import Subgroup
 from . import state
@@ -35,11 +37,12 @@ class Membership:
 
     Args:
         ddp: what it reduces.
-        parts: what has a state, by name.
+        parts: what else has a state, by name.
         store: the job's part of the store.
         timeout: after which a process that does not answer is lost.
         place: where this one wants to stand among the others.
         asked: the transport that was asked for.
+        every: who comes is let in after a multiple of so many steps.
 
     Attributes:
         transport: what moves wires among those who train.
@@ -55,11 +58,14 @@ class Membership:
         timeout: timedelta,
         place: int,
         asked: str | None,
+        every: int = 1,
     ) -> None:
         assert isinstance(ddp.reducer, ElasticReducer)
         self._ddp, self._parts, self._store, self._timeout, self._asked = ddp, dict(parts), store, timeout, asked
+        self._has_state = False
         self._samplers = {name: part for name, part in parts.items() if isinstance(part, BatchSampler)}
         self._description = {**ddp._description, **{name: repr(each) for name, each in self._samplers.items()}}
+        self._description["backwards"], self._every = str(every), every
         told = [asked, *self._description.items()]
         digest = hashlib.sha256(repr(told).encode()).hexdigest()
         self._digest, self._place = digest, place
@@ -72,6 +78,7 @@ class Membership:
         self._meetings = Meetings(self._presence)
         self.generation = Generation(0, (), {}, (), digest)
         self._someone_waits, self._left = False, False
+        self._compares_at: int | None = None  # before the forward of this step, since somebody has come
         self.changes: list[Callable[[], object]] = []
         self._commit = torch.zeros(2)
         self.transport: Transport = LocalTransport()
@@ -105,6 +112,8 @@ class Membership:
     def before_forward(self, step: int) -> None:
         """Between two steps: let in who waits, if all have found at the last commit that somebody does."""
         self._check_here()
+        if self._compares_at == step:
+            self._compare(step)
         if self._someone_waits:
             self._regroup(Note(step, Stage.BETWEEN))
 
@@ -116,7 +125,7 @@ class Membership:
             sampler.bring(self.generation.members)
         self._commit[0], self._commit[1] = 1.0, float(not self._presence.waiting <= known)
         self.transport.all_reduce(self._commit).wait()
-        self._someone_waits = bool(self._commit[1] > 0)
+        self._someone_waits = bool(self._commit[1] > 0) and (self.step + 1) % self._every == 0
         self._count()
 
     def abort(self) -> None:
@@ -141,8 +150,27 @@ class Membership:
         self.generation = self._meetings.first(least, self._digest, seconds)
         self._share_samples()
         if not self._connected():
-            self._regroup(Note(self._step_of_others(), Stage.NEW))
+            self._regroup(self._own_note())
         self._ddp.reducer._follow()
+
+    def _compare(self, step: int) -> None:
+        """Say so where who has come has other parameters than the rest after its first turn."""
+        self._compares_at = None
+        try:
+            told = checked(self.transport.exchange(state.digest(self._ddp)), str, "digest of its parameters")
+        except TransportError as error:
+            logger.info("process %d: parameters are not compared: %s", self._presence.id, error)
+            self._regroup(Note(step, Stage.BETWEEN))
+            return
+        usual = statistics.mode(told)
+        others = [rank for rank, digest in enumerate(told) if digest != usual]
+        if others and (self.rank in others or self.rank == told.index(usual)):
+            logger.warning(
+                "rank %s of %d has other parameters than the rest, one turn after somebody has come: it began with "
+                "another part of the loop. Say how many synchronised backwards a turn has, backwards= of "
+                "fastreduce.elastic.join, and give join all that has a state",
+                ", ".join(map(str, others)), self.size,
+            )  # fmt: skip
 
     def _check_here(self) -> None:
         if self._left:
@@ -155,6 +183,10 @@ class Membership:
 
     def _step_of_others(self) -> int:
         return max((note.step for note in self.generation.notes.values()), default=0)
+
+    def _own_note(self) -> Note:
+        """Of a process that has come, and has made no step yet."""
+        return Note(self.step, Stage.BETWEEN) if self._has_state else Note(self._step_of_others(), Stage.NEW)
 
     def _regroup(self, note: Note) -> bool:
         counts = False
@@ -179,7 +211,7 @@ class Membership:
             if self._connected():
                 return counts
             if note.stage is Stage.NEW:
-                note = Note(self._step_of_others(), Stage.NEW)
+                note = self._own_note()
 
     def _count(self) -> None:
         """The step under way is committed."""
@@ -195,7 +227,8 @@ class Membership:
         """Connect with the members of the generation, and let new ones have the state; whether nobody was lost."""
         generation = self.generation
         self.transport, self._group = LocalTransport(), None
-        self._presence.watch(generation.number, generation.members)
+        members = generation.members
+        self._presence.watch(generation.number, members, {*members, *generation.out})
         try:
             self.transport = self._connect(generation)
             if generation.number == 1:
@@ -249,10 +282,20 @@ class Membership:
             if self._step_of_others() > 0:
                 raise SettingError("everybody who has trained was lost before the state had been sent")
             source = generation.members[0]
-        here = generation.members.index(source)
-        step = state.send(self._parts, self.step, self.transport, here, self._presence.id in new)
-        if step is not None:
-            self._ddp.reducer.schedule.step = step
+        averages = generation.note(source).stage is Stage.BETWEEN  # in `.grad`, and the same ones on all
+        parts = {"model": state.Model(self._ddp, averages), **self._parts}
+        self._compares_at = self.step + self._every
+        taken = self._take if self._presence.id in new and self._presence.id != source else None
+        state.send(parts, self.step, self.transport, generation.members.index(source), taken)
+
+    def _take(self, step: int) -> None:
+        """The state of others is here, after so many steps."""
+        reducer, self._has_state, self._compares_at = self._ddp.reducer, True, step + self._every
+        assert isinstance(reducer, ElasticReducer)
+        if self.generation.source is None:  # all begin together, each from a checkpoint if there is one
+            reducer.schedule.step = step
+        else:
+            reducer.take_over(step)
 
 
 _alive: weakref.WeakSet[Membership] = weakref.WeakSet()

@@ -68,12 +68,12 @@ class Presence:
         transport: str,
         on_loss: Callable[[int], None],
     ) -> None:
-        self.store, self.times, self._on_loss = store, times, on_loss
+        self.store, self.times, self._digest, self._on_loss = store, times, digest, on_loss
         self.id = store.add("ids", 1) - 1
         self._known: dict[int, Process] = {}
         self._beats: dict[int, tuple[str, float]] = {}  # a number, and since when
-        self._watched: tuple[int, tuple[int, ...]] | None = None
-        self.waiting: frozenset[int] = frozenset()  # processes that have knocked so far
+        self._watched: tuple[int, tuple[int, ...], frozenset[int]] | None = None
+        self.waiting: frozenset[int] = frozenset()  # those who could come in, as the thread has seen it last
         store.set(f"beat {self.id}", "0")
         store.set(f"process {self.id}", json.dumps([place, this_host(), digest, transport, introduction()]))
         store.append("knocks", f"{self.id} ")
@@ -107,13 +107,20 @@ class Presence:
                 found.append(number)
         return found
 
+    def outside(self, known: Collection[int]) -> list[int]:
+        """Processes that have knocked, are alike and there, beside those that are known."""
+        came = [number for number in self.knocked() if number not in known]
+        alike = [number for number in came if self.process(number).digest == self._digest]
+        gone = self.gone(alike)
+        return [number for number in alike if number not in gone]
+
     def knocked(self) -> list[int]:
         """All processes that have ever come, in the order in which they did."""
         return [int(number) for number in (self.store.read("knocks") or "").split() if number.isdecimal()]
 
-    def watch(self, generation: int, members: Collection[int]) -> None:
-        """Look for these processes from now on."""
-        self._watched = generation, tuple(members)
+    def watch(self, generation: int, members: Collection[int], known: Collection[int]) -> None:
+        """Look for these processes from now on, and for those that come beside the ones that are known."""
+        self._watched = generation, tuple(members), frozenset(known)
 
     def leave(self) -> None:
         """Say that this process takes part no more, and end the thread."""
@@ -124,21 +131,26 @@ class Presence:
             self.store.at("", EXIT_SECONDS).set(f"left {self.id}", "")
 
     def _work(self) -> None:
-        count, beaten = 0, time.monotonic()
+        count, beaten, answered = 0, time.monotonic(), True
         while not self._stop.wait(self.times.look):
             try:
                 if time.monotonic() - beaten >= self.times.beat:
                     count, beaten = count + 1, time.monotonic()
                     self.store.set(f"beat {self.id}", str(count))
-                self.waiting = frozenset(self.knocked())
                 watched = self._watched
                 if watched is not None:
-                    generation, members = watched
+                    generation, members, known = watched
                     if self.store.has(f"broken {generation}") or self.gone(members):
                         self.store.set(f"broken {generation}", "")
                         self._on_loss(generation)
-            except TransportError as error:  # training goes on without the store until somebody is lost
-                logger.debug("process %d: %s", self.id, error)
+                    self.waiting = frozenset(self.outside(known))
+                answered = True
+            except TransportError as error:
+                if answered and not self._stop.is_set():
+                    logger.warning(
+                        "process %d: %s. Training goes on until a rank is lost or comes, and ends then", self.id, error
+                    )
+                answered = False
 
 
 def _process(told: object) -> Process:

@@ -250,16 +250,22 @@ class Backward:
             ended()
 
     def _reduce_until_all_have(self, recover: Callable[[TransportError, int, Launches], None]) -> None:
-        """Reduce again where a reduction has failed, as often as it takes."""
-        while True:
-            step, used, launches = self._agreed.schedule.step, list(self.arrivals.used), self._launches
-            try:
-                self._reduce_all()
-            except TransportError as error:
-                recover(error, step, launches)
-                self._agreed.schedule.step, self.arrivals.used[:], self._left_over = step, used, set()
-            else:
-                return
+        """Reduce again where a reduction has failed, as often as it takes.
+
+        Where that cannot be done either, this backward stays one that did not come to its end: others may have.
+        """
+        ended = False
+        try:
+            while not ended:
+                step, used, launches = self._agreed.schedule.step, list(self.arrivals.used), self._launches
+                try:
+                    self._reduce_all()
+                    ended = True
+                except TransportError as error:
+                    self._agreed.schedule.step, self.arrivals.used[:], self._left_over = step, used, set()
+                    recover(error, step, launches)
+        finally:
+            self.running = not ended
 
     def _reduce_all(self) -> None:
         self._recorder.enter(Phase.WAITING)

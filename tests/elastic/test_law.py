@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +236,24 @@ def test_a_backward_that_raised_cannot_be_left_out_on_one_rank():
     for grad in (False, True):
         with torch.set_grad_enabled(grad), pytest.raises(ReducerError, match="end this process"):
             ddp(torch.ones(2, 40))
+
+
+def test_who_catches_that_a_step_cannot_be_made_again_does_not_go_on():
+    """Its averages may be half of other ranks', and nobody has counted the step."""
+    ddp = DistributedDataParallel(_model(), elastic=True)
+    group = ddp.reducer.group = Group(random.Random(0))  # type: ignore[attr-defined]
+    ddp(torch.ones(2, 40)).sum().backward()
+
+    def fail(*_: object, **__: object) -> Any:
+        raise TransportError("the store is gone")
+
+    group.commit, group.regroup = fail, fail  # type: ignore[method-assign,assignment]
+    out = ddp(torch.ones(2, 40)).sum()
+    with pytest.raises(TransportError, match="the store is gone"):
+        out.backward()
+    assert ddp.reducer.step == 1
+    with pytest.raises(ReducerError, match="end this process"):
+        ddp(torch.ones(2, 40))
 
 
 def test_one_process_alone_trains_and_leaves():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 import fastreduce
-from fastreduce import DistributedDataParallel, SettingError, elastic, load_checkpoint, save_checkpoint
+from fastreduce import (
+    DistributedDataParallel,
+    NotInitializedError,
+    SettingError,
+    TransportError,
+    elastic,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fastreduce.elastic import state
 from fastreduce.transports import Transport, local_ranks
 from tests.elastic.test_law import Group
@@ -71,6 +80,28 @@ def test_a_process_is_a_member_once():
     elastic.join(_wrapped(), store=dist.HashStore(), least=1, timeout=5).leave()
 
 
+def test_who_could_not_join_does_not_train_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(elastic, "START_SECONDS", 0.2)
+    ddp = _wrapped()
+    with pytest.raises(TransportError, match="1 of 2 processes came"):
+        elastic.join(ddp, store=dist.HashStore(), least=2, timeout=5)
+    with pytest.raises(NotInitializedError, match=r"fastreduce\.elastic\.join"):
+        ddp(torch.ones(2, 4))
+    elastic.join(ddp, store=dist.HashStore(), least=1, timeout=5).leave()
+
+
+def test_a_store_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    members = elastic.join(_wrapped(), store=f"127.0.0.1:{store.port}", least=1, timeout=5)
+    del store
+    deadline = time.monotonic() + 20.0
+    while "Training goes on until" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    assert caplog.text.count("Training goes on until") == 1
+    members.leave()
+
+
 class Part:
     """What has a state that only pickle could send."""
 
@@ -84,13 +115,14 @@ class Part:
 def test_a_state_that_cannot_be_sent_is_told_to_who_comes_and_ends_no_training(caplog: pytest.LogCaptureFixture):
     def send(transport: Transport) -> str:
         try:
-            return str(state.send({"part": Part()}, 7, transport, 0, new=transport.rank == 1))
+            state.send({"part": Part()}, 7, transport, 0, print if transport.rank == 1 else None)
         except SettingError as error:
             return str(error)
+        return "nothing"
 
     with ThreadPoolExecutor(2) as threads:
         source, newcomer = threads.map(send, local_ranks(2))
-    assert source == "None" and "float(x)" in caplog.text
+    assert source == "nothing" and "float(x)" in caplog.text
     assert newcomer.startswith("rank 0 cannot send its state") and "float(x)" in newcomer
 
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 SOON_SECONDS = 1.0  # for an answer, where something has failed already
 EXIT_SECONDS = 0.5
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class StoreClient:
@@ -193,11 +194,12 @@ def _connect(original: Any, line: _Line) -> Any:
         if "pure virtual" not in str(error):
             raise
         return original  # a store of the user's own class, in Python
+    port = getattr(_root(original), "port", None)
     for file in _sockets() - before:
-        with suppress(OSError):  # another thread's, which is closed already
-            found = socket.socket(fileno=os.dup(file))
-            if found.getpeername()[1] == getattr(_root(original), "port", None):
-                line.socket = found
+        # It may be another thread's: closed already, or of a kind whose peers have no port.
+        with suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
+            if found.family in INTERNET and found.getpeername()[1] == port:
+                line.socket = found.dup()
     return store
 
 

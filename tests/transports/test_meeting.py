@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
+from typing import Any
 
 import torch.distributed as dist
 
 from fastreduce.transports.meeting import clear, meet, notes, until_cleared
-from fastreduce.transports.store_client import client_of
+from fastreduce.transports.store_client import StoreClient, client_of
 from tests.support.ranks import RankPool
 
 
@@ -29,3 +31,28 @@ def _meet_often(rank: int, world_size: int, times: int) -> list[list[str]]:
 def test_the_next_meeting_begins_when_everybody_has_read_what_the_last_one_brought(ranks3: RankPool):
     expected = [[f"{number} of {rank}" for rank in range(3)] for number in range(100)]
     assert ranks3.run(_meet_often, len(expected)) == [expected] * 3
+
+
+def test_a_connection_is_told_from_what_other_threads_open_meanwhile():
+    """A pair of sockets, as of a data loader: its peers have no port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    opened: list[socket.socket] = []
+
+    class Beside:
+        port = store.port
+
+        def clone(self) -> dist.Store:
+            opened.extend(socket.socketpair())
+            return store.clone()
+
+    made: Any = Beside()
+    client = StoreClient(made, 20.0)
+    try:
+        client.set("here", "text")
+        found = client._caller._line.socket
+        assert found is not None
+        assert found.getpeername()[1] == store.port
+    finally:
+        client._caller.end()
+        for each in opened:
+            each.close()

@@ -158,6 +158,8 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
 
     reducers = _reducers(parts)
     states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
+    for reducer in reducers.values():
+        reducer.restore_precision()  # else the next backward would put back what was there before
     for name, part in wanted.items():
         load_into(part, snapshot.pop(name))
     for name, state in states[0].items():

@@ -166,7 +166,7 @@ class TorchReducer(GradientReducer):
             self.replace_hooks()
 
     def restore_precision(self) -> None:
-        """Called after a forward that no backward will follow."""
+        """Called after a forward that no backward will follow, and before a state is loaded."""
         if self._low_precision is not None:
             self._low_precision.restore()
 

@@ -50,7 +50,6 @@ MOST_OBJECTS = 1000  # in which a forward's output is looked for: what they hold
 NO_OUTPUT = (nn.Module, type, ModuleType, FunctionType)
 
 
-@_disable_dynamo
 def _tensors_of(output: Any) -> list[Tensor]:
     """The tensors of a forward's output: those that torch finds, and those in objects that it does not look into."""
     if isinstance(output, Tensor):
@@ -59,11 +58,12 @@ def _tensors_of(output: Any) -> list[Tensor]:
     left, seen = deque([output]), set[int]()
     while left and len(seen) < MOST_OBJECTS:
         each = left.popleft()
-        if isinstance(each, Tensor):
+        kind = type(each)  # what a proxy says of its class may be an error
+        if issubclass(kind, Tensor):
             found[id(each)] = each
-        elif id(each) not in seen and not isinstance(each, NO_OUTPUT):
+        elif id(each) not in seen and not issubclass(kind, NO_OUTPUT):
             seen.add(id(each))
-            left += gc.get_referents(each)
+            left += filter(gc.is_tracked, gc.get_referents(each))  # no numbers and no text: they hold nothing
     return list(found.values())
 
 
@@ -292,7 +292,8 @@ class DistributedDataParallel(TorchDDP):
         if recorder is None or self.reducer.is_here:
             return _before_forward(self, *inputs, **kwargs)
         if not torch.is_grad_enabled():
-            self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
+            if self.reducer.armed_here:  # else a backward may be under way on another thread
+                self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared
         given = _before_forward(self, *inputs, **kwargs)
@@ -308,6 +309,7 @@ class DistributedDataParallel(TorchDDP):
                 f"{error}; fastreduce.SyncBatchNorm.convert_sync_batchnorm(model) puts in layers that work on CPUs"
             ) from None
 
+    @_disable_dynamo
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer

@@ -276,6 +276,7 @@ class Membership:
     def _share(self, generation: Generation) -> None:
         """Let new members have the state of the first of the others."""
         new, source = generation.newcomers, generation.source
+        self._compares_at = None  # some may have come here in a generation that ended before others did
         if not new:
             return
         if source is None:

@@ -26,14 +26,13 @@ from .telemetry import Telemetry
 Launches = Sequence[tuple[BucketJob, Pending]]
 
 
-def _within_another() -> bool:
-    """Whether the backward that this thread is in was begun within another, as a re-entrant checkpoint does."""
+def _begun_here() -> int:
+    """How many backwards this thread has begun that have not come to their end."""
     calls, frame = 0, sys._getframe()
     while (caller := frame.f_back) is not None:
         frame = caller
         calls += frame.f_code is _engine_run_backward.__code__
-    # The threads of devices, which autograd has started, run what was begun elsewhere.
-    return calls > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
+    return calls
 
 
 class Backward:
@@ -78,6 +77,7 @@ class Backward:
         self.reductions = 0
         self.armed = self.running = self.reduced_once = False
         self._task = -1  # autograd's number of the last backward
+        self._armed_in = -1, 0  # a thread, and how many backwards it was in
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         self.arrivals = Arrivals(buckets.gradients.parameters, self._launch_full_buckets, self._report)
@@ -98,6 +98,7 @@ class Backward:
         self.drop_broken()
         self._forget()
         self.armed, self._left_over = True, set()
+        self._armed_in = threading.get_ident(), _begun_here() if torch._C._current_graph_task_id() != -1 else 0
         self._buckets.at_step(self._agreed.schedule.step)
         # Until the backward is known to have begun, and all through the first one, every hook reports.
         self.arrivals.report()
@@ -162,6 +163,11 @@ class Backward:
         """Whether the backward that has begun is the one that the caller is in: a checkpoint runs forwards there."""
         return self.running and self._task == torch._C._current_graph_task_id() != -1
 
+    @property
+    def armed_here(self) -> bool:
+        """Whether the caller's thread is that of the last forward: its backward is then not under way elsewhere."""
+        return self._armed_in[0] == threading.get_ident()
+
     @_disable_dynamo
     def _enter(self, _: object = None) -> None:
         if (self.armed or self._left_over) and not self.running:
@@ -181,7 +187,7 @@ class Backward:
     def _report(self, i: int) -> None:
         if not self.running:  # no output hook has run
             self._enter()
-            if self.armed and _within_another():
+            if self.armed and self._within_another():
                 raise ReducerError(
                     f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient in a "
                     "re-entrant checkpoint before the backward had come through any tensor that the forward returned, "
@@ -198,6 +204,17 @@ class Backward:
                 "gradient(s), now more: run the forward that uses it most often first, or checkpoint with "
                 "use_reentrant=False"
             )
+
+    def _within_another(self) -> bool:
+        """Whether this backward was begun within another that is not around the forward too.
+
+        So does a re-entrant checkpoint of some layers, whose backward ends before that of the whole.
+        """
+        thread, around = self._armed_in
+        if thread != threading.get_ident():
+            # The threads of devices, which autograd has started, run what was begun elsewhere.
+            around = -1 if isinstance(threading.current_thread(), threading._DummyThread) else 0
+        return _begun_here() > around + 1
 
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.

@@ -188,6 +188,11 @@ class GradientReducer:
         return self._backward.is_here
 
     @property
+    def armed_here(self) -> bool:
+        """Whether the caller's thread is that of the last forward: its backward is then not under way elsewhere."""
+        return self._backward.armed_here
+
+    @property
     def seconds(self) -> Seconds:
         """Time that the last reduction spent in each stage, summed over the buckets."""
         return self.buckets.seconds
@@ -449,6 +454,9 @@ class GradientReducer:
     def take_part(self) -> None:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
         self._backward.take_part()
+
+    def restore_precision(self) -> None:
+        """Put parameters back that a forward has in a lower precision; here none has."""
 
     # State
 

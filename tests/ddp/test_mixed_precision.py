@@ -152,6 +152,25 @@ def test_what_is_loaded_and_saved_after_a_backward_that_raised_is_in_the_paramet
     ranks2.run(_load_after_broken, tmp_path, timeout=60)
 
 
+def _load_after_forward(rank: int, world_size: int, folder: Path) -> None:
+    """Such as where the loss was not finite, and the step was left out."""
+    model = Breaking()
+    ddp = DistributedDataParallel(model, mixed_precision=BF16)
+    save_checkpoint(folder / "snapshot.pt", model=ddp)
+    saved = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    ddp(batch(rank, 0, 3, 4), boom=False)
+    load_checkpoint(folder / "snapshot.pt", model=ddp)
+    ddp(batch(rank, 0, 3, 4), boom=False).float().sum().backward()
+    assert_same_bits(model.state_dict(), saved, f"rank {rank}")
+
+
+def test_what_is_loaded_after_a_forward_that_no_backward_followed_stays(ranks2: Any, tmp_path: Path):
+    ranks2.run(_load_after_forward, tmp_path, timeout=60)
+
+
 def _join_compressed(rank: int, world_size: int, compression: str) -> list[Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Model(), mixed_precision=BF16, compression=compression)

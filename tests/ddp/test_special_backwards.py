@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
@@ -70,7 +72,7 @@ def _checkpointed(rank: int, world_size: int, reentrant: bool, twice: bool, stat
 
 
 class Slots:
-    __slots__ = ("loss",)
+    __slots__ = ("__weakref__", "loss")
 
     def __init__(self, loss: Tensor) -> None:
         self.loss = loss
@@ -81,6 +83,8 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
     "object": lambda loss: SimpleNamespace(loss=loss),
     "slots": Slots,
     "nested": lambda loss: {"all": [SimpleNamespace(inner=(Slots(loss), 1))]},
+    "behind text": lambda loss: SimpleNamespace(text=list(map(str, range(5000))), inner=[{"deep": Slots(loss)}]),
+    "beside what is gone": lambda loss: SimpleNamespace(gone=weakref.proxy(Slots(loss)), inner=Slots(loss)),
     "hidden": lambda _: None,
 }
 
@@ -88,17 +92,19 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
 class CheckpointLast(nn.Module):
     """The inner backward of the checkpoint is the first to fire a hook, and ends before the others have."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: bool = True) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.first, self.inner, self.last = (nn.Linear(4, 4) for _ in range(3))
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor, kind: str = "tensor") -> Any:
-        self.seen[:] = [checkpoint(self.last, self.inner(self.first(x)), use_reentrant=True)]
+        x = self.inner(self.first(x))
+        self.seen[:] = [checkpoint(self.last, x, use_reentrant=True) if self.checkpoints else self.last(x)]
         return OUTPUTS[kind](self.seen[0])
 
 
-@pytest.mark.parametrize("kind", ["tensor", "object", "slots", "nested"])
+@pytest.mark.parametrize("kind", [kind for kind in OUTPUTS if kind != "hidden"])
 def test_a_reentrant_checkpoint_in_the_last_layers_does_not_end_the_backward_early(ranks2: RankPool, kind: str):
     for step, grads in enumerate(equal_on_all(ranks2.run(_checkpoint_last, kind))):
         assert_same_bits(grads, average_of_whole(lambda: Checkpointed(False, False), step, range(2)))
@@ -131,6 +137,87 @@ def _end_not_known(rank: int, world_size: int) -> Grads:
     model.zero_grad()
     (model(whole_batch(rank, 9, 3, 4)).sum() * EXACT).backward()
     return grads_of(model.module)
+
+
+class Around(torch.autograd.Function):
+    """Trains in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, train: Callable[[], None]) -> Tensor:
+        ctx.train = train
+        return x.clone()
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.train()
+        return grad, None
+
+
+def _in_a_backward(train: Callable[[], None]) -> None:
+    Around.apply(torch.ones(1, requires_grad=True), train).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _in_a_thread_of_c(train: Callable[[], None]) -> None:
+    """That is, one of which `threading` does not know."""
+    ended = threading.Event()
+
+    def train_and_end() -> None:
+        train()
+        ended.set()
+
+    _thread.start_new_thread(train_and_end, ())
+    assert ended.wait(60)
+
+
+@pytest.mark.parametrize("where", [_in_a_backward, _in_a_thread_of_c])
+def test_forward_and_backward_within_another_backward_or_thread(ranks2: RankPool, where: Any):
+    """The forward returns nothing, and yet the end is known: it is that of the innermost backward."""
+    for step, grads in enumerate(equal_on_all(ranks2.run(_train_within, where, timeout=90))):
+        assert_same_bits(grads, average_of_whole(lambda: Checkpointed(False, False), step, range(2)))
+
+
+def _train_within(rank: int, world_size: int, where: Callable[[Callable[[], None]], None]) -> list[Grads]:
+    model = wrap("ours", whole_(CheckpointLast(checkpoints=False)))
+    seen = []
+
+    def train() -> None:
+        for step in range(3):
+            model.zero_grad()
+            model(whole_batch(rank, step, 3, 4), "hidden")
+            (model.module.seen[0].sum() * EXACT).backward()
+            seen.append(grads_of(model.module))
+
+    where(train)
+    return seen
+
+
+def test_an_evaluation_on_another_thread_leaves_the_backward_under_way_alone(ranks2: RankPool):
+    for step, grads in enumerate(equal_on_all(ranks2.run(_evaluate_meanwhile, timeout=60))):
+        assert_same_bits(grads, average_of_whole(lambda: Checkpointed(False, False), step, range(2)))
+
+
+def _evaluate_meanwhile(rank: int, world_size: int) -> list[Grads]:
+    model = wrap("ours", whole_(CheckpointLast(checkpoints=False)), bucket_cap_mb=1e-6)
+    seen = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+
+    def meanwhile(_: Tensor) -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+
+    for step in range(3):
+        model.zero_grad()
+        loss = model(whole_batch(rank, step, 3, 4)).sum() * EXACT
+        if rank == 0:
+            model.module.inner.weight.register_hook(meanwhile)
+        loss.backward()
+        seen.append(grads_of(model.module))
+    return seen
 
 
 @pytest.mark.parametrize("stops_early", [False, True])

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from fastreduce import DistributedDataParallel, TransportError, elastic, load_checkpoint, save_checkpoint
 from fastreduce.ddp.elastic_reducer import group_of_one
 from fastreduce.elastic import state
+from fastreduce.elastic.generations import Generation
+from fastreduce.elastic.membership import Membership
 from fastreduce.transports import Transport
 from tests.support.commands import with_environment
 from tests.support.fork_server import server
@@ -207,3 +209,64 @@ def test_one_that_comes_trains_as_the_others_do(tmp_path: Path, case: str):
             assert grads[1] == pytest.approx(told("a")[1][4][1] * ((step - 1) % 4 + 1), rel=1e-5)
     if case in ("accumulated", "refused"):
         assert {generation for _, _, generation, _, _ in steps} == {2}, "nobody meets where nobody can come in"
+
+
+def _go_on(_: object, name: str, address: str, folder: str) -> int:
+    """Of a and b, b alone has connected with c when c is lost."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    patched: Any = Membership
+    connect = Membership._connect
+
+    def connect_too_late(self: Membership, generation: Generation) -> Transport:
+        transport = connect(self, generation)
+        if generation.number == 2:
+            while not self._presence.gone(generation.members):
+                time.sleep(0.01)
+            transport.abort()
+            raise TransportError("of the test")
+        return transport
+
+    if name == "a":
+        patched._connect = connect_too_late
+    elif name == "c":
+        state.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    ddp = DistributedDataParallel(nn.Linear(3, 3), elastic=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    members, left = elastic.join(ddp, store=address, timeout=10.0, least=2, optimizer=optimizer), MORE
+    while left:
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        Path(folder, name).write_text(str(members.generation))
+        left -= members.generation > 2
+        time.sleep(0.02)
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_that_is_lost_while_it_comes_leaves_all_others_where_they_were(tmp_path: Path):
+    """Else some would compare parameters one turn later, and others begin their step: another generation."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    running: dict[str, Any] = {}
+
+    def start(place: int, name: str) -> None:
+        env = with_environment(RANK=str(place), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        arguments = name, f"127.0.0.1:{store.port}", str(tmp_path)
+        running[name] = server(place).fork(_go_on, *arguments, env=env)
+
+    try:
+        start(0, "a")
+        start(1, "b")
+        deadline = time.monotonic() + SECONDS
+        while not all((tmp_path / name).exists() for name in "ab"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        start(2, "c")
+        codes = {name: running[name].poll(SECONDS) for name in "abc"}
+    finally:
+        for process in running.values():
+            process.kill()
+    assert codes == {"a": 0, "b": 0, "c": -signal.SIGKILL}
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["3", "3"]

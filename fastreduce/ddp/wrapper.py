@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
-from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +14,6 @@ from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _find_tensors
 
 from ..compression import Compression
 from ..environment.stacks import dump_at_signal
@@ -41,31 +37,11 @@ from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
 from .logger import TorchLogger, environment
 from .mixed_precision import LowPrecision
+from .outputs import tensors_of
 from .reducer import TorchReducer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-MOST_OBJECTS = 1000  # in which a forward's output is looked for: what they hold may be anything
-NO_OUTPUT = (nn.Module, type, ModuleType, FunctionType)
-
-
-def _tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of a forward's output: those that torch finds, and those in objects that it does not look into."""
-    if isinstance(output, Tensor):
-        return [output]
-    found = {id(tensor): tensor for tensor in _find_tensors(output)}
-    left, seen = deque([output]), set[int]()
-    while left and len(seen) < MOST_OBJECTS:
-        each = left.popleft()
-        kind = type(each)  # what a proxy says of its class may be an error
-        if issubclass(kind, Tensor):
-            found[id(each)] = each
-        elif id(each) not in seen and not issubclass(kind, NO_OUTPUT):
-            seen.add(id(each))
-            left += filter(gc.is_tracked, gc.get_referents(each))  # no numbers and no text: they hold nothing
-    return list(found.values())
-
 
 _before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it
 
@@ -315,7 +291,7 @@ class DistributedDataParallel(TorchDDP):
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
             if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
                 self.reducer.check_at_end = weakly(self._check_parameters)
-            self.reducer.watch(_tensors_of(output))
+            self.reducer.watch(tensors_of(output))
             if not torch.is_grad_enabled():
                 self.reducer.restore_precision()
         return output

@@ -42,7 +42,7 @@ class Membership:
         timeout: after which a process that does not answer is lost.
         place: where this one wants to stand among the others.
         asked: the transport that was asked for.
-        every: who comes is let in after a multiple of so many steps.
+        backwards: synchronised ones of a turn; who comes is let in after a multiple of so many.
 
     Attributes:
         transport: what moves wires among those who train.
@@ -58,14 +58,14 @@ class Membership:
         timeout: timedelta,
         place: int,
         asked: str | None,
-        every: int = 1,
+        backwards: int,
     ) -> None:
         assert isinstance(ddp.reducer, ElasticReducer)
         self._ddp, self._parts, self._store, self._timeout, self._asked = ddp, dict(parts), store, timeout, asked
-        self._has_state = False
+        self._has_state, self._backwards = False, backwards
         self._samplers = {name: part for name, part in parts.items() if isinstance(part, BatchSampler)}
         self._description = {**ddp._description, **{name: repr(each) for name, each in self._samplers.items()}}
-        self._description["backwards"], self._every = str(every), every
+        self._description["backwards"] = str(backwards)
         told = [asked, *self._description.items()]
         digest = hashlib.sha256(repr(told).encode()).hexdigest()
         self._digest, self._place = digest, place
@@ -125,7 +125,7 @@ class Membership:
             sampler.bring(self.generation.members)
         self._commit[0], self._commit[1] = 1.0, float(not self._presence.waiting <= known)
         self.transport.all_reduce(self._commit).wait()
-        self._someone_waits = bool(self._commit[1] > 0) and (self.step + 1) % self._every == 0
+        self._someone_waits = bool(self._commit[1] > 0) and (self.step + 1) % self._backwards == 0
         self._count()
 
     def abort(self) -> None:
@@ -285,13 +285,13 @@ class Membership:
             source = generation.members[0]
         averages = generation.note(source).stage is Stage.BETWEEN  # in `.grad`, and the same ones on all
         parts = {"model": state.Model(self._ddp, averages), **self._parts}
-        self._compares_at = self.step + self._every
+        self._compares_at = self.step + self._backwards
         taken = self._take if self._presence.id in new and self._presence.id != source else None
         state.send(parts, self.step, self.transport, generation.members.index(source), taken)
 
     def _take(self, step: int) -> None:
         """The state of others is here, after so many steps."""
-        reducer, self._has_state, self._compares_at = self._ddp.reducer, True, step + self._every
+        reducer, self._has_state, self._compares_at = self._ddp.reducer, True, step + self._backwards
         assert isinstance(reducer, ElasticReducer)
         if self.generation.source is None:  # all begin together, each from a checkpoint if there is one
             reducer.schedule.step = step

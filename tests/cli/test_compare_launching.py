@@ -64,7 +64,8 @@ def test_what_cannot_be_started_is_one_line(
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    _is_refused(command, arguments, message.format(command=command), tmp_path)
+    (line,) = _refused(command, tmp_path, *arguments)
+    assert message.format(command=command) in line
 
 
 @pytest.mark.parametrize(
@@ -75,14 +76,15 @@ def test_what_cannot_be_started_is_one_line(
     ],
 )
 def test_weights_that_cannot_be_followed_are_one_line(arguments: list[str], message: str, tmp_path: Path):
-    _is_refused("compare", ["--weights-from", *arguments], message, tmp_path)
+    (line,) = _refused("compare", tmp_path, "--weights-from", *arguments)
+    assert message in line
 
 
-def _is_refused(command: str, arguments: list[str], message: str, out: Path) -> None:
+def _refused(command: str, out: Path, *arguments: str) -> list[str]:
+    """The lines of its message."""
     result = CliRunner().invoke(main, [command, "--out", str(out), *arguments, SCRIPT])
-    assert result.exit_code == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(f"fastreduce {command}: ") and message in line
+    assert result.exit_code == 2 and result.stderr.startswith(f"fastreduce {command}: ")
+    return result.stderr.splitlines()
 
 
 # A command that starts ranks

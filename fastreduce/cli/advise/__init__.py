@@ -10,19 +10,9 @@ from rich.console import Console
 
 from ... import Compression, FastreduceError, TopK
 from ...policy import Policy
-from ..compare import PLAIN_WIDTH
+from ..compare import PLAIN_WIDTH, starting
 from ..compare.ending import fail, make_folder, need
 from ..compare.script.plan import BASE, read_words
-from ..compare.starting import (
-    MASTER_PORT,
-    LaunchOption,
-    MasterAddrOption,
-    MasterPortOption,
-    NnodesOption,
-    NodeRankOption,
-    find_nodes,
-    read_launch,
-)
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
 ROUNDS = 8
@@ -64,11 +54,11 @@ def advise(
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which a training that takes no step is ended.")
     ] = 300.0,
-    launch: LaunchOption = None,
-    nnodes: NnodesOption = 1,
-    node_rank: NodeRankOption = None,
-    master_addr: MasterAddrOption = None,
-    master_port: MasterPortOption = MASTER_PORT,
+    launch: starting.LaunchOption = None,
+    nnodes: starting.NnodesOption = 1,
+    node_rank: starting.NodeRankOption = None,
+    master_addr: starting.MasterAddrOption = None,
+    master_port: starting.MasterPortOption = starting.MASTER_PORT,
 ) -> None:
     """Say whether to compress the gradients of a training here, with which setting, in which buckets, and why.
 
@@ -94,8 +84,8 @@ def advise(
             "projections know nothing; leave one of them out",
             command="advise",
         )
-    here = find_nodes(nnodes, node_rank, master_addr, master_port, "advise")
-    command = read_launch(launch, ranks, here, "advise")
+    here = starting.find_nodes(nnodes, node_rank, master_addr, master_port, "advise")
+    command = starting.read_launch(launch, ranks, here, "advise")
     from . import measure  # which needs scipy
     from .prediction import Link
 

@@ -14,18 +14,9 @@ from typer.core import TyperCommand
 from ... import FastreduceError
 from ...policy import Policy
 from ...run.contestants import TORCHS
-from . import digits
+from . import digits, starting
 from .ending import fail, make_folder
 from .script.plan import ROUNDS, make_plan
-from .starting import (
-    MASTER_PORT,
-    LaunchOption,
-    MasterAddrOption,
-    MasterPortOption,
-    NnodesOption,
-    NodeRankOption,
-    find_nodes,
-)
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]
 PLAIN_WIDTH = 118  # where output goes to a file or a CI log
@@ -162,11 +153,11 @@ def compare(
             rich_help_panel=SCRIPT,
         ),
     ] = None,
-    launch: LaunchOption = None,
-    nnodes: NnodesOption = 1,
-    node_rank: NodeRankOption = None,
-    master_addr: MasterAddrOption = None,
-    master_port: MasterPortOption = MASTER_PORT,
+    launch: starting.LaunchOption = None,
+    nnodes: starting.NnodesOption = 1,
+    node_rank: starting.NodeRankOption = None,
+    master_addr: starting.MasterAddrOption = None,
+    master_port: starting.MasterPortOption = starting.MASTER_PORT,
     device: Annotated[
         Device | None,
         typer.Option(
@@ -236,7 +227,7 @@ def compare(
             metric_file=metric_file,
             weights_from=weights_from,
             launch=launch,
-            nodes=find_nodes(nnodes, node_rank, master_addr, master_port, "compare"),
+            nodes=starting.find_nodes(nnodes, node_rank, master_addr, master_port, "compare"),
         )
         make_folder(out)
         measure.run(plan, console)

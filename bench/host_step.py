@@ -184,8 +184,9 @@ def cuda_stand_in() -> Iterator[None]:
     import torch
 
     from fastreduce.ops import backends
-    from fastreduce.reduction import bucketed, error_feedback, nonfinite
+    from fastreduce.reduction import bucketed, error_feedback
     from fastreduce.reduction.streams import CudaStream
+    from fastreduce.reduction.telemetry import nonfinite
 
     class HostStream:
         device, device_index, device_type = torch.device("cuda", 0), 0, 1

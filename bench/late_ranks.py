@@ -20,7 +20,7 @@ import typer
 from torch import nn
 
 from fastreduce import DistributedDataParallel
-from fastreduce.reduction import stragglers
+from fastreduce.reduction.telemetry import stragglers
 from tests.support.ranks import RankPool
 
 from .steps import set_up_process

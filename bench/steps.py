@@ -29,7 +29,7 @@ import fastreduce
 from fastreduce import elastic
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
 from fastreduce.reduction.streams import ThreadStream
-from fastreduce.reduction.trace import VARIABLE as TRACE
+from fastreduce.reduction.telemetry.trace import VARIABLE as TRACE
 from fastreduce.transports import Transport
 from tests.support.models import InlineStream
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import CheckpointError, SettingError
 from ..reduction.reducer import GradientReducer
-from ..reduction.whereabouts import in_other_call
+from ..reduction.telemetry.whereabouts import in_other_call
 from ..transports.messages import gather_bytes
 from . import snapshot_file
 from .parts import load_into, state_of

@@ -13,8 +13,8 @@ from ..compression import ENVIRONMENT_VARIABLE
 from ..environment.engines import find_place
 from ..environment.variables import folder_asked_for
 from ..policy import Policy
-from ..reduction.counter_files import VARIABLE as COUNTERS
-from ..reduction.trace import VARIABLE as TRACE
+from ..reduction.telemetry.counter_files import VARIABLE as COUNTERS
+from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..run import main, replacement, worker
 from .launch import make_parser, parse, start
 from .launch.elastic import fail, say

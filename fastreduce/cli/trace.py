@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..reduction.trace_files import MERGED, merge
+from ..reduction.telemetry.trace_files import MERGED, merge
 
 
 def trace(folder: Annotated[Path, typer.Argument(help="Where rank0.json and the others are.")]) -> None:

@@ -19,7 +19,7 @@ from ..reduction.arrivals import weakly
 from ..reduction.backward import Launches
 from ..reduction.bucketed import BucketJob
 from ..reduction.schedule import Schedule
-from ..reduction.trace import VARIABLE as TRACE
+from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport
 from .reducer import TorchReducer

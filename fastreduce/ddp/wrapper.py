@@ -22,12 +22,12 @@ from ..errors import ReducerError, SettingError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
-from ..reduction.counter_files import VARIABLE as COUNTERS
-from ..reduction.flight_record import Phase
-from ..reduction.flight_recorder import all_flights, answer_debug_server
 from ..reduction.schedule import Schedule, Setting
-from ..reduction.trace import VARIABLE as TRACE
-from ..reduction.whereabouts import Whereabouts
+from ..reduction.telemetry.counter_files import VARIABLE as COUNTERS
+from ..reduction.telemetry.flight_record import Phase
+from ..reduction.telemetry.flight_recorder import all_flights, answer_debug_server
+from ..reduction.telemetry.trace import VARIABLE as TRACE
+from ..reduction.telemetry.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from ..transports.connections import timeout_of

@@ -18,10 +18,10 @@ from .agreed_schedule import AgreedSchedule
 from .arrivals import Arrivals, weakly
 from .bucketed import BucketedGradients, BucketJob
 from .events import Events
-from .flight_record import Phase
 from .sparse import SparseGradients
 from .streams import Finish, Pending
-from .telemetry import Telemetry
+from .telemetry.flight_record import Phase
+from .telemetry.telemetry import Telemetry
 
 Launches = Sequence[tuple[BucketJob, Pending]]
 

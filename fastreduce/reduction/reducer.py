@@ -21,17 +21,17 @@ from .agreed_schedule import AgreedSchedule
 from .backward import Backward
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients
 from .buckets import BucketPlan, shortest
-from .counter_files import SECONDS
-from .counters import to_prometheus
 from .events import Events
-from .flight_record import FlightRecord
 from .pipeline import BucketPipeline, Seconds
 from .schedule import Schedule, Setting
 from .sparse import SparseGradients
-from .stragglers import Comparison
 from .streams import Stream
-from .trace import Trace
-from .whereabouts import Whereabouts
+from .telemetry.counter_files import SECONDS
+from .telemetry.counters import to_prometheus
+from .telemetry.flight_record import FlightRecord
+from .telemetry.stragglers import Comparison
+from .telemetry.trace import Trace
+from .telemetry.whereabouts import Whereabouts
 
 
 class GradientReducer:

@@ -16,10 +16,10 @@ from ..ddp import DistributedDataParallel
 from ..errors import SettingError
 from ..reduction.applied import norms_of
 from ..reduction.arrivals import weakly
-from ..reduction.flight_record import Phase
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
 from ..reduction.schedule import Schedule
+from ..reduction.telemetry.flight_record import Phase
 from ..transports import make_transport
 
 REPETITIONS = 5  # of a copy whose time is taken

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import fastreduce
 from fastreduce import hooks
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
-from fastreduce.reduction.flight_record import StepFlight
+from fastreduce.reduction.telemetry.flight_record import StepFlight
 from fastreduce.transports import GlooTransport, NcclTransport
 from tests.support import gpu_pools
 from tests.support.gpu_pools import HAS_GPU, MANY

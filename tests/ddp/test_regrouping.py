@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastreduce
-from fastreduce.reduction import whereabouts
+from fastreduce.reduction.telemetry import whereabouts
 from tests.support.models import (
     EXACT,
     Branches,

@@ -74,13 +74,19 @@ def test_each_end_is_in_its_step():
     where = {step: sorted(modules) for step, modules in ends.items()}
     where["FILES"] = []  # where a folder was made
     assert where == {
-        "TELL": ["reduction.whereabouts", "transports.mpi.communicator"],
+        "TELL": ["reduction.telemetry.whereabouts", "transports.mpi.communicator"],
         "DELIVER": ["distributed.point_to_point"],
-        "REDUCERS": ["elastic.membership", "fsdp.model", "hooks", "reduction.reducer", "reduction.whereabouts"],
+        "REDUCERS": [
+            "elastic.membership",
+            "fsdp.model",
+            "hooks",
+            "reduction.reducer",
+            "reduction.telemetry.whereabouts",
+        ],
         "NCCL": ["transports.nccl.connection"],
         "GLOO": ["transports.gloo"],
         "STORE": ["transports.store_client"],
-        "TRACES": ["reduction.counter_files", "reduction.trace"],
+        "TRACES": ["reduction.telemetry.counter_files", "reduction.telemetry.trace"],
         "FILES": [],
         "SIGNALS": ["environment.stacks"],
         "MPI": [],  # where we have initialised it

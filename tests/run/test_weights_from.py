@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fastreduce import SettingError
 from fastreduce.reduction.reducer import GradientReducer
-from fastreduce.reduction.stragglers import EVERY, TIMES
+from fastreduce.reduction.telemetry.stragglers import EVERY, TIMES
 from fastreduce.run import contestants
 from fastreduce.run.listening import _around_backward
 from fastreduce.run.orders import Orders

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...reduction.flight_record import BucketFlight, StepFlight
+from ...reduction.telemetry.flight_record import BucketFlight, StepFlight
 from ..compare.intervals import Estimate
 from ..compare.results import FORMAT, over
 from ..compare.script.equivalence import Equivalence

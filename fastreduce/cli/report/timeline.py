@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...reduction.flight_record import BucketFlight, StepFlight
+from ...reduction.telemetry.flight_record import BucketFlight, StepFlight
 from ..compare.script.plan import AGAIN
 from .reading import Comparison
 from .tables import Cell, Table, csv_link

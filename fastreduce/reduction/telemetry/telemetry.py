@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from ..errors import TransportError
-from ..transports import Transport
-from .arrivals import weakly
-from .bucketed import BucketedGradients
+from ...errors import TransportError
+from ...transports import Transport
+from ..arrivals import weakly
+from ..bucketed import BucketedGradients
 from .counter_files import CounterFiles
 from .counters import Counters
 from .flight_recorder import FlightRecorder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fastreduce.reduction.evenness import Did, _uneven
-from fastreduce.reduction.stragglers import EVERY
+from fastreduce.reduction.telemetry.evenness import Did, _uneven
+from fastreduce.reduction.telemetry.stragglers import EVERY
 from tests.support.models import wrap
 from tests.support.ranks import RankPool
 

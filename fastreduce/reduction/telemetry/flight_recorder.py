@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import clocks
-from .bucketed import BucketJob
-from .buckets import BucketPlan
-from .clocks import Clock
+from .. import clocks
+from ..bucketed import BucketJob
+from ..buckets import BucketPlan
+from ..clocks import Clock
+from ..pipeline import BucketPipeline, Point
 from .flight_record import FlightRecord, Phase, Row, step_of
 from .lost_time import collected, notice_collections, queued
-from .pipeline import BucketPipeline, Point
 
 STEPS = 64  # that are kept
 DOING = {

@@ -11,8 +11,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ..environment.exits import Exit, at_exit
-from .arrivals import weakly
+from ...environment.exits import Exit, at_exit
+from ..arrivals import weakly
 from .counters import Counters, to_prometheus
 from .flight_record import Row
 from .flight_recorder import FlightRecorder

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from .buckets import BucketPlan
-from .clocks import Clock
-from .pipeline import Point
+from ..buckets import BucketPlan
+from ..clocks import Clock
+from ..pipeline import Point
 
 
 class Phase(IntEnum):

@@ -20,12 +20,13 @@ from torch import nn
 from fastreduce import SettingError, TransportError
 from fastreduce.environment import fates
 from fastreduce.environment.stacks import dump_at_signal
-from fastreduce.reduction import clocks, other_call, whereabouts
+from fastreduce.reduction import clocks
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.flight_record import BucketFlight, Phase
-from fastreduce.reduction.flight_recorder import STEPS, FlightRecorder, _of_optimizer
 from fastreduce.reduction.pipeline import Point
-from fastreduce.reduction.whereabouts import Whereabouts
+from fastreduce.reduction.telemetry import other_call, whereabouts
+from fastreduce.reduction.telemetry.flight_record import BucketFlight, Phase
+from fastreduce.reduction.telemetry.flight_recorder import STEPS, FlightRecorder, _of_optimizer
+from fastreduce.reduction.telemetry.whereabouts import Whereabouts
 from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import finish, started, with_environment
 from tests.support.models import wrap

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .arrivals import weakly
+from ..arrivals import weakly
+from ..pipeline import Point
 from .flight_record import ONE_STAGE, TWO_STAGES, Phase, Row, stages_of
 from .flight_recorder import STEPS, FlightRecorder
 from .nonfinite import NonFiniteSteps
-from .pipeline import Point
 from .stragglers import Stragglers
 
 STAGES = tuple(dict.fromkeys(name for name, *_ in (*TWO_STAGES, *ONE_STAGE)))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..transports import Transport
-from ..transports.messages import checked, numbers
+from ...transports import Transport
+from ...transports.messages import checked, numbers
 from .flight_recorder import Counts, FlightRecorder
 
 NAMED = 3  # parameters

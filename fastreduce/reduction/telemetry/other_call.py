@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from ..errors import TransportError
-from ..transports.store_client import StoreClient
-from . import clocks
+from ...errors import TransportError
+from ...transports.store_client import StoreClient
+from .. import clocks
 from .flight_record import Phase
 from .flight_recorder import FlightRecorder
 

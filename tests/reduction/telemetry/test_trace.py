@@ -20,9 +20,9 @@ from fastreduce import SettingError
 from fastreduce.cli import main as cli
 from fastreduce.environment.variables import folder_asked_for
 from fastreduce.reduction import clocks
-from fastreduce.reduction.clock_offsets import Offset
 from fastreduce.reduction.clocks import now
-from fastreduce.reduction.trace_files import merge
+from fastreduce.reduction.telemetry.clock_offsets import Offset
+from fastreduce.reduction.telemetry.trace_files import merge
 from tests.support.models import grads_of, wrap
 from tests.support.ranks import RankPool
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..transports import Transport
-from . import clocks
+from ...transports import Transport
+from .. import clocks
 from .evenness import DID, Did, Evenness
 from .flight_record import Phase, Row
 from .flight_recorder import FlightRecorder

@@ -19,15 +19,15 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..environment.exits import Exit, at_exit
-from ..transports import Transport
-from ..transports.messages import checked, of_types
-from . import clocks
-from .buckets import BucketPlan
+from ...environment.exits import Exit, at_exit
+from ...transports import Transport
+from ...transports.messages import checked, of_types
+from .. import clocks
+from ..buckets import BucketPlan
+from ..pipeline import Point
 from .clock_offsets import Offset, closer, measure
 from .flight_record import Phase, Row, stages_of
 from .flight_recorder import FlightRecorder
-from .pipeline import Point
 from .trace_files import END, is_complete, merge
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..transports import Transport
-from . import clocks
+from ...transports import Transport
+from .. import clocks
 
 DRIFT = 50e-6  # by which clocks of two machines may differ in speed
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastreduce.reduction import stragglers
-from fastreduce.reduction.flight_record import Phase, Row
-from fastreduce.reduction.flight_recorder import FlightRecorder
-from fastreduce.reduction.stragglers import EVERY, TIMES, Comparison, Stragglers, _figures
+from fastreduce.reduction.telemetry import stragglers
+from fastreduce.reduction.telemetry.flight_record import Phase, Row
+from fastreduce.reduction.telemetry.flight_recorder import FlightRecorder
+from fastreduce.reduction.telemetry.stragglers import EVERY, TIMES, Comparison, Stragglers, _figures
 from tests.support.models import wrap
 from tests.support.ranks import RankPool, with_time
 

@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from ..environment.exits import Exit, at_exit
-from ..environment.fates import fate, introduction
-from ..environment.hosts import addresses, why_out_of_reach
-from ..environment.stacks import OURS, collective_under_way, python_stacks
-from ..errors import TransportError
-from ..transports.messages import decode, of_types
-from ..transports.store_client import SOON_SECONDS, StoreClient
-from . import clocks
+from ...environment.exits import Exit, at_exit
+from ...environment.fates import fate, introduction
+from ...environment.hosts import addresses, why_out_of_reach
+from ...environment.stacks import OURS, collective_under_way, python_stacks
+from ...errors import TransportError
+from ...transports.messages import decode, of_types
+from ...transports.store_client import SOON_SECONDS, StoreClient
+from .. import clocks
 from .flight_recorder import Counts, FlightRecorder, all_recorders
 from .other_call import LOOK_SECONDS, Call, Question
 

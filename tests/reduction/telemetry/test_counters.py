@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from fastreduce import SettingError
-from fastreduce.reduction.counters import Counters, to_prometheus
-from fastreduce.reduction.flight_recorder import STEPS, FlightRecorder
-from fastreduce.reduction.nonfinite import NonFiniteSteps
-from fastreduce.reduction.stragglers import Comparison, Straggler, Stragglers
+from fastreduce.reduction.telemetry.counters import Counters, to_prometheus
+from fastreduce.reduction.telemetry.flight_recorder import STEPS, FlightRecorder
+from fastreduce.reduction.telemetry.nonfinite import NonFiniteSteps
+from fastreduce.reduction.telemetry.stragglers import Comparison, Straggler, Stragglers
 from tests.support.models import wrap
 from tests.support.ranks import RankPool
 

@@ -21,7 +21,7 @@ def _counted(rank: int, world_size: int, setting: str, bad: float) -> tuple[list
             said.append(record.getMessage())
 
     handler = Keep()
-    logging.getLogger("fastreduce.reduction.nonfinite").addHandler(handler)
+    logging.getLogger("fastreduce.reduction.telemetry.nonfinite").addHandler(handler)
     try:
         model: Any = wrap("ours", Constant(1000, 64), compression=setting, bucket_cap_mb=1e-6)
         counts = []
@@ -34,7 +34,7 @@ def _counted(rank: int, world_size: int, setting: str, bad: float) -> tuple[list
             counts.append(model.reducer.nonfinite_steps)
         finite = all(bool(p.grad.isfinite().all()) for p in model.module.parameters())
     finally:
-        logging.getLogger("fastreduce.reduction.nonfinite").removeHandler(handler)
+        logging.getLogger("fastreduce.reduction.telemetry.nonfinite").removeHandler(handler)
     return counts, said, finite
 
 

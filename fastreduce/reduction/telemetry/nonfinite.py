@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pipeline import BucketPipeline
-from .residual_rows import reads_late
+from ..pipeline import BucketPipeline
+from ..residual_rows import reads_late
 
 logger = logging.getLogger(__name__)
 

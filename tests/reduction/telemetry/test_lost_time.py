@@ -7,7 +7,7 @@ import os
 import threading
 import time
 
-from fastreduce.reduction import lost_time
+from fastreduce.reduction.telemetry import lost_time
 
 
 def _busy(seconds: float) -> None:

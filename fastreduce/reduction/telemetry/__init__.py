@@ -1,0 +1,1 @@
+"""What is noted of a reducer's steps, and who is told: flight records, counters, traces, late and missing ranks."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastreduce import BF16, Compression, TopK, ops
 from fastreduce.kernels.slots import OF_AVERAGES, Draws
 from fastreduce.ops.backends import Backend
-from fastreduce.reduction.residual_rows import Rows
+from fastreduce.reduction.residuals.rows import Rows
 
 from .kernel_cases import RANKS, WITHOUT, Case, Gradients, Model, Way, elements
 

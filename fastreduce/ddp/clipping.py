@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from ..reduction.applied import Factor, multiplied
 from ..reduction.pipeline import BucketPipeline
+from ..reduction.residuals.applied import Factor, multiplied
 from ..reduction.statistics import Known, known_slots, rows_of
 
 TILE = 2048  # elements that one thread sums up

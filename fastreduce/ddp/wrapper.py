@@ -30,8 +30,7 @@ from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..reduction.telemetry.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
-from ..transports.connections import timeout_of
-from ..transports.store_client import client_of
+from ..transports.ranks import client_of, timeout_of
 from .checks import check_module, check_reduced_here, describe_wrapping, group_asked_for, module_device
 from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one

@@ -21,8 +21,8 @@ from ..reduction.arrivals import weakly
 from ..transports import GlooTransport, LocalTransport, ShmTransport, Transport
 from ..transports.connections import abort_beside
 from ..transports.messages import checked
+from ..transports.ranks import Subgroup
 from ..transports.store_client import StoreClient
-from ..transports.subgroups import Subgroup
 from . import state
 from .generations import Generation, Meetings, Note, Stage, inconsistent
 from .presence import Presence

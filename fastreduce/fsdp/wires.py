@@ -12,7 +12,7 @@ from .. import ops
 from ..compression import Compression
 from ..kernels.slots import SlotTable
 from ..reduction.buckets import Bucket, Slot
-from ..reduction.error_feedback import ErrorFeedback, Place
+from ..reduction.residuals.error_feedback import ErrorFeedback, Place
 
 
 class RowWire:

@@ -14,12 +14,12 @@ from ..errors import SettingError
 from ..policy import Policy, assigned
 from ..transports import Transport
 from . import saved_residuals
-from .applied import notice_unscaling
 from .buckets import BucketPlan, build_plan, group_by_size, shortest
-from .error_feedback import ErrorFeedback, agree_that_finite
 from .gradients import Collected, Gradients, Members
 from .node_level import parts_of
 from .pipeline import BucketPipeline, Seconds, warm_up
+from .residuals.applied import notice_unscaling
+from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .shared_buffers import SharedBuffers
 from .statistics import note_reduced
 from .streams import Finish, Pending, Stream, make_stream, one_by_one

@@ -14,7 +14,7 @@ from ..compression import Compression, OfWholeParameters
 from ..kernels.slots import SlotTable, spare
 from ..transports import Connected, Nodes, Transport, TwoLevelTransport, Work
 from .buckets import Bucket
-from .error_feedback import Parts, Place
+from .residuals.error_feedback import Parts, Place
 from .shared_buffers import SharedBuffers
 
 

@@ -20,10 +20,10 @@ from .arrays import as_tensor
 from .arrivals import Reached
 from .bucketed import BUCKET_BYTES
 from .buckets import build_plan, group_by_size
-from .error_feedback import ErrorFeedback, Parts, agree_that_finite
 from .gradients import Gradients
 from .node_level import parts_of
 from .pipeline import BucketPipeline
+from .residuals.error_feedback import ErrorFeedback, Parts, agree_that_finite
 from .shared_buffers import SharedBuffers
 
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks

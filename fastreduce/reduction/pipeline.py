@@ -16,16 +16,16 @@ from ..compression import Compression, PowerSGD, TopK
 from ..errors import TransportError
 from ..kernels.slots import FP16_BLOCK, OF_AVERAGES, Draws, Pieces, SlotTable, tile_elements
 from ..transports import SlotTransport, Transport, Work
-from .applied import norms_of
-from .block_magnitudes import BlockMagnitudes
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import make_clock
-from .error_feedback import ErrorFeedback, Parts, Place
-from .low_rank import LowRank
 from .node_level import Levels, NodeLevel, parts_of, two_level
+from .residuals.applied import norms_of
+from .residuals.error_feedback import ErrorFeedback, Parts, Place
 from .shared_buffers import SharedBuffers, zeros
-from .sparse_top import SparseTop
 from .streams import Finish
+from .wires.block_magnitudes import BlockMagnitudes
+from .wires.low_rank import LowRank
+from .wires.sparse_top import SparseTop
 
 
 class Point(IntEnum):

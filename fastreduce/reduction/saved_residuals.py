@@ -14,8 +14,8 @@ from torch import Tensor
 from ..compression import Compression
 from ..errors import SettingError
 from .buckets import BucketPlan, ParameterSpec
-from .error_feedback import Parts
 from .pipeline import BucketPipeline
+from .residuals.error_feedback import Parts
 
 logger = logging.getLogger(__name__)
 

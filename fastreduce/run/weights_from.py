@@ -14,10 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..ddp import DistributedDataParallel
 from ..errors import SettingError
-from ..reduction.applied import norms_of
 from ..reduction.arrivals import weakly
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
+from ..reduction.residuals.applied import norms_of
 from ..reduction.schedule import Schedule
 from ..reduction.telemetry.flight_record import Phase
 from ..transports import make_transport

@@ -30,7 +30,7 @@ class Transport(ABC):
 
     Attributes:
         enqueues: whether a collective of CUDA tensors is work on the current stream, for which no host waits.
-        of_some: whether the class makes transports of some of the ranks of a process group, too (`subgroups.py`).
+        of_some: whether the class makes transports of some of the ranks of a process group, too (`ranks.py`).
     """
 
     name: str

@@ -18,11 +18,11 @@ from ..environment.exits import Exit, at_exit
 from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
-from .connections import ALL, Lease, drop_all, timeout_of
+from .connections import ALL, Lease, drop_all
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, AbsentError, clear, look_for, meet, notes, wait_until
-from .store_client import SOON_SECONDS, StoreClient, client_of
-from .subgroups import Ranks, names_of, own_name, place_in, who_is_gone
+from .ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
+from .store_client import SOON_SECONDS, StoreClient
 
 NEVER_SENT = (1 << 31) - 1  # a tag
 BROKEN_SECONDS = 1.5  # until all who are left have noticed that a connection broke

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base import Transport, Work
 from ..connections import Lease
-from ..subgroups import Ranks, place_in
+from ..ranks import Ranks, place_in
 from .communicator import Communicator, load_mpi, ready
 
 

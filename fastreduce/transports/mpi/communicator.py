@@ -21,11 +21,10 @@ from ...environment.exits import Exit, at_exit
 from ...errors import BackendUnavailableError, TransportError
 from .. import messages
 from ..base import Work
-from ..connections import timeout_of
 from ..deadlines import GRACE_SECONDS, in_background
 from ..meeting import LOOK_SECONDS, meet
-from ..store_client import SOON_SECONDS, client_of
-from ..subgroups import Ranks, names_of, own_name, place_in, world_ranks_of
+from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, world_ranks_of
+from ..store_client import SOON_SECONDS
 
 POLL_SECONDS = 20e-6  # between two looks at what is under way; MPI moves data only while somebody looks
 BLOCK = 1 << 30  # bytes; MPI counts with an int

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ...environment.exits import Exit, at_exit
 from ...errors import TransportError
-from ..connections import timeout_of
 from ..deadlines import in_background
 from ..meeting import AbsentError, clear, meet, notes
 from ..messages import checked, decode, encode
-from ..store_client import SOON_SECONDS, client_of
+from ..ranks import client_of, timeout_of
+from ..store_client import SOON_SECONDS
 from . import library
 from .communicator import Communicator, Enqueue, Entry
 from .library import Place, check_distinct

@@ -14,7 +14,7 @@ from ...errors import DeviceError
 from ...kernels.slots import Pieces, SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
-from ..subgroups import Ranks, own_name, place_in
+from ..ranks import Ranks, own_name, place_in
 from .segments import GEOMETRY, why_no_shm
 
 if TYPE_CHECKING:

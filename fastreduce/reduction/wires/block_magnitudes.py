@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.slots import FP8_FORMAT, INT4_FORMAT, BlockFormat
-from .buckets import Bucket
+from ...kernels.slots import FP8_FORMAT, INT4_FORMAT, BlockFormat
+from ..buckets import Bucket
 
 
 class BlockMagnitudes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import ops
+from ... import ops
 
 KEEP, GO_ON = (1.0, 0.0), (0.0, 1.0)  # weights of the old and the new residual
 BASE = 2  # the number of the third row

@@ -15,9 +15,9 @@ from fastreduce import Compression, GradientReducer, SettingError
 from fastreduce.reduction import saved_residuals
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
-from fastreduce.reduction.residual_rows import BASE, Rows
+from fastreduce.reduction.residuals.rows import BASE, Rows
 from fastreduce.transports import LocalTransport
-from tests.reduction.test_applied import FEW, SETUPS, steps
+from tests.reduction.residuals.test_applied import FEW, SETUPS, steps
 from tests.reduction.test_saved_residuals import reducers_of, states_of
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support import tolerances

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .buckets import Bucket
+from ..buckets import Bucket
+from ..shared_buffers import SharedBuffers
 from .error_feedback import ErrorFeedback
-from .residual_rows import reads_late
-from .shared_buffers import SharedBuffers
+from .rows import reads_late
 
 Views = tuple[list[Tensor], list[Tensor]]  # of slots that travel in part, and of those that travel whole
 

@@ -1,16 +1,17 @@
-"""Some of the ranks of a process group, to whom a transport is to belong; errors name them by their whole group."""
+"""Whom a transport belongs to, a process group or some of its ranks: their names in errors, their timeout and store."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
-if TYPE_CHECKING:
-    from .store_client import StoreClient
+from .store_client import StoreClient, root_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,3 +66,33 @@ def own_name(ranks: Ranks) -> str:
 def who_is_gone(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
     """What tells at once which of the ranks are gone, where somebody knows."""
     return ranks.absent if isinstance(ranks, Subgroup) else None
+
+
+def timeout_of(ranks: Ranks) -> timedelta:
+    """The timeout that the user gave to the process group."""
+    if isinstance(ranks, Subgroup):
+        return ranks.timeout
+    for device in ranks._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return ranks._get_backend(device).options._timeout
+    return dist.default_pg_timeout
+
+
+_clients: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreClient] = weakref.WeakKeyDictionary()
+
+
+def client_of(group: Ranks) -> StoreClient:
+    """The client of the store of `group`; a call's deadline is the group's timeout.
+
+    Groups behind one store share a connection: torch's store looks up the name of whoever connects, on the one thread
+    that answers everybody, and without a name server that answers this takes 5 s and more.
+    """
+    if isinstance(group, Subgroup):
+        return group.store
+    if group not in _clients:
+        store, seconds, world = _get_process_group_store(group), timeout_of(group).total_seconds(), dist.group.WORLD
+        if world is None or world is group or root_of(store) is not root_of(_get_process_group_store(world)):
+            _clients[group] = StoreClient(store, seconds)
+        else:
+            _clients[group] = client_of(world).at(f"fastreduce/group/{group.group_name}", seconds)
+    return _clients[group]

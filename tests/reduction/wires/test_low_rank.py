@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastreduce import PowerSGD, note_applied
-from fastreduce.reduction import error_feedback, residual_rows, staged_rows
-from fastreduce.reduction.error_feedback import Parts
+from fastreduce.reduction.residuals import error_feedback, rows, staged_rows
+from fastreduce.reduction.residuals.error_feedback import Parts
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines, tolerances
 from tests.support.bucket_pipelines import Buckets
@@ -247,7 +247,7 @@ def test_where_the_host_may_not_wait_steps_have_the_same_bits():
     with (
         patch.object(staged_rows, "reads_late", lambda _: True),
         patch.object(error_feedback, "reads_late", lambda _: True),
-        patch.object(residual_rows, "reads_late", lambda _: True),
+        patch.object(rows, "reads_late", lambda _: True),
     ):
         late = trained(2, PowerSGD(rank=2), 5, grads)
     for rank in range(2):

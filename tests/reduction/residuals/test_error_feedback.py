@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fastreduce import Compression, TensorError
-from fastreduce.reduction import error_feedback, residual_rows, saved_residuals
-from fastreduce.reduction.applied import Applied, multiplied, note_applied
+from fastreduce.reduction import saved_residuals
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.residuals import error_feedback, rows
+from fastreduce.reduction.residuals.applied import Applied, multiplied, note_applied
 from fastreduce.transports import LocalTransport
 from tests.support import tolerances
 from tests.support.models import Branches, Constant, Grads, assert_same_bits, batch, bits, grads_of, spread, wrap
@@ -259,9 +260,7 @@ def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(
         kept = pipeline.feedback
         assert kept is not None
         optimizer = torch.optim.SGD(parameters, lr=1.0)
-        asked = [
-            patch.object(where, "reads_late", lambda _, late=late: late) for where in (error_feedback, residual_rows)
-        ]
+        asked = [patch.object(where, "reads_late", lambda _, late=late: late) for where in (error_feedback, rows)]
         with asked[0], asked[1]:
             for step in range(4):
                 for i, parameter in enumerate(parameters):

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..buckets import Bucket
 from .applied import Applied, Factor, known_to_be
-from .buckets import Bucket
-from .residual_rows import BASE, GO_ON, KEEP, Rows, reads_late
+from .rows import BASE, GO_ON, KEEP, Rows, reads_late
 
 
 class Place(NamedTuple):

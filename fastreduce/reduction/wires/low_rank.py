@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..compression import PowerSGD
-from .applied import norms_of
-from .buckets import Bucket, Slot, round_up, table_of
-from .error_feedback import ErrorFeedback, Place
-from .shared_buffers import SharedBuffers
-from .staged_rows import StagedRows
+from ... import ops
+from ...compression import PowerSGD
+from ..buckets import Bucket, Slot, round_up, table_of
+from ..residuals.applied import norms_of
+from ..residuals.error_feedback import ErrorFeedback, Place
+from ..residuals.staged_rows import StagedRows
+from ..shared_buffers import SharedBuffers
 
 STIR = 2.0**-10  # how much of the first right factor stays in each later one
 

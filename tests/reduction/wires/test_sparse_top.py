@@ -13,7 +13,7 @@ from torch import Tensor
 from fastreduce import SettingError, TopK, TransportError, note_applied
 from fastreduce.reduction import error_feedback, sparse_top, staged_rows
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.error_feedback import Parts
+from fastreduce.reduction.residuals.error_feedback import Parts
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines
 from tests.support.bucket_pipelines import CPU, Buckets

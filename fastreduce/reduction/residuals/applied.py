@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import SettingError
+from ...errors import SettingError
 
 MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
 Factor = float | Tensor  # a number that only a device knows is an FP64 tensor without dimensions

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..compression import TopK
-from ..errors import SettingError, TransportError
-from ..kernels.slots import PlacesError
-from .applied import norms_of
-from .buckets import Bucket, Slot, round_up, table_of
-from .error_feedback import ErrorFeedback, Place
-from .shared_buffers import SharedBuffers
-from .staged_rows import StagedRows
+from ... import ops
+from ...compression import TopK
+from ...errors import SettingError, TransportError
+from ...kernels.slots import PlacesError
+from ..buckets import Bucket, Slot, round_up, table_of
+from ..residuals.applied import norms_of
+from ..residuals.error_feedback import ErrorFeedback, Place
+from ..residuals.staged_rows import StagedRows
+from ..shared_buffers import SharedBuffers
 
 MOST = 2**31 - 1  # elements of a gradient whose places fit into 32 bits
 

@@ -24,7 +24,7 @@ from .errors import (
 from .policy import Policy
 from .reduction.one_call import all_reduce_gradients
 from .reduction.reducer import GradientReducer
-from .reduction.residuals.applied import note_applied
+from .reduction.residuals.notices import note_applied
 from .sync_batchnorm import SyncBatchNorm
 
 __version__ = "0.1.0"

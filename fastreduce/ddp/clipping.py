@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from ..reduction.pipeline import BucketPipeline
-from ..reduction.residuals.applied import Factor, multiplied
+from ..reduction.residuals.factors import Factor
+from ..reduction.residuals.notices import multiplied
 from ..reduction.statistics import Known, known_slots, rows_of
 
 TILE = 2048  # elements that one thread sums up

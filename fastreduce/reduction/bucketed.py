@@ -18,8 +18,8 @@ from .buckets import BucketPlan, build_plan, group_by_size, shortest
 from .gradients import Collected, Gradients, Members
 from .node_level import parts_of
 from .pipeline import BucketPipeline, Seconds, warm_up
-from .residuals.applied import notice_unscaling
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
+from .residuals.notices import notice_unscaling
 from .shared_buffers import SharedBuffers
 from .statistics import note_reduced
 from .streams import Finish, Pending, Stream, make_stream, one_by_one

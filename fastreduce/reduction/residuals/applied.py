@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...errors import SettingError
+from .factors import ONE, Factor, known_to_be, products
+from .notices import is_optimized, leave, listen
 
 MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
-Factor = float | Tensor  # a number that only a device knows is an FP64 tensor without dimensions
-
-_live: weakref.WeakSet[Applied] = weakref.WeakSet()
-_changing_live = threading.Lock()
-_optimized: set[int] = set()  # identities of parameters that a torch optimizer has stepped
 
 
 def norms_of(grads: Sequence[Tensor]) -> Tensor:
@@ -93,14 +85,11 @@ class Applied:
         for i in older:
             if (grad := grads[i]) is not None:
                 self._older[i] = norms_of([grad])[:, 0] / scale
-        _notice()
-        with _changing_live:
-            _live.add(self)
+        listen(self)
 
     def end(self) -> None:
         """Be told no more: `factors` has been asked for the last time."""
-        with _changing_live:
-            _live.discard(self)
+        leave(self)
 
     def _state(self, i: int) -> tuple[Tensor | None, bool]:
         """The gradient of slot `i`, and whether it is as it was left, but for what is known."""
@@ -122,8 +111,8 @@ class Applied:
     def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
         """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
         positions, factors = list(positions), self.expected if expected else self._rest
-        products = _products([factors[i] for i in positions], [by] * len(positions))
-        for i, factor in zip(positions, products, strict=True):
+        made = products([factors[i] for i in positions], [by] * len(positions))
+        for i, factor in zip(positions, made, strict=True):
             factors[i] = factor
         self.refresh(positions)
 
@@ -149,11 +138,11 @@ class Applied:
                     written.append(i)
         for i, factor in zip(written, self._measure(written), strict=True):
             self._rest[i] = self._rest[i] * factor
-        if applies is _ONE:  # a GradScaler that took the loss scale out has just waited for the device
+        if applies is ONE:  # a GradScaler that took the loss scale out has just waited for the device
             self._read_expected(chosen)
-        if expected is not _ONE:
+        if expected is not ONE:
             self.multiply(chosen, expected, expected=True)
-        if applies is not _ONE:
+        if applies is not ONE:
             self.multiply(chosen, applies, expected=False)
 
     def _read_expected(self, positions: Iterable[int]) -> None:
@@ -201,7 +190,7 @@ class Applied:
         self.refresh(written)
 
     def _is_optimized(self, i: int) -> bool:
-        return self._watched and id(self._parameters[i]()) in _optimized
+        return self._watched and is_optimized(self._parameters[i]())
 
     def _measure(self, positions: Sequence[int]) -> list[Factor]:
         """What the gradients of slots were multiplied by, beside what is known.
@@ -228,7 +217,7 @@ class Applied:
         thrown_away = ~now.isfinite() | (now == 0)
         ratios = torch.where(then == 0, 1.0, torch.where(thrown_away, 0.0, now / then))
         same = (then[0] != 0) & ((ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0])
-        known = _products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
+        known = products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
         found: list[Factor] = list(ratios[0].unbind()) if ratios.is_cuda else ratios[0].tolist()
         uniform: list[Any] = list(same.unbind()) if ratios.is_cuda else same.tolist()
         factors: list[Factor] = []
@@ -250,7 +239,7 @@ class Applied:
             return None
         if len(set(map(id, self.expected))) != 1 or len(set(map(id, self._rest))) != 1:
             return None
-        expected, (factor,) = self.expected[0], _products(self.expected[:1], self._rest[:1])
+        expected, (factor,) = self.expected[0], products(self.expected[:1], self._rest[:1])
         return None if isinstance(expected, Tensor) or isinstance(factor, Tensor) else (factor, expected)
 
     @property
@@ -314,142 +303,8 @@ class Applied:
                 outcomes.append(1.0 if carried is None and not final else 0.0)
             else:
                 outcomes.append(finite)
-        return _products(_products(self.expected, self._rest), outcomes)
+        return products(products(self.expected, self._rest), outcomes)
 
 
 def _nothing() -> None:
     return None
-
-
-def _products(first: Sequence[Factor], second: Sequence[Factor]) -> list[Factor]:
-    """Pairwise; what is multiplied by 1 stays the object that it is.
-
-    Most slots share one object, and on a device every product costs a launch: each is made once.
-    """
-    made: dict[tuple[int, int], Factor] = {}
-    for a, b in zip(first, second, strict=True):
-        if (id(a), id(b)) not in made:
-            nothing = known_to_be(a, 0.0) or known_to_be(b, 0.0)
-            made[id(a), id(b)] = b if known_to_be(a, 1.0) else a if known_to_be(b, 1.0) else 0.0 if nothing else a * b
-    return [made[id(a), id(b)] for a, b in zip(first, second, strict=True)]
-
-
-def known_to_be(factor: Factor, number: float) -> bool:
-    """Whether the host knows that a factor is this number."""
-    return isinstance(factor, float) and factor == number
-
-
-_ONE: Factor = 1.0
-
-
-def _all() -> list[Applied]:
-    with _changing_live:
-        return list(_live)
-
-
-@contextlib.contextmanager
-def multiplied(grads: Iterable[Tensor], by: Callable[[], Factor], expected: bool = False) -> Iterator[None]:
-    """Around an operation that multiplies gradients in place.
-
-    Args:
-        grads: the gradients.
-        by: what by; asked only where error feedback follows them.
-        expected: whether those of the next step will be multiplied by as much, as a loss scale is taken out.
-    """
-    identities = set(map(id, grads)) if _live else set()
-    before = [(applied, applied.intact()) for applied in _all()]
-    yield
-    factor = None
-    for applied, intact in before:
-        positions = [i for i, identity in intact.items() if identity in identities]
-        if positions:
-            factor = by() if factor is None else factor
-            applied.multiply(positions, factor, expected)
-        applied.refresh(intact)
-
-
-def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
-    """Say what became of the averaged gradients of `parameters`, where error feedback cannot see it.
-
-    What `int8:error_feedback` adds to the next gradients follows what was applied of the last ones. It sees the steps
-    of torch's optimizers, `GradScaler` and clipping by itself. An update that is no `torch.optim.Optimizer` says so:
-    call this between that and the next forward.
-
-    Args:
-        parameters: parameters.
-        factor: how much of the averaged gradients was applied: 1 for all, a loss scale aside; 0 if they were thrown
-            away.
-
-    Raises:
-        SettingError: if `factor` is NaN or infinite.
-    """
-    if not math.isfinite(factor):
-        raise SettingError(f"note_applied: factor={factor!r}; allowed: finite numbers")
-    identities = set(map(id, parameters))
-    for applied in _all():
-        applied.tell(identities, float(factor))
-
-
-@cache
-def _notice() -> None:
-    """Let optimizers and `GradScaler.unscale_` tell from now on."""
-    notice_unscaling()
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
-# What has been told of a step that is going on, by the id of an optimizer, whose class may have no hash.
-_told: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-
-
-@torch._disable_dynamo
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Gradients are as the optimizer gets them, unless a closure or the optimizer's own hooks come after this."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if _live and (hasattr(optimizer, "found_inf") or (closure is None and not optimizer._optimizer_step_pre_hooks)):
-        _told[id(optimizer)] = weakref.ref(optimizer)
-        _tell_step(optimizer)
-
-
-@torch._disable_dynamo
-def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    told = _told.pop(id(optimizer), None)
-    if _live and (told is None or told() is not optimizer):
-        _tell_step(optimizer)
-
-
-def _tell_step(optimizer: torch.optim.Optimizer) -> None:
-    parameters = {id(p): p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-    for identity in parameters.keys() - _optimized:
-        _optimized.add(identity)
-        weakref.finalize(parameters[identity], _optimized.discard, identity).atexit = False
-    # A fused optimizer takes the loss scale out itself, and leaves the step out where a gradient is not finite.
-    scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-    expected = 1.0 / _number(scale) if isinstance(scale, Tensor) else _ONE
-    applies = 1.0 - _number(found) if isinstance(found, Tensor) else _ONE
-    for applied in _all():
-        applied.step(parameters.keys(), expected, applies)
-
-
-def _number(value: Tensor) -> Factor:
-    """A number on the host as a float, one on a device as an FP64 tensor, for which the host does not wait."""
-    return value.detach().double().reshape(()) if value.is_cuda else float(value)
-
-
-@cache
-def notice_unscaling() -> None:
-    """Let `GradScaler.unscale_` count as a change of gradients; by itself its operation leaves their versions alone."""
-    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-    def and_count(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-        with multiplied(tensors, lambda: _number(inverse_scale), expected=True):
-            with torch._C._AutoDispatchBelowADInplaceOrView():
-                unscale(tensors, found_inf, inverse_scale)
-            torch.autograd.graph.increment_version(tensors)
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(unscale, and_count, "ADInplaceOrView")
-    _libraries.append(library)
-
-
-_libraries: list[torch.library.Library] = []  # an implementation ends with its library

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..buckets import Bucket
-from .applied import Applied, Factor, known_to_be
+from .applied import Applied
+from .factors import Factor, known_to_be, stack, to_device
 from .rows import BASE, GO_ON, KEEP, Rows, reads_late
 
 
@@ -252,7 +253,7 @@ class ErrorFeedback:
         """What this rank knows of the averages that are followed (`Applied.fates`), FP64 `[2, slots]` on the device."""
         if self._applied is None:
             return None
-        return torch.stack([_stack(row, self.turn.device) for row in self._applied.fates()])
+        return torch.stack([stack(row, self.turn.device) for row in self._applied.fates()])
 
     def put_fates(self, fates: Tensor) -> None:
         """Go by what others know of them, as far as they do; NaN elsewhere."""
@@ -354,9 +355,9 @@ class ErrorFeedback:
     def _commit_late(self, factors: Sequence[Factor], expected: Sequence[Factor], stays: set[int]) -> None:
         """`commit`, where only the device knows the factors: a blend of all blocks with weights of their own."""
         device = self.turn.device
-        units = self.units if isinstance(self.units, Tensor) else _stack(self.units, device)
-        factor, unit = _stack(factors, device).nan_to_num(0.0, 0.0, 0.0), _stack(expected, device)
-        same = _to_device(torch.tensor([i in stays for i in range(len(factors))]), device)
+        units = self.units if isinstance(self.units, Tensor) else stack(self.units, device)
+        factor, unit = stack(factors, device).nan_to_num(0.0, 0.0, 0.0), stack(expected, device)
+        same = to_device(torch.tensor([i in stays for i in range(len(factors))]), device)
         unit = torch.where(same, 1.0, torch.maximum(unit, factor))
         before = torch.where(same | units.isnan(), unit, units)
         applied = factor != 0
@@ -378,7 +379,7 @@ class ErrorFeedback:
         ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self._bucket.slots]
         bounds = [0, *ends, self._bucket.total // self._block]
         counts = [end - start for start, end in itertools.pairwise(bounds)]
-        return _to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
+        return to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
 
 
 class Parts(NamedTuple):
@@ -413,19 +414,3 @@ def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tenso
         verdict = torch.stack([other.to(device, non_blocking=True) for other in verdicts]).all()
         for feedback in each:
             feedback.finite = verdict
-
-
-def _stack(numbers: Sequence[Factor], device: torch.device) -> Tensor:
-    """Numbers, many of them the same objects, as FP64 `[n]` on a device, for which no host waits."""
-    known = {id(number): number for number in numbers}
-    place = {identity: i for i, identity in enumerate(known)}
-    floats = [number if isinstance(number, float) else 0.0 for number in known.values()]
-    stacked = _to_device(torch.tensor(floats, dtype=torch.float64), device)
-    for i, number in enumerate(known.values()):
-        if isinstance(number, Tensor):
-            stacked[i] = number
-    return stacked[_to_device(torch.tensor([place[id(number)] for number in numbers]), device)]
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

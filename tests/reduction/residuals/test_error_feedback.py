@@ -17,7 +17,8 @@ from fastreduce.reduction import saved_residuals
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.reduction.residuals import error_feedback, rows
-from fastreduce.reduction.residuals.applied import Applied, multiplied, note_applied
+from fastreduce.reduction.residuals.applied import Applied
+from fastreduce.reduction.residuals.notices import multiplied, note_applied
 from fastreduce.transports import LocalTransport
 from tests.support import tolerances
 from tests.support.models import Branches, Constant, Grads, assert_same_bits, batch, bits, grads_of, spread, wrap

@@ -15,9 +15,10 @@ from ..policy import Policy, assigned
 from ..transports import Transport
 from . import saved_residuals
 from .buckets import BucketPlan, build_plan, group_by_size, shortest
+from .clocks import Seconds
 from .gradients import Collected, Gradients, Members
 from .node_level import parts_of
-from .pipeline import BucketPipeline, Seconds, warm_up
+from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
 from .shared_buffers import SharedBuffers

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from ..errors import TransportError
 from ..kernels.slots import FP16_BLOCK, OF_AVERAGES, Draws, Pieces, SlotTable, tile_elements
 from ..transports import SlotTransport, Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
-from .clocks import make_clock
+from .clocks import Point, Seconds, make_clock
 from .node_level import Levels, NodeLevel, parts_of, two_level
 from .residuals.applied import norms_of
 from .residuals.error_feedback import ErrorFeedback, Parts, Place
@@ -27,29 +25,7 @@ from .wires.block_magnitudes import BlockMagnitudes
 from .wires.low_rank import LowRank
 from .wires.sparse_top import SparseTop
 
-
-class Point(IntEnum):
-    """The points in time of a reduction, in order; a plain all-reduce passes neither EXCHANGED nor SUMMED."""
-
-    START = 0
-    COMPRESSED = 1
-    EXCHANGED = 2  # the all-to-all of a two-shot has ended, or the sum of left factors
-    SUMMED = 3  # and this rank's shard is summed, or its right factors are there
-    STARTED = 4  # the last collective is under way
-    RESUMED = 5  # it is waited for
-    REDUCED = 6
-    END = 7
-
-
 _START, _COMPRESSED, _EXCHANGED, _SUMMED, _STARTED, _RESUMED, _REDUCED, _END = map(int, Point)
-
-
-class Seconds(NamedTuple):
-    """Time that one bucket's last reduction took, by stage."""
-
-    compress: float
-    reduce: float
-    decompress: float
 
 
 class BucketPipeline:

@@ -21,8 +21,9 @@ from .agreed_schedule import AgreedSchedule
 from .backward import Backward
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients
 from .buckets import BucketPlan, shortest
+from .clocks import Seconds
 from .events import Events
-from .pipeline import BucketPipeline, Seconds
+from .pipeline import BucketPipeline
 from .schedule import Schedule, Setting
 from .sparse import SparseGradients
 from .streams import Stream

@@ -18,8 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from ..errors import BackendUnavailableError
 from ..reduction import clocks
 from ..reduction.bucketed import BucketedGradients
+from ..reduction.clocks import Point
 from ..reduction.node_level import in_one_level
-from ..reduction.pipeline import BucketPipeline, Point
+from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
 from ..reduction.streams import Stream, make_stream
 from ..reduction.telemetry.flight_record import Phase, Row

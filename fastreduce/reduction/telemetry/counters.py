@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..arrivals import weakly
-from ..pipeline import Point
+from ..clocks import Point
 from .flight_record import ONE_STAGE, TWO_STAGES, Phase, Row, stages_of
 from .flight_recorder import STEPS, FlightRecorder
 from .nonfinite import NonFiniteSteps

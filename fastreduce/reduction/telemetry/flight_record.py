@@ -10,8 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from ..buckets import BucketPlan
-from ..clocks import Clock
-from ..pipeline import Point
+from ..clocks import Clock, Point
 
 
 class Phase(IntEnum):

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import clocks
 from ..bucketed import BucketJob
 from ..buckets import BucketPlan
-from ..clocks import Clock
-from ..pipeline import BucketPipeline, Point
+from ..clocks import Clock, Point
+from ..pipeline import BucketPipeline
 from .flight_record import FlightRecord, Phase, Row, step_of
 from .lost_time import collected, notice_collections, queued
 

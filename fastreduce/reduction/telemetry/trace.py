@@ -24,7 +24,7 @@ from ...transports import Transport
 from ...transports.messages import checked, of_types
 from .. import clocks
 from ..buckets import BucketPlan
-from ..pipeline import Point
+from ..clocks import Point
 from .clock_offsets import Offset, closer, measure
 from .flight_record import Phase, Row, stages_of
 from .flight_recorder import FlightRecorder

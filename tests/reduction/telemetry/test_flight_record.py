@@ -22,7 +22,7 @@ from fastreduce.environment import fates
 from fastreduce.environment.stacks import dump_at_signal
 from fastreduce.reduction import clocks
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.pipeline import Point
+from fastreduce.reduction.clocks import Point
 from fastreduce.reduction.telemetry import other_call, whereabouts
 from fastreduce.reduction.telemetry.flight_record import BucketFlight, Phase
 from fastreduce.reduction.telemetry.flight_recorder import STEPS, FlightRecorder, _of_optimizer

@@ -23,12 +23,12 @@ from .reduction import saved_residuals
 from .reduction.agreement import check_agreement
 from .reduction.arrivals import Reached, weakly
 from .reduction.buckets import BucketPlan, ParameterSpec, build_plan, rows_of
-from .reduction.node_level import parts_of
 from .reduction.pipeline import BucketPipeline
 from .reduction.reducer import shut_down
 from .reduction.residuals.error_feedback import Parts, agree_that_finite
 from .reduction.sparse import average
 from .reduction.streams import Finish, Stream, make_stream
+from .reduction.wires.node_level import parts_of
 from .transports import Transport, make_transport
 
 

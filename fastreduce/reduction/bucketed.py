@@ -17,13 +17,13 @@ from . import saved_residuals
 from .buckets import BucketPlan, build_plan, group_by_size, shortest
 from .clocks import Seconds
 from .gradients import Collected, Gradients, Members
-from .node_level import parts_of
 from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
 from .shared_buffers import SharedBuffers
 from .statistics import note_reduced
 from .streams import Finish, Pending, Stream, make_stream, one_by_one
+from .wires.node_level import parts_of
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -248,8 +248,7 @@ class BucketedGradients:
 
     def _spread(self) -> None:
         for pipeline in self.pipelines:
-            if pipeline.feedback is not None and pipeline.apart is None:  # which has no second stage
-                pipeline.feedback.spread(pipeline.make_whole)
+            pipeline.wires.spread()
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""

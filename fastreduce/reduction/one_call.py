@@ -21,10 +21,10 @@ from .arrivals import Reached
 from .bucketed import BUCKET_BYTES
 from .buckets import build_plan, group_by_size
 from .gradients import Gradients
-from .node_level import parts_of
 from .pipeline import BucketPipeline
 from .residuals.error_feedback import ErrorFeedback, Parts, agree_that_finite
 from .shared_buffers import SharedBuffers
+from .wires.node_level import parts_of
 
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
 

@@ -38,7 +38,7 @@ def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> N
     """
     for pipeline in pipelines:
         parts = {i: kept[slot.name] for i, slot in enumerate(pipeline.bucket.slots) if slot.name in kept}
-        for i, part in pipeline.of_node(parts).items():
+        for i, part in pipeline.wires.of_node(parts).items():
             pipeline.put(i, part)
 
 
@@ -62,15 +62,14 @@ def save(
                 residuals[slot.name] = feedback.folded(i, residual, shard)
                 if not math.isnan(unit):
                     units[slot.name] = unit
-        if pipeline.low_rank is not None:
-            factors |= pipeline.low_rank.factors()
+        factors |= pipeline.wires.factors()
     return {
         "rank": rank,
         "world_size": plan.shards,
         "compression": compression,
         "buckets": plan.names(),
-        "nodes": [pipeline.nodes for pipeline in pipelines],
-        "shards": [pipeline.shard for pipeline in pipelines],
+        "nodes": [pipeline.wires.nodes for pipeline in pipelines],
+        "shards": [pipeline.wires.shard for pipeline in pipelines],
         "residuals": residuals,
         "units": units,
         "factors": factors,
@@ -172,7 +171,7 @@ def fold_moved(state: Mapping[str, Any], pipelines: Sequence[BucketPipeline]) ->
     shards, residuals = list(state["shard_residuals"]), dict(state["residuals"])
     alignment, nodes = alignments(state), state.get("nodes", [""] * len(shards))
     for index, shard in enumerate(shards):
-        if len(shard) and nodes[index] != pipelines[index].nodes:
+        if len(shard) and nodes[index] != pipelines[index].wires.nodes:
             flat = shard.new_zeros((_shard_of(state, index) + 1) * len(shard))
             flat[-len(shard) :] = shard
             size = sum(

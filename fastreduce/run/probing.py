@@ -19,11 +19,11 @@ from ..errors import BackendUnavailableError
 from ..reduction import clocks
 from ..reduction.bucketed import BucketedGradients
 from ..reduction.clocks import Point
-from ..reduction.node_level import in_one_level
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
 from ..reduction.streams import Stream, make_stream
 from ..reduction.telemetry.flight_record import Phase, Row
+from ..reduction.wires.node_level import in_one_level
 from ..transports import TRANSPORTS, Transport, make_transport
 from .contestants import Variant
 
@@ -148,7 +148,7 @@ def _probe(buckets: BucketedGradients, variant: Variant, talk: Transport, transp
         _run_all(streams, pipelines, gradients)
 
     run_all()  # the first pays for memory
-    is_projected = not variant.options and any(pipeline.piecewise for pipeline in pipelines)
+    is_projected = not variant.options and any(pipeline.wires.piecewise for pipeline in pipelines)
     limit = VARIANT_SECONDS if variant.options else SECONDS
     stages: list[list[list[float]]] = []
     apart: list[list[list[float]]] = []

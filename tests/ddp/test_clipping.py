@@ -91,7 +91,7 @@ def _trained(
         for step in range(3):
             optimizer.zero_grad()
             model(batch(rank, step, 4, 20)).square().mean().backward()
-            in_wires = views and all(p._in_place for p in model.reducer.pipelines)
+            in_wires = views and all(p.wires.in_place for p in model.reducer.pipelines)
             expected = 0 if step == 0 or in_wires else len(list(model.parameters()))
             assert in_wires or not views or "none" not in setting
             assert known(model) == expected, (setting, step)

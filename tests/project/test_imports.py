@@ -28,7 +28,7 @@ HOUSE = [
 REDUCTION = [
     {"agreement", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
     {"arrivals", "gradients", "residuals"},
-    {"node_level", "wires"},
+    {"wires"},
     {"pipeline"},
     {"saved_residuals", "statistics"},
     {"bucketed"},

@@ -101,7 +101,7 @@ class FlightRecorder:
         """Buckets are laid out anew."""
         made = list(pipelines)
         self._plan, self._clocks = plan, [pipeline.clock for pipeline in made]
-        self._sent = [pipeline.sent_by_stage for pipeline in made]
+        self._sent = [pipeline.wires.sent_by_stage for pipeline in made]
         self.row.lay_out(plan, self._sent)
 
     def enter(self, phase: Phase) -> None:

@@ -10,12 +10,16 @@ from torch import Tensor
 
 from ... import ops
 from ...compression import PowerSGD
+from ...transports import Transport, Work
 from ..buckets import Bucket, Slot, round_up, table_of
+from ..clocks import Point
 from ..residuals.applied import norms_of
 from ..residuals.error_feedback import ErrorFeedback, Place
 from ..residuals.staged_rows import StagedRows
 from ..shared_buffers import SharedBuffers
+from .base import BucketWires
 
+_EXCHANGED, _SUMMED = int(Point.EXCHANGED), int(Point.SUMMED)
 STIR = 2.0**-10  # how much of the first right factor stays in each later one
 
 
@@ -29,15 +33,15 @@ class _Matrix(NamedTuple):
     right: slice
 
 
-class LowRank:
+class LowRank(BucketWires):
     """The factors of one bucket's matrices, and the wire that they travel in (Vogels et al. 2019, PowerSGD).
 
     1. `compress`: the gradient and what was kept of earlier ones → M, a matrix for each slot that the setting
        compresses, and M·right → left, [rows, rank]. Other slots and the used-flags come behind, in the same part of the
        wire.
-    2. The left factors are summed over the ranks. `project`: their columns become orthonormal (`basis`), and
+    2. The left factors are summed over the ranks. `reduce`: their columns become orthonormal (`basis`), and
        basisᵀ·M → right, [rank, columns].
-    3. The right factors are summed. Meanwhile, `keep_rest`: M − basis·(own right) is kept. Its mean over the ranks is
+    3. The right factors are summed. Meanwhile M − basis·(own right) is kept. Its mean over the ranks is
        that of the paper's residual, M less the average. But in the paper's what ranks differ by grows from step to
        step; here each basis takes its part out.
     4. `decompress`: basis·right → averages.
@@ -52,17 +56,19 @@ class LowRank:
     Args:
         bucket: whose gradients.
         setting: the rule, and the rank.
-        ranks: among which gradients are averaged.
+        transport: the ranks.
         average: what sums are multiplied by.
         staging: memory for M, if other buckets use it in turn; on a GPU alone.
 
     Attributes:
-        wire: FP32; `first` and `second` are what is summed first and then.
+        wire: FP32, of two parts, which are summed one after the other.
         feedback: what was not sent.
-        holds_matrices: whether there is a second sum.
     """
 
-    def __init__(self, bucket: Bucket, setting: PowerSGD, ranks: int, average: float, staging: SharedBuffers) -> None:
+    def __init__(
+        self, bucket: Bucket, setting: PowerSGD, transport: Transport, average: float, staging: SharedBuffers
+    ) -> None:
+        self._bucket, self._transport, self.shard = bucket, transport, transport.rank
         self._kernels, self._rank, self._average = ops.choose(bucket.device), setting.rank, average
         self._matrices, self._small = _divide(bucket, setting)
         rows = sum(matrix.shape[0] for matrix in self._matrices)
@@ -71,15 +77,14 @@ class LowRank:
         start = round_up(rows * self._rank, setting.alignment)
         end = start + self._table.total
         self.wire = torch.zeros(end + columns * self._rank, device=bucket.device)
-        self.first, self.second = self.wire[:end], self.wire[end:]
+        self._first, self._second = self.wire[:end], self.wire[end:]
         self._left = self.wire[: rows * self._rank].view(rows, self._rank)
-        self._right = self.second.view(self._rank, columns)
+        self._right = self._second.view(self._rank, columns)
         self._flat = self.wire[start:end]  # of the small slots
         offsets = self._table.offsets.tolist()
         self._flats = [
             self._flat[offset:][: bucket.slots[i].numel] for i, offset in zip(self._small, offsets, strict=False)
         ]
-        self.holds_matrices = bool(self._matrices)
         self._basis = torch.zeros_like(self._left)
         self._own = torch.zeros_like(self._right)
         self._last = torch.zeros_like(self._right)  # right factors, of the last step in which all was finite
@@ -88,9 +93,9 @@ class LowRank:
             _Orthonormal([matrix.left for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
             _Orthonormal([matrix.right for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
         )
-        place = Place(slice(0, bucket.total), slice(0, 0), ranks)
+        place = Place(slice(0, bucket.total), slice(0, 0), transport.world_size)
         self.feedback = ErrorFeedback(bucket, place, setting.alignment)
-        self._rows = StagedRows(self.feedback, bucket, staging, "M", lambda row: self._views_of(row, bucket))
+        self._rows = StagedRows(self.feedback, bucket, staging, "M", self._views_of)
 
     def _draw(self, bucket: Bucket, columns: int) -> Tensor:
         """The first right factors, `[columns, rank]`, small: by name of the parameter alone."""
@@ -101,9 +106,9 @@ class LowRank:
             drawn[matrix.right] = numbers * (STIR * matrix.shape[1] ** -0.5)
         return drawn.to(bucket.device)
 
-    def _views_of(self, row: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+    def _views_of(self, row: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Of a row of residuals, the matrices and the small slots."""
-        parts = [row[slot.offset :][: slot.numel] for slot in bucket.slots]
+        parts = [row[slot.offset :][: slot.numel] for slot in self._bucket.slots]
         matrices = [parts[matrix.position].view(matrix.shape) for matrix in self._matrices]
         return matrices, [parts[i] for i in self._small]
 
@@ -124,14 +129,27 @@ class LowRank:
             torch.mm(new, start[matrix.right], out=self._left[matrix.left])
         self._left.mul_(self._average)
 
-    def project(self) -> None:
+    def reduce(self, mark: Callable[[int], None]) -> Work:
+        """The sums of both parts of the wire; what the factors do not hold is kept while the second is under way."""
+        work = self._transport.all_reduce(self._first)
+        if not self._matrices:
+            return work
+        work.wait()
+        mark(_EXCHANGED)
+        self._project()
+        mark(_SUMMED)
+        work = self._transport.all_reduce(self._second)
+        self._keep_rest()
+        return work
+
+    def _project(self) -> None:
         """The sums of left factors → `basis`, and with it this rank's right factors → the second part of the wire."""
         self._basis.copy_(self._groups[0](self._left))
         for matrix, made in zip(self._matrices, self._rows.now()[1][0], strict=True):
             torch.mm(self._basis[matrix.left].t(), made, out=self._own[:, matrix.right])
         torch.mul(self._own, self._average, out=self._right)
 
-    def keep_rest(self) -> None:
+    def _keep_rest(self) -> None:
         """What this rank's factors do not hold of M → what is kept; nothing of what is not finite."""
         made = self._rows.now()[1][0]
         for matrix, values in zip(self._matrices, made, strict=True):
@@ -141,8 +159,11 @@ class LowRank:
                 values.nan_to_num_(0.0, 0.0, 0.0)
         self._rows.store()
 
-    def decompress(self, averaged: Sequence[Tensor], used: Tensor, finite: Tensor) -> None:
+    def decompress(
+        self, averaged: Sequence[Tensor], used: Tensor, finite: Tensor | None, statistics: Tensor | None
+    ) -> None:
         """Wire → averages and used-flags; `finite` becomes 0 if they are not, and the last right factors stay."""
+        assert finite is not None
         self._kernels.unflatten(self._flat, self._table, [*(averaged[i] for i in self._small), used], 1.0, None, finite)
         whole = self.wire.isfinite().all()
         finite.mul_(whole)
@@ -154,15 +175,25 @@ class LowRank:
             into = _as(averaged[matrix.position], matrix.shape)
             self._kernels.multiply(self._basis[matrix.left], self._right, matrix.right.start, into, finite)
 
-    def launch_kernels(self) -> None:
+    def launch_kernels(self, grads: Sequence[Tensor], used: Tensor, finite: Tensor | None, in_wire: bool) -> None:
         """Launch both kernels once, where none need be a matrix."""
+        self.compress(grads, used, finite)
         one = self.wire.new_zeros(1, 1)
         self._kernels.orthonormal(one.double()[None])
         self._kernels.multiply(one.expand(1, self._rank).contiguous(), one.expand(self._rank, 1).contiguous(), 0, one)
 
-    def magnitudes(self, bucket: Bucket) -> Tensor:
+    @property
+    def sent_by_stage(self) -> dict[str, int]:
+        """(N-1)/N of both parts, twice (ring all-reduce)."""
+        whole, second = (self._sent(part) for part in (self.wire, self._second))
+        return {"wire stage 1": whole - second, "wire stage 2": second} if self._matrices else {"wire": whole}
+
+    def _sent(self, part: Tensor) -> int:
+        return 2 * part.nbytes * (self._transport.world_size - 1) // self._transport.world_size
+
+    def magnitudes(self) -> Tensor:
         """Of each slot's average: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
-        made = [self._flat.new_empty(slot.numel) for slot in bucket.slots]
+        made = [self._flat.new_empty(slot.numel) for slot in self._bucket.slots]
         for i, flat in zip(self._small, self._flats, strict=True):
             made[i] = flat
         self._multiply(made, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,13 @@ from ... import ops
 from ...compression import TopK
 from ...errors import SettingError, TransportError
 from ...kernels.slots import PlacesError
+from ...transports import Transport, Work
 from ..buckets import Bucket, Slot, round_up, table_of
 from ..residuals.applied import norms_of
 from ..residuals.error_feedback import ErrorFeedback, Place
 from ..residuals.staged_rows import StagedRows
 from ..shared_buffers import SharedBuffers
+from .base import BucketWires
 
 MOST = 2**31 - 1  # elements of a gradient whose places fit into 32 bits
 
@@ -31,7 +33,7 @@ class _Sparse(NamedTuple):
     places: int
 
 
-class SparseTop:
+class SparseTop(BucketWires):
     """The largest elements of one bucket's gradients, slot by slot, and the messages that they travel in.
 
     1. `compress`: the gradient and what was kept of earlier ones → of each slot that the setting compresses its largest
@@ -46,8 +48,7 @@ class SparseTop:
     Args:
         bucket: whose gradients.
         setting: how many elements, and of which slots.
-        rank: this one.
-        ranks: among which gradients are averaged.
+        transport: the ranks.
         average: what sums are multiplied by.
         staging: memory for gradients with what was kept, if other buckets use it in turn; on a GPU alone.
 
@@ -60,8 +61,9 @@ class SparseTop:
     """
 
     def __init__(
-        self, bucket: Bucket, setting: TopK, rank: int, ranks: int, average: float, staging: SharedBuffers
+        self, bucket: Bucket, setting: TopK, transport: Transport, average: float, staging: SharedBuffers
     ) -> None:
+        self._transport, self.shard, ranks = transport, transport.rank, transport.world_size
         self._kernels, self._average = ops.choose(bucket.device), average
         self._bucket = bucket
         self._sparse, self._small, end = _divide(bucket, setting)
@@ -69,7 +71,7 @@ class SparseTop:
         self._table = table_of([*(bucket.slots[i].numel for i in self._small), len(bucket.slots)], setting.alignment)
         self.wire = torch.zeros(ranks * (start + self._table.total), device=bucket.device)
         self._messages = self.wire.view(ranks, -1)
-        own = self._messages[rank]
+        own = self._messages[transport.rank]
         numbers = own.view(torch.int32)
         self._own = [(own[s.first :][: s.number], numbers[s.places :][: s.number]) for s in self._sparse]
         # What travels whole: this rank's, that of all ranks, and its sums.
@@ -91,9 +93,9 @@ class SparseTop:
         return [parts[sparse.position] for sparse in self._sparse], [parts[i] for i in self._small]
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes of its message, to every other rank."""
-        return self._messages[0].nbytes * (len(self._messages) - 1)
+    def sent_by_stage(self) -> dict[str, int]:
+        """Its message, to every other rank."""
+        return {"wire": self._messages[0].nbytes * (len(self._messages) - 1)}
 
     def compress(self, grads: Sequence[Tensor], used: Tensor, finite: Tensor | None) -> None:
         """Gradients and used-flags → this rank's message; what is not in it is kept, but for what is not finite."""
@@ -108,7 +110,13 @@ class SparseTop:
             self._kernels.take_largest(new, *own)
         self._rows.store()
 
-    def decompress(self, averaged: Sequence[Tensor], used: Tensor, finite: Tensor) -> None:
+    def reduce(self, mark: Callable[[int], None]) -> Work:
+        """All messages."""
+        return self._transport.all_gather(self.wire)
+
+    def decompress(
+        self, averaged: Sequence[Tensor], used: Tensor, finite: Tensor | None, statistics: Tensor | None
+    ) -> None:
         """All messages → averages and used-flags; `finite` becomes 0 if they are not.
 
         Raises:
@@ -130,16 +138,17 @@ class SparseTop:
                     f"topk: of parameter {sparse.slot.name!r} in bucket {self._bucket.index} {error}"
                 ) from error
 
-    def launch_kernels(self) -> None:
+    def launch_kernels(self, grads: Sequence[Tensor], used: Tensor, finite: Tensor | None, in_wire: bool) -> None:
         """Launch both kernels once, where no slot need be large."""
+        self.compress(grads, used, finite)
         numbers = torch.zeros(2, device=self._bucket.device)
         self._kernels.take_largest(numbers.clone(), numbers[:1], numbers[1:].view(torch.int32))
         into = torch.zeros(1, dtype=self._bucket.dtype, device=self._bucket.device)
         self._kernels.average_taken(numbers[None], 0, 1, 1, 1.0, into)
 
-    def magnitudes(self, bucket: Bucket) -> Tensor:
+    def magnitudes(self) -> Tensor:
         """Of each slot's average: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
-        made = [self._summed.new_empty(slot.numel) for slot in bucket.slots]
+        made = [self._summed.new_empty(slot.numel) for slot in self._bucket.slots]
         for i, flat in zip(self._small, self._sums, strict=True):
             made[i] = flat
         self._average_taken([made[sparse.position] for sparse in self._sparse], None)

@@ -19,6 +19,7 @@ from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.reduction.residuals import error_feedback, rows
 from fastreduce.reduction.residuals.applied import Applied
 from fastreduce.reduction.residuals.notices import multiplied, note_applied
+from fastreduce.reduction.wires.flat import FlatWires
 from fastreduce.transports import LocalTransport
 from tests.support import tolerances
 from tests.support.models import Branches, Constant, Grads, assert_same_bits, batch, bits, grads_of, spread, wrap
@@ -357,7 +358,9 @@ def test_averages_that_nobody_has_stored_leave_the_residuals_as_they_were(refuse
             parameter.grad = batch(i, step, len(parameter))
         grads = [parameter.grad for parameter in parameters]
         if refused and step:
-            pipeline._kernels = replace(pipeline._kernels, dequantize=_refuse)
+            wires = pipeline.wires
+            assert isinstance(wires, FlatWires)
+            wires._kernels = replace(wires._kernels, dequantize=_refuse)
         with pytest.raises(TensorError) if refused and step else nullcontext():
             pipeline.run(grads, grads)
         if step == 0:

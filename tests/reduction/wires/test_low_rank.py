@@ -13,6 +13,7 @@ from torch import Tensor
 from fastreduce import PowerSGD, note_applied
 from fastreduce.reduction.residuals import error_feedback, rows, staged_rows
 from fastreduce.reduction.residuals.error_feedback import Parts
+from fastreduce.reduction.wires.low_rank import LowRank
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines, tolerances
 from tests.support.bucket_pipelines import Buckets
@@ -85,7 +86,7 @@ def _same_signs(basis: Tensor, columns: Tensor) -> Tensor:
 def test_steps_are_those_of_the_method_and_the_same_bits_on_every_rank(ranks: int):
     setting = PowerSGD(rank=4)
     first, *others = trained(ranks, setting, 4)
-    made: Any = first[2][0].low_rank
+    made: Any = first[2][0].wires
     starts = [made._first_ones[matrix.right] for matrix in made._matrices]
     assert [matrix.position for matrix in made._matrices] == [0, 3]
     averages, kept = _paper(ranks, 4, starts)
@@ -287,7 +288,7 @@ def test_a_direction_that_factors_have_lost_comes_back():
             for step in range(steps):
                 bucket.step(grads(step))
                 found.append(float(bucket.kept[0][1, 1]))
-                if not stirred and (low_rank := bucket.pipelines[0].low_rank) is not None:
+                if not stirred and isinstance(low_rank := bucket.pipelines[0].wires, LowRank):
                     low_rank._first_ones.zero_()
             return found
 

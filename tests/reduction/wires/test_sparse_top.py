@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fastreduce import SettingError, TopK, TransportError, note_applied
-from fastreduce.reduction import error_feedback, sparse_top, staged_rows
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
+from fastreduce.reduction.residuals import error_feedback, staged_rows
 from fastreduce.reduction.residuals.error_feedback import Parts
+from fastreduce.reduction.wires import sparse_top
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines
 from tests.support.bucket_pipelines import CPU, Buckets
@@ -212,7 +213,7 @@ def test_a_message_holds_values_places_and_what_travels_whole():
     for ranks in (1, 2, 3):
         _, _, (pipeline,) = trained(ranks, 1)[0]
         numbers = 2 * sum(COUNTS) + 16 + 16 + 16  # 7, 15 and 4 flags, at multiples of 16; 440 is none
-        assert pipeline.sent_bytes == 4 * (numbers + 8) * (ranks - 1) == sum(pipeline.sent_by_stage.values())
+        assert pipeline.sent_bytes == 4 * (numbers + 8) * (ranks - 1) == pipeline.wires.sent_by_stage["wire"]
         assert pipeline.wire.nbytes == 4 * (numbers + 8) * ranks
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..compression import Compression, OfWholeParameters
-from ..kernels.slots import SlotTable, spare
-from ..transports import Connected, Nodes, Transport, TwoLevelTransport, Work
-from .buckets import Bucket
-from .residuals.error_feedback import Parts, Place
-from .shared_buffers import SharedBuffers
+from ... import ops
+from ...compression import Compression, OfWholeParameters
+from ...kernels.slots import SlotTable, spare
+from ...transports import Connected, Nodes, Transport, TwoLevelTransport, Work
+from ..buckets import Bucket
+from ..residuals.error_feedback import Parts, Place
+from ..shared_buffers import SharedBuffers
 
 
 def in_one_level(compression: Compression) -> bool:

@@ -151,7 +151,7 @@ class Membership:
         self._share_samples()
         if not self._connected():
             self._regroup(self._own_note())
-        self._ddp.reducer._follow()
+        self._ddp.reducer.follow()
 
     def _compare(self, step: int) -> None:
         """Say so where who has come has other parameters than the rest after its first turn."""

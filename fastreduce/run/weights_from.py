@@ -137,7 +137,7 @@ class WeightsFrom:
         if grads[0] is not None:
             self._used.add(i)
         if not self._due:
-            if self._contestants.in_backward:
+            if self._contestants.backward.running:
                 raise SettingError(
                     "--weights-from and a second backward through one forward, for what the first left out, exclude "
                     "each other: sum the losses and call backward once"

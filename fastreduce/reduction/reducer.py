@@ -18,8 +18,9 @@ from ..transports import Transport
 from ..transports.messages import checked, numbers
 from . import saved_state
 from .agreed_schedule import AgreedSchedule
+from .averaging import Averaging
 from .backward import Backward
-from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients
+from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketedGradients
 from .buckets import BucketPlan, shortest
 from .clocks import Seconds
 from .events import Events

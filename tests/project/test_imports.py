@@ -30,7 +30,7 @@ REDUCTION = [
     {"arrivals", "gradients", "residuals"},
     {"wires"},
     {"pipeline"},
-    {"saved_residuals", "statistics"},
+    {"averaging", "saved_residuals", "statistics"},
     {"bucketed"},
     {"agreed_schedule", "events", "one_call", "saved_state"},
     {"telemetry"},

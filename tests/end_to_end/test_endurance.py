@@ -23,8 +23,9 @@ LEAK = PART * 1024
 """Bytes by which memory may grow in the calmest of the parts; a leak grows in every part. In fresh processes the
 allocator (torch's class shows it too) takes 1 MB, 0.4 MB, 0.3 MB, and after 3,000 steps nothing any more (seen)."""
 
-OBJECTS = 50
-"""Objects of Python, tensors among them, that caches may gain in 1,500 steps. This finds leaks too small for `LEAK`."""
+OBJECTS = 15
+"""Objects of Python, tensors among them, that caches may gain in the calmest of the parts: leaks too small for `LEAK`.
+What is noted once, of a rank that a loaded machine made late, say, takes 50 or so in one of them (seen)."""
 
 
 def _figures() -> dict[str, int]:
@@ -86,6 +87,6 @@ def test_2000_steps_leave_memory_files_and_threads_flat(ranks2: RankPool, settin
         grown = [{name: b[name] - a[name] for name in a} for a, b in itertools.pairwise(seen)]
         said = f"rank {rank}: after a warm-up {seen[0]}, then in every {PART} steps {grown}"
         assert min(part["bytes"] for part in grown) <= LEAK, said
-        assert seen[-1]["objects"] <= seen[0]["objects"] + OBJECTS, said
+        assert min(part["objects"] for part in grown) <= OBJECTS, said
         for name in ("files", "threads", "Python threads"):
             assert seen[-1][name] <= seen[0][name], said

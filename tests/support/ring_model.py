@@ -90,6 +90,7 @@ class _Local:
     operation: Operation
     answers: tuple[Any, ...]
     seen: tuple[tuple[int, int], ...]  # words of others → the most that was loaded
+    looked: bool = False  # whether the move that comes next, if it is one, was looked at
     next: dict[Any, int] = field(default_factory=dict)
 
 
@@ -116,6 +117,7 @@ class Model:
         self._bases = tuple((r + 1) * SEGMENT for r in range(ranks))
         self._locals: list[list[_Local]] = [[] for _ in range(ranks)]
         self._known: list[dict[Any, int]] = [{} for _ in range(ranks)]
+        self._places: dict[int, int] = {}  # address of a word → its place in a state
 
     def _program(self, rank: int) -> Iterator[Operation]:
         first = 0
@@ -160,12 +162,10 @@ class Model:
         Raises:
             WrongError: if a rank touches a cell too early, or all that have not ended sleep.
         """
-        memory: dict[int, int] = {}
         start = (tuple(self._step(r, -1, None) for r in range(self.ranks)), (), frozenset[int]())
         todo, visited = [start], {start}
         while todo:
             places, words, sleepers = todo.pop()
-            memory = dict(words)
             ended = moved = 0
             for rank in range(self.ranks):
                 local = self._locals[rank][places[rank]]
@@ -175,7 +175,7 @@ class Model:
                 if rank in sleepers:
                     continue
                 moved += 1
-                reached = self._do(rank, places, memory, sleepers)
+                reached = self._do(rank, places, words, sleepers)
                 if reached not in visited:
                     visited.add(reached)
                     todo.append(reached)
@@ -183,36 +183,44 @@ class Model:
                 raise WrongError(f"rank {sorted(sleepers)} sleeps for ever")
         return len(visited)
 
-    def _do(self, rank: int, places: Any, before: dict[int, int], sleepers: frozenset[int]) -> Any:
+    def _do(self, rank: int, places: Any, words: tuple[int, ...], sleepers: frozenset[int]) -> Any:
         """One step of a rank, and the moves of data and the loads of its own words behind it."""
-        memory, number = dict(before), places[rank]
+        number = places[rank]
         while True:
             local = self._locals[rank][number]
             name, *arguments = local.operation
             answer: Any = 0
             if name in ("load_acquire", "_load_sleep"):
-                answer = memory.get(arguments[0], 0)
+                answer = self._load(words, arguments[0])
             elif name in ("store_release", "_store_sleep"):
-                memory[arguments[0]] = arguments[1]
+                words = self._stored(words, *arguments)
             elif name == "_futex" and arguments[2] == flags.WAIT:
-                if memory.get(arguments[1], 0) == 1 and rank not in sleepers:
-                    sleepers |= {rank}
-                    return self._state(places, rank, number, memory, sleepers)
+                if self._load(words, arguments[1]) == 1 and rank not in sleepers:
+                    return (*places[:rank], number, *places[rank + 1 :]), words, sleepers | {rank}
                 answer = -1
             elif name == "_futex":
-                woken = arguments[1] // SEGMENT - 1
-                sleepers -= {woken}
-            elif name in MOVES:
+                sleepers -= {arguments[1] // SEGMENT - 1}
+            elif name in MOVES and not local.looked:
                 self._look(rank, local)
+                local.looked = True
             number = self._step(rank, number, answer)
             name, *arguments = self._locals[rank][number].operation
             own = name == "load_acquire" and arguments[0] // SEGMENT == rank + 1
             if not own and name not in MOVES:
-                return self._state(places, rank, number, memory, sleepers)
+                return (*places[:rank], number, *places[rank + 1 :]), words, sleepers
 
-    def _state(self, places: Any, rank: int, number: int, memory: dict[int, int], sleepers: frozenset[int]) -> Any:
-        changed = (*places[:rank], number, *places[rank + 1 :])
-        return changed, tuple(sorted((at, value) for at, value in memory.items() if value)), sleepers
+    def _load(self, words: tuple[int, ...], address: int) -> int:
+        place = self._places.setdefault(address, len(self._places))
+        return words[place] if place < len(words) else 0
+
+    def _stored(self, words: tuple[int, ...], address: int, value: int) -> tuple[int, ...]:
+        """The words with one changed; zeros at the end are left out, so that equal memories are equal."""
+        place = self._places.setdefault(address, len(self._places))
+        changed = [*words, *[0] * (place + 1 - len(words))]
+        changed[place] = value
+        while changed and not changed[-1]:
+            changed.pop()
+        return tuple(changed)
 
     def _look(self, rank: int, local: _Local) -> None:
         """Whether this rank has seen by itself that it may read and write where it does."""

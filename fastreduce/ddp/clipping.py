@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.residuals.factors import Factor
 from ..reduction.residuals.notices import multiplied
-from ..reduction.statistics import Known, known_slots, rows_of
+from ..reduction.statistics import Known, known_slots, rows_of_slots
 
 TILE = 2048  # elements that one thread sums up
 ORDER_IS_NOTHING = (0, math.inf, -math.inf)
@@ -44,7 +44,7 @@ def clip_(
     parameters = [named[name] for name in grads]
     known = known_slots(pipelines, parameters) if norm_type == 2 else []
     summed = {id(parameter) for _, slots in known for parameter in slots.values()}
-    norms = _norms_known([rows_of(pipeline, slots)[:, 1] for pipeline, slots in known])
+    norms = _norms_known([rows_of_slots(pipeline, slots)[:, 1] for pipeline, slots in known])
     norms += _norms([grads[name] for name in grads if id(named[name]) not in summed], norm_type)
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.cat([each.to(device) for each in norms]), norm_type)

@@ -27,7 +27,7 @@ from .reducer import TorchReducer
 TRANSPORTS = (None, "gloo", "shm")
 
 
-class Group(Protocol):
+class ElasticGroup(Protocol):
     """Those who train together, as the reducer needs them.
 
     Attributes:
@@ -76,16 +76,17 @@ class ElasticReducer(TorchReducer):
     1. Before a bucket is reduced, its gradients are copied (as much memory as the gradients take).
     2. When all averages of the step are here, and before an optimizer sees one, ranks commit: a small all-reduce.
        Who has passed it knows that every rank has all averages.
-    3. Where a collective fails, this rank aborts what is under way and meets those who are left (`Group.regroup`). If
-       one of them has passed the commit, or all have all averages, these count, the lost ones' gradients included.
-       Otherwise local gradients are put back, and reduced again among those who are left; so often as it takes.
+    3. Where a collective fails, this rank aborts what is under way and meets those who are left
+       (`ElasticGroup.regroup`). If one of them has passed the commit, or all have all averages, these count, the lost
+       ones' gradients included. Otherwise local gradients are put back, and reduced again among those who are left; so
+       often as it takes.
     4. Then, or where the averages counted before the next forward, buckets are laid out for the new ranks. What error
        feedback keeps on this rank goes along; what lost ranks kept is lost, and new ones begin with none.
 
     Buckets keep the order in which they were made: ranks never compare the order in which gradients arrive.
     """
 
-    group: Group | None = None
+    group: ElasticGroup | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("sparse"):
@@ -103,7 +104,7 @@ class ElasticReducer(TorchReducer):
         self.backward.recover = weakly(self._recover)
 
     @property
-    def _joined(self) -> Group:
+    def _joined(self) -> ElasticGroup:
         if self.group is None:
             raise NotInitializedError("a forward with elastic=True", "call members = fastreduce.elastic.join(ddp, …)")
         return self.group

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """The group of an elastic reducer (`ddp.elastic_reducer.Group`).
+    """The group of an elastic reducer (`ddp.elastic_reducer.ElasticGroup`).
 
     Args:
         ddp: what it reduces.
@@ -135,7 +135,7 @@ class Membership:
             abort_beside(self._group)
 
     def regroup(self, step: int, whole: bool) -> bool:
-        """Meet those who are left (`ddp.elastic_reducer.Group`)."""
+        """Meet those who are left (`ddp.elastic_reducer.ElasticGroup`)."""
         self._check_here()
         return self._regroup(Note(step, Stage.WHOLE if whole else Stage.UNDER_WAY))
 

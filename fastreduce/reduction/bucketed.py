@@ -16,7 +16,7 @@ from . import saved_residuals
 from .averaging import Averaging, CompressedAveraging
 from .buckets import BucketPlan, group_by_size, shortest
 from .clocks import Seconds
-from .gradients import Collected, Gradients, Members
+from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
@@ -203,7 +203,7 @@ class BucketedGradients:
         self.plan, self.pipelines = self._averaging.make_pipelines(
             self.gradients, groups, self.transport, self.as_views
         )
-        self._members: list[Members] = [self.gradients.members(bucket) for bucket in self.plan.buckets]
+        self._members: list[BucketMembers] = [self.gradients.members(bucket) for bucket in self.plan.buckets]
         if self.keeps_statistics:
             for pipeline in self.pipelines:
                 pipeline.keep_statistics()

@@ -22,7 +22,7 @@ from .bucketed import BUCKET_BYTES
 from .buckets import build_plan, group_by_size
 from .gradients import Gradients
 from .pipeline import BucketPipeline
-from .residuals.error_feedback import ErrorFeedback, Parts, agree_that_finite
+from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
 from .shared_buffers import SharedBuffers
 from .wires.node_level import parts_of
 
@@ -106,7 +106,7 @@ class _Owners:
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""
-        arrived: dict[str, Parts] = {}
+        arrived: dict[str, SlotResiduals] = {}
         for owner, name in zip(owners, _names(owners), strict=True):
             home = self._homes.get(id(owner))
             if home is not None and home[0] is not reduction:
@@ -121,7 +121,7 @@ def _forget(owners: weakref.ref[_Owners], identity: int) -> None:
         alive.forget(identity)
 
 
-def _take(reduction: _Reduction, name: str) -> Parts:
+def _take(reduction: _Reduction, name: str) -> SlotResiduals:
     """What is kept of a tensor, out of a reduction."""
     (found,) = (
         pipeline.take(i)

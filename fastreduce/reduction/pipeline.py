@@ -16,7 +16,7 @@ from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import Point, Seconds, make_clock
 from .residuals.applied import norms_of
-from .residuals.error_feedback import ErrorFeedback, Parts, Place
+from .residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
 from .shared_buffers import SharedBuffers
 from .streams import Finish
 from .wires.base import BucketWires
@@ -119,16 +119,16 @@ class BucketPipeline:
         """What is to be added to the next gradients, under error feedback or after it."""
         return self.feedback or self.remainder
 
-    def take(self, i: int) -> Parts:
+    def take(self, i: int) -> SlotResiduals:
         """Remove what is kept of slot `i` on this rank, and return it."""
         assert self.kept is not None
         return self.kept.take(i)._replace(factor=self.wires.factor(i))
 
-    def put(self, i: int, parts: Parts) -> None:
+    def put(self, i: int, parts: SlotResiduals) -> None:
         """Go on with what was kept of a slot elsewhere; without error feedback it is added to the next gradients."""
         if self.kept is None and parts.holds_any:
             whole, nothing = slice(0, self.bucket.total), slice(0, 0)
-            where = Place(whole, nothing, self.transport.world_size)
+            where = Share(whole, nothing, self.transport.world_size)
             self.remainder = ErrorFeedback(self.bucket, where, self.compression.alignment)
         if self.kept is not None:
             self.kept.put(i, parts)

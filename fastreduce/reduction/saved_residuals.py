@@ -15,12 +15,12 @@ from ..compression import Compression
 from ..errors import SettingError
 from .buckets import BucketPlan, ParameterSpec
 from .pipeline import BucketPipeline
-from .residuals.error_feedback import Parts
+from .residuals.error_feedback import SlotResiduals
 
 logger = logging.getLogger(__name__)
 
 
-def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
+def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, SlotResiduals]:
     """What error feedback keeps, by parameter name, removed from pipelines that nobody will use."""
     return {
         slot.name: pipeline.take(i)
@@ -30,7 +30,7 @@ def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
     }
 
 
-def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> None:
+def restore(kept: Mapping[str, SlotResiduals], pipelines: Sequence[BucketPipeline]) -> None:
     """Put it into other pipelines; a name without any keeps what it has.
 
     One without error feedback adds it to its next gradients. In two levels the ranks of a node bring together what each
@@ -77,11 +77,11 @@ def save(
     }
 
 
-def kept_in(state: Mapping[str, Any]) -> dict[str, Parts]:
+def kept_in(state: Mapping[str, Any]) -> dict[str, SlotResiduals]:
     """The first-stage residuals of a state that `save` made; one of an older version has no units and no factors."""
     units, factors = state.get("units", {}), state.get("factors", {})
     return {
-        name: Parts(value, None, units.get(name, math.nan), factors.get(name))
+        name: SlotResiduals(value, None, units.get(name, math.nan), factors.get(name))
         for name, value in state["residuals"].items()
     }
 

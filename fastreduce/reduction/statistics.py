@@ -46,7 +46,7 @@ def known_slots(pipelines: Iterable[BucketPipeline], parameters: Iterable[Tensor
     return known
 
 
-def rows_of(pipeline: BucketPipeline, slots: Mapping[int, Tensor]) -> Tensor:
+def rows_of_slots(pipeline: BucketPipeline, slots: Mapping[int, Tensor]) -> Tensor:
     """The statistics of some slots, tile by tile."""
     count = len(pipeline.bucket.slots)
     if len(slots) == count:

@@ -50,7 +50,7 @@ def _begin(is_compared: bool, write_down: Callable[..., None], model: nn.Module)
 
 
 class MeasuredModel:
-    """A sharded model, to `measuring.Training` as a wrapper of torch's is.
+    """A sharded model, to `measuring.MeasuredTraining` as a wrapper of torch's is.
 
     Args:
         module: the root of its sharded modules.

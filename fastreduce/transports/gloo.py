@@ -56,7 +56,7 @@ class _GlooStore(dist.Store):
             raise TimeoutError(f"no word at {', '.join(keys)} within {self._client.seconds:g} s")
 
 
-class _Connection:
+class GlooConnection:
     """gloo over the ranks of `group`, in a group of its own.
 
     Raises:
@@ -200,7 +200,7 @@ def _named(missing: Sequence[int]) -> str:
 class _Works:
     """Several torch works as one, each with what it does, for errors."""
 
-    def __init__(self, connection: _Connection, operation: str, works: list[tuple[str, Any]]) -> None:
+    def __init__(self, connection: GlooConnection, operation: str, works: list[tuple[str, Any]]) -> None:
         self._connection, self._operation, self._works = connection, operation, works
 
     def wait(self) -> None:
@@ -227,7 +227,7 @@ class GlooTransport(Transport):
     def __init__(self, group: Ranks) -> None:
         self.rank, self.world_size = place_in(group)
         self._me = own_name(group)
-        self._lease = Lease("gloo", group, _Connection)
+        self._lease = Lease("gloo", group, GlooConnection)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Gloo's all-reduce: the algorithm that torch's own wrapper uses."""

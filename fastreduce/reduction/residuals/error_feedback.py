@@ -18,7 +18,7 @@ from .factors import Factor, known_to_be, stack, to_device
 from .rows import BASE, GO_ON, KEEP, Rows, reads_late
 
 
-class Place(NamedTuple):
+class Share(NamedTuple):
     """Which elements of a bucket a rank keeps residuals of, and what they count.
 
     Args:
@@ -77,7 +77,7 @@ class ErrorFeedback:
     """
 
     def __init__(
-        self, bucket: Bucket, place: Place, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
+        self, bucket: Bucket, place: Share, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
         self._bucket, self._where, self._block = bucket, place, block
         self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
@@ -164,7 +164,7 @@ class ErrorFeedback:
         """Whether nothing is kept of this rank's gradients; the host waits."""
         return not self._carried and not bool(self.residuals.any())
 
-    def take(self, i: int) -> Parts:
+    def take(self, i: int) -> SlotResiduals:
         """Remove what is kept of slot `i` on this rank, and return it."""
         self.look()
         self.commit()
@@ -175,7 +175,7 @@ class ErrorFeedback:
             self._carried.discard(i)
         for rows in (self._first, self._second):
             rows.clear(turn, rows.part(*self._place(i)))
-        return Parts(found, base, self.units_now()[i])
+        return SlotResiduals(found, base, self.units_now()[i])
 
     def spread(self, gather: Callable[[Tensor], None]) -> None:
         """Move what is kept of all shards into the first stage, on every rank alike: no shard's place tells in it.
@@ -195,7 +195,7 @@ class ErrorFeedback:
                 with self._first.changing(row) as values:
                     values.add_(whole[self._where.first], alpha=self._where.shared)
 
-    def put(self, i: int, parts: Parts) -> None:
+    def put(self, i: int, parts: SlotResiduals) -> None:
         """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `place.unit`."""
         self.commit()
         start, turn = self._place(i)[0], int(self.turn)
@@ -382,7 +382,7 @@ class ErrorFeedback:
         return to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
 
 
-class Parts(NamedTuple):
+class SlotResiduals(NamedTuple):
     """What is kept of one slot on one rank: FP32 `[numel]`.
 
     `base` is Q where its average is in `.grad` still (`ErrorFeedback`), `factor` what `LowRank` begins its next

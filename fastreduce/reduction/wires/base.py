@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from ...transports import SlotTransport, Work
-from ..residuals.error_feedback import ErrorFeedback, Parts
+from ..residuals.error_feedback import ErrorFeedback, SlotResiduals
 
 
 class BucketWires(ABC):
@@ -96,7 +96,7 @@ class BucketWires(ABC):
     def spread(self) -> None:  # noqa: B027 (most have no second stage)
         """Move what is kept of shards into the first stage, on every rank alike; every rank calls it."""
 
-    def of_node(self, parts: Mapping[int, Parts]) -> Mapping[int, Parts]:
+    def of_node(self, parts: Mapping[int, SlotResiduals]) -> Mapping[int, SlotResiduals]:
         """What this rank keeps of slots, as what is to be put into `feedback`: in two levels its node's sum.
 
         Every rank of the node calls it then, also one that keeps nothing.

@@ -14,7 +14,7 @@ from ...kernels.slots import FP16_BLOCK, OF_AVERAGES, Draws, Pieces, SlotTable
 from ...transports import SlotTransport, Transport, Work
 from ..buckets import Bucket
 from ..clocks import Point
-from ..residuals.error_feedback import ErrorFeedback, Parts, Place
+from ..residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
 from ..shared_buffers import SharedBuffers, zeros
 from .base import BucketWires
 from .block_magnitudes import BlockMagnitudes
@@ -125,7 +125,7 @@ class FlatWires(BucketWires):
         self.shard = own_row * shards + place if self._owns else -1
         self.feedback = None
         if compression.error_feedback:
-            where = Place(slice(0, bucket.total), slice(own_start, own_start + own), ranks)
+            where = Share(slice(0, bucket.total), slice(own_start, own_start + own), ranks)
             if self._node is not None:
                 where = self._node.place(own if self._owns else 0, own_start, ranks)
             self.feedback = ErrorFeedback(bucket, where, self.block, dtype=compression.residual_dtype)
@@ -322,6 +322,6 @@ class FlatWires(BucketWires):
         else:
             self._node.make_whole(flat)
 
-    def of_node(self, parts: Mapping[int, Parts]) -> Mapping[int, Parts]:
+    def of_node(self, parts: Mapping[int, SlotResiduals]) -> Mapping[int, SlotResiduals]:
         """What this rank keeps of slots, as what is to be put into `feedback`: in two levels its node's sum."""
         return parts if self._node is None or self.feedback is None else self._node.sum_of_parts(parts)

@@ -14,7 +14,7 @@ from ...transports import Transport, Work
 from ..buckets import Bucket, Slot, round_up, table_of
 from ..clocks import Point
 from ..residuals.applied import norms_of
-from ..residuals.error_feedback import ErrorFeedback, Place
+from ..residuals.error_feedback import ErrorFeedback, Share
 from ..residuals.staged_rows import StagedRows
 from ..shared_buffers import SharedBuffers
 from .base import BucketWires
@@ -93,7 +93,7 @@ class LowRank(BucketWires):
             _Orthonormal([matrix.left for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
             _Orthonormal([matrix.right for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
         )
-        place = Place(slice(0, bucket.total), slice(0, 0), transport.world_size)
+        place = Share(slice(0, bucket.total), slice(0, 0), transport.world_size)
         self.feedback = ErrorFeedback(bucket, place, setting.alignment)
         self._rows = StagedRows(self.feedback, bucket, staging, "M", self._views_of)
 

@@ -14,7 +14,7 @@ from ...compression import Compression, OfWholeParameters
 from ...kernels.slots import SlotTable, spare
 from ...transports import Connected, Nodes, Transport, TwoLevelTransport, Work
 from ..buckets import Bucket
-from ..residuals.error_feedback import Parts, Place
+from ..residuals.error_feedback import Share, SlotResiduals
 from ..shared_buffers import SharedBuffers
 
 
@@ -81,10 +81,10 @@ class NodeLevel:
         """What moves data."""
         return self._transport.levels
 
-    def place(self, own: int, start: int, ranks: int) -> Place:
+    def place(self, own: int, start: int, ranks: int) -> Share:
         """Which residuals this rank keeps, with `own` averages from `start` on."""
         first = slice(self.first, min(self.first + self.elements, self._bucket.total))
-        return Place(first, slice(start, start + own), ranks, self.unit, len(self.nodes.here) / self.unit)
+        return Share(first, slice(start, start + own), ranks, self.unit, len(self.nodes.here) / self.unit)
 
     def use_wire(self, wire: Tensor) -> None:
         """Sum in the wire: it is the flat, in the dtype of sums."""
@@ -126,10 +126,10 @@ class NodeLevel:
         start = self._bucket.flags_offset
         return start, start + len(self._bucket.slots)
 
-    def sum_of_parts(self, parts: Mapping[int, Parts]) -> dict[int, Parts]:
+    def sum_of_parts(self, parts: Mapping[int, SlotResiduals]) -> dict[int, SlotResiduals]:
         """What this rank keeps of slots → of each slot the sum over the ranks of the node, which all call it."""
         nothing = torch.zeros(0)
-        slots = [parts.get(i, Parts(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
+        slots = [parts.get(i, SlotResiduals(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
         told = self._told([(part.unit, float(part.base is not None)) for part in slots])
         units, with_base = told.nan_to_num(-math.inf).amax(0).unbind(1)
         sums = self._moved([part.residual for part in slots])
@@ -140,7 +140,7 @@ class NodeLevel:
         ):
             place = slice(slot.offset, slot.offset + slot.numel)
             unit = math.nan if unit == -math.inf else unit
-            found[i] = Parts(sums[place], bases[place] if has_base else None, unit)
+            found[i] = SlotResiduals(sums[place], bases[place] if has_base else None, unit)
         return found
 
     def _told(self, rows: Sequence[Sequence[float]]) -> Tensor:

@@ -15,7 +15,7 @@ from ...kernels.slots import PlacesError
 from ...transports import Transport, Work
 from ..buckets import Bucket, Slot, round_up, table_of
 from ..residuals.applied import norms_of
-from ..residuals.error_feedback import ErrorFeedback, Place
+from ..residuals.error_feedback import ErrorFeedback, Share
 from ..residuals.staged_rows import StagedRows
 from ..shared_buffers import SharedBuffers
 from .base import BucketWires
@@ -79,7 +79,7 @@ class SparseTop(BucketWires):
         self._received = torch.empty_like(self._flats_of_all, memory_format=torch.contiguous_format)
         self._summed = torch.empty_like(self._flat)
         self._flats, self._sums = (self._of_small(flat) for flat in (self._flat, self._summed))
-        self.feedback = ErrorFeedback(bucket, Place(slice(0, bucket.total), slice(0, 0), ranks), setting.alignment)
+        self.feedback = ErrorFeedback(bucket, Share(slice(0, bucket.total), slice(0, 0), ranks), setting.alignment)
         self._rows = StagedRows(self.feedback, bucket, staging, "kept", self._views_of)
 
     def _of_small(self, flat: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base import Transport, Work
 from ..connections import Lease
 from ..ranks import Ranks, place_in
-from .communicator import Communicator, load_mpi, ready
+from .communicator import MpiConnection, load_mpi, ready
 
 
 class _Nothing:
@@ -38,7 +38,7 @@ class MpiTransport(Transport):
     def __init__(self, group: Ranks) -> None:
         load_mpi()
         self.rank, self.world_size = place_in(group)
-        self._lease = Lease("MPI", group, Communicator)
+        self._lease = Lease("MPI", group, MpiConnection)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """All-to-all, a sum in rank order, all-gather."""

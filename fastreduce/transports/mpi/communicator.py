@@ -51,8 +51,8 @@ class _Gate:
 
 
 _GATE = _Gate()
-_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_broken: set[Communicator] = set()  # MPI may still write where their collectives were to
+_alive: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
+_broken: set[MpiConnection] = set()  # MPI may still write where their collectives were to
 
 
 @cache
@@ -112,7 +112,7 @@ def poll(done: Callable[[], bool], seconds: float, look: Callable[[], None] = la
     return True
 
 
-class Communicator:
+class MpiConnection:
     """A communicator of ours, and beside it a place in the group's store where ranks tell why they do not come.
 
     Raises:
@@ -301,7 +301,7 @@ class PolledWork:
     then: Begin | None
 
     def __init__(
-        self, communicator: Communicator, operation: str, keep: list[Tensor], after: Callable[[], object] | None
+        self, communicator: MpiConnection, operation: str, keep: list[Tensor], after: Callable[[], object] | None
     ) -> None:
         self.operation = operation
         self._communicator, self._keep, self._after = communicator, keep, after

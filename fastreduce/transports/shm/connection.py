@@ -48,7 +48,7 @@ class Collective:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ShmConnection,
         operation: str,
         arguments: Arguments,
         pieces: int,
@@ -69,7 +69,7 @@ class Collective:
             after()
 
 
-class Connection:
+class ShmConnection:
     """Shared memory of the ranks of `group`.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastreduce import PowerSGD, note_applied
 from fastreduce.reduction.residuals import error_feedback, rows, staged_rows
-from fastreduce.reduction.residuals.error_feedback import Parts
+from fastreduce.reduction.residuals.error_feedback import SlotResiduals
 from fastreduce.reduction.wires.low_rank import LowRank
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines, tolerances
@@ -167,7 +167,7 @@ def test_what_was_kept_of_what_travels_whole_is_sent_once():
     def run(rank: int, transport: Transport) -> list[Tensor]:
         bucket, found = Buckets(transport, PowerSGD(), SHAPES), []
         if rank == 0:
-            bucket.pipelines[0].put(1, Parts(kept, None, 1.0))
+            bucket.pipelines[0].put(1, SlotResiduals(kept, None, 1.0))
         for step in range(4):
             found.append(bucket.step(gradients(rank, step))[1])
             if step == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastreduce import SettingError, TopK, TransportError, note_applied
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.residuals import error_feedback, staged_rows
-from fastreduce.reduction.residuals.error_feedback import Parts
+from fastreduce.reduction.residuals.error_feedback import SlotResiduals
 from fastreduce.reduction.wires import sparse_top
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines
@@ -97,7 +97,7 @@ def test_what_was_kept_of_what_travels_whole_is_sent_once():
     def run(rank: int, transport: Transport) -> list[Tensor]:
         bucket, found = Buckets(transport, SETTING, SHAPES), []
         if rank == 0:
-            bucket.pipelines[0].put(1, Parts(kept, None, 1.0))
+            bucket.pipelines[0].put(1, SlotResiduals(kept, None, 1.0))
         for step in range(3):
             found.append(bucket.step(gradients(rank, step))[1])
             if step == 0:

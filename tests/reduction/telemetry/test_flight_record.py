@@ -133,7 +133,7 @@ def test_a_step_that_waits_for_a_device_ends_when_that_has_ended():
     cpu, device = torch.device("cpu"), Device()
     recorder = FlightRecorder(0, 1, [], [])
     plan = build_plan([ParameterSpec("", 1, torch.float32, cpu)], [[0]], alignment=16, shards=1)
-    recorder.lay_out(plan, [SimpleNamespace(clock=device, sent_by_stage={})])  # type: ignore[list-item]
+    recorder.lay_out(plan, [SimpleNamespace(clock=device, wires=SimpleNamespace(sent_by_stage={}))])  # type: ignore[list-item]
     recorder.waits = True
     recorder.enter(Phase.WAITING)
     recorder.end_step(0)

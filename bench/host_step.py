@@ -184,7 +184,8 @@ def cuda_stand_in() -> Iterator[None]:
     import torch
 
     from fastreduce.ops import backends
-    from fastreduce.reduction import bucketed, error_feedback
+    from fastreduce.reduction import averaging
+    from fastreduce.reduction.residuals import error_feedback
     from fastreduce.reduction.streams import CudaStream
     from fastreduce.reduction.telemetry import nonfinite
 
@@ -211,8 +212,8 @@ def cuda_stand_in() -> Iterator[None]:
     calls = {"_cuda_getCurrentStream": lambda index: current, "_cuda_setStream": set_stream}
     with (
         patch.object(backends, "why_not", lambda name, device: None),
-        patch.object(bucketed, "one_by_one", lambda device, transport: True),
-        patch.object(bucketed, "make_stream", lambda device, transport: CudaStream(device, None)),
+        patch.object(averaging, "one_by_one", lambda device, transport: True),
+        patch.object(averaging, "make_stream", lambda device, transport: CudaStream(device, None)),
         patch.object(error_feedback, "reads_late", lambda tensor: True),
         patch.object(nonfinite, "reads_late", lambda tensor: True),
         patch.object(torch.cuda, "Stream", HostStream),

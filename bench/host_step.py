@@ -66,7 +66,7 @@ def serve() -> None:
     import torch
     import torch.distributed as dist
 
-    from .steps import set_up_process, wrapped
+    from .training.steps import set_up_process, wrapped
 
     set_up_process()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -130,7 +130,7 @@ def _settings() -> dict[str, Any]:
 
     from fastreduce.transports import LocalTransport, Transport
 
-    from .steps import Setting
+    from .training.steps import Setting
 
     class Done:
         def wait(self) -> None:

@@ -17,7 +17,7 @@ from fastreduce.reduction.wires.flat import FlatWires
 from fastreduce.transports import GlooTransport, ShmTransport, Transport
 from tests.support.ranks import RankPool
 
-from ..steps import set_up_process
+from ..training.steps import set_up_process
 from .model import FP32_BYTES, SETTINGS, Inputs, Kernels
 
 ROUNDS = 15

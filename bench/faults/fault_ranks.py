@@ -1,7 +1,7 @@
 """One rank of `python -m bench.faults`: it trains, and from some step on one of the ranks does what is wrong.
 
-`python -m bench.fault_ranks JOB`, a `Job` as JSON, with torch's environment variables. The rank that does it writes the
-time into FOLDER/event; all write when, and what, they were told.
+`python -m bench.faults.fault_ranks JOB`, a `Job` as JSON, with torch's environment variables. The rank that does it
+writes the time into FOLDER/event; all write when, and what, they were told.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ from fastreduce.cli.compare.script import speed, trainings
 from fastreduce.cli.compare.script.plan import BASE
 from fastreduce.policy import Policy
 
-from . import json_lines
+from .. import json_lines
+from ..scaling.star import address, star
 from .advised_training import MODELS
-from .scaling.star import address, star
 
-RESULTS = Path(__file__).parent / "results" / "advice.jsonl"
+RESULTS = Path(__file__).parents[1] / "results" / "advice.jsonl"
 LOOPBACK = "loopback"
 LINKS = [LOOPBACK, "10gbit", "1gbit", "100mbit"]
 RANKS = [2, 3, 4]
@@ -52,7 +52,7 @@ def cell(
         hosts = [] if link == LOOPBACK else stack.enter_context(star(ranks, link))
         places = [f"{name}:{address(i)}" for i, name in enumerate(hosts)]
         names = tuple(str(Policy.of(name)) for name in settings)
-        words = ("bench.advised_training", model, *places)
+        words = ("bench.advice.advised_training", model, *places)
         plan = measure.make_plan(words, True, names, 1 if places else ranks, rounds, folder, TIMEOUT)
         findings = measure.investigate(plan, None, console)
         assert findings.advice is not None

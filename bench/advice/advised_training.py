@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .scaling.star import INTERFACE
-from .timed_models import Gpt2, linear_layers
+from ..scaling.star import INTERFACE
+from ..training.timed_models import Gpt2, linear_layers
 
 MODELS = ["mlp", "gpt"]
 PORT = 29500
@@ -71,7 +71,7 @@ def start(name: str, places: Sequence[str]) -> int:
                 "GLOO_SOCKET_IFNAME": INTERFACE,
                 "OMP_NUM_THREADS": "1",
             }
-            command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "bench.advised_training", name]
+            command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "bench.advice.advised_training", name]
             ranks.append(subprocess.Popen(command, env=environment))
         return max(rank.wait() for rank in ranks)
     finally:

@@ -1,6 +1,6 @@
-"""One process of `python -m bench.elastic_loss`: it trains on scikit-learn's digits, of which it holds some out.
+"""One process of `python -m bench.elastic.loss`: it trains on scikit-learn's digits, of which it holds some out.
 
-`python -m bench.elastic_digits STORE FOLDER NAME SEED STEPS`, with RANK and WORLD_SIZE. NAME.steps is as that of
+`python -m bench.elastic.digits_rank STORE FOLDER NAME SEED STEPS`, with RANK and WORLD_SIZE. NAME.steps is as that of
 bench.elastic_ranks, with the loss on what is held out, and the share of it that is told rightly in NAME.right.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m bench.formats`: what formats of few bits lose of gradients recorded in training.
+"""`python -m bench.kernels.formats`: what formats of few bits lose of gradients recorded in training.
 
 Two models train on one core and record gradients early, midway and late: a GPT of 0.9 million parameters on the source
 of Python's own library under AdamW, and a convolutional network of 0.2 million on drawn images under SGD with momentum.
@@ -28,9 +28,9 @@ from fastreduce import Compression
 from fastreduce.kernels import reference
 from fastreduce.kernels.slots import SlotTable, shard_bytes
 
-from .timed_models import Gpt2
+from ..training.timed_models import Gpt2
 
-KEPT = Path(__file__).parent / "results" / "formats.csv"
+KEPT = Path(__file__).parents[1] / "results" / "formats.csv"
 WHEN = ("early", "midway", "late")
 OURS = ("int8", "fp8", "int4", "int4:block=64")
 LIMITS = {"MXFP4": 0.7, "E3M0": 0.5}  # of their vNMSE, for int4

@@ -1,4 +1,4 @@
-"""`python -m bench.late_ranks`: how often trainings on real ranks name who is late, rightly, and wrongly.
+"""`python -m bench.faults.late_ranks`: how often trainings on real ranks name who is late, rightly, and wrongly.
 
 Two ranks train a small network; where somebody is to be late, rank 1 takes some milliseconds longer in one part of each
 step. Each run is a wrapper of its own and another seed. Rows go to bench/results/late_ranks.csv; docs/who-is-late.md
@@ -23,9 +23,9 @@ from fastreduce import DistributedDataParallel
 from fastreduce.reduction.telemetry import stragglers
 from tests.support.ranks import RankPool
 
-from .steps import set_up_process
+from ..training.steps import set_up_process
 
-KEPT = Path(__file__).parent / "results" / "late_ranks.csv"
+KEPT = Path(__file__).parents[1] / "results" / "late_ranks.csv"
 STEPS = 500
 LATE = 1
 SHARES = (0.15, 0.3, 1.0)  # of the undisturbed step, by which rank 1 is later
@@ -96,6 +96,6 @@ def main(
 
 
 if __name__ == "__main__":
-    from bench import late_ranks  # ranks look for `trained` in a module of this name
+    from bench.faults import late_ranks  # ranks look for `trained` in a module of this name
 
     typer.run(late_ranks.main)

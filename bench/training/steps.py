@@ -33,7 +33,7 @@ from fastreduce.reduction.telemetry.trace import VARIABLE as TRACE
 from fastreduce.transports import Transport
 from tests.support.models import InlineStream
 
-from .paired import turns
+from ..paired import turns
 from .timed_models import build
 
 WARM_UP = 3  # steps: buckets are rebuilt, and kernels chosen again, after the first

@@ -34,7 +34,7 @@ from tests.support.fork_server import Forked, run_as_script, server
 
 from .elastic_ranks import SAMPLES
 
-KEPT = Path(__file__).parent / "results" / "elastic.csv"
+KEPT = Path(__file__).parents[1] / "results" / "elastic.csv"
 SOAKED = KEPT.with_name("elastic_soak.csv")
 HANG_SECONDS = 10.0
 TIMEOUT = 5.0
@@ -57,7 +57,7 @@ class Line(NamedTuple):
 class Job:
     """The processes of one training, by place; a process that is started again has another name."""
 
-    def __init__(self, ranks: int, folder: Path, *arguments: str, module: str = "bench.elastic_ranks") -> None:
+    def __init__(self, ranks: int, folder: Path, *arguments: str, module: str = "bench.elastic.elastic_ranks") -> None:
         self.ranks, self.folder = ranks, folder
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._module, self._arguments = module, arguments
@@ -298,7 +298,3 @@ def main(
 
 def _case(seed: int) -> tuple[int, str, str]:
     return CASES[seed % len(CASES)]
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,6 +1,6 @@
-"""One process of `python -m bench.elastic_beside`: a training by one of several wrappers, a line for each step.
+"""One process of `python -m bench.elastic.beside`: a training by one of several wrappers, a line for each step.
 
-`python -m bench.elastic_beside_rank KIND ADDRESS FOLDER NAME STEPS`, with RANK and WORLD_SIZE. KIND is torchft, manager
+`python -m bench.elastic.beside_rank KIND ADDRESS FOLDER NAME STEPS`, with RANK and WORLD_SIZE. KIND is torchft, manager
 (torchft's, without its wrapper), elastic, fixed (ours with fixed ranks) or torch; ADDRESS that of a store, of torchft
 that of its lighthouse. NAME.steps is as that of bench.elastic_ranks; NAME.lost has the moments of steps that were made
 and not committed.

@@ -1,4 +1,4 @@
-"""`python -m bench.elastic_loss`: the same trainings with and without ranks that are killed and start again, by loss.
+"""`python -m bench.elastic.loss`: the same trainings with and without ranks that are killed and start again, by loss.
 
 Three ranks train on scikit-learn's digits, with the same samples in the same order from the same beginning, once
 undisturbed and once with a random process killed (kill -9) about every second, which starts again within half a second.
@@ -16,9 +16,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .elastic import START_SECONDS, Job, write_rows
+from .kills import START_SECONDS, Job, write_rows
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 KEPT = HERE / "results" / "elastic_loss.csv"
 PICTURE = HERE.parent / "docs" / "elastic_loss.png"
 RANKS = 3
@@ -30,7 +30,7 @@ def train(seed: int, steps: int, disturbed: bool) -> tuple[dict[str, Any], list[
     """A row, and the loss on what is held out after each step."""
     chance, kills = random.Random(seed), 0
     with tempfile.TemporaryDirectory(prefix="fastreduce-elastic-") as folder:
-        job = Job(RANKS, Path(folder), str(seed), str(steps), module="bench.elastic_digits")
+        job = Job(RANKS, Path(folder), str(seed), str(steps), module="bench.elastic.digits_rank")
         try:
             for place in range(RANKS):
                 job.start(place)
@@ -79,7 +79,7 @@ def draw(curves: list[tuple[bool, list[float]]], path: Path) -> None:
     """The losses of all trainings over their steps."""
     from matplotlib import pyplot as plt
 
-    from .plot import NEITHER, OURS
+    from ..plot import NEITHER, OURS
 
     figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     for disturbed, losses in curves:

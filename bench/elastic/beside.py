@@ -1,4 +1,4 @@
-"""`python -m bench.elastic_beside PYTHON`: our elastic training and torchft, the same kills, by turns.
+"""`python -m bench.elastic.beside PYTHON`: our elastic training and torchft, the same kills, by turns.
 
 PYTHON is an interpreter that has fastreduce and torchft. Three processes of this machine train a small network over
 gloo; one is killed (kill -9), and when the others have gone on for a while it is started again. torchft is used by its
@@ -22,11 +22,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .elastic import Job, write_rows
-from .elastic_beside_rank import TIMEOUT
-from .paired import ratio, turns
+from ..paired import ratio, turns
+from .beside_rank import TIMEOUT
+from .kills import Job, write_rows
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "bench" / "results" / "elastic_beside.csv"
 RANKS = 3
 AFTER_SECONDS = 2.0  # of undisturbed training after each event
@@ -78,7 +78,7 @@ class Beside(Job):
         self.names.append(name)
         where = {"RANK": str(place), "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         arguments = [self._kind, self._address, str(self.folder), name, str(self._steps)]
-        command = [str(self._python), "-m", "bench.elastic_beside_rank", *arguments]
+        command = [str(self._python), "-m", "bench.elastic.beside_rank", *arguments]
         with (self.folder / f"{name}.out").open("wb") as out:
             process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **where}, stdout=out, stderr=out)
         self.alive[place] = name, Started(process)  # type: ignore[assignment]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .steps import Setting, measure
+from ..training.steps import Setting, measure
 
 STEPS = {
     "none": Setting("fastreduce", {"compression": "none"}),

@@ -11,9 +11,9 @@ import pytest
 
 from tests.support import two_nodes
 
-from .bench_steps import slowest
-from .conftest import Size
-from .paired import record
+from ..conftest import Size
+from ..paired import record
+from ..training.bench_steps import slowest
 
 SLOWER = (
     "topk",
@@ -21,7 +21,7 @@ SLOWER = (
     "torch powersgd hook",
     "int4, error feedback",
 )  # at 100 Mbit/s; a step of the others takes seconds
-LAUNCH = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE", "-m", "bench.node"]
+LAUNCH = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE", "-m", "bench.transports.node"]
 
 
 @pytest.fixture(scope="module")

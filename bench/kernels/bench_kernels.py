@@ -9,8 +9,9 @@ import torch
 
 from fastreduce.ops import backends
 
+from ..conftest import Size
+from ..paired import Contestant, alternate, record
 from . import operations
-from .conftest import Size
 from .kernel_cases import (
     DTYPES,
     REFERENCE,
@@ -23,7 +24,6 @@ from .kernel_cases import (
     elements,
     model_of,
 )
-from .paired import Contestant, alternate, record
 
 MODELS = ("resnet50", "bert", "gpt2", "tiny")
 

@@ -1,4 +1,4 @@
-"""`python -m bench.residuals`: what becomes of gradients far below their block's largest, by what keeps residuals.
+"""`python -m bench.kernels.residuals`: gradients far below their block's largest, by what keeps residuals.
 
 One rank averages 1,024 gradients whose sizes span 1e4 within each block, many times. Printed is how far the mean of
 what arrived is from that of what was sent, relative to each size: with residuals in FP32 only what is late.

@@ -1,4 +1,4 @@
-"""`python -m bench.aot`: what the GPU kernels cost each element, read from machine code for one GPU, without one.
+"""`python -m bench.kernels.aot`: what GPU kernels cost each element, read from machine code for one GPU, without one.
 
 Numba's and Triton's kernels are compiled as in tests/kernels/test_aot.py, assembled by Triton's ptxas and disassembled.
 A thread's main path is the shortest way from the first instruction to an end with all 16-byte accesses of a full,
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BACKENDS = ("triton", "numba_cuda")
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.support.ranks import RankPool
 
-from .bench_steps import TIMEOUT, slowest
-from .conftest import Size
-from .paired import record
-from .steps import Setting, measure
+from ..conftest import Size
+from ..paired import record
+from ..training.bench_steps import TIMEOUT, slowest
+from ..training.steps import Setting, measure
 
 
 @pytest.mark.parametrize(("model", "transport"), [("linear", "shm"), ("linear", "gloo"), ("tiny", "shm")])

@@ -36,11 +36,11 @@ from tests.support.commands import ROOT, end, with_environment
 from tests.support.fork_server import run_as_script, server
 from tests.support.two_nodes import ADDRESSES, INTERFACE, two_nodes
 
-from . import json_lines
+from .. import json_lines
+from ..gpu.lines import commit
 from .fault_ranks import Job
-from .gpu.lines import commit
 
-KEPT = Path(__file__).parent / "results" / "faults.jsonl"
+KEPT = Path(__file__).parents[1] / "results" / "faults.jsonl"
 RANKS = 3
 TIMEOUT, LATE = 10.0, 5.0  # seconds: of the group, and beyond it until all have been told
 START, MORE = 240.0, 60.0  # until it begins, and beyond the timeout until a run is given up
@@ -268,7 +268,7 @@ def _here(job: Job, name: str) -> float:
         ranks = {}
         for rank in range(RANKS):
             env = with_environment(**where, RANK=str(rank), LOCAL_RANK=str(rank))
-            arguments = ("bench.fault_ranks", [json.dumps(asdict(job))], str(Path(job.folder, f"{rank}.out")))
+            arguments = ("bench.faults.fault_ranks", [json.dumps(asdict(job))], str(Path(job.folder, f"{rank}.out")))
             ranks[rank] = server(rank).fork(run_as_script, *arguments, env=env)
             stack.callback(ranks[rank].kill)
         waits_for = [process for rank, process in ranks.items() if rank != job.victim or KINDS[name].by == "line"]
@@ -282,7 +282,7 @@ def _between_two_nodes(kind: Kind, job: Job) -> float:
         for rank, name in enumerate(names):
             where = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0]}
             env = with_environment(**where, MASTER_PORT="29500", GLOO_SOCKET_IFNAME=INTERFACE)
-            command = [sys.executable, "-m", "bench.fault_ranks", json.dumps(asdict(job))]
+            command = [sys.executable, "-m", "bench.faults.fault_ranks", json.dumps(asdict(job))]
             out = stack.enter_context(Path(job.folder, f"{rank}.out").open("w"))
             ranks.append(
                 subprocess.Popen(

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from fastreduce.transports import GlooTransport, ShmTransport
 from tests.support.ranks import RankPool
 
-from .bench_steps import OVERHEAD, STEPS, TIMEOUT, TOLERANCES, record_overhead, slowest, tiny_steps
-from .conftest import Size
-from .paired import record, turns
-from .steps import Setting, measure, set_up_process
+from ..conftest import Size
+from ..paired import record, turns
+from ..training.bench_steps import OVERHEAD, STEPS, TIMEOUT, TOLERANCES, record_overhead, slowest, tiny_steps
+from ..training.steps import Setting, measure, set_up_process
 
 SHARED = ("none", "none, views", "fp16", "int8")
 TORCH = [name for name, setting in STEPS.items() if setting.wrapper == "torch" and "zeroed" not in name]

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.ranks import RankPool
 
+from ..conftest import Size
+from ..paired import record
 from .bench_steps import TIMEOUT, slowest
-from .conftest import Size
-from .paired import record
 from .steps import Setting, measure
 
 

@@ -1,6 +1,6 @@
 """One process of `python -m bench.elastic`: it trains, and writes a line for each step.
 
-`python -m bench.elastic_ranks STORE FOLDER NAME TRANSPORT SETTING TIMEOUT`, with RANK and WORLD_SIZE. A line of
+`python -m bench.elastic.elastic_ranks STORE FOLDER NAME TRANSPORT SETTING TIMEOUT`, with RANK and WORLD_SIZE. A line of
 NAME.steps has the step, the time, how many train, in which generation, a hash of the parameters, and the loss; one of
 NAME.trained the step, and the samples that are in its averages, which a parameter of the model tells: its gradient is
 1 for each sample. NAME.samples has what the sampler keeps at the end.

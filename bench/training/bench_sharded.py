@@ -11,12 +11,12 @@ import pytest
 from tests.support import two_nodes
 from tests.support.ranks import RankPool
 
+from ..conftest import Size
+from ..paired import record
 from .bench_steps import TIMEOUT, slowest
-from .conftest import Size
-from .paired import record
 from .sharded_steps import ON_ONE_HOST, SHARDED, measure
 
-LAUNCH = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE", "-m", "bench.sharded_steps"]
+LAUNCH = ["-c", "from fastreduce.cli import main; main()", "launch", "WHERE", "-m", "bench.training.sharded_steps"]
 
 
 def _width(size: Size) -> int:

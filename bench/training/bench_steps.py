@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.ranks import RankPool
 
-from .conftest import Size
-from .paired import difference, ratio, record
+from ..conftest import Size
+from ..paired import difference, ratio, record
 from .steps import Setting, measure
 
 TIMEOUT = 280.0

@@ -1,4 +1,4 @@
-"""What ranks do in the MPI benchmark: `mpirun -n 2 python -m bench.mpi_ranks FOLDER ELEMENTS ROUNDS`."""
+"""What ranks do in the MPI benchmark: `mpirun -n 2 python -m bench.transports.mpi_ranks FOLDER ELEMENTS ROUNDS`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fastreduce import all_reduce_gradients
 from fastreduce.distributed.mpi import init_mpi
 from fastreduce.transports import GlooTransport, ShmTransport
 
-from . import shapes
-from .paired import turns
+from ..kernels import shapes
+from ..paired import turns
 
 # Relative to the norm of the average that mpi4py computes; 0 is bit for bit.
 TOLERANCES = {

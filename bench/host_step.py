@@ -129,12 +129,9 @@ def _settings() -> dict[str, Any]:
     import torch
 
     from fastreduce.transports import LocalTransport, Transport
+    from fastreduce.transports.base import Done
 
     from .training.steps import Setting
-
-    class Done:
-        def wait(self) -> None:
-            return
 
     class Nothing(Transport):
         """Two ranks' collectives, none of which is enqueued."""

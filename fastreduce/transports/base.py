@@ -22,6 +22,13 @@ class Work(Protocol):
         """
 
 
+class Done:
+    """A collective that has ended."""
+
+    def wait(self) -> None:
+        """It has."""
+
+
 class Transport(ABC):
     """Collectives over contiguous tensors among `world_size` ranks.
 

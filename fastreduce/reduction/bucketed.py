@@ -21,7 +21,7 @@ from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
 from .statistics import note_reduced
-from .streams import Finish, Pending, Stream
+from .streams import Finish, Stream
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -29,21 +29,14 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass
 class BucketJob:
-    """One bucket's reduction in one backward."""
+    """One bucket's reduction in one backward, and the stream that it belongs on."""
 
     pipeline: BucketPipeline
     found: Collected
     stream: Stream
 
-    def launch(self) -> Pending:
-        """Run it on its stream, where the next bucket is compressed while this one's wire is on its way."""
-        return self.stream.submit(self._begin)
-
     def begin(self) -> Finish:
-        """Begin it with nothing left to overlap with; returns what finishes it."""
-        return self.stream.begin(self._begin)
-
-    def _begin(self) -> Finish:
+        """Compress it, and start its last collective; returns what finishes it."""
         return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
 
 

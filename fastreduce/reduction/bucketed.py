@@ -20,7 +20,6 @@ from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
-from .statistics import note_reduced
 from .streams import Finish, Stream
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -266,10 +265,12 @@ class BucketedGradients:
         if active_ranks != self.transport.world_size:
             scale = self.transport.world_size / active_ranks
             torch._foreach_mul_(job.found.targets, scale)
-            pipeline.has_statistics = False
+            if pipeline.statistics is not None:
+                pipeline.statistics.begin(made=False)
         bucket, left = pipeline.bucket, job.found.settle(pipeline.used_by_any)
         parameters = self._members[bucket.index].parameters
-        note_reduced(pipeline, parameters, left)
+        if pipeline.statistics is not None:
+            pipeline.statistics.describe(parameters, left)
         pipeline.follow(parameters, left, job.found.targets, scale)
         return {bucket.slots[position].parameter for position in left}
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..compression import Compression, PowerSGD, TopK
 from ..errors import TransportError
-from ..kernels.slots import tile_elements
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import Point, Seconds, make_clock
 from .residuals.applied import norms_of
 from .residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
 from .shared_buffers import SharedBuffers
+from .statistics import Statistics
 from .streams import Finish
 from .wires.base import BucketWires
 from .wires.flat import FlatWires
@@ -62,11 +60,8 @@ class BucketPipeline:
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
         verdicts: the bytes that say so, of this bucket and the others of its device.
         alone: whether there is nothing to average and nothing to move: one rank has its average.
-        statistics: what `decompress` finds in each tile (kernels/README.md); None before `keep_statistics`.
-        has_statistics: whether the last `decompress` made them.
+        statistics: what `decompress` finds in each tile; None before `keep_statistics`.
         whole: whether reductions are over whole wires also where the transport can do without, for measurements.
-        reduced: by position of the slot, the parameters whose gradients they describe, each with its gradient and
-            the version of that, as `statistics.note_reduced` found them.
     """
 
     def __init__(
@@ -107,10 +102,8 @@ class BucketPipeline:
         self._finite = None if self.wires.in_place else verdicts[bucket.index : bucket.index + 1]
         self._verdict = None if self._finite is None else self._finite.view(torch.bool)[0]
         self.finite: Tensor | None = None
-        self.statistics: Tensor | None = None
-        self.has_statistics = False
+        self.statistics: Statistics | None = None
         self.whole = False
-        self.reduced: dict[int, tuple[Tensor, weakref.ref[Tensor], int]] = {}
 
     # What is kept between steps
 
@@ -228,9 +221,7 @@ class BucketPipeline:
         mark(_REDUCED)
         if self.wires.direct is not None:
             self.used.fill_(1)  # the transport has read it until now
-        if stored:
-            self.has_statistics, self.reduced = False, {}
-        else:
+        if not stored:
             self.decompress(averaged)
         self.finite = self._verdict
         if self.kept is not None:  # where nothing tells, the verdict of an earlier step is over
@@ -254,9 +245,11 @@ class BucketPipeline:
 
     def decompress(self, averaged: Sequence[Tensor]) -> None:
         """Wire → averaged gradients and `used_by_any`."""
-        self.has_statistics = self.statistics is not None and not self.wires.holds(averaged)
-        self.reduced = {}
-        self.wires.decompress(averaged, self.used_by_any, self._finite, self.statistics)
+        rows = None
+        if self.statistics is not None:
+            self.statistics.begin(not self.wires.holds(averaged))
+            rows = self.statistics.rows
+        self.wires.decompress(averaged, self.used_by_any, self._finite, rows)
 
     def _goes_direct(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> bool:
         """Whether tensors are taken as they lie; where nothing is compressed, other ranks may come with a flat."""
@@ -284,20 +277,10 @@ class BucketPipeline:
         if not self.wires.piecewise or self._kept_in_wire:
             self.decompress(grads)
 
-    # Statistics
-
     def keep_statistics(self) -> None:
         """Let `decompress` fill `statistics` from now on; under PowerSGD and top-k there are none."""
         if self.statistics is None and self.wires.keeps_statistics:
-            shape = ops.statistics_shape(self.bucket.table, self.wires.block)
-            dtype = ops.statistics_dtype(self.bucket.dtype)
-            self.statistics = torch.zeros(shape, dtype=dtype, device=self.bucket.device)
-
-    def statistics_of(self, first: int, last: int) -> Tensor:
-        """The rows of the tiles of the slots from position `first` to before `last`."""
-        assert self.statistics is not None
-        rows = self.bucket.table.tile_rows(tile_elements(self.wires.block))
-        return self.statistics[rows[first] : rows[last]]
+            self.statistics = Statistics(self.bucket, self.wires.block)
 
 
 class Naming:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastreduce import all_reduce_gradients
 from fastreduce.ddp import clipping
-from fastreduce.reduction.statistics import known_slots
+from fastreduce.ddp.clipping import known_slots
 from tests.support import tolerances
 from tests.support.models import (
     SETTINGS,

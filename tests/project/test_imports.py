@@ -27,10 +27,10 @@ HOUSE = [
 # Likewise, of modules and of rooms with modules in them.
 REDUCTION = [
     {"agreement", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
-    {"arrivals", "gradients", "residuals"},
+    {"arrivals", "gradients", "residuals", "statistics"},
     {"wires"},
     {"pipeline"},
-    {"averaging", "saved_residuals", "statistics"},
+    {"averaging", "saved_residuals"},
     {"bucketed"},
     {"agreed_schedule", "events", "one_call", "saved_state"},
     {"telemetry"},

@@ -31,10 +31,18 @@ class Averaging(Protocol):
 
 
 class CompressedAveraging:
-    """Buckets that our kernels compress, sum and scale; random bits follow from the `steps` of their devices."""
+    """Buckets that our kernels compress, sum and scale.
 
-    def __init__(self, settings: Sequence[Compression], steps: Mapping[torch.device, Tensor]) -> None:
-        self._settings, self._steps = settings, steps
+    Args:
+        settings: of each parameter.
+        steps: by device, from which random bits follow.
+        divisor: what sums are divided by; None means the number of ranks.
+    """
+
+    def __init__(
+        self, settings: Sequence[Compression], steps: Mapping[torch.device, Tensor], divisor: int | None = None
+    ) -> None:
+        self._settings, self._steps, self._divisor = settings, steps, divisor
 
     def make_pipelines(
         self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
@@ -56,6 +64,7 @@ class CompressedAveraging:
                 bucket,
                 compression,
                 transport,
+                self._divisor,
                 shared=shared if in_turn else None,
                 verdicts=verdicts[bucket.device],
                 step=self._steps[bucket.device],

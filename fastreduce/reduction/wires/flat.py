@@ -12,7 +12,7 @@ from ... import ops
 from ...compression import Compression
 from ...kernels.slots import FP16_BLOCK, OF_AVERAGES, Draws, Pieces, SlotTable
 from ...transports import SlotTransport, Transport, Work
-from ..buckets import Bucket
+from ..buckets import Bucket, round_up
 from ..clocks import Point
 from ..residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
 from ..shared_buffers import SharedBuffers, zeros
@@ -69,78 +69,91 @@ class FlatWires(BucketWires):
         step: Tensor | None,
     ) -> None:
         self._bucket, self._transport, self._kernels = bucket, transport, ops.choose(bucket.device)
-        self.block, self._form, ranks = compression.block, compression.format, transport.world_size
+        self.block, self._form = compression.block, compression.format
+        self._dtype = compression.wire_dtype(bucket.dtype)
+        self.in_place = self._dtype == bucket.dtype
         levels = two_level(transport, compression)
         self._node = None if levels is None else NodeLevel(bucket, levels, staging)
         # Of the wire: its columns, shards of each, this rank's place among those that own its column, and rows of
         # memory, since ranks without a column bring a row to the all-gather too.
-        columns, shards, place, rows, own_row = 1, ranks, transport.rank, 1, 0
+        self._columns, self._shards, place, rows, own_row = 1, transport.world_size, transport.rank, 1, 0
         if self._node is not None:
             nodes = self._node.nodes
-            columns, shards, place, rows = nodes.columns, len(nodes.ranks), nodes.node, len(nodes.here)
+            self._columns, self._shards, place, rows = nodes.columns, len(nodes.ranks), nodes.node, len(nodes.here)
             own_row, self.nodes = nodes.local_rank, str(nodes)
-        self._columns, self._shards, elements = columns, shards, bucket.total // columns
-        self._owns = own_row < columns
-        wire_dtype = compression.wire_dtype(bucket.dtype)
+        self._owns = own_row < self._columns
+        self.shard = own_row * self._shards + place if self._owns else -1
+        elements = bucket.total // self._columns
+        own = elements // self._shards
+        own_start = own_row * elements + place * own
+        # One rank's shard is its wire; quantized ones are summed all the same, for the second rounding's bits.
+        two_shot = compression.two_shot and (self._shards > 1 or self.block > 0)
         # Whether the wire is FP16 with block exponents: of as many shards as are summed apart.
-        self._fp16 = wire_dtype is torch.uint8 and not self.block
-        self._parts, self._summed_in_wire = (shards, 1) if compression.two_shot else (1, shards)
+        self._fp16 = self._dtype is torch.uint8 and not self.block
+        self._parts, self._summed_in_wire = (self._shards, 1) if compression.two_shot else (1, self._shards)
+        # Error feedback may measure later what became of the averages, which are in the wire.
+        self._make_wires(elements, rows, own_row, place, two_shot, shared, not compression.error_feedback)
+        self._sums_in_wire = self._node is not None and self.in_place and self._dtype == self._node.dtype
+        if self._node is not None and self._sums_in_wire:
+            self._node.use_wire(self.wire)
+        random = compression.random_seed is not None
+        self.direct = transport if isinstance(transport, SlotTransport) and self._fits(transport, random) else None
+        self.piecewise = self.direct is not None and two_shot
+        self._flag_block = max(0, bucket.flags_offset - own_start) // self.block if self.block else 0
+        self.feedback = None
+        if compression.error_feedback:
+            where = Share(slice(0, bucket.total), slice(own_start, own_start + own), transport.world_size)
+            if self._node is not None:
+                where = self._node.place(own if self._owns else 0, own_start, transport.world_size)
+            self.feedback = ErrorFeedback(bucket, where, self.block, dtype=compression.residual_dtype)
+        self._draws: Draws | None = None
+        self._draws_of_averages: tuple[SlotTable | None, Draws | None] = None, None
+        if (seed := compression.random_seed) is not None:  # which is reduced in one level
+            step = zeros(1, torch.int64, bucket.device) if step is None else step
+            self._draws = Draws(seed, transport.rank, step)
+            here = bucket.table.shard(transport.rank * own, (transport.rank + 1) * own)
+            self._draws_of_averages = here, Draws(seed, OF_AVERAGES, step)
+        self._set_scales(compression.two_shot, divisor)
+
+    def _make_wires(
+        self,
+        elements: int,
+        rows: int,
+        own_row: int,
+        place: int,
+        two_shot: bool,
+        shared: SharedBuffers | None,
+        may_share: bool,
+    ) -> None:
+        device = self._bucket.device
         if self._fp16:
             numel = ops.fp16_wire_numel(elements, self._parts)
         else:
-            numel = ops.wire_numel(elements, shards, self.block, self._form)
+            numel = ops.wire_numel(elements, self._shards, self.block, self._form)
 
-        def buffer(count: int, dtype: torch.dtype) -> Tensor:
-            return zeros(count, dtype, bucket.device)
+        def memory(name: str, count: int, may_share: bool = True) -> Tensor:
+            if shared is None or not may_share:
+                return zeros(count, self._dtype, device)
+            return shared.take(name, count, self._dtype, device)
 
-        def wire(name: str, count: int) -> Tensor:
-            return shared.take(name, count, wire_dtype, bucket.device) if shared else buffer(count, wire_dtype)
-
-        # Error feedback may measure later what became of the averages, which are in the wire.
-        count = numel * rows
-        self._rows = buffer(count, wire_dtype) if compression.error_feedback else wire("wire", count)
-        self.wire = self._rows[: numel * columns]
+        self._rows = memory("wire", numel * rows, may_share)
+        self.wire = self._rows[: numel * self._columns]
         self._column = self._rows.view(rows, -1)[own_row]
-        # One rank's shard is its wire; quantized ones are summed all the same, for the second rounding's bits.
-        two_shot = compression.two_shot and (shards > 1 or self.block > 0)
-        self.received = wire("received", numel).view(shards, -1) if two_shot else None
-        self._shard = self._column.view(shards, -1)[place] if two_shot else self._column
+        self.received = memory("received", numel).view(self._shards, -1) if two_shot else None
+        self._shard = self._column.view(self._shards, -1)[place] if two_shot else self._column
         self._summed, self._gathered = self._column, None
         if self._fp16 and not two_shot:
             blocks = elements // FP16_BLOCK
             self._summed = self._column[: 2 * elements].view(torch.float16)
             self._exponents = self._column[2 * elements :][:blocks]
-            if shards > 1:
-                self._gathered = buffer(shards * -(-blocks // 16) * 16, torch.uint8).view(shards, -1)
+            if self._shards > 1:
+                count = self._shards * round_up(blocks, 16)
+                self._gathered = zeros(count, torch.uint8, device).view(self._shards, -1)
 
-        own_start, own = own_row * elements + place * (elements // shards), elements // shards
-        self.in_place = wire_dtype == bucket.dtype
-        self._sums_in_wire = self._node is not None and self.in_place and wire_dtype == self._node.dtype
-        if self._node is not None and self._sums_in_wire:
-            self._node.use_wire(self.wire)
-        random = compression.random_seed is not None
-        self.direct = transport if isinstance(transport, SlotTransport) and self._fits(transport, random) else None
-        self.piecewise = self.direct is not None and self.received is not None
-        self._flag_block = max(0, bucket.flags_offset - own_start) // self.block if self.block else 0
-        self.shard = own_row * shards + place if self._owns else -1
-        self.feedback = None
-        if compression.error_feedback:
-            where = Share(slice(0, bucket.total), slice(own_start, own_start + own), ranks)
-            if self._node is not None:
-                where = self._node.place(own if self._owns else 0, own_start, ranks)
-            self.feedback = ErrorFeedback(bucket, where, self.block, dtype=compression.residual_dtype)
-
-        self._draws: Draws | None = None
-        self._draws_of_averages: tuple[SlotTable | None, Draws | None] = None, None
-        if (seed := compression.random_seed) is not None:  # which is reduced in one level
-            step = buffer(1, torch.int64) if step is None else step
-            self._draws = Draws(seed, transport.rank, step)
-            here = bucket.table.shard(transport.rank * own, (transport.rank + 1) * own)
-            self._draws_of_averages = here, Draws(seed, OF_AVERAGES, step)
-
+    def _set_scales(self, two_shot: bool, divisor: int) -> None:
         unit = 1.0 if self._node is None else self._node.unit
         self._average, self._sum_scale = unit / divisor, 1.0 / unit
-        if compression.two_shot:
+        if two_shot:
             self._scale_before, self._scale_after = 1.0, 1.0
         elif self._fp16:
             self._scale_before, self._scale_after = 1.0, self._average
@@ -149,7 +162,7 @@ class FlatWires(BucketWires):
             if self._node is not None:
                 self._sum_scale, self._scale_before = 1.0 / divisor, 1.0
         else:
-            self._scale_before = 2.0 ** -(shards - 1).bit_length()
+            self._scale_before = 2.0 ** -(self._shards - 1).bit_length()
             self._scale_after = self._average / self._scale_before
 
     def compress(self, grads: Sequence[Tensor], used: Tensor, finite: Tensor | None) -> None:

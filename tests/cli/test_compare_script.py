@@ -195,6 +195,7 @@ def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path
     assert "Missing: 3 of 4 trainings for quality." in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.long
 def test_rounds_that_a_short_script_does_not_reach_are_said_to_be_missing(tmp_path: Path):
     """A round of five contestants is 20 steps, after 5."""
@@ -255,13 +256,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.long
 def test_a_training_that_takes_no_step_is_ended_and_says_which_rank_is_missing(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(HANGING)
-    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "--timeout", 60, script)
+    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "--timeout", 20, script)
     assert result.exit_code == 1
-    said = "took no step for 60 s (--timeout): rank 0 is in step 4, rank 1 has ended step 3;"
+    said = "took no step for 20 s (--timeout): rank 0 is in step 4, rank 1 has ended step 3;"
     assert said in result.stderr, result.output
 
 
@@ -276,6 +278,7 @@ def test_nobody_waits_for_a_script_that_waits_for_its_ended_ranks(tmp_path: Path
     assert [len(outcome["losses"]) for outcome in outcomes] == [5]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.long
 def test_steps_that_the_script_does_not_take_are_missing_and_old_metrics_are_none(tmp_path: Path):
     options = ["--ranks", 2, "--settings", "none", "--rounds", 0, "--seeds", 1]
@@ -289,6 +292,7 @@ def test_steps_that_the_script_does_not_take_are_missing_and_old_metrics_are_non
     assert result.exit_code == 2 and f"{old} is older than the training" in result.stderr
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.long
 def test_a_script_with_a_hook_of_its_own_is_an_error(tmp_path: Path):
     result = _invoke(tmp_path, "--ranks", 2, SCRIPT, 9, "hooked")
@@ -296,6 +300,7 @@ def test_a_script_with_a_hook_of_its_own_is_an_error(tmp_path: Path):
     assert "the script registers a communication hook, which decides what goes on the wire" in result.stderr
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_contestants_that_cannot_change_within_a_training_alternate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

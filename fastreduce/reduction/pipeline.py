@@ -120,9 +120,8 @@ class BucketPipeline:
     def put(self, i: int, parts: SlotResiduals) -> None:
         """Go on with what was kept of a slot elsewhere; without error feedback it is added to the next gradients."""
         if self.kept is None and parts.holds_any:
-            whole, nothing = slice(0, self.bucket.total), slice(0, 0)
-            where = Share(whole, nothing, self.transport.world_size)
-            self.remainder = ErrorFeedback(self.bucket, where, self.compression.alignment)
+            share = Share(slice(0, self.bucket.total), slice(0, 0), self.transport.world_size)
+            self.remainder = ErrorFeedback(self.bucket, share, self.compression.alignment)
         if self.kept is not None:
             self.kept.put(i, parts)
         if parts.factor is not None:

@@ -59,16 +59,16 @@ class ErrorFeedback:
 
     Args:
         bucket: whose gradients.
-        place: which elements are kept.
+        share: which elements are kept.
         block: elements of a block.
         rows: where the bucket is one row of so many alike, one for each rank, whose sums nobody compresses: there is
             no second stage.
         dtype: what residuals are kept in (`Rows`); uint8 for 8 bits.
 
     Attributes:
-        residuals: `[2, elements of place.first]`, of this rank's gradients, or in two levels of its node's; with `rows`
+        residuals: `[2, elements of share.first]`, of this rank's gradients, or in two levels of its node's; with `rows`
             `[2, rows, elements]`; in 8 bits `[2, bytes]`.
-        shard_residuals: `[2, elements of place.second]`, of the average of this rank's shard.
+        shard_residuals: `[2, elements of share.second]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
         turned: whether the last reduction has changed it already, as is right where all averages are applied.
         units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
@@ -77,15 +77,15 @@ class ErrorFeedback:
     """
 
     def __init__(
-        self, bucket: Bucket, place: Share, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
+        self, bucket: Bucket, share: Share, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
-        self._bucket, self._where, self._block = bucket, place, block
+        self._bucket, self._share, self._block = bucket, share, block
         self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
         self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        numels = [part.stop - part.start for part in (place.first, place.second)]
+        numels = [part.stop - part.start for part in (share.first, share.second)]
         shape = () if rows is None else (rows,)
-        self._first = Rows(place.first.start, numels[0], self.turn, block, dtype, shape)
-        self._second = Rows(place.second.start, numels[1], self.turn, block, dtype)
+        self._first = Rows(share.first.start, numels[0], self.turn, block, dtype, shape)
+        self._second = Rows(share.second.start, numels[1], self.turn, block, dtype)
         self.residuals, self.shard_residuals = self._first.rows, self._second.rows
         self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
@@ -188,15 +188,15 @@ class ErrorFeedback:
         for row in (int(self.turn), BASE):
             whole = torch.zeros(self._bucket.total, device=self.turn.device)
             if row != BASE or self._second.base is not None:
-                whole[self._where.second] = self._second.read(row)
+                whole[self._share.second] = self._second.read(row)
                 self._second.clear(row)
             gather(whole)
             if row != BASE or self._first.base is not None:
                 with self._first.changing(row) as values:
-                    values.add_(whole[self._where.first], alpha=self._where.shared)
+                    values.add_(whole[self._share.first], alpha=self._share.shared)
 
     def put(self, i: int, parts: SlotResiduals) -> None:
-        """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `place.unit`."""
+        """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `share.unit`."""
         self.commit()
         start, turn = self._place(i)[0], int(self.turn)
         place = self._first.part(start, start + self._bucket.slots[i].numel)
@@ -212,7 +212,7 @@ class ErrorFeedback:
     def folded(self, i: int, residual: Tensor, shard_residual: Tensor) -> Tensor:
         """Of whole residuals a slot's, with what is kept of the own shard in it, `[numel]`.
 
-        The first is averaged over the ranks and the second is not, so it counts `place.ranks` times. In two levels this
+        The first is averaged over the ranks and the second is not, so it counts `share.ranks` times. In two levels this
         rank has both to itself: elsewhere in the slot it keeps nothing.
         """
         return self._folded(i, lambda rows, part: (residual if rows is self._first else shard_residual)[..., part])
@@ -220,7 +220,7 @@ class ErrorFeedback:
     def _folded(self, i: int, read: Callable[[Rows, slice], Tensor]) -> Tensor:
         start, slot = self._place(i)[0], self._bucket.slots[i]
         found = torch.zeros(*self._first.shape[:-1], slot.numel, device=self.turn.device)
-        for rows, count in ((self._first, self._where.unit), (self._second, self._where.ranks)):
+        for rows, count in ((self._first, self._share.unit), (self._second, self._share.ranks)):
             part = rows.part(start, start + slot.numel)
             offset = part.start + rows.first - start
             found[..., offset : offset + part.stop - part.start].add_(read(rows, part), alpha=count)

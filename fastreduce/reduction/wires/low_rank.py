@@ -93,8 +93,8 @@ class LowRank(BucketWires):
             _Orthonormal([matrix.left for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
             _Orthonormal([matrix.right for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
         )
-        place = Share(slice(0, bucket.total), slice(0, 0), transport.world_size)
-        self.feedback = ErrorFeedback(bucket, place, setting.alignment)
+        share = Share(slice(0, bucket.total), slice(0, 0), transport.world_size)
+        self.feedback = ErrorFeedback(bucket, share, setting.alignment)
         self._rows = StagedRows(self.feedback, bucket, staging, "M", self._views_of)
 
     def _draw(self, bucket: Bucket, columns: int) -> Tensor:

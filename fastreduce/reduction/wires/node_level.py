@@ -81,7 +81,7 @@ class NodeLevel:
         """What moves data."""
         return self._transport.levels
 
-    def place(self, own: int, start: int, ranks: int) -> Share:
+    def share(self, own: int, start: int, ranks: int) -> Share:
         """Which residuals this rank keeps, with `own` averages from `start` on."""
         first = slice(self.first, min(self.first + self.elements, self._bucket.total))
         return Share(first, slice(start, start + own), ranks, self.unit, len(self.nodes.here) / self.unit)

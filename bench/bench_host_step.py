@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from .bench_steps import record_overhead
 from .conftest import Size
 from .host_step import ROOT, compare
+from .training.bench_steps import record_overhead
 
 
 @pytest.mark.skipif(not find_spec("triton") or not shutil.which("gcc"), reason="no triton, or no gcc for its launcher")

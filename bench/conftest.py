@@ -17,7 +17,7 @@ import torch
 
 from tests.support.ranks import RankPool
 
-from . import shapes
+from .kernels import shapes
 from .paired import TAPE
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .kernel_cases import TO_NEAREST, WITHOUT
+from .kernels.kernel_cases import TO_NEAREST, WITHOUT
 
 Results = dict[str, dict[str, Any]]  # a benchmark's name → its extra_info
 

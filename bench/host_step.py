@@ -66,7 +66,7 @@ def serve() -> None:
     import torch
     import torch.distributed as dist
 
-    from .steps import set_up_process, wrapped
+    from .training.steps import set_up_process, wrapped
 
     set_up_process()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -129,12 +129,9 @@ def _settings() -> dict[str, Any]:
     import torch
 
     from fastreduce.transports import LocalTransport, Transport
+    from fastreduce.transports.base import Done
 
-    from .steps import Setting
-
-    class Done:
-        def wait(self) -> None:
-            return
+    from .training.steps import Setting
 
     class Nothing(Transport):
         """Two ranks' collectives, none of which is enqueued."""
@@ -184,7 +181,8 @@ def cuda_stand_in() -> Iterator[None]:
     import torch
 
     from fastreduce.ops import backends
-    from fastreduce.reduction import bucketed, error_feedback
+    from fastreduce.reduction import averaging
+    from fastreduce.reduction.residuals import error_feedback
     from fastreduce.reduction.streams import CudaStream
     from fastreduce.reduction.telemetry import nonfinite
 
@@ -211,8 +209,8 @@ def cuda_stand_in() -> Iterator[None]:
     calls = {"_cuda_getCurrentStream": lambda index: current, "_cuda_setStream": set_stream}
     with (
         patch.object(backends, "why_not", lambda name, device: None),
-        patch.object(bucketed, "one_by_one", lambda device, transport: True),
-        patch.object(bucketed, "make_stream", lambda device, transport: CudaStream(device, None)),
+        patch.object(averaging, "one_by_one", lambda device, transport: True),
+        patch.object(averaging, "make_stream", lambda device, transport: CudaStream(device, None)),
         patch.object(error_feedback, "reads_late", lambda tensor: True),
         patch.object(nonfinite, "reads_late", lambda tensor: True),
         patch.object(torch.cuda, "Stream", HostStream),

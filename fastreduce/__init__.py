@@ -22,9 +22,9 @@ from .errors import (
     TransportError,
 )
 from .policy import Policy
-from .reduction.applied import note_applied
 from .reduction.one_call import all_reduce_gradients
 from .reduction.reducer import GradientReducer
+from .reduction.residuals.notices import note_applied
 from .sync_batchnorm import SyncBatchNorm
 
 __version__ = "0.1.0"

@@ -22,13 +22,13 @@ from .policy import single
 from .reduction import saved_residuals
 from .reduction.agreement import check_agreement
 from .reduction.arrivals import Reached, weakly
-from .reduction.buckets import BucketPlan, ParameterSpec, build_plan, rows_of
-from .reduction.error_feedback import Parts, agree_that_finite
-from .reduction.node_level import parts_of
+from .reduction.buckets import BucketPlan, ParameterSpec, build_plan, matrix_rows
 from .reduction.pipeline import BucketPipeline
 from .reduction.reducer import shut_down
+from .reduction.residuals.error_feedback import SlotResiduals, agree_that_finite
 from .reduction.sparse import average
 from .reduction.streams import Finish, Stream, make_stream
+from .reduction.wires.node_level import parts_of
 from .transports import Transport, make_transport
 
 
@@ -71,7 +71,7 @@ class CompressState:
         self._names = {parameter: name for name, parameter in named_parameters}
         self._transport: Transport | None = None
         self._pipelines: dict[int, BucketPipeline] = {}
-        self._kept: dict[str, Parts] = {}
+        self._kept: dict[str, SlotResiduals] = {}
         self._steps: dict[torch.device, Tensor] = {}
         self._step = -1  # the number of the last backward
         self._streams: dict[torch.device, Stream] = {}
@@ -92,7 +92,7 @@ class CompressState:
             self._pipelines.clear()
         buffer = bucket.buffer()
         specs = [
-            ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device, rows_of(grad))
+            ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device, matrix_rows(grad))
             for name, grad in zip(names, bucket.gradients(), strict=True)
         ]
         transport = self._connect(buffer.device)

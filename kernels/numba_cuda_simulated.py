@@ -1,4 +1,4 @@
-"""The twins of `numba_cuda_vectors.py` for Numba's simulator, in NumPy: a vector is an array."""
+"""The twins of `numba_cuda_memory.py` and `numba_cuda_vectors.py` in NumPy, for the simulator: a vector is an array."""
 
 from __future__ import annotations
 

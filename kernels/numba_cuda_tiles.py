@@ -18,25 +18,27 @@ from .slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT
 SIMULATED = bool(cuda.config.ENABLE_CUDASIM)
 
 if SIMULATED:
+    from . import numba_cuda_simulated as memory
     from . import numba_cuda_simulated as vectors
 else:
+    from . import numba_cuda_memory as memory  # type: ignore[no-redef]
     from . import numba_cuda_vectors as vectors  # type: ignore[no-redef]
 
 kernel, function = vectors.kernel, vectors.function
-size_of, lanes_of, quotient = vectors.size_of, vectors.lanes_of, vectors.quotient
-fetch, fetch_int32, load, store = vectors.fetch, vectors.fetch_int32, vectors.load, vectors.store
+size_of, lanes_of, quotient = memory.size_of, memory.lanes_of, memory.quotient
+fetch, fetch_int32, load, store = memory.fetch, memory.fetch_int32, memory.load, memory.store
 multiply, add, divide = vectors.multiply, vectors.add, vectors.divide
 sum_of_squares, not_finite = vectors.sum_of_squares, vectors.not_finite
 largest_bits, from_bits, to_bits = vectors.largest_bits, vectors.from_bits, vectors.to_bits
 more_than_half = vectors.more_than_half
-fetch_byte, store_byte = vectors.fetch_byte, vectors.store_byte
+fetch_byte, store_byte = memory.fetch_byte, memory.store_byte
 power, where_finite = vectors.power, vectors.where_finite
-bits_of, load_int4, store_int4 = vectors.bits_of, vectors.load_int4, vectors.store_int4
+bits_of, load_int4, store_int4 = memory.bits_of, memory.load_int4, memory.store_int4
 largest_and_sign, at_most = vectors.largest_and_sign, vectors.at_most
 bf16_by_chance, whole_by_chance, signed_as = vectors.bf16_by_chance, vectors.whole_by_chance, vectors.signed_as
 e4m3_bases, e4m3_by_chance, magnitudes = vectors.e4m3_bases, vectors.e4m3_by_chance, vectors.magnitudes
 whole_by_own_bits = vectors.whole_by_own_bits
-byte_of, is_fp8, e4m3_rounders = vectors.byte_of, vectors.is_fp8, vectors.e4m3_rounders
+byte_of, is_fp8, e4m3_rounders = memory.byte_of, memory.is_fp8, vectors.e4m3_rounders
 
 LANES = 16  # of a thread that works on a quantized wire
 THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of Python

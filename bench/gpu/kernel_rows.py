@@ -11,10 +11,10 @@ import torch
 
 from fastreduce.ops import backends
 
-from .. import kernel_cases, operations
-from ..kernel_cases import DTYPES, TO_NEAREST, Model, Options, alignment_of, case_id, check, model_of
+from ..kernels import kernel_cases, operations
+from ..kernels.kernel_cases import DTYPES, TO_NEAREST, Model, Options, alignment_of, case_id, check, model_of
+from ..kernels.shapes import CAPS
 from ..paired import describe
-from ..shapes import CAPS
 from .two_clocks import Clocks, Work, timed
 from .worker_cases import Case
 

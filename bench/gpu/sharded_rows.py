@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastreduce.ops.backends import ENVIRONMENT_VARIABLE
 
-from ..timed_models import Gpt2Block
+from ..training.timed_models import Gpt2Block
 from .kernel_rows import described
 from .step_rows import group_of_one
 from .two_clocks import Work, timed

@@ -22,8 +22,8 @@ from fastreduce.ops import backends
 from fastreduce.transports import NcclTransport
 
 from ..paired import describe, difference, ratio, turns
-from ..steps import Contestant, Setting, set_up_process, stage_seconds, too_far, wrapped
-from ..timed_models import build
+from ..training.steps import Contestant, Setting, set_up_process, stage_seconds, too_far, wrapped
+from ..training.timed_models import build
 from .trace import write_trace
 from .two_clocks import Work, timed
 from .worker_cases import Case, NotHere

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from fastreduce.cli.compare.digits.training import load_digits, make_network
 
-from ..formats import texts
-from ..timed_models import Gpt2
+from ..kernels.formats import texts
+from ..training.timed_models import Gpt2
 
 Batch = tuple[Tensor, ...]
 

@@ -25,7 +25,7 @@ import typer
 from tests.support.commands import ROOT
 from tests.support.two_nodes import CannotMake
 
-from ..shapes import buckets_of
+from ..kernels.shapes import buckets_of
 from . import inputs as measured
 from . import star
 from .model import SETTINGS, Cluster, Inputs, flat, two_levels

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from fastreduce import Compression
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.wires.flat import FlatWires
 from fastreduce.transports import GlooTransport, ShmTransport, Transport
 from tests.support.ranks import RankPool
 
-from ..steps import set_up_process
+from ..training.steps import set_up_process
 from .model import FP32_BYTES, SETTINGS, Inputs, Kernels
 
 ROUNDS = 15
@@ -104,11 +105,13 @@ def _kernels(transport: Transport, setting: str, elements: int, typical: Typical
     generator = torch.Generator().manual_seed(transport.rank)
     gradients = [torch.randn(size, generator=generator) for _ in range(8)]
     pipeline.compress(gradients)
-    received = pipeline._received
+    wires = pipeline.wires
+    assert isinstance(wires, FlatWires)
+    received = wires.received
     assert received is not None
     received.view(-1).copy_(pipeline.wire)
     return {
         "compress": _timed(lambda: pipeline.compress(gradients), typical),
-        "reduce": _timed(lambda: pipeline._reduce_shards(received), typical),
+        "reduce": _timed(lambda: wires.reduce_shards(received), typical),
         "decompress": _timed(lambda: pipeline.decompress(gradients), typical),
     }

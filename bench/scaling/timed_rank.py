@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastreduce import DistributedDataParallel
 
-from ..steps import set_up_process
+from ..training.steps import set_up_process
 from .model import SETTINGS
 
 WARM_UP = 3  # steps: buckets are rebuilt, and connections made, after the first

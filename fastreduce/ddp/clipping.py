@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from ..reduction.applied import Factor, multiplied
 from ..reduction.pipeline import BucketPipeline
-from ..reduction.statistics import Known, known_slots, rows_of
+from ..reduction.residuals.factors import Factor
+from ..reduction.residuals.notices import multiplied
+from ..reduction.statistics import Statistics
 
 TILE = 2048  # elements that one thread sums up
 ORDER_IS_NOTHING = (0, math.inf, -math.inf)
+
+Known = list[tuple[Statistics, dict[int, Tensor]]]  # what is known of which slots' parameters
 
 
 @torch.no_grad()
@@ -43,7 +46,7 @@ def clip_(
     parameters = [named[name] for name in grads]
     known = known_slots(pipelines, parameters) if norm_type == 2 else []
     summed = {id(parameter) for _, slots in known for parameter in slots.values()}
-    norms = _norms_known([rows_of(pipeline, slots)[:, 1] for pipeline, slots in known])
+    norms = _norms_known([statistics.of_slots(slots)[:, 1] for statistics, slots in known])
     norms += _norms([grads[name] for name in grads if id(named[name]) not in summed], norm_type)
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.cat([each.to(device) for each in norms]), norm_type)
@@ -59,6 +62,13 @@ def clip_(
     with multiplied(grads.values(), lambda: _coefficient(max_norm, wide)):
         clip_grads_with_norm_(parameters, max_norm, wide, foreach)
     return total.to(dtype)
+
+
+def known_slots(pipelines: Iterable[BucketPipeline], parameters: Iterable[Tensor]) -> Known:
+    """The slots whose statistics describe what is in the gradients of `parameters` now."""
+    wanted = set(map(id, parameters))
+    kept = [pipeline.statistics for pipeline in pipelines if pipeline.statistics is not None]
+    return [(statistics, slots) for statistics in kept if (slots := statistics.known(wanted))]
 
 
 def _coefficient(max_norm: float, total: Tensor) -> Factor:
@@ -125,11 +135,11 @@ def _elements(grad: Tensor) -> Tensor:
 
 
 def _what_is_not_finite(grads: Mapping[str, Tensor], named: Mapping[str, Tensor], known: Known) -> str:
-    place = {id(parameter): (pipeline, i) for pipeline, slots in known for i, parameter in slots.items()}
+    place = {id(parameter): (statistics, i) for statistics, slots in known for i, parameter in slots.items()}
     found = {}
     for name, grad in grads.items():
         if (at := place.get(id(named[name]))) is not None:
-            count = int(at[0].statistics_of(at[1], at[1] + 1)[:, 0].sum())
+            count = int(at[0].of_slot(at[1])[:, 0].sum())
         else:
             count = int((~_elements(grad).isfinite()).sum())
         if count:

@@ -27,7 +27,7 @@ from .reducer import TorchReducer
 TRANSPORTS = (None, "gloo", "shm")
 
 
-class Group(Protocol):
+class ElasticGroup(Protocol):
     """Those who train together, as the reducer needs them.
 
     Attributes:
@@ -76,35 +76,35 @@ class ElasticReducer(TorchReducer):
     1. Before a bucket is reduced, its gradients are copied (as much memory as the gradients take).
     2. When all averages of the step are here, and before an optimizer sees one, ranks commit: a small all-reduce.
        Who has passed it knows that every rank has all averages.
-    3. Where a collective fails, this rank aborts what is under way and meets those who are left (`Group.regroup`). If
-       one of them has passed the commit, or all have all averages, these count, the lost ones' gradients included.
-       Otherwise local gradients are put back, and reduced again among those who are left; so often as it takes.
+    3. Where a collective fails, this rank aborts what is under way and meets those who are left
+       (`ElasticGroup.regroup`). If one of them has passed the commit, or all have all averages, these count, the lost
+       ones' gradients included. Otherwise local gradients are put back, and reduced again among those who are left; so
+       often as it takes.
     4. Then, or where the averages counted before the next forward, buckets are laid out for the new ranks. What error
        feedback keeps on this rank goes along; what lost ranks kept is lost, and new ones begin with none.
 
     Buckets keep the order in which they were made: ranks never compare the order in which gradients arrive.
     """
 
-    group: Group | None = None
+    group: ElasticGroup | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("sparse"):
             raise SettingError("elastic=True with sparse gradients: they travel in no bucket, and cannot be put back")
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs, rebuilds=False)
         _check_schedule(self.schedule)
         if any(isinstance(setting, PowerSGD) for setting in self.buckets.settings):
             raise SettingError(
                 "elastic=True with powersgd: its factors follow from earlier ones, which new ranks have not"
             )
-        self._rebuilt = True
         self._copies: dict[int, Tensor] = {}  # memory, by parameter
         self._kept: list[tuple[Tensor, Tensor]] = []  # gradients of this step, and what was in them
         self.events.launching.append(weakly(self._keep))
         self.events.arrived.append(weakly(self._commit))
-        self._backward.recover = weakly(self._recover)
+        self.backward.recover = weakly(self._recover)
 
     @property
-    def _joined(self) -> Group:
+    def _joined(self) -> ElasticGroup:
         if self.group is None:
             raise NotInitializedError("a forward with elastic=True", "call members = fastreduce.elastic.join(ddp, …)")
         return self.group
@@ -112,11 +112,11 @@ class ElasticReducer(TorchReducer):
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled."""
         group = self._joined
-        if self.is_here:
+        if self.backward.is_here:
             return False
         self.drop_broken_backward()
         group.before_forward(self.step)
-        self._follow()
+        self.follow()
         return super()._rebuild_buckets()
 
     def drop_broken_backward(self) -> None:
@@ -125,18 +125,17 @@ class ElasticReducer(TorchReducer):
         Raises:
             ReducerError: if there is one.
         """
-        if self.in_backward:
+        if self.backward.running:
             raise ReducerError(
                 "a backward raised before its end, and with elastic=True a step cannot be left out on one rank alone: "
                 "end this process, and start it again"
             )
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Go on over the transport of those who are there now."""
         transport = self._joined.transport
         if transport is not self.transport:
-            self.move_to(lambda: transport)
-            self._agreed.move(compared=True)  # when they joined
+            self.move_to(lambda: transport, compared=True)  # when they joined
             self.logger.update(rank=transport.rank, world_size=transport.world_size)
 
     # A step
@@ -182,7 +181,7 @@ class ElasticReducer(TorchReducer):
             self._joined.regroup(step, whole=False)
         _let_go(error)
         self._put_back()
-        self._follow()
+        self.follow()
 
     def _end(self, launches: Launches) -> None:
         """Wait until nothing writes to gradients any more."""
@@ -208,7 +207,6 @@ class ElasticReducer(TorchReducer):
             if "schedule" in each:
                 _check_schedule(self.schedule.resumed(each["schedule"]))
         super().load_state_dict(state)
-        self._rebuilt = True
 
     def state_dict(self) -> dict[str, Any]:
         """As in GradientReducer, of this rank as if it were alone: who loads it does so before `elastic.join`."""
@@ -217,8 +215,7 @@ class ElasticReducer(TorchReducer):
     def take_over(self, step: int) -> None:
         """Go on after so many steps of others; residuals, as those of a checkpoint, are of steps of long ago."""
         self.schedule.step = step
-        self.buckets.lay_out(self.buckets.first_groups())
-        self._backward.lay_out()
+        self.lay_out()
 
     # What is refused
 

@@ -81,13 +81,13 @@ class TorchReducer(GradientReducer):
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Called after a forward that is to be synchronised. `outputs` is not needed: no graph is searched."""
-        if not self.is_here:
+        if not self.backward.is_here:
             self.logger.begin_backward()
             self.arm()
 
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled, and by ranks that have joined."""
-        if self.is_here:  # a checkpoint runs the forward again
+        if self.backward.is_here:  # a checkpoint runs the forward again
             return False
         self.drop_broken_backward()
         self.look()
@@ -120,7 +120,7 @@ class TorchReducer(GradientReducer):
         """
         self.recorder.enter_forward(True)
         self.prepare_for_backward(())
-        self._backward.replay(order, used)
+        self.backward.replay(order, used)
 
     def _set_static_graph(self) -> None:
         """Called for `static_graph=True`; the reducer handles static and changing graphs alike.
@@ -128,7 +128,7 @@ class TorchReducer(GradientReducer):
         Raises:
             RuntimeError: if training has begun (as torch).
         """
-        if self.has_begun:
+        if self.backward.reduced_once:
             error = (
                 "_set_static_graph() should be called before training loop starts; or pass static_graph=True to the "
                 "constructor"
@@ -161,7 +161,7 @@ class TorchReducer(GradientReducer):
 
     def lower_precision(self) -> None:
         """Called before every forward under `mixed_precision=`."""
-        if self._low_precision is not None and not self.is_here:
+        if self._low_precision is not None and not self.backward.is_here:
             self._low_precision.lower()
             self.replace_hooks()
 
@@ -185,7 +185,7 @@ class TorchReducer(GradientReducer):
         Raises:
             RuntimeError: if a backward raised, and no forward came after it.
         """
-        if self.in_backward:
+        if self.backward.running:
             raise RuntimeError("the last backward raised before its gradients were reduced")
 
     def _remove_autograd_hooks(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..compression import Compression, OfWholeParameters
+from ..compression import Compression, OfWholeParameters, PowerSGD
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned, match
 from ..reduction import clocks
@@ -223,7 +223,7 @@ def _there_and_back(
     plan = build_plan(specs, [range(len(specs))], alignment=setting.alignment, shards=1)
     pipeline = BucketPipeline(plan.buckets[0], setting, LocalTransport())
     back = [torch.empty_like(grad) for grad in grads]
-    if pipeline.low_rank is not None:  # whose second factors follow from the sums of the first
+    if isinstance(setting, PowerSGD):  # whose second factors follow from the sums of the first
         pipeline.run(grads, back)
     else:
         pipeline.compress(grads)

@@ -30,8 +30,7 @@ from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..reduction.telemetry.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
-from ..transports.connections import timeout_of
-from ..transports.store_client import client_of
+from ..transports.ranks import client_of, timeout_of
 from .checks import check_module, check_reduced_here, describe_wrapping, group_asked_for, module_device
 from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
@@ -265,10 +264,10 @@ class DistributedDataParallel(TorchDDP):
             return _before_forward(self, *inputs, **kwargs)
         recorder = getattr(self.reducer, "recorder", None)
         # None in torch's own reducer, which a comparison of settings puts there by turns.
-        if recorder is None or self.reducer.is_here:
+        if recorder is None or self.reducer.backward.is_here:
             return _before_forward(self, *inputs, **kwargs)
         if not torch.is_grad_enabled():
-            if self.reducer.armed_here:  # else a backward may be under way on another thread
+            if self.reducer.backward.armed_here:  # else a backward may be under way on another thread
                 self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared

@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ..errors import TransportError
-from ..transports.connections import timeout_of
 from ..transports.meeting import wait_until
+from ..transports.ranks import timeout_of
 from ..transports.store_client import StoreClient
 from . import values
 from .meetings import group_or_default, store_of

@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..errors import NotInitializedError, SettingError, TransportError
-from ..transports.connections import timeout_of
 from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
-from ..transports.store_client import StoreClient, client_of
+from ..transports.ranks import client_of, timeout_of
+from ..transports.store_client import StoreClient
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _exchanged: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, int, int]]] = weakref.WeakKeyDictionary()

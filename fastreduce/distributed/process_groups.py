@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import _world
 
 from ..environment.variables import check_environment
 from ..errors import MismatchError, SettingError, TransportError
-from ..transports.connections import timeout_of
 from ..transports.hosts import this_host
 from ..transports.meeting import meet, notes
+from ..transports.ranks import timeout_of
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
 from .checks import agree

@@ -21,8 +21,8 @@ from ..reduction.arrivals import weakly
 from ..transports import GlooTransport, LocalTransport, ShmTransport, Transport
 from ..transports.connections import abort_beside
 from ..transports.messages import checked
+from ..transports.ranks import Subgroup
 from ..transports.store_client import StoreClient
-from ..transports.subgroups import Subgroup
 from . import state
 from .generations import Generation, Meetings, Note, Stage, inconsistent
 from .presence import Presence
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """The group of an elastic reducer (`ddp.elastic_reducer.Group`).
+    """The group of an elastic reducer (`ddp.elastic_reducer.ElasticGroup`).
 
     Args:
         ddp: what it reduces.
@@ -135,7 +135,7 @@ class Membership:
             abort_beside(self._group)
 
     def regroup(self, step: int, whole: bool) -> bool:
-        """Meet those who are left (`ddp.elastic_reducer.Group`)."""
+        """Meet those who are left (`ddp.elastic_reducer.ElasticGroup`)."""
         self._check_here()
         return self._regroup(Note(step, Stage.WHOLE if whole else Stage.UNDER_WAY))
 
@@ -151,7 +151,7 @@ class Membership:
         self._share_samples()
         if not self._connected():
             self._regroup(self._own_note())
-        self._ddp.reducer._follow()
+        self._ddp.reducer.follow()
 
     def _compare(self, step: int) -> None:
         """Say so where who has come has other parameters than the rest after its first turn."""

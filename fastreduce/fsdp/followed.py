@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..reduction.applied import norms_of
-from ..reduction.error_feedback import ErrorFeedback
+from ..reduction.residuals.applied import norms_of
+from ..reduction.residuals.error_feedback import ErrorFeedback
 from ..transports import Transport
 from .torch_fsdp import NO_BACKWARD, Group, backward_under_way, used_elsewhere
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..reduction.buckets import Slot
-from ..reduction.error_feedback import ErrorFeedback
+from ..reduction.residuals.error_feedback import ErrorFeedback
 from ..transports import Transport
 from .torch_fsdp import Member
 

@@ -12,9 +12,9 @@ from ..compression import Compression
 from ..errors import ReducerError
 from ..reduction import saved_residuals
 from ..reduction.agreement import check_agreement
-from ..reduction.applied import norms_of
 from ..reduction.buckets import ParameterSpec, build_plan
 from ..reduction.pipeline import BucketPipeline
+from ..reduction.residuals.applied import norms_of
 from ..transports import Transport
 from .followed import Followed, Follower
 from .kept import Kept, KeptOfShards

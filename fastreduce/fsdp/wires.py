@@ -12,7 +12,7 @@ from .. import ops
 from ..compression import Compression
 from ..kernels.slots import SlotTable
 from ..reduction.buckets import Bucket, Slot
-from ..reduction.error_feedback import ErrorFeedback, Place
+from ..reduction.residuals.error_feedback import ErrorFeedback, Share
 
 
 class RowWire:
@@ -57,7 +57,7 @@ class RowWire:
         self.finite = torch.ones(1, dtype=torch.uint8, device=device)
         self.feedback: ErrorFeedback | None = None
         if compression.error_feedback:
-            place, dtype = Place(slice(0, end), slice(0, 0), 1), compression.residual_dtype
+            place, dtype = Share(slice(0, end), slice(0, 0), 1), compression.residual_dtype
             self.feedback = ErrorFeedback(self.row, place, self._block, ranks, dtype)
 
     def dtype(self, of: torch.dtype) -> torch.dtype:

@@ -223,7 +223,7 @@ class Backward:
             while (index := self._next) < last and not self.arrivals.waiting[index]:
                 if not self._buckets.alone(index):
                     job = self._collect(index)
-                    self._launches.append((job, job.launch()))
+                    self._launches.append((job, job.stream.submit(job.begin)))
                 self._next += 1
 
     def _collect(self, index: int) -> BucketJob:
@@ -324,7 +324,7 @@ class Backward:
                 left |= self._buckets.unused(index, self.arrivals.used)
             else:
                 job = self._collect(index)
-                reduced.append((job, job.begin()))
+                reduced.append((job, job.stream.begin(job.begin)))
         for _, finish in reduced:
             finish()
         for arrived in self._events.arrived:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +13,14 @@ from ..errors import SettingError
 from ..policy import Policy, assigned
 from ..transports import Transport
 from . import saved_residuals
-from .applied import notice_unscaling
-from .buckets import BucketPlan, build_plan, group_by_size, shortest
-from .error_feedback import ErrorFeedback, agree_that_finite
-from .gradients import Collected, Gradients, Members
-from .node_level import parts_of
-from .pipeline import BucketPipeline, Seconds, warm_up
-from .shared_buffers import SharedBuffers
-from .statistics import note_reduced
-from .streams import Finish, Pending, Stream, make_stream, one_by_one
+from .averaging import Averaging, CompressedAveraging
+from .buckets import BucketPlan, group_by_size, shortest
+from .clocks import Seconds
+from .gradients import BucketMembers, Collected, Gradients
+from .pipeline import BucketPipeline, warm_up
+from .residuals.error_feedback import ErrorFeedback, agree_that_finite
+from .residuals.notices import notice_unscaling
+from .streams import Finish, Stream
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -30,72 +28,15 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass
 class BucketJob:
-    """One bucket's reduction in one backward."""
+    """One bucket's reduction in one backward, and the stream that it belongs on."""
 
     pipeline: BucketPipeline
     found: Collected
     stream: Stream
 
-    def launch(self) -> Pending:
-        """Run it on its stream, where the next bucket is compressed while this one's wire is on its way."""
-        return self.stream.submit(self._begin)
-
     def begin(self) -> Finish:
-        """Begin it with nothing left to overlap with; returns what finishes it."""
-        return self.stream.begin(self._begin)
-
-    def _begin(self) -> Finish:
+        """Compress it, and start its last collective; returns what finishes it."""
         return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
-
-
-class Averaging(Protocol):
-    """Who averages buckets: our kernels and a transport, or a user's hook."""
-
-    def make_pipelines(
-        self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
-    ) -> tuple[BucketPlan, list[BucketPipeline]]:
-        """The buckets of `groups`, and each one's way through compress, reduce and decompress."""
-
-    def make_stream(self, device: torch.device, transport: Transport) -> Stream:
-        """What the buckets on a device are reduced on."""
-
-
-class CompressedAveraging:
-    """Buckets that our kernels compress, sum and scale; random bits follow from the `steps` of their devices."""
-
-    def __init__(self, settings: Sequence[Compression], steps: Mapping[torch.device, Tensor]) -> None:
-        self._settings, self._steps = settings, steps
-
-    def make_pipelines(
-        self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
-    ) -> tuple[BucketPlan, list[BucketPipeline]]:
-        """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""
-        groups = list(groups)
-        chosen = [self._settings[group[0]] for group in groups]
-        alignment = [setting.alignment for setting in chosen]
-        parts = [parts_of(transport, setting) for setting in chosen]
-        plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size, parts=parts)
-        shared, staging, made = SharedBuffers(), SharedBuffers(), {}
-        count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
-        verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
-        for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
-            compression = chosen[bucket.index]
-            holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
-            in_turn = one_by_one(bucket.device, transport) and not holds_views
-            made[bucket.index] = BucketPipeline(
-                bucket,
-                compression,
-                transport,
-                shared=shared if in_turn else None,
-                verdicts=verdicts[bucket.device],
-                step=self._steps[bucket.device],
-                staging=staging,
-            )
-        return plan, [made[bucket.index] for bucket in plan.buckets]
-
-    def make_stream(self, device: torch.device, transport: Transport) -> Stream:
-        """A thread, or a CUDA stream."""
-        return make_stream(device, transport)
 
 
 class BucketedGradients:
@@ -247,15 +188,14 @@ class BucketedGradients:
 
     def _spread(self) -> None:
         for pipeline in self.pipelines:
-            if pipeline.feedback is not None and pipeline.apart is None:  # which has no second stage
-                pipeline.feedback.spread(pipeline.make_whole)
+            pipeline.wires.spread()
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
         self.plan, self.pipelines = self._averaging.make_pipelines(
             self.gradients, groups, self.transport, self.as_views
         )
-        self._members: list[Members] = [self.gradients.members(bucket) for bucket in self.plan.buckets]
+        self._members: list[BucketMembers] = [self.gradients.members(bucket) for bucket in self.plan.buckets]
         if self.keeps_statistics:
             for pipeline in self.pipelines:
                 pipeline.keep_statistics()
@@ -325,10 +265,12 @@ class BucketedGradients:
         if active_ranks != self.transport.world_size:
             scale = self.transport.world_size / active_ranks
             torch._foreach_mul_(job.found.targets, scale)
-            pipeline.has_statistics = False
+            if pipeline.statistics is not None:
+                pipeline.statistics.begin(made=False)
         bucket, left = pipeline.bucket, job.found.settle(pipeline.used_by_any)
         parameters = self._members[bucket.index].parameters
-        note_reduced(pipeline, parameters, left)
+        if pipeline.statistics is not None:
+            pipeline.statistics.describe(parameters, left)
         pipeline.follow(parameters, left, job.found.targets, scale)
         return {bucket.slots[position].parameter for position in left}
 

@@ -142,7 +142,7 @@ def group_by_size(
     return [group for _, group in sorted(done)]
 
 
-def rows_of(tensor: Tensor) -> int:
+def matrix_rows(tensor: Tensor) -> int:
     """The size of the dimension that is outermost in memory: the first, unless the memory format is another."""
     if tensor.is_contiguous():
         return (tensor.shape or (1,))[0]

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 import torch
 
 now = time.perf_counter
 """Seconds on the host's monotonic clock, which all of a process's records go by."""
+
+
+class Point(IntEnum):
+    """The points in time of a reduction, in order; a plain all-reduce passes neither EXCHANGED nor SUMMED."""
+
+    START = 0
+    COMPRESSED = 1
+    EXCHANGED = 2  # the all-to-all of a two-shot has ended, or the sum of left factors
+    SUMMED = 3  # and this rank's shard is summed, or its right factors are there
+    STARTED = 4  # the last collective is under way
+    RESUMED = 5  # it is waited for
+    REDUCED = 6
+    END = 7
+
+
+class Seconds(NamedTuple):
+    """Time that one bucket's last reduction took, by stage."""
+
+    compress: float
+    reduce: float
+    decompress: float
 
 
 class Clock(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import TensorError
-from .buckets import Bucket, ParameterSpec, rows_of
+from .buckets import Bucket, ParameterSpec, matrix_rows
 
 Action = Callable[[], Any]
 
@@ -58,7 +58,7 @@ class Collected:
 
 
 @dataclass
-class Members:
+class BucketMembers:
     """One bucket's parameters and what their gradients should look like; `strides` is None if all are contiguous.
 
     `views` have been handed out as `.grad`, `kept` are the same for nobody else.
@@ -126,7 +126,7 @@ class Gradients:
             self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
             layout = torch.empty_like(real, device="meta")
             self._layouts.append(layout.contiguous() if self._contiguous[-1] else layout)
-            rows = (real.shape or (1,))[0] if self._contiguous[-1] else rows_of(real)
+            rows = (real.shape or (1,))[0] if self._contiguous[-1] else matrix_rows(real)
             self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, rows))
 
     def check_unmoved(self, indices: Sequence[int]) -> None:
@@ -144,10 +144,10 @@ class Gradients:
                     "module first, then wrap it"
                 )
 
-    def members(self, bucket: Bucket) -> Members:
+    def members(self, bucket: Bucket) -> BucketMembers:
         """What `collect` needs to know of a bucket, worked out once."""
         indices = [slot.parameter for slot in bucket.slots]
-        return Members(
+        return BucketMembers(
             indices,
             [self.parameters[i] for i in indices],
             bucket.dtype,
@@ -156,12 +156,12 @@ class Gradients:
             any(self.parameters[i].is_complex() for i in indices),
         )
 
-    def layouts(self, members: Members) -> list[Tensor]:
+    def layouts(self, members: BucketMembers) -> list[Tensor]:
         """Tensors without memory that have the sizes and strides of a bucket's gradients."""
         return [self._layouts[i] for i in members.indices]
 
     @torch.no_grad()
-    def install_views(self, members: Members, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    def install_views(self, members: BucketMembers, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them."""
         members.kept = make_views(self.layouts(members))
         members.views = [view.detach() for view in members.kept]
@@ -171,7 +171,7 @@ class Gradients:
                 view.copy_(_real(grad.resolve_conj()))
                 self._point(i, view)
 
-    def collect(self, members: Members, used: Sequence[bool]) -> Collected:
+    def collect(self, members: BucketMembers, used: Sequence[bool]) -> Collected:
         """The gradients of one bucket; `used` tells by parameter whether a backward reached it on this rank.
 
         Raises:
@@ -187,14 +187,14 @@ class Gradients:
         with torch.no_grad():
             return self._collect_each(members, grads, used)
 
-    def _replace_moved(self, members: Members, views: list[Tensor]) -> None:
+    def _replace_moved(self, members: BucketMembers, views: list[Tensor]) -> None:
         """Make views anew whose memory is another by now: `p.grad.data = …`, or `module.to(…)`, which does that."""
         if list(map(Tensor.data_ptr, views)) != list(map(Tensor.data_ptr, members.kept)):
             for position, (i, kept) in enumerate(zip(members.indices, members.kept, strict=True)):
                 if views[position].data_ptr() != kept.data_ptr():
                     self.views[i] = views[position] = kept.detach()
 
-    def _collect_each(self, members: Members, grads: Sequence[Any], used: Sequence[bool]) -> Collected:
+    def _collect_each(self, members: BucketMembers, grads: Sequence[Any], used: Sequence[bool]) -> Collected:
         found = Collected()
         for position, (i, grad) in enumerate(zip(members.indices, grads, strict=True)):
             self._check_unchanged(i, members.numels[position], members.dtype)

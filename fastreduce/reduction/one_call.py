@@ -18,13 +18,11 @@ from . import saved_residuals
 from .agreement import check_agreement, describe_tensor
 from .arrays import as_tensor
 from .arrivals import Reached
+from .averaging import CompressedAveraging
 from .bucketed import BUCKET_BYTES
-from .buckets import build_plan, group_by_size
-from .error_feedback import ErrorFeedback, Parts, agree_that_finite
+from .buckets import group_by_size
 from .gradients import Gradients
-from .node_level import parts_of
-from .pipeline import BucketPipeline
-from .shared_buffers import SharedBuffers
+from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
 
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
 
@@ -33,19 +31,14 @@ class _Reduction:
     """Plan and pipelines for one list of shapes, kept between calls."""
 
     def __init__(self, tensors: list[Tensor], transport: Transport, compression: Compression, op: str) -> None:
-        names = _names(tensors)
-        specs = Gradients(tensors, names).specs
-        groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
-        parts = [parts_of(transport, compression)] * len(groups)
-        plan = build_plan(specs, groups, alignment=compression.alignment, shards=transport.world_size, parts=parts)
-        divisor, staging = OPERATIONS[op], SharedBuffers()
-        devices = {bucket.device for bucket in plan.buckets}
+        gradients = Gradients(tensors, _names(tensors))
+        specs = gradients.specs
         # Of calls, counted: what random bits follow from.
+        devices = {spec.device for spec in specs}
         self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
-        self.pipelines = [
-            BucketPipeline(bucket, compression, transport, divisor, step=self.steps[bucket.device], staging=staging)
-            for bucket in plan.buckets
-        ]
+        averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op])
+        groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
+        self.pipelines = averaging.make_pipelines(gradients, groups, transport, as_views=False)[1]
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
@@ -106,7 +99,7 @@ class _Owners:
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""
-        arrived: dict[str, Parts] = {}
+        arrived: dict[str, SlotResiduals] = {}
         for owner, name in zip(owners, _names(owners), strict=True):
             home = self._homes.get(id(owner))
             if home is not None and home[0] is not reduction:
@@ -121,7 +114,7 @@ def _forget(owners: weakref.ref[_Owners], identity: int) -> None:
         alive.forget(identity)
 
 
-def _take(reduction: _Reduction, name: str) -> Parts:
+def _take(reduction: _Reduction, name: str) -> SlotResiduals:
     """What is kept of a tensor, out of a reduction."""
     (found,) = (
         pipeline.take(i)

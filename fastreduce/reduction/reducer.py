@@ -18,11 +18,13 @@ from ..transports import Transport
 from ..transports.messages import checked, numbers
 from . import saved_state
 from .agreed_schedule import AgreedSchedule
+from .averaging import Averaging
 from .backward import Backward
-from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, Averaging, BucketedGradients
+from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketedGradients
 from .buckets import BucketPlan, shortest
+from .clocks import Seconds
 from .events import Events
-from .pipeline import BucketPipeline, Seconds
+from .pipeline import BucketPipeline
 from .schedule import Schedule, Setting
 from .sparse import SparseGradients
 from .streams import Stream
@@ -57,9 +59,11 @@ class GradientReducer:
         sparse: indices of parameters whose gradients are sparse; they travel in no bucket, uncompressed,
             when backward ends.
         overlaps: whether full buckets are launched during backward, or all when it has ended.
+        rebuilds: whether `rebuild_buckets` ever does; else buckets keep the order in which they were made.
 
     Attributes:
         buckets: the gradients, laid out.
+        backward: the backward under way, or the next one.
         schedule: the setting of each step.
         events: what is called at the moments of a backward.
         recorder: what notes when each bucket was where, and what this rank does.
@@ -85,6 +89,7 @@ class GradientReducer:
         dtype: torch.dtype | None = None,
         sparse: Iterable[int] = (),
         overlaps: bool = True,
+        rebuilds: bool = True,
     ) -> None:
         schedule = Schedule.of(compression)
         self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
@@ -100,12 +105,11 @@ class GradientReducer:
         )
         self._agreed = AgreedSchedule(schedule, self.buckets)
         self.events = Events()
-        self._backward = Backward(self.buckets, self._sparse, self._agreed, self.events, overlaps)
-        self._telemetry = self._backward.telemetry
+        self.backward = Backward(self.buckets, self._sparse, self._agreed, self.events, overlaps)
+        self._telemetry = self.backward.telemetry
         self.recorder = self._telemetry.recorder
-        self._rebuilt = False
-        self.buckets.lay_out(self.buckets.first_groups())
-        self._backward.lay_out()
+        self._rebuilds, self._rebuilt = rebuilds, not rebuilds
+        self.lay_out()
         self._own()
 
     def _own(self) -> None:
@@ -123,12 +127,12 @@ class GradientReducer:
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters: gradients stay local from now on."""
-        self._backward.arrivals.remove()
+        self.backward.arrivals.remove()
 
     def replace_hooks(self) -> None:
         """Put the hooks on the nodes that the parameters have now: a changed dtype makes new ones."""
-        self._backward.arrivals.remove()
-        self._backward.arrivals.attach()
+        self.backward.arrivals.remove()
+        self.backward.arrivals.attach()
 
     # What it is about
 
@@ -165,32 +169,12 @@ class GradientReducer:
     @property
     def used(self) -> Sequence[bool]:
         """For each parameter, whether a gradient has arrived in this backward on this rank."""
-        return self._backward.arrivals.used
+        return self.backward.arrivals.used
 
     @property
     def arrival_order(self) -> list[int]:
         """The parameters in the order in which their gradients arrived in the first backward."""
-        return self._backward.arrivals.last_seen()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a backward has been reduced."""
-        return self._backward.reduced_once
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has begun that has not come to its end."""
-        return self._backward.running
-
-    @property
-    def is_here(self) -> bool:
-        """Whether that backward is the one that the caller is in."""
-        return self._backward.is_here
-
-    @property
-    def armed_here(self) -> bool:
-        """Whether the caller's thread is that of the last forward: its backward is then not under way elsewhere."""
-        return self._backward.armed_here
+        return self.backward.arrivals.last_seen()
 
     @property
     def seconds(self) -> Seconds:
@@ -210,16 +194,16 @@ class GradientReducer:
     @property
     def reductions(self) -> int:
         """How many there have been that these ranks share."""
-        return self._backward.reductions
+        return self.backward.reductions
 
     @property
     def overlaps(self) -> bool:
         """Whether full buckets are launched during backward."""
-        return self._backward.overlaps
+        return self.backward.overlaps
 
     @overlaps.setter
     def overlaps(self, overlaps: bool) -> None:
-        self._backward.overlaps = overlaps
+        self.backward.overlaps = overlaps
 
     @property
     def bucket_caps(self) -> Sequence[int]:
@@ -236,11 +220,11 @@ class GradientReducer:
     @property
     def active_ranks(self) -> Callable[[], int] | None:
         """Tells how many ranks bring gradients."""
-        return self._backward.active_ranks
+        return self.backward.active_ranks
 
     @active_ranks.setter
     def active_ranks(self, count: Callable[[], int] | None) -> None:
-        self._backward.active_ranks = count
+        self.backward.active_ranks = count
 
     @property
     def trace(self) -> Trace | None:
@@ -336,32 +320,38 @@ class GradientReducer:
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets from now on."""
         self.buckets.average_with(averaging)
-        self._backward.lay_out()
+        self.backward.lay_out()
 
     def reset(self) -> None:
         """Forget what is under way and what was learned, as if no backward had been: other ranks will take part.
 
         Nothing is made up for, so that it works after a peer has died.
         """
-        self._rebuilt = False
-        self._backward.reset()
+        self._rebuilt = not self._rebuilds
+        self.backward.reset()
 
-    def move_to(self, make: Callable[[], Transport]) -> None:
+    def lay_out(self) -> None:
+        """Lay buckets out as at construction; what is kept of their gradients is dropped."""
+        self.buckets.lay_out(self.buckets.first_groups())
+        self.backward.lay_out()
+
+    def move_to(self, make: Callable[[], Transport], compared: bool = False) -> None:
         """Reduce over the ranks of another transport from now on, which is made when the old one has been closed.
 
-        Buckets are laid out as at construction, so that ranks with another past agree. Residuals move along. Before the
-        next forward ranks compare what settings are to come; the step is that of the rank that has come furthest.
+        Buckets are laid out as at construction, so that ranks with another past agree. Residuals move along. Unless
+        they have `compared` it, before the next forward ranks compare what settings are to come; the step is that of
+        the rank that has come furthest.
         """
         self._telemetry.leave()
         self._close()
         transport = make()
         self._telemetry.move_to(transport)
-        self._backward.reductions = 0  # on all ranks alike, which may have come unequally far
+        self.backward.reductions = 0  # on all ranks alike, which may have come unequally far
         self.buckets.move_to(transport)
         self._sparse.transport = transport
-        self._backward.lay_out()
+        self.backward.lay_out()
         self._own()
-        self._agreed.move(compared=False)
+        self._agreed.move(compared)
 
     # Settings
 
@@ -391,7 +381,7 @@ class GradientReducer:
         """
         if torch._C._current_graph_task_id() == -1:
             self.drop_broken_backward()  # which other ranks are in still
-        self._agreed.change(setting, at, bucket_bytes, self.in_backward)
+        self._agreed.change(setting, at, bucket_bytes, self.backward.running)
 
     def switch_if_due(self) -> bool:
         """Before a forward: let the setting of the next step be in force; returns whether it was not.
@@ -400,9 +390,9 @@ class GradientReducer:
         """
         switched = self._agreed.switch_if_due()
         if switched:
-            self._backward.lay_out()
-            if self._backward.armed:
-                self._backward.arrivals.report()
+            self.backward.lay_out()
+            if self.backward.armed:
+                self.backward.arrivals.report()
         return switched
 
     def rebuild_buckets(self) -> bool:
@@ -415,7 +405,7 @@ class GradientReducer:
             Whether buckets were rebuilt.
         """
         # On this rank the first one may have raised.
-        if self._rebuilt or not (self._backward.reduced_once or self._backward.reductions):
+        if self._rebuilt or not (self.backward.reduced_once or self.backward.reductions):
             return False
         count = len(self.buckets.specs)
         with self._telemetry.explaining():
@@ -425,7 +415,7 @@ class GradientReducer:
         if not order:  # it did on all
             return False
         self.buckets.regroup(order)
-        self._backward.lay_out()
+        self.backward.lay_out()
         self._rebuilt = True
         return True
 
@@ -437,11 +427,11 @@ class GradientReducer:
 
     def arm(self) -> None:
         """Make the next backward reduce, whatever an earlier one left behind."""
-        self._backward.arm()
+        self.backward.arm()
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
         """Hook a forward's outputs, so that the end of the outermost backward through them is known."""
-        self._backward.watch(outputs)
+        self.backward.watch(outputs)
 
     def drop_broken_backward(self) -> None:
         """Forget a backward that raised before its end.
@@ -449,11 +439,11 @@ class GradientReducer:
         The collectives that this rank still owes are made up for, so that ranks which raised elsewhere,
         or not at all, stay in step; the latter find NaN in their gradients.
         """
-        self._backward.drop_broken()
+        self.backward.drop_broken()
 
     def take_part(self) -> None:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
-        self._backward.take_part()
+        self.backward.take_part()
 
     def restore_precision(self) -> None:
         """Put parameters back that a forward has in a lower precision; here none has."""
@@ -463,7 +453,7 @@ class GradientReducer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""
         progress = {"schedule": self.schedule.state(), "rebuilt": self._rebuilt}
-        return {**saved_state.save(self.buckets), **progress, **self._backward.state()}
+        return {**saved_state.save(self.buckets), **progress, **self.backward.state()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
@@ -484,9 +474,9 @@ class GradientReducer:
         schedule = self.schedule.resumed(chosen.get("schedule", older))
         saved_state.restore(chosen, self.buckets)
         self._agreed.resume(schedule)
-        self._backward.load(chosen)
-        self._rebuilt = chosen["rebuilt"]
-        self._backward.lay_out()
+        self.backward.load(chosen)
+        self._rebuilt = chosen["rebuilt"] or not self._rebuilds
+        self.backward.lay_out()
 
 
 def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> None:

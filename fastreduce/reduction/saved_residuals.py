@@ -14,13 +14,13 @@ from torch import Tensor
 from ..compression import Compression
 from ..errors import SettingError
 from .buckets import BucketPlan, ParameterSpec
-from .error_feedback import Parts
 from .pipeline import BucketPipeline
+from .residuals.error_feedback import SlotResiduals
 
 logger = logging.getLogger(__name__)
 
 
-def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
+def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, SlotResiduals]:
     """What error feedback keeps, by parameter name, removed from pipelines that nobody will use."""
     return {
         slot.name: pipeline.take(i)
@@ -30,7 +30,7 @@ def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, Parts]:
     }
 
 
-def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> None:
+def restore(kept: Mapping[str, SlotResiduals], pipelines: Sequence[BucketPipeline]) -> None:
     """Put it into other pipelines; a name without any keeps what it has.
 
     One without error feedback adds it to its next gradients. In two levels the ranks of a node bring together what each
@@ -38,7 +38,7 @@ def restore(kept: Mapping[str, Parts], pipelines: Sequence[BucketPipeline]) -> N
     """
     for pipeline in pipelines:
         parts = {i: kept[slot.name] for i, slot in enumerate(pipeline.bucket.slots) if slot.name in kept}
-        for i, part in pipeline.of_node(parts).items():
+        for i, part in pipeline.wires.of_node(parts).items():
             pipeline.put(i, part)
 
 
@@ -62,15 +62,14 @@ def save(
                 residuals[slot.name] = feedback.folded(i, residual, shard)
                 if not math.isnan(unit):
                     units[slot.name] = unit
-        if pipeline.low_rank is not None:
-            factors |= pipeline.low_rank.factors()
+        factors |= pipeline.wires.factors()
     return {
         "rank": rank,
         "world_size": plan.shards,
         "compression": compression,
         "buckets": plan.names(),
-        "nodes": [pipeline.nodes for pipeline in pipelines],
-        "shards": [pipeline.shard for pipeline in pipelines],
+        "nodes": [pipeline.wires.nodes for pipeline in pipelines],
+        "shards": [pipeline.wires.shard for pipeline in pipelines],
         "residuals": residuals,
         "units": units,
         "factors": factors,
@@ -78,11 +77,11 @@ def save(
     }
 
 
-def kept_in(state: Mapping[str, Any]) -> dict[str, Parts]:
+def kept_in(state: Mapping[str, Any]) -> dict[str, SlotResiduals]:
     """The first-stage residuals of a state that `save` made; one of an older version has no units and no factors."""
     units, factors = state.get("units", {}), state.get("factors", {})
     return {
-        name: Parts(value, None, units.get(name, math.nan), factors.get(name))
+        name: SlotResiduals(value, None, units.get(name, math.nan), factors.get(name))
         for name, value in state["residuals"].items()
     }
 
@@ -172,7 +171,7 @@ def fold_moved(state: Mapping[str, Any], pipelines: Sequence[BucketPipeline]) ->
     shards, residuals = list(state["shard_residuals"]), dict(state["residuals"])
     alignment, nodes = alignments(state), state.get("nodes", [""] * len(shards))
     for index, shard in enumerate(shards):
-        if len(shard) and nodes[index] != pipelines[index].nodes:
+        if len(shard) and nodes[index] != pipelines[index].wires.nodes:
             flat = shard.new_zeros((_shard_of(state, index) + 1) * len(shard))
             flat[-len(shard) :] = shard
             size = sum(

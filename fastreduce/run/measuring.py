@@ -28,18 +28,18 @@ from .listening import listen, loss_of
 from .orders import LEFT, Orders
 from .weights_from import WeightsFrom
 
-_training: Training | None = None
+_training: MeasuredTraining | None = None
 
 
 def attach(model: Any) -> None:
     """Measure the training of this process, whose new wrapper `model` is, or `sharded.MeasuredModel`."""
     global _training
     if _training is None:
-        _training = Training(Orders.read(), model)
+        _training = MeasuredTraining(Orders.read(), model)
     _training.add(model)
 
 
-class Training:
+class MeasuredTraining:
     """What this rank does, and when.
 
     1. `add`: a wrapper begins as the first contestant.
@@ -63,7 +63,7 @@ class Training:
         self._clock = 0.0
         self._weights: WeightsFrom | None = None
         self._shadow: Shadow | None = None
-        self._arrivals: probing.Arrivals | None = None
+        self._arrivals: probing.ArrivalTimes | None = None
         self._measured = -1  # the step of what the shadow has found last
         parameters = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
         self._write(
@@ -128,7 +128,7 @@ class Training:
             self._write(fixed=f"{why}, and steps are predicted of DistributedDataParallel on CPUs only")
             self._leave()
         self._say_place("measures the link and the kernels")
-        self._arrivals = probing.Arrivals(model.reducer, self._orders.steps)
+        self._arrivals = probing.ArrivalTimes(model.reducer, self._orders.steps)
         for line in probing.probe(model.reducer, self._orders.probes, self._transport, model.process_group):
             self._write(**line)
             self._say_place(f"has measured {line.get('probe', 'the link')}")

@@ -18,11 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 from ..errors import BackendUnavailableError
 from ..reduction import clocks
 from ..reduction.bucketed import BucketedGradients
-from ..reduction.node_level import in_one_level
-from ..reduction.pipeline import BucketPipeline, Point
+from ..reduction.clocks import Point
+from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
 from ..reduction.streams import Stream, make_stream
-from ..reduction.telemetry.flight_record import Phase, Row
+from ..reduction.telemetry.flight_record import Phase, StepRow
+from ..reduction.wires.node_level import in_one_level
 from ..transports import TRANSPORTS, Transport, make_transport
 from .contestants import Variant
 
@@ -147,7 +148,7 @@ def _probe(buckets: BucketedGradients, variant: Variant, talk: Transport, transp
         _run_all(streams, pipelines, gradients)
 
     run_all()  # the first pays for memory
-    is_projected = not variant.options and any(pipeline.piecewise for pipeline in pipelines)
+    is_projected = not variant.options and any(pipeline.wires.piecewise for pipeline in pipelines)
     limit = VARIANT_SECONDS if variant.options else SECONDS
     stages: list[list[list[float]]] = []
     apart: list[list[list[float]]] = []
@@ -217,7 +218,7 @@ def _run_all(
     finish()
 
 
-class Arrivals:
+class ArrivalTimes:
     """Notes when each parameter's gradient comes, in each step of a reducer from now on.
 
     Args:
@@ -241,16 +242,16 @@ class Arrivals:
 
         return note
 
-    def _keep(self, row: Row) -> None:
+    def _keep(self, row: StepRow) -> None:
         self._kept.append((row.step, self._times.copy()))
 
-    def of(self, row: Row) -> list[float | None]:
+    def of(self, row: StepRow) -> list[float | None]:
         """By parameter, when its gradient came last, in seconds from where backward began; None: it did not."""
         times, began = dict(self._kept)[row.step], row.began[Phase.BACKWARD]
         return [time - began if time > began else None for time in times]
 
 
-def flights(rows: Sequence[Row], arrivals: Arrivals) -> list[dict[str, Any]]:
+def flights(rows: Sequence[StepRow], arrivals: ArrivalTimes) -> list[dict[str, Any]]:
     """Steps of this rank: the seconds of phases by name, and when in backward each gradient came."""
     return [
         {

@@ -175,7 +175,7 @@ def _watch_sharded() -> None:
     except Exception as error:
         write_down("sharded", "what fully_shard has sharded", "", "", _cannot_import(error))
     else:
-        watch()
+        watch(ORDERS in os.environ, write_down)
 
 
 def _cannot_import(error: Exception) -> str:

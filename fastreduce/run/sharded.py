@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +13,24 @@ from torch import nn
 from ..errors import SettingError
 from ..fsdp import compress
 from ..fsdp.torch_fsdp import Group, groups_of, when_training_begins
-from . import measuring, replacement
+from . import measuring
 from .contestants import TORCHS
 from .orders import Orders
 
 HANDS_OFF = "the script itself says what reduces its gradients"
 
 
-def watch() -> None:
-    """Reduce the gradients of every sharded model that this process begins to train from now on."""
-    when_training_begins(_begin)
+def watch(is_compared: bool, write_down: Callable[..., None]) -> None:
+    """Reduce the gradients of every sharded model that this process begins to train from now on.
+
+    Args:
+        is_compared: whether contestants reduce them by turns.
+        write_down: else is told who reduces them (`replacement.write_down`).
+    """
+    when_training_begins(partial(_begin, is_compared, write_down))
 
 
-def _begin(model: nn.Module) -> None:
+def _begin(is_compared: bool, write_down: Callable[..., None], model: nn.Module) -> None:
     """Called on every rank of a model, before its first forward."""
     name, groups = type(model).__name__.removeprefix("FSDP"), list[Group]()
     try:
@@ -32,7 +38,7 @@ def _begin(model: nn.Module) -> None:
         why = HANDS_OFF if any(group.is_replaced for group in groups) else ""
     except SettingError as error:
         why = str(error)
-    if replacement.ORDERS in os.environ:
+    if is_compared:
         if why:
             advice = ", by fastreduce.fsdp.compress or otherwise: leave it to compare" if groups else ""
             refusal = f"contestants cannot reduce the gradients of this {name}: {why}{advice}"
@@ -40,11 +46,11 @@ def _begin(model: nn.Module) -> None:
         measuring.attach(MeasuredModel(model, groups, Orders.read().first))
         return
     setting = "" if why else str(compress(model).compression)
-    replacement.write_down("sharded", name, name, setting, why, dist.get_rank())
+    write_down("sharded", name, name, setting, why, dist.get_rank())
 
 
 class MeasuredModel:
-    """A sharded model, to `measuring.Training` as a wrapper of torch's is.
+    """A sharded model, to `measuring.MeasuredTraining` as a wrapper of torch's is.
 
     Args:
         module: the root of its sharded modules.

@@ -14,10 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..ddp import DistributedDataParallel
 from ..errors import SettingError
-from ..reduction.applied import norms_of
 from ..reduction.arrivals import weakly
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
+from ..reduction.residuals.applied import norms_of
 from ..reduction.schedule import Schedule
 from ..reduction.telemetry.flight_record import Phase
 from ..transports import make_transport
@@ -137,7 +137,7 @@ class WeightsFrom:
         if grads[0] is not None:
             self._used.add(i)
         if not self._due:
-            if self._contestants.in_backward:
+            if self._contestants.backward.running:
                 raise SettingError(
                     "--weights-from and a second backward through one forward, for what the first left out, exclude "
                     "each other: sum the losses and call backward once"

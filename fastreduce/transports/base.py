@@ -22,6 +22,13 @@ class Work(Protocol):
         """
 
 
+class Done:
+    """A collective that has ended."""
+
+    def wait(self) -> None:
+        """It has."""
+
+
 class Transport(ABC):
     """Collectives over contiguous tensors among `world_size` ranks.
 
@@ -30,7 +37,7 @@ class Transport(ABC):
 
     Attributes:
         enqueues: whether a collective of CUDA tensors is work on the current stream, for which no host waits.
-        of_some: whether the class makes transports of some of the ranks of a process group, too (`subgroups.py`).
+        of_some: whether the class makes transports of some of the ranks of a process group, too (`ranks.py`).
     """
 
     name: str

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..errors import MismatchError, TransportError
-from .connections import timeout_of
 from .hosts import DIGITS, this_host
 from .meeting import AbsentError, clear, meet, notes, until_cleared
 from .messages import decode, encode, of_types
-from .store_client import SOON_SECONDS, client_of
+from .ranks import client_of, timeout_of
+from .store_client import SOON_SECONDS
 
 NAMED = 8  # ranks that an error names of those that ask for the same
 

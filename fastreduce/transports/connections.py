@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
-
-import torch.distributed as dist
 
 from ..errors import TransportError
 from .messages import checked, numbers, of_types
-from .subgroups import Ranks, Subgroup, own_name
+from .ranks import Ranks, own_name
 
 MOST = 1 << 20  # connections
 
@@ -161,13 +157,3 @@ def _free_and_made(value: Any) -> tuple[set[int], int]:
     if not 0 <= made < MOST:
         raise ValueError(f"{made} connections")
     return set(numbers(free, 0, made)), made
-
-
-def timeout_of(group: Ranks) -> timedelta:
-    """The timeout that the user gave to `group`."""
-    if isinstance(group, Subgroup):
-        return group.timeout
-    for device in group._device_types:
-        with contextlib.suppress(RuntimeError, AttributeError):
-            return group._get_backend(device).options._timeout
-    return dist.default_pg_timeout

@@ -18,11 +18,11 @@ from ..environment.exits import Exit, at_exit
 from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
-from .connections import ALL, Lease, drop_all, timeout_of
+from .connections import ALL, Lease, drop_all
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, AbsentError, clear, look_for, meet, notes, wait_until
-from .store_client import SOON_SECONDS, StoreClient, client_of
-from .subgroups import Ranks, names_of, own_name, place_in, who_is_gone
+from .ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
+from .store_client import SOON_SECONDS, StoreClient
 
 NEVER_SENT = (1 << 31) - 1  # a tag
 BROKEN_SECONDS = 1.5  # until all who are left have noticed that a connection broke
@@ -56,7 +56,7 @@ class _GlooStore(dist.Store):
             raise TimeoutError(f"no word at {', '.join(keys)} within {self._client.seconds:g} s")
 
 
-class _Connection:
+class GlooConnection:
     """gloo over the ranks of `group`, in a group of its own.
 
     Raises:
@@ -200,7 +200,7 @@ def _named(missing: Sequence[int]) -> str:
 class _Works:
     """Several torch works as one, each with what it does, for errors."""
 
-    def __init__(self, connection: _Connection, operation: str, works: list[tuple[str, Any]]) -> None:
+    def __init__(self, connection: GlooConnection, operation: str, works: list[tuple[str, Any]]) -> None:
         self._connection, self._operation, self._works = connection, operation, works
 
     def wait(self) -> None:
@@ -227,7 +227,7 @@ class GlooTransport(Transport):
     def __init__(self, group: Ranks) -> None:
         self.rank, self.world_size = place_in(group)
         self._me = own_name(group)
-        self._lease = Lease("gloo", group, _Connection)
+        self._lease = Lease("gloo", group, GlooConnection)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Gloo's all-reduce: the algorithm that torch's own wrapper uses."""

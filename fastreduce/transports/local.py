@@ -9,13 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import TransportError
-from .base import Transport, Work
+from .base import Done, Transport, Work
 from .messages import decode, encode
-
-
-class _Done:
-    def wait(self) -> None:
-        return
 
 
 class _Meeting:
@@ -75,7 +70,7 @@ class LocalTransport(Transport):
         meeting.wait(self.rank)
         use(meeting.brought)
         meeting.wait(self.rank)
-        return _Done()
+        return Done()
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum in rank order, in the tensor's dtype."""
@@ -87,7 +82,7 @@ class LocalTransport(Transport):
             self._meeting.wait(self.rank)
             tensor.copy_(total)
 
-        return _Done() if self.world_size == 1 else self._meet(tensor, use)
+        return Done() if self.world_size == 1 else self._meet(tensor, use)
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Copy row `rank` of everybody's wire."""
@@ -99,7 +94,7 @@ class LocalTransport(Transport):
         if self.world_size > 1:
             return self._meet(wire, use)
         received.view(-1).copy_(wire)
-        return _Done()
+        return Done()
 
     def all_gather(self, wire: Tensor) -> Work:
         """Copy everybody's own shard."""
@@ -109,7 +104,7 @@ class LocalTransport(Transport):
                 if r != self.rank:
                     wire.view(self.world_size, -1)[r].copy_(other.view(self.world_size, -1)[r])
 
-        return _Done() if self.world_size == 1 else self._meet(wire, use)
+        return Done() if self.world_size == 1 else self._meet(wire, use)
 
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's value."""

@@ -19,12 +19,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..environment.exits import Exit, at_exit
 from ..errors import TransportError
-from .connections import timeout_of
-from .subgroups import Ranks, Subgroup
 
 T = TypeVar("T")
 
@@ -194,7 +191,7 @@ def _connect(original: Any, line: _Line) -> Any:
         if "pure virtual" not in str(error):
             raise
         return original  # a store of the user's own class, in Python
-    port = getattr(_root(original), "port", None)
+    port = getattr(root_of(original), "port", None)
     for file in _sockets() - before:
         # It may be another thread's: closed already, or of a kind whose peers have no port.
         with suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
@@ -220,27 +217,9 @@ def _holder() -> str:
 
 
 _alive: weakref.WeakSet[_Caller] = weakref.WeakSet()
-_clients: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreClient] = weakref.WeakKeyDictionary()
 
 
-def client_of(group: Ranks) -> StoreClient:
-    """The client of the store of `group`; a call's deadline is the group's timeout.
-
-    Groups behind one store share a connection: torch's store looks up the name of whoever connects, on the one thread
-    that answers everybody, and without a name server that answers this takes 5 s and more.
-    """
-    if isinstance(group, Subgroup):
-        return group.store
-    if group not in _clients:
-        store, seconds, world = _get_process_group_store(group), timeout_of(group).total_seconds(), dist.group.WORLD
-        if world is None or world is group or _root(store) is not _root(_get_process_group_store(world)):
-            _clients[group] = StoreClient(store, seconds)
-        else:
-            _clients[group] = client_of(world).at(f"fastreduce/group/{group.group_name}", seconds)
-    return _clients[group]
-
-
-def _root(store: Any) -> Any:
+def root_of(store: Any) -> Any:
     """What is behind all prefixes."""
     return getattr(store, "_underlying_non_prefix_store", store)
 

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ..errors import BackendUnavailableError, TransportError
 from .base import Transport, Work
-from .connections import timeout_of
 from .local import LocalTransport
 from .meeting import wait_until
 from .messages import checked
+from .ranks import Subgroup, client_of, timeout_of
 from .shm import ShmTransport
-from .store_client import SOON_SECONDS, client_of
-from .subgroups import Subgroup
+from .store_client import SOON_SECONDS
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench import advice
+from bench.advice import __main__ as advice
 
 
 def row(model: str, ratio: float, worse: bool) -> dict[str, Any]:

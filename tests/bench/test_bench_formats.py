@@ -10,13 +10,17 @@ import torch
 
 from tests.support.commands import ROOT
 
-formats = pytest.importorskip("bench.formats")
+formats = pytest.importorskip("bench.kernels.formats")
 
 
 @pytest.mark.long
 def test_every_format_gets_a_row_and_every_goal_a_verdict() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "bench.formats", "--quick"], cwd=ROOT, capture_output=True, text=True, timeout=350
+        [sys.executable, "-m", "bench.kernels.formats", "--quick"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=350,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert all(name in run.stdout for name in (*formats.OURS, *formats.RIVALS, "CNN late"))

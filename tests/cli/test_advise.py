@@ -17,7 +17,7 @@ from fastreduce.cli import main
 from fastreduce.cli.advise.prediction import predict, seconds
 from fastreduce.cli.advise.readings import read
 from fastreduce.run.contestants import AFTER_BACKWARD, Variant, take
-from fastreduce.run.probing import Arrivals, flights, probe
+from fastreduce.run.probing import ArrivalTimes, flights, probe
 from tests.support.commands import ROOT
 from tests.support.ranks import RankPool
 
@@ -69,7 +69,7 @@ def _measure(rank: int, world_size: int) -> list[dict[str, Any]]:
         {"wrapped": "Sequential", "ranks": world_size, "local_ranks": world_size, "transport": transport.name},
         *probe(ddp.reducer, SETTINGS, transport, ddp.process_group),
     ]
-    arrivals = Arrivals(ddp.reducer, steps=3)
+    arrivals = ArrivalTimes(ddp.reducer, steps=3)
     for name, value in ddp.reducer.state_dict()["residuals"].items():
         assert value.any() and torch.equal(value, kept[name]), (
             f"the probe has changed what error feedback keeps of {name}"

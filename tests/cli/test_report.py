@@ -28,6 +28,7 @@ from fastreduce.cli import main
 from fastreduce.cli.compare import ending
 from fastreduce.cli.compare.results import FORMAT
 from fastreduce.cli.compare.script.verdicts import Verdict, headline
+from fastreduce.cli.report import write_page
 from fastreduce.cli.report.tables import Cell, Table, csv_link
 from fastreduce.cli.report.traces import axis
 from tests.support.results_files import (
@@ -422,10 +423,10 @@ def test_compare_does_without_it_and_says_how_to_get_it(
     for name in lacking:
         monkeypatch.setitem(sys.modules, name, None)
     get = f"pip install {packages}, then fastreduce report '{results}'."
-    assert ending.write_page(folder) == f"Wrote {results} and compare.png. For report.html: {get}"
+    assert write_page(folder) == f"Wrote {results} and compare.png. For report.html: {get}"
     assert not (folder / "report.html").exists()
     monkeypatch.undo()
-    assert ending.write_page(folder) == f"Wrote {results}, compare.png and report.html."
+    assert write_page(folder) == f"Wrote {results}, compare.png and report.html."
     assert (folder / "report.html").exists()
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastreduce import all_reduce_gradients
 from fastreduce.ddp import clipping
-from fastreduce.reduction.statistics import known_slots
+from fastreduce.ddp.clipping import known_slots
 from tests.support import tolerances
 from tests.support.models import (
     SETTINGS,
@@ -91,7 +91,7 @@ def _trained(
         for step in range(3):
             optimizer.zero_grad()
             model(batch(rank, step, 4, 20)).square().mean().backward()
-            in_wires = views and all(p._in_place for p in model.reducer.pipelines)
+            in_wires = views and all(p.wires.in_place for p in model.reducer.pipelines)
             expected = 0 if step == 0 or in_wires else len(list(model.parameters()))
             assert in_wires or not views or "none" not in setting
             assert known(model) == expected, (setting, step)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import all_reduce_gradients, load_checkpoint, save_checkpoint
 from fastreduce.hooks import CompressState, compress
-from tests.reduction.test_applied import FEW, steps
+from tests.reduction.residuals.test_applied import FEW, steps
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ddp.test_powersgd import hooked, hunt, many_ways, resume
-from tests.reduction.test_applied import steps
+from tests.reduction.residuals.test_applied import steps
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support.models import assert_same_bits, equal_on_all
 from tests.support.ranks import RankPool

@@ -241,7 +241,7 @@ def test_what_deals_wrongly_is_refused():
 @pytest.mark.parametrize("seed", [401, 402])
 def test_real_processes_train_each_sample_once_where_some_are_killed(seed: int):
     pytest.importorskip("typer")
-    from bench.elastic import CASES, run
+    from bench.elastic.kills import CASES, run
 
     found = run(seed, *CASES[seed % len(CASES)])
     assert found["kills"] and not found["hangs"], found["output"][-3000:]

@@ -22,8 +22,8 @@ from .cases import Memory, assert_same_bits, values
 
 pytest.importorskip("numba_cuda")
 
+from fastreduce.kernels import numba_cuda_memory, numba_cuda_tiles, numba_cuda_vectors
 from fastreduce.kernels import numba_cuda_simulated as twins
-from fastreduce.kernels import numba_cuda_tiles, numba_cuda_vectors
 
 ROOT = Path(__file__).parents[2]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -87,13 +87,18 @@ PAIRS = [
 ]
 
 
+def _on_cpu(name: str) -> Any:
+    module = numba_cuda_memory if hasattr(numba_cuda_memory, name) else numba_cuda_vectors
+    return intrinsic(getattr(module, name)._defn)
+
+
 @pytest.fixture(scope="module")
 def on_cpu() -> dict[str, Any]:
     """The intrinsics that are no instruction of a GPU, compiled for the CPU from the code that they emit for a GPU."""
     names = ["load", "store", "fetch", "fetch_int32", "size_of", "lanes_of", "quotient"]
     names += ["largest_bits", "from_bits", "more_than_half"]
     names += ["bits_of", "byte_of", "is_fp8", "load_int4", "store_int4", "largest_and_sign", "at_most", "e4m3_rounders"]
-    return {name: intrinsic(getattr(numba_cuda_vectors, name)._defn) for name in names}
+    return {name: _on_cpu(name) for name in names}
 
 
 def test_loads_and_stores_do_what_their_twins_in_the_simulator_do(on_cpu):
@@ -222,9 +227,8 @@ def test_e4m3_is_what_its_twins_in_the_simulator_make_of_it(on_cpu):
 def test_sums_and_counts_are_those_of_their_twins_in_the_simulator(monkeypatch: pytest.MonkeyPatch):
     """Compiled for the CPU, with its own products and sums in the place of a GPU's: LLVM fuses none unless told to."""
     kinds = {"mul": ir.IRBuilder.fmul, "add": ir.IRBuilder.fadd}
-    monkeypatch.setattr(numba_cuda_vectors, "_rounded", lambda builder, kind, a, b: kinds[kind](builder, a, b))
-    load = intrinsic(numba_cuda_vectors.load._defn)
-    squares, odd = (intrinsic(getattr(numba_cuda_vectors, n)._defn) for n in ("sum_of_squares", "not_finite"))
+    monkeypatch.setattr(numba_cuda_vectors, "rounded_op", lambda builder, kind, a, b: kinds[kind](builder, a, b))
+    load, squares, odd = (_on_cpu(name) for name in ("load", "sum_of_squares", "not_finite"))
 
     @njit
     def look(source, tag, to, sum_tag, count):

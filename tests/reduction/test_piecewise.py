@@ -56,7 +56,8 @@ def _left(rank: int, transport: Transport, setting: str, dtype: torch.dtype) -> 
         if pipeline.feedback is not None:
             seen += [pipeline.feedback.residual.clone(), pipeline.feedback.shard_residual.clone()]
             seen.append(pipeline.magnitudes())
-    seen += [pipeline.statistics, pipeline.has_statistics]
+    statistics = pipeline.statistics
+    seen += [statistics and statistics.rows, statistics is not None and statistics.made]
     return seen
 
 

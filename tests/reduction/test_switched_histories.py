@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from fastreduce import GradientReducer
-from tests.reduction.test_applied import FEW, SETUPS, steps
+from tests.reduction.residuals.test_applied import FEW, SETUPS, steps
 from tests.reduction.test_saved_residuals import reducers_of, states_of
 from tests.support.histories import NAMES, Setup, Step, check_law, of_trainings, train
 from tests.support.models import assert_same_bits

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from fastreduce import Compression, MismatchError, load_checkpoint, save_checkpoint, transports
 from fastreduce.reduction import saved_residuals
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.node_level import parts_of
 from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.wires.node_level import parts_of
 from fastreduce.transports import Transport, TwoLevelTransport, make_transport, two_level
-from tests.reduction.test_applied import SETUPS, steps
+from tests.reduction.residuals.test_applied import SETUPS, steps
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fastreduce import Compression
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.error_feedback import agree_that_finite
 from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.residuals.error_feedback import agree_that_finite
 from fastreduce.transports import Transport
 from tests.support.thread_ranks import in_threads
 

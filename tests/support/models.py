@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import fastreduce
-from fastreduce.reduction import bucketed
+from fastreduce.reduction import averaging
 from fastreduce.reduction.streams import DONE, Begin, Failed, Finish, Pending
 
 EXACT = 216  # 2³ · 3³: three averages in a row over two or three ranks stay whole
@@ -85,8 +85,8 @@ def one_by_one() -> Iterator[None]:
     """
     ddp = fastreduce.DistributedDataParallel
     with (
-        patch.object(bucketed, "make_stream", lambda device, transport: InlineStream()),
-        patch.object(bucketed, "one_by_one", lambda device, transport: True),
+        patch.object(averaging, "make_stream", lambda device, transport: InlineStream()),
+        patch.object(averaging, "one_by_one", lambda device, transport: True),
         patch.object(ddp, "_meets_elsewhere", ddp._has_sync_batchnorm),
     ):
         yield

@@ -27,8 +27,8 @@ class OnHost:
     """CPU tensors over the stand-in, which works below `directory`."""
 
     directory: str
+    timeout: float = 5.0  # seconds, where ranks do not come; what comes has to be done by then, too
     device = torch.device("cpu")
-    timeout = 5.0  # seconds, where ranks do not come; what comes has to be done by then, too
 
     def installed(self) -> Any:
         return nccl_stand_in.installed(self.directory)

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fastreduce.transports.meeting import clear, meet, notes, until_cleared
-from fastreduce.transports.store_client import StoreClient, client_of
+from fastreduce.transports.ranks import client_of
+from fastreduce.transports.store_client import StoreClient
 from tests.support.ranks import RankPool
 
 

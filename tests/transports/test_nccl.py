@@ -11,6 +11,8 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -33,12 +35,17 @@ from tests.support import nccl_stand_in as stand_in
 from tests.support import random_models
 from tests.support.nccl_cases import OnHost, caught, run_case, short_group, world
 from tests.support.random_models import Block, Program
-from tests.support.ranks import RankError, RankPool, run_ranks
+from tests.support.ranks import RankError, RankPool, run_ranks, with_time
 
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory) -> OnHost:
     return OnHost(str(tmp_path_factory.mktemp("nccl")))
+
+
+def in_time(check: Callable[[OnHost], object], tmp_path: Path) -> None:
+    """`check` where ranks that do not come are waited for 2 s; on a machine too busy for that, longer."""
+    with_time(lambda seconds: check(OnHost(mkdtemp(dir=tmp_path), seconds)), 2.0)
 
 
 @pytest.fixture
@@ -163,9 +170,12 @@ def test_programs_train_as_with_torch(setting: str, ranks2: RankPool, place: OnH
         assert problems == [[], []]
 
 
-def test_processes_end_cleanly_after_an_abort_and_with_a_transport_in_use(place: OnHost):
-    text, _ = run_ranks(run_case, 2, cases.ends_cleanly, place)
-    assert "No word from rank 1" in text
+def test_processes_end_cleanly_after_an_abort_and_with_a_transport_in_use(tmp_path: Path):
+    def check(place: OnHost) -> None:
+        text, _ = run_ranks(run_case, 2, cases.ends_cleanly, place)
+        assert "No word from rank 1" in text
+
+    in_time(check, tmp_path)
 
 
 def _watchdogs() -> set[threading.Thread]:
@@ -192,26 +202,28 @@ def test_communicators_end_with_their_group(place: OnHost):
 # Who does not come
 
 
-def test_a_rank_that_does_not_connect_is_named(ranks3: RankPool, place: OnHost):
-    *waiting, absent = ranks3.run(run_case, cases.absent_from_connecting, place)
-    last = 2
-    assert absent == "nothing"
-    for rank, text in enumerate(waiting):
-        assert f"rank {rank} of {last + 1}: connecting over NCCL's store failed. No word from rank {last}: " in text
+def test_a_rank_that_does_not_connect_is_named(ranks3: RankPool, tmp_path: Path):
+    def check(place: OnHost) -> None:
+        *waiting, absent = ranks3.run(run_case, cases.absent_from_connecting, place)
+        assert absent == "nothing"
+        for rank, text in enumerate(waiting):
+            assert f"rank {rank} of 3: connecting over NCCL's store failed. No word from rank 2: " in text
+
+    in_time(check, tmp_path)
 
 
-def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks3: RankPool, place: OnHost):
-    *waiting, absent = ranks3.run(run_case, cases.absent_on_a_stream, place)
-    last = 2
-    assert absent[0] == "nothing"
-    for rank, (text, took) in enumerate(waiting):
-        where = f"rank {rank} of {last + 1}: all_gather (collective 2, {16 * (last + 1)} bytes of torch.float32)"
-        assert f"{where} over NCCL failed: it did not end within {place.timeout:g} s." in text or "gave up" in text, (
-            text
-        )
-        assert f"No word from rank {last}: it has exited, takes no part" in text, text
-        assert text.endswith("Bucket 3 holds a, b."), text
-        assert place.timeout <= took + 1 < place.timeout + 100
+def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks3: RankPool, tmp_path: Path):
+    def check(place: OnHost) -> None:
+        *waiting, absent = ranks3.run(run_case, cases.absent_on_a_stream, place)
+        assert absent[0] == "nothing"
+        for rank, (text, took) in enumerate(waiting):
+            late = f"rank {rank} of 3: all_gather (collective 2, 48 bytes of torch.float32) over NCCL failed: "
+            assert f"{late}it did not end within {place.timeout:g} s." in text or "gave up" in text, text
+            assert "No word from rank 2: it has exited, takes no part" in text, text
+            assert text.endswith("Bucket 3 holds a, b."), text
+            assert place.timeout <= took + 1 < place.timeout + 100
+
+    in_time(check, tmp_path)
 
 
 def _stand_in_of(transport: NcclTransport) -> stand_in.NcclCommunicator:
@@ -237,10 +249,13 @@ def _absent_inside(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
     return text, aborted
 
 
-def test_a_call_that_nccl_holds_up_raises_by_itself(ranks2: RankPool, place: OnHost):
-    (text, aborted), absent = ranks2.run(run_case, _absent_inside, place)
-    assert absent == ("nothing", False)
-    assert aborted and f"it did not end within {place.timeout:g} s. No word from rank 1: " in text, text
+def test_a_call_that_nccl_holds_up_raises_by_itself(ranks2: RankPool, tmp_path: Path):
+    def check(place: OnHost) -> None:
+        (text, aborted), absent = ranks2.run(run_case, _absent_inside, place)
+        assert absent == ("nothing", False)
+        assert aborted and f"it did not end within {place.timeout:g} s. No word from rank 1: " in text, text
+
+    in_time(check, tmp_path)
 
 
 @pytest.mark.parametrize(("end", "says"), [("close", "has ended, or takes no part any more"), ("abort", "gave up")])
@@ -324,10 +339,13 @@ def _told_elsewhere(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
     return said[0], connection.failed
 
 
-def test_an_error_is_raised_once_and_not_after_close(ranks2: RankPool, place: OnHost):
-    (text, failed), other = ranks2.run(run_case, _told_elsewhere, place)
-    assert "did not end within" in text and failed
-    assert other == ("", False)
+def test_an_error_is_raised_once_and_not_after_close(ranks2: RankPool, tmp_path: Path):
+    def check(place: OnHost) -> None:
+        (text, failed), other = ranks2.run(run_case, _told_elsewhere, place)
+        assert "did not end within" in text and failed
+        assert other == ("", False)
+
+    in_time(check, tmp_path)
 
 
 # CUDA graphs

@@ -137,7 +137,7 @@ def _again(rank: int, world_size: int) -> list[list[int]]:
     """Connections of one name in one store, one after the other."""
     told = []
     for _ in range(4):
-        connection = gloo._Connection(dist.group.WORLD, "again")  # type: ignore[arg-type]
+        connection = gloo.GlooConnection(dist.group.WORLD, "again")  # type: ignore[arg-type]
         told.append(connection.exchange(rank))
         connection.abort()
     return told

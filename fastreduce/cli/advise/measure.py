@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -16,48 +15,17 @@ from ..compare.ending import SignalError, fail, signals_end_ranks
 from ..compare.script import speed, trainings
 from ..compare.script.nodes import FirstNode, follow
 from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
-from ..compare.script.speed import Speed, Turn
+from ..compare.script.speed import Turn
 from ..compare.script.trainings import Line, Training, TrainingError
 from ..compare.starting import Nodes
-from . import report
-from .advice import Advice, advise, contenders, varied, who_is_late
-from .prediction import Link, Prediction, predict, seconds
-from .readings import Readings, read
+from .advice import advise, contenders, varied, who_is_late
+from .prediction import Link, predict, seconds
+from .readings import read
+from .report import Findings, show, write
 
 PROFILE_ROUNDS, PROFILE_STEPS = 3, 5
 CHECK_STEPS = 3
 STAY_STEPS = 1  # to settle: reducers stay, and the first step under a setting pays for its memory
-
-
-@dataclass
-class Findings:
-    """What was found.
-
-    Attributes:
-        readings: of the first training.
-        seconds: the predicted step of all that was measured, by the variant's name.
-        predicted: by setting, `none` first; and what may pay in other buckets, or over another transport.
-        turns: of the second.
-        measured: by the variant's name, in milliseconds.
-        advice: for here.
-        projected: by setting, and the advice, for the link that was asked for.
-        missing: what was not measured, and why.
-    """
-
-    lines: list[Line]
-    readings: Readings
-    seconds: dict[str, float]
-    predicted: dict[str, Prediction]
-    turns: list[Turn] = field(default_factory=list)
-    measured: dict[str, Speed] = field(default_factory=dict)
-    advice: Advice | None = None
-    projected: tuple[dict[str, Prediction], Advice] | None = None
-    missing: str = ""
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Of all that was run: how far the prediction is off, as a share of what was measured."""
-        return {name: 1e3 * self.predicted[name].step.value / found.step - 1 for name, found in self.measured.items()}
 
 
 def make_plan(
@@ -116,8 +84,8 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
     except SignalError as error:
         ended = f"{error.received.name}: all ranks were ended", 128 + error.received
     else:
-        report.show(console, findings, link)
-        report.write(file, sys.argv, plan, findings, link, time.monotonic() - start)
+        show(console, findings, link)
+        write(file, sys.argv, plan, findings, link, time.monotonic() - start)
         said = f"\n{time.monotonic() - start:.0f} s. Wrote {file}."
         console.print(said, highlight=False, markup=False, soft_wrap=True)
     if others is not None:

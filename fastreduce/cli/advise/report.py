@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich import box
@@ -17,11 +16,11 @@ from ...run.contestants import Variant
 from ...run.probing import COLLECTIVES
 from ..compare import results
 from ..compare.script.plan import BASE, Plan
+from ..compare.script.speed import Speed, Turn
+from ..compare.script.trainings import Line
+from .advice import Advice
 from .prediction import Interval, Link, Prediction
 from .readings import Readings
-
-if TYPE_CHECKING:
-    from .measure import Findings
 
 STEPS = (
     "predicted: ms, with 95 % from the scatter of what was measured. over none: a step's ratio to that of none. "
@@ -38,6 +37,37 @@ VARIANTS = (
     "buckets of now."
 )
 MOVED = 0.15  # by which none's own step may be off before that is told
+
+
+@dataclass
+class Findings:
+    """What was found.
+
+    Attributes:
+        readings: of the first training.
+        seconds: the predicted step of all that was measured, by the variant's name.
+        predicted: by setting, `none` first; and what may pay in other buckets, or over another transport.
+        turns: of the second.
+        measured: by the variant's name, in milliseconds.
+        advice: for here.
+        projected: by setting, and the advice, for the link that was asked for.
+        missing: what was not measured, and why.
+    """
+
+    lines: list[Line]
+    readings: Readings
+    seconds: dict[str, float]
+    predicted: dict[str, Prediction]
+    turns: list[Turn] = field(default_factory=list)
+    measured: dict[str, Speed] = field(default_factory=dict)
+    advice: Advice | None = None
+    projected: tuple[dict[str, Prediction], Advice] | None = None
+    missing: str = ""
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Of all that was run: how far the prediction is off, as a share of what was measured."""
+        return {name: 1e3 * self.predicted[name].step.value / found.step - 1 for name, found in self.measured.items()}
 
 
 def show(console: Console, findings: Findings, link: Link | None) -> None:

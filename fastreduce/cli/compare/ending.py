@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,8 +12,6 @@ from types import FrameType
 from typing import NoReturn
 
 import typer
-
-FOR_PAGES = ("jinja2", "plotly")  # which a comparison does without, for it makes other files too
 
 
 class SignalError(Exception):
@@ -52,18 +49,6 @@ def need(*modules: str, command: str = "compare") -> None:
         if find_spec(module) is None:
             package = "scikit-learn" if module == "sklearn" else module
             fail(f"{package} is missing: pip install {package}", command=command)
-
-
-def write_page(out: Path) -> str:
-    """Make report.html of results.json if the packages for it are there; say what was written, or what to install."""
-    lacking = [module for module in FOR_PAGES if find_spec(module) is None]
-    if lacking:
-        get = f"pip install {' '.join(lacking)}, then {shlex.join(['fastreduce', 'report', f'{out}/results.json'])}"
-        return f"Wrote {out}/results.json and compare.png. For report.html: {get}."
-    from ..report import page
-
-    page.write(out / "results.json", out / "report.html")
-    return f"Wrote {out}/results.json, compare.png and report.html."
 
 
 def make_folder(out: Path, command: str = "compare") -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..compare.ending import FOR_PAGES, fail, need
+from ..compare.ending import fail, need
+
+FOR_PAGES = ("jinja2", "plotly")  # which a comparison does without, for it makes other files too
 
 
 def report(
@@ -31,3 +35,15 @@ def report(
     except OSError as error:
         fail(f"cannot write to {path}: {error.strerror}", command="report")
     typer.echo(f"Wrote {path}.")
+
+
+def write_page(out: Path) -> str:
+    """Make report.html of results.json if the packages for it are there; say what was written, or what to install."""
+    lacking = [module for module in FOR_PAGES if find_spec(module) is None]
+    if lacking:
+        get = f"pip install {' '.join(lacking)}, then {shlex.join(['fastreduce', 'report', f'{out}/results.json'])}"
+        return f"Wrote {out}/results.json and compare.png. For report.html: {get}."
+    from . import page
+
+    page.write(out / "results.json", out / "report.html")
+    return f"Wrote {out}/results.json, compare.png and report.html."

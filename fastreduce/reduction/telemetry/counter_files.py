@@ -14,7 +14,7 @@ from typing import Any
 from ...environment.exits import Exit, at_exit
 from ..arrivals import weakly
 from .counters import Counters, to_prometheus
-from .flight_record import Row
+from .flight_record import StepRow
 from .flight_recorder import FlightRecorder
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class CounterFiles:
         recorder.on_step.append(weakly(self._on_step))
         _open.add(self)
 
-    def _on_step(self, row: Row) -> None:
+    def _on_step(self, row: StepRow) -> None:
         if row.end >= self._due:
             self._due = row.end + self._seconds
             self.write()

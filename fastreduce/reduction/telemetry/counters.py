@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..arrivals import weakly
-from ..pipeline import Point
-from .flight_record import ONE_STAGE, TWO_STAGES, Phase, Row, stages_of
+from ..clocks import Point
+from .flight_record import ONE_STAGE, TWO_STAGES, Phase, StepRow, stages_of
 from .flight_recorder import STEPS, FlightRecorder
 from .nonfinite import NonFiniteSteps
 from .stragglers import Stragglers
@@ -78,11 +78,11 @@ class Counters:
             "late": [] if compared is None else [dataclasses.asdict(late) for late in compared.late],
         }
 
-    def _note(self, row: Row) -> None:
+    def _note(self, row: StepRow) -> None:
         with self._lock:
             self._add(row)
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: StepRow) -> None:
         if row.end <= self._until:  # counted already, or written anew at this moment
             return
         self._until, self._last = row.end, row.step

@@ -10,8 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from ..buckets import BucketPlan
-from ..clocks import Clock
-from ..pipeline import Point
+from ..clocks import Clock, Point
 
 
 class Phase(IntEnum):
@@ -39,11 +38,11 @@ ONE_STAGE = (TWO_STAGES[0], ("wire", Point.COMPRESSED, Point.REDUCED), TWO_STAGE
 
 
 def stages_of(times: Sequence[float]) -> tuple[tuple[str, Point, Point], ...]:
-    """The stages that a bucket has passed, each with its first and its last point; `times` as of `Row.passed`."""
+    """The stages that a bucket has passed, each with its first and its last point; `times` as of `StepRow.passed`."""
     return TWO_STAGES if times[Point.EXCHANGED] else ONE_STAGE
 
 
-class Row:
+class StepRow:
     """One step as it is recorded, in seconds of `clocks.now()`; 0 where something has not been.
 
     Attributes:
@@ -181,7 +180,7 @@ class FlightRecord:
         )
 
 
-def step_of(row: Row) -> StepFlight:
+def step_of(row: StepRow) -> StepFlight:
     """A row as it is told."""
 
     def since_start(time: float) -> float | None:

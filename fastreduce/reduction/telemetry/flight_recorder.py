@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import clocks
 from ..bucketed import BucketJob
 from ..buckets import BucketPlan
-from ..clocks import Clock
-from ..pipeline import BucketPipeline, Point
-from .flight_record import FlightRecord, Phase, Row, step_of
+from ..clocks import Clock, Point
+from ..pipeline import BucketPipeline
+from .flight_record import FlightRecord, Phase, StepRow, step_of
 from .lost_time import collected, notice_collections, queued
 
 STEPS = 64  # that are kept
@@ -76,17 +76,17 @@ class FlightRecorder:
         self.rank, self.world_size = rank, world_size
         self.parameters, self._used = frozenset(map(id, parameters)), used
         self.on_phase: list[Callable[[Phase, float, float], None]] = []
-        self.on_step: list[Callable[[Row], None]] = []
+        self.on_step: list[Callable[[StepRow], None]] = []
         self.changes, self.waits = 0, False
         self.missing: tuple[int, ...] = ()
         self.counts = self.counts_before = Counts(0, 0, 0, 0)
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
         self._sent: list[dict[str, int]] = []
-        self._spare = deque(Row() for _ in range(STEPS))
-        self._rows: deque[Row] = deque()
+        self._spare = deque(StepRow() for _ in range(STEPS))
+        self._rows: deque[StepRow] = deque()
         self.phase, self.since = Phase.DATA, clocks.now()
-        self.row = Row()
+        self.row = StepRow()
         self.row.begin(0, self.since, None)
         self._thread, self._queued = queued()
         self._collected = collected()
@@ -101,7 +101,7 @@ class FlightRecorder:
         """Buckets are laid out anew."""
         made = list(pipelines)
         self._plan, self._clocks = plan, [pipeline.clock for pipeline in made]
-        self._sent = [pipeline.sent_by_stage for pipeline in made]
+        self._sent = [pipeline.wires.sent_by_stage for pipeline in made]
         self.row.lay_out(plan, self._sent)
 
     def enter(self, phase: Phase) -> None:
@@ -169,7 +169,7 @@ class FlightRecorder:
         """Whether it is the thread on which this rank has last begun to do something else."""
         return queued()[0] == self._thread
 
-    def last_rows(self, count: int) -> list[Row]:
+    def last_rows(self, count: int) -> list[StepRow]:
         """The last steps that have ended, at most so many."""
         return list(self._rows)[-count:]
 
@@ -194,7 +194,7 @@ class FlightRecorder:
     def flight(self) -> FlightRecord:
         """All that is known."""
         steps = [step_of(row) for row in list(self._rows)]
-        row = Row()
+        row = StepRow()
         row.begin(self.row.step, self.row.start, self._plan)
         row.began[:], row.seconds[:] = self.row.began, self.row.seconds
         row.ready[:] = self.row.ready

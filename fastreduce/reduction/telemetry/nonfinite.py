@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pipeline import BucketPipeline
-from ..residual_rows import reads_late
+from ..residuals.rows import reads_late
 
 logger = logging.getLogger(__name__)
 

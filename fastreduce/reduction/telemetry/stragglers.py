@@ -28,7 +28,7 @@ import torch
 from ...transports import Transport
 from .. import clocks
 from .evenness import DID, Did, Evenness
-from .flight_record import Phase, Row
+from .flight_record import Phase, StepRow
 from .flight_recorder import FlightRecorder
 
 logger = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class Stragglers:
         return notes
 
 
-def _figures(rows: Sequence[Row]) -> _Figures:
+def _figures(rows: Sequence[StepRow]) -> _Figures:
     """What a rank brings of these steps."""
     steps = [row for row in rows if row.seconds[Phase.BACKWARD]]
     blocks = [steps[i : i + BLOCK] for i in range(0, len(steps) - BLOCK + 1, BLOCK)]

@@ -24,9 +24,9 @@ from ...transports import Transport
 from ...transports.messages import checked, of_types
 from .. import clocks
 from ..buckets import BucketPlan
-from ..pipeline import Point
+from ..clocks import Point
 from .clock_offsets import Offset, closer, measure
-from .flight_record import Phase, Row, stages_of
+from .flight_record import Phase, StepRow, stages_of
 from .flight_recorder import FlightRecorder
 from .trace_files import END, is_complete, merge
 
@@ -124,7 +124,7 @@ class Trace:
     def _note_phase(self, phase: Phase, start: float, end: float) -> None:
         self._phases.append((phase, start, end))
 
-    def _note_step(self, row: Row) -> None:
+    def _note_step(self, row: StepRow) -> None:
         if self._file is None:
             self._phases.clear()
             return

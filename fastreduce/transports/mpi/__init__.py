@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import Transport, Work
+from ..base import Done, Transport, Work
 from ..connections import Lease
-from ..subgroups import Ranks, place_in
-from .communicator import Communicator, load_mpi, ready
-
-
-class _Nothing:
-    def wait(self) -> None:
-        return
+from ..ranks import Ranks, place_in
+from .communicator import MpiConnection, load_mpi, ready
 
 
 class MpiTransport(Transport):
@@ -38,12 +33,12 @@ class MpiTransport(Transport):
     def __init__(self, group: Ranks) -> None:
         load_mpi()
         self.rank, self.world_size = place_in(group)
-        self._lease = Lease("MPI", group, Communicator)
+        self._lease = Lease("MPI", group, MpiConnection)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """All-to-all, a sum in rank order, all-gather."""
         if not tensor.numel() or self.world_size == 1:
-            return _Nothing()
+            return Done()
         if tensor.is_cuda and not _takes_cuda():
             host = _to_host(tensor)
             return self._lease.connection.all_reduce(host, lambda: tensor.copy_(host, non_blocking=True))
@@ -52,7 +47,7 @@ class MpiTransport(Transport):
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """MPI's Ialltoall on the bytes."""
         if not wire.numel():
-            return _Nothing()
+            return Done()
         if wire.is_cuda and not _takes_cuda():
             into = torch.empty_like(received, device="cpu", pin_memory=True)
             after = lambda: received.copy_(into, non_blocking=True)  # noqa: E731
@@ -62,7 +57,7 @@ class MpiTransport(Transport):
     def all_gather(self, wire: Tensor) -> Work:
         """MPI's Iallgather on the bytes, in place."""
         if not wire.numel():
-            return _Nothing()
+            return Done()
         if wire.is_cuda and not _takes_cuda():
             host = _to_host(wire)
             return self._lease.connection.all_gather(host, after=lambda: wire.copy_(host, non_blocking=True))

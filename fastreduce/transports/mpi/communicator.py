@@ -21,11 +21,10 @@ from ...environment.exits import Exit, at_exit
 from ...errors import BackendUnavailableError, TransportError
 from .. import messages
 from ..base import Work
-from ..connections import timeout_of
 from ..deadlines import GRACE_SECONDS, in_background
 from ..meeting import LOOK_SECONDS, meet
-from ..store_client import SOON_SECONDS, client_of
-from ..subgroups import Ranks, names_of, own_name, place_in, world_ranks_of
+from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, world_ranks_of
+from ..store_client import SOON_SECONDS
 
 POLL_SECONDS = 20e-6  # between two looks at what is under way; MPI moves data only while somebody looks
 BLOCK = 1 << 30  # bytes; MPI counts with an int
@@ -52,8 +51,8 @@ class _Gate:
 
 
 _GATE = _Gate()
-_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
-_broken: set[Communicator] = set()  # MPI may still write where their collectives were to
+_alive: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
+_broken: set[MpiConnection] = set()  # MPI may still write where their collectives were to
 
 
 @cache
@@ -113,7 +112,7 @@ def poll(done: Callable[[], bool], seconds: float, look: Callable[[], None] = la
     return True
 
 
-class Communicator:
+class MpiConnection:
     """A communicator of ours, and beside it a place in the group's store where ranks tell why they do not come.
 
     Raises:
@@ -302,7 +301,7 @@ class PolledWork:
     then: Begin | None
 
     def __init__(
-        self, communicator: Communicator, operation: str, keep: list[Tensor], after: Callable[[], object] | None
+        self, communicator: MpiConnection, operation: str, keep: list[Tensor], after: Callable[[], object] | None
     ) -> None:
         self.operation = operation
         self._communicator, self._keep, self._after = communicator, keep, after

@@ -13,7 +13,7 @@ from ..base import Transport
 from ..connections import Lease
 from . import library
 from .communicator import Communicator, Enqueue
-from .connection import Connection
+from .connection import NcclConnection
 
 # NCCL's own numbers; CuPy names most of them.
 DTYPES = {
@@ -61,7 +61,7 @@ class NcclTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._nccl = library.load_nccl()
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._lease = Lease("NCCL", group, Connection)
+        self._lease = Lease("NCCL", group, NcclConnection)
         self._about = ""
         self._communicators: dict[torch.device, Communicator] = {}
 

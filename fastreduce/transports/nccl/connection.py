@@ -18,22 +18,22 @@ from torch import Tensor
 
 from ...environment.exits import Exit, at_exit
 from ...errors import TransportError
-from ..connections import timeout_of
 from ..deadlines import in_background
 from ..meeting import AbsentError, clear, meet, notes
 from ..messages import checked, decode, encode
-from ..store_client import SOON_SECONDS, client_of
+from ..ranks import client_of, timeout_of
+from ..store_client import SOON_SECONDS
 from . import library
 from .communicator import Communicator, Enqueue, Entry
-from .library import Place, check_distinct
+from .library import GpuPlace, check_distinct
 from .watchdog import END_SECONDS, WAKE_SECONDS, Watchdog, raise_in_main_thread, withdraw_from_main_thread
 
 PATIENCE_SECONDS = 4 * WAKE_SECONDS  # for ranks to note how far they are, once one has failed
 
-_alive: weakref.WeakSet[Connection] = weakref.WeakSet()
+_alive: weakref.WeakSet[NcclConnection] = weakref.WeakSet()
 
 
-class Connection:
+class NcclConnection:
     """The communicators over one group that one transport at a time uses, one for each set of devices.
 
     A watchdog thread looks whether collectives end and NCCL is well. When one fails, all fail: the error is kept
@@ -140,8 +140,8 @@ class Connection:
                 f"rank {self.rank} of {self.size}: NCCL connects in the first collective, which a CUDA graph cannot "
                 "capture: run a step before the capture"
             )
-        place = Place.of(device, self._cuda, self._nccl)
-        places = checked(self.exchange(asdict(place), "connecting"), Place.told, "place of a GPU")
+        place = GpuPlace.of(device, self._cuda, self._nccl)
+        places = checked(self.exchange(asdict(place), "connecting"), GpuPlace.told, "place of a GPU")
         check_distinct(self.rank, places, self._nccl.get_version())
         gpus = tuple(place.gpu for place in places)
         if gpus not in self._communicators:

@@ -81,7 +81,7 @@ def version_name(version: int) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class GpuPlace:
     """Where a rank's communicator works; ranks tell each other before they make one."""
 
     host: str
@@ -90,13 +90,13 @@ class Place:
     may_share: bool
 
     @classmethod
-    def of(cls, device: torch.device, cuda: Cuda, nccl: Any) -> Place:
+    def of(cls, device: torch.device, cuda: Cuda, nccl: Any) -> GpuPlace:
         """This rank's, on `device`."""
         may_share = os.environ.get(SHARING_VARIABLE) == "1" and nccl.get_version() >= SHARING
         return cls(socket.gethostname(), cuda.identity(device), str(device), may_share)
 
     @classmethod
-    def told(cls, value: Any) -> Place:
+    def told(cls, value: Any) -> GpuPlace:
         """Another rank's, from what it told.
 
         Raises:
@@ -108,7 +108,7 @@ class Place:
         return cls(**value)
 
 
-def check_distinct(rank: int, places: Sequence[Place], version: int) -> None:
+def check_distinct(rank: int, places: Sequence[GpuPlace], version: int) -> None:
     """Check that ranks have GPUs of their own, unless sharing is allowed on all of them; on every rank alike.
 
     Raises:

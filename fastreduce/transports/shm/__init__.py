@@ -14,11 +14,11 @@ from ...errors import DeviceError
 from ...kernels.slots import Pieces, SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
-from ..subgroups import Ranks, own_name, place_in
+from ..ranks import Ranks, own_name, place_in
 from .segments import GEOMETRY, why_no_shm
 
 if TYPE_CHECKING:
-    from .connection import Connection
+    from .connection import ShmConnection
 
 __all__ = ["ShmTransport", "why_no_shm"]
 
@@ -35,8 +35,8 @@ def _load() -> Any:
             return importlib.import_module(".connection", __package__)
 
 
-def _connect(group: Ranks, name: str, times: int) -> Connection:
-    made: Connection = _load().Connection(group, name, times)
+def _connect(group: Ranks, name: str, times: int) -> ShmConnection:
+    made: ShmConnection = _load().ShmConnection(group, name, times)
     return made
 
 
@@ -58,7 +58,7 @@ class ShmTransport(SlotTransport):
     def __init__(self, group: Ranks, times: int = 1) -> None:
         self.rank, self.world_size = place_in(group)
         self._me = own_name(group)
-        self._lease: Lease[Connection] = Lease("shm", group, partial(_connect, times=times))
+        self._lease: Lease[ShmConnection] = Lease("shm", group, partial(_connect, times=times))
 
     def connect(self) -> None:
         """Do what the first collective would; every rank calls it."""

@@ -23,10 +23,9 @@ from ...kernels.numba_cpu_elements import stage
 from ...kernels.slots import Pieces, SlotTable
 from .. import messages
 from ..base import Work
-from ..connections import timeout_of
 from ..meeting import AbsentError, clear, look_for, meet, notes, until_cleared
-from ..store_client import StoreClient, client_of
-from ..subgroups import Ranks, names_of, own_name, place_in, who_is_gone
+from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
+from ..store_client import StoreClient
 from . import ring
 from .flags import NUMBERS, wake
 from .segments import ASLEEP, BEAT, FAILED, GEOMETRY, CannotShareError, Geometry, Segment, file_of, host, why_no_shm
@@ -49,7 +48,7 @@ class Collective:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ShmConnection,
         operation: str,
         arguments: Arguments,
         pieces: int,
@@ -70,7 +69,7 @@ class Collective:
             after()
 
 
-class Connection:
+class ShmConnection:
     """Shared memory of the ranks of `group`.
 
     Args:

@@ -22,7 +22,7 @@ from fastreduce.environment import fates
 from fastreduce.environment.stacks import dump_at_signal
 from fastreduce.reduction import clocks
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
-from fastreduce.reduction.pipeline import Point
+from fastreduce.reduction.clocks import Point
 from fastreduce.reduction.telemetry import other_call, whereabouts
 from fastreduce.reduction.telemetry.flight_record import BucketFlight, Phase
 from fastreduce.reduction.telemetry.flight_recorder import STEPS, FlightRecorder, _of_optimizer
@@ -133,7 +133,7 @@ def test_a_step_that_waits_for_a_device_ends_when_that_has_ended():
     cpu, device = torch.device("cpu"), Device()
     recorder = FlightRecorder(0, 1, [], [])
     plan = build_plan([ParameterSpec("", 1, torch.float32, cpu)], [[0]], alignment=16, shards=1)
-    recorder.lay_out(plan, [SimpleNamespace(clock=device, sent_by_stage={})])  # type: ignore[list-item]
+    recorder.lay_out(plan, [SimpleNamespace(clock=device, wires=SimpleNamespace(sent_by_stage={}))])  # type: ignore[list-item]
     recorder.waits = True
     recorder.enter(Phase.WAITING)
     recorder.end_step(0)

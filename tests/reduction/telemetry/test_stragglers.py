@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fastreduce.reduction.telemetry import stragglers
-from fastreduce.reduction.telemetry.flight_record import Phase, Row
+from fastreduce.reduction.telemetry.flight_record import Phase, StepRow
 from fastreduce.reduction.telemetry.flight_recorder import FlightRecorder
 from fastreduce.reduction.telemetry.stragglers import EVERY, TIMES, Comparison, Stragglers, _figures
 from tests.support.models import wrap
@@ -93,8 +93,8 @@ def _check(mine: dict[str, Any], theirs: dict[str, Any], sleep: float) -> None:
     assert seen["join"] is None, "the other rank has joined: nobody is left to be compared with"
 
 
-def _row(compute: float, data: float) -> Row:
-    row = Row()
+def _row(compute: float, data: float) -> StepRow:
+    row = StepRow()
     row.begin(0, 1.0, None)
     row.seconds[Phase.BACKWARD], row.seconds[Phase.DATA] = compute, data
     return row
@@ -107,7 +107,7 @@ def _comparisons(seed: int, steps: int, slow: float) -> list[Comparison]:
     found = []
     burst = [1.0, 1.0]
     for end in range(EVERY, steps + 1, EVERY):
-        rows: list[list[Row]] = [[], []]
+        rows: list[list[StepRow]] = [[], []]
         for _ in range(EVERY):
             times = []
             for rank in range(2):
@@ -150,7 +150,7 @@ def _told(seconds: Callable[[int, int], tuple[float, float, float, float]], comp
     """Of two ranks; by rank and comparison: a step's compute, what of it waits for a core, is garbage, and waiting."""
     judge, chance, found = Stragglers(FlightRecorder(0, 2, [], [])), random.Random(0), []
     for place in range(comparisons):
-        rows: list[list[Row]] = [[], []]
+        rows: list[list[StepRow]] = [[], []]
         for rank in range(2):
             compute, queued, collected, waiting = seconds(rank, place)
             for i in range(EVERY):

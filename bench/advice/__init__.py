@@ -1,0 +1,1 @@
+"""Does what `fastreduce advise` says hold?"""

@@ -1,0 +1,1 @@
+"""Faults in training, and who is named."""

@@ -1,0 +1,1 @@
+"""Kernels by themselves: time, instructions, what formats lose."""

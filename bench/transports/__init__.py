@@ -1,0 +1,1 @@
+"""Training steps and collectives over each transport, and between hosts."""

@@ -1,0 +1,77 @@
+"""Who averages buckets, and what each bucket takes for it: our kernels and a transport, or a user's hook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..compression import Compression
+from ..transports import Transport
+from .buckets import BucketPlan, build_plan
+from .gradients import Gradients
+from .pipeline import BucketPipeline
+from .shared_buffers import SharedBuffers
+from .streams import Stream, make_stream, one_by_one
+from .wires.node_level import parts_of
+
+
+class Averaging(Protocol):
+    """Who averages buckets: our kernels and a transport, or a user's hook."""
+
+    def make_pipelines(
+        self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
+    ) -> tuple[BucketPlan, list[BucketPipeline]]:
+        """The buckets of `groups`, and each one's way through compress, reduce and decompress."""
+
+    def make_stream(self, device: torch.device, transport: Transport) -> Stream:
+        """What the buckets on a device are reduced on."""
+
+
+class CompressedAveraging:
+    """Buckets that our kernels compress, sum and scale.
+
+    Args:
+        settings: of each parameter.
+        steps: by device, from which random bits follow.
+        divisor: what sums are divided by; None means the number of ranks.
+    """
+
+    def __init__(
+        self, settings: Sequence[Compression], steps: Mapping[torch.device, Tensor], divisor: int | None = None
+    ) -> None:
+        self._settings, self._steps, self._divisor = settings, steps, divisor
+
+    def make_pipelines(
+        self, gradients: Gradients, groups: Iterable[Sequence[int]], transport: Transport, as_views: bool
+    ) -> tuple[BucketPlan, list[BucketPipeline]]:
+        """Buckets that take turns share the memory of the largest one's wire, unless `.grad` are views of it."""
+        groups = list(groups)
+        chosen = [self._settings[group[0]] for group in groups]
+        alignment = [setting.alignment for setting in chosen]
+        parts = [parts_of(transport, setting) for setting in chosen]
+        plan = build_plan(gradients.specs, groups, alignment=alignment, shards=transport.world_size, parts=parts)
+        shared, staging, made = SharedBuffers(), SharedBuffers(), {}
+        count, devices = len(plan.buckets), {bucket.device for bucket in plan.buckets}
+        verdicts = {device: torch.ones(count, dtype=torch.uint8, device=device) for device in devices}
+        for bucket in sorted(plan.buckets, key=lambda bucket: bucket.total * bucket.dtype.itemsize, reverse=True):
+            compression = chosen[bucket.index]
+            holds_views = as_views and compression.wire_dtype(bucket.dtype) is bucket.dtype
+            in_turn = one_by_one(bucket.device, transport) and not holds_views
+            made[bucket.index] = BucketPipeline(
+                bucket,
+                compression,
+                transport,
+                self._divisor,
+                shared=shared if in_turn else None,
+                verdicts=verdicts[bucket.device],
+                step=self._steps[bucket.device],
+                staging=staging,
+            )
+        return plan, [made[bucket.index] for bucket in plan.buckets]
+
+    def make_stream(self, device: torch.device, transport: Transport) -> Stream:
+        """A thread, or a CUDA stream."""
+        return make_stream(device, transport)

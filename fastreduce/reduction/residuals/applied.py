@@ -1,0 +1,310 @@
+"""What became of averaged gradients: multiplied by what, applied by an optimizer, or thrown away."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .factors import ONE, Factor, known_to_be, products
+from .notices import is_optimized, leave, listen
+
+MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
+
+
+def norms_of(grads: Sequence[Tensor]) -> Tensor:
+    """Of each gradient, all on one device and of one dtype, the largest magnitude and the sum of all, FP64 `[2, n]`.
+
+    Of a sharded one it is what lies on this rank.
+    """
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in map(_here, grads)]
+    real = [grad if grad.numel() else grad.new_zeros(1) for grad in real]
+    wide = torch.float64 if real[0].dtype is torch.float64 else torch.float32
+    norms = [torch._foreach_norm(real, order, dtype=wide) for order in (math.inf, 1)]
+    return torch.stack([torch.stack(each).double() for each in norms])
+
+
+def _here(grad: Tensor) -> Tensor:
+    """What lies on this rank of a gradient: all of it, or of a DTensor its local part."""
+    local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return local
+
+
+class Applied:
+    """By slot of one bucket: the factor between the average that a reduction left in `.grad` and what was applied.
+
+    1. Made when the averages have been stored, it notes gradients and their versions.
+    2. `GradScaler.unscale_` and `ddp.clip_grad_norm_` tell what they multiply by (`multiplied`).
+    3. `look`, before other gradients accumulate, sees whether gradients are still there or were thrown away.
+    4. An optimizer's step says that they were applied. What has changed since without a word, by torch's own clipping
+       or a user's code, is measured: the slot's largest magnitude and the sum of all, now and then.
+    5. `factors` tells the result.
+
+    Only the first step after a reduction counts: later ones apply other gradients.
+
+    Args:
+        parameters: those of the slots, of which weak references are kept.
+        left: positions of slots that no rank used.
+        magnitudes: a method that tells the largest magnitude of each slot's average, and the sum of all, FP64
+            `[2, slots]`; called while the next reduction has not begun.
+        scale: what the average was multiplied by before it was stored.
+        watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
+        older: positions of slots whose gradients an earlier reduction has left: no average of this one is theirs.
+        counted: whether gradients count their changes (`Tensor._version`). DTensors do not, so that each is measured.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        left: Collection[int],
+        magnitudes: Callable[[], Tensor],
+        scale: float = 1.0,
+        watched: bool = True,
+        older: Collection[int] = (),
+        counted: bool = True,
+    ) -> None:
+        count = len(parameters)
+        grads = [parameter.grad for parameter in parameters]
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._places = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._grads = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
+        self._versions = [0 if grad is None else grad._version for grad in grads]
+        # Weakly: the pipeline whose method it is holds this.
+        self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
+        self._counted = counted
+        self.expected: list[Factor] = [scale] * count
+        self._rest: list[Factor] = [1.0] * count
+        self._stepped = [False] * count
+        self._told: set[int] = set()
+        self._carried: list[Factor | None] = [None] * count
+        self._older: dict[int, Tensor] = {}  # what `magnitudes` would tell of them
+        for i in older:
+            if (grad := grads[i]) is not None:
+                self._older[i] = norms_of([grad])[:, 0] / scale
+        listen(self)
+
+    def end(self) -> None:
+        """Be told no more: `factors` has been asked for the last time."""
+        leave(self)
+
+    def _state(self, i: int) -> tuple[Tensor | None, bool]:
+        """The gradient of slot `i`, and whether it is as it was left, but for what is known."""
+        parameter = self._parameters[i]()
+        grad = None if parameter is None else parameter.grad
+        return grad, grad is not None and grad is self._grads[i]() and grad._version == self._versions[i]
+
+    def intact(self) -> dict[int, int]:
+        """Identities of the gradients that are as they were left, by the positions of their slots."""
+        states = ((i, *self._state(i)) for i in range(len(self._grads)))
+        return {i: id(grad) for i, grad, intact in states if intact}
+
+    def refresh(self, positions: Iterable[int]) -> None:
+        """Take the gradients of slots as they are now; views of one tensor share their versions."""
+        for i in positions:
+            grad = self._state(i)[0]
+            self._versions[i] = 0 if grad is None else grad._version
+
+    def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
+        """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
+        positions, factors = list(positions), self.expected if expected else self._rest
+        made = products([factors[i] for i in positions], [by] * len(positions))
+        for i, factor in zip(positions, made, strict=True):
+            factors[i] = factor
+        self.refresh(positions)
+
+    def step(self, parameters: Set[int], expected: Factor, applies: Factor) -> None:
+        """An optimizer applies the gradients of the parameters with these identities.
+
+        Args:
+            parameters: identities.
+            expected: what it multiplies them by, as it will the next ones.
+            applies: 1, or 0 where it leaves the step out.
+        """
+        chosen = [i for i in self._places_of(parameters) if not self._stepped[i]]
+        if not chosen or not self._watched:
+            return
+        written = []
+        for i in chosen:
+            grad, intact = self._state(i)
+            if grad is None:
+                self._carried[i] = 0.0  # it leaves parameters without a gradient alone
+            else:
+                self._stepped[i] = True
+                if not (intact and self._counted):
+                    written.append(i)
+        for i, factor in zip(written, self._measure(written), strict=True):
+            self._rest[i] = self._rest[i] * factor
+        if applies is ONE:  # a GradScaler that took the loss scale out has just waited for the device
+            self._read_expected(chosen)
+        if expected is not ONE:
+            self.multiply(chosen, expected, expected=True)
+        if applies is not ONE:
+            self.multiply(chosen, applies, expected=False)
+
+    def _read_expected(self, positions: Iterable[int]) -> None:
+        numbers: dict[int, float] = {}
+        for i in positions:
+            factor = self.expected[i]
+            if isinstance(factor, Tensor):
+                if id(factor) not in numbers:
+                    numbers[id(factor)] = float(factor)
+                self.expected[i] = numbers[id(factor)]
+
+    def tell(self, parameters: Set[int], factor: float) -> None:
+        """A user says what became of the gradients of the parameters with these identities."""
+        for i in self._places_of(parameters):
+            self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor
+            self._told.add(i)
+
+    def _places_of(self, parameters: Set[int]) -> list[int]:
+        if self._places.keys() <= parameters:
+            places: Iterable[int] = range(len(self._parameters))
+        else:
+            places = sorted(self._places[identity] for identity in parameters & self._places.keys())
+        return [i for i in places if self._parameters[i]() is not None]
+
+    def look(self) -> None:
+        """See what is left of gradients that nobody has applied, before others accumulate."""
+        written = []
+        for i, stepped in enumerate(self._stepped):
+            if stepped or i in self._left or not self._watched:
+                continue
+            grad, intact = self._state(i)
+            if grad is None or grad is not self._grads[i]():
+                self._carried[i] = 0.0
+            elif not (intact and self._counted):
+                written.append(i)
+            elif self._carried[i] is None:
+                self._carried[i] = 1.0
+        for i, factor in zip(written, self._measure(written), strict=True):
+            known = self._carried[i]
+            if known is None:
+                self._carried[i] = factor
+            else:  # zeroed in place, or something has accumulated already
+                there = float(factor != 0) if isinstance(factor, float) else (factor != 0).double()
+                self._carried[i] = known * there
+        self.refresh(written)
+
+    def _is_optimized(self, i: int) -> bool:
+        return self._watched and is_optimized(self._parameters[i]())
+
+    def _measure(self, positions: Sequence[int]) -> list[Factor]:
+        """What the gradients of slots were multiplied by, beside what is known.
+
+        Where the largest magnitude and the sum of all tell different factors, it was something else: clipping of single
+        elements, or an addition. Then nothing of it is followed.
+        """
+        if not positions:
+            return []
+        grads = [grad for i in positions if (grad := self._state(i)[0]) is not None]
+        magnitudes = self._magnitudes()
+        if not grads or magnitudes is None:
+            return [1.0 for _ in positions]
+        then = magnitudes()
+        if len(positions) < len(self._parameters):
+            places = torch.tensor(list(positions), pin_memory=then.is_cuda)  # for which no host waits
+            then = then.index_select(1, places.to(then.device, non_blocking=True))
+        for column, i in enumerate(positions):
+            if i in self._older:
+                then[:, column] = self._older[i]
+        now = norms_of(grads).to(then.device)
+        stored = torch.view_as_real(grads[0]).dtype if grads[0].is_complex() else grads[0].dtype
+        then[0] = then[0].to(stored).double()
+        thrown_away = ~now.isfinite() | (now == 0)
+        ratios = torch.where(then == 0, 1.0, torch.where(thrown_away, 0.0, now / then))
+        same = (then[0] != 0) & ((ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0])
+        known = products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
+        found: list[Factor] = list(ratios[0].unbind()) if ratios.is_cuda else ratios[0].tolist()
+        uniform: list[Any] = list(same.unbind()) if ratios.is_cuda else same.tolist()
+        factors: list[Factor] = []
+        for total, old, whole in zip(found, known, uniform, strict=True):
+            if known_to_be(old, 0.0):
+                factors.append(0.0)
+            elif isinstance(total, Tensor):
+                factors.append(torch.where(whole, total / old, 1.0))
+            else:
+                factors.append(total / old if whole else 1.0)
+        return factors
+
+    def common(self) -> tuple[float, float] | None:
+        """What `factors` and `expected` are for all slots, where optimizers have applied all alike; else None.
+
+        As they mostly have: what holds for each slot takes the host a microsecond for each.
+        """
+        if self._left or self._told or not all(self._stepped):
+            return None
+        if len(set(map(id, self.expected))) != 1 or len(set(map(id, self._rest))) != 1:
+            return None
+        expected, (factor,) = self.expected[0], products(self.expected[:1], self._rest[:1])
+        return None if isinstance(expected, Tensor) or isinstance(factor, Tensor) else (factor, expected)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known of each average that it was applied, or that it never will be."""
+        return all(
+            stepped or i in self._left or (carried is not None and known_to_be(carried, 0.0))
+            for i, (stepped, carried) in enumerate(zip(self._stepped, self._carried, strict=True))
+        )
+
+    def fates(self) -> tuple[list[Factor], list[Factor]]:
+        """By slot, what was measured beside what was expected, and what `look` has seen; NaN where it saw nothing."""
+        return list(self._rest), [math.nan if carried is None else carried for carried in self._carried]
+
+    def put_fates(self, rest: Sequence[Factor], carried: Sequence[Factor]) -> None:
+        """Go by what others have measured and seen, but for NaN."""
+        for mine, told in ((self._rest, rest), (self._carried, carried)):
+            for i, (own, factor) in enumerate(zip(mine, told, strict=True)):
+                if own is None:
+                    continue
+                if isinstance(factor, Tensor):
+                    mine[i] = torch.where(factor.isnan(), own, factor)
+                elif not math.isnan(factor) and factor != own:
+                    mine[i] = factor
+
+    def carried(self) -> set[int]:
+        """Positions of the slots whose averages nobody has applied, and are in `.grad` still."""
+        return {
+            i
+            for i, carried in enumerate(self._carried)
+            if carried is not None and not known_to_be(carried, 0.0) and not self._stepped[i] and i not in self._left
+        }
+
+    def relative(self) -> set[int]:
+        """Positions of the slots whose factor is in units of what was expected: nothing was seen, or a user told it."""
+        return self._told | {
+            i
+            for i, stepped in enumerate(self._stepped)
+            if not stepped
+            and known_to_be(self.expected[i], 1.0)
+            and known_to_be(self._rest[i], 1.0)
+            and not self._is_optimized(i)
+        }
+
+    def factors(self, finite: Factor, final: bool = False) -> list[Factor]:
+        """By slot, what averages were multiplied by in all before they were applied; 0 if they were not.
+
+        Args:
+            finite: 1 if all averages of the step were, else 0: without a torch optimizer that tells, those of a step
+                that was not finite count as thrown away.
+            final: whether what no optimizer has applied until now never will be.
+        """
+        outcomes: list[Factor] = []
+        for i, stepped in enumerate(self._stepped):
+            carried = self._carried[i]
+            if stepped or i in self._left:
+                outcomes.append(float(stepped and i not in self._left))
+            elif carried is not None and not known_to_be(carried, 0.0) and not final:
+                outcomes.append(carried)
+            elif self._is_optimized(i):
+                outcomes.append(1.0 if carried is None and not final else 0.0)
+            else:
+                outcomes.append(finite)
+        return products(products(self.expected, self._rest), outcomes)
+
+
+def _nothing() -> None:
+    return None

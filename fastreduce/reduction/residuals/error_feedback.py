@@ -1,0 +1,416 @@
+"""What quantization loses of one bucket, kept on the device until the next step adds it back."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buckets import Bucket
+from .applied import Applied
+from .factors import Factor, known_to_be, stack, to_device
+from .rows import BASE, GO_ON, KEEP, Rows, reads_late
+
+
+class Share(NamedTuple):
+    """Which elements of a bucket a rank keeps residuals of, and what they count.
+
+    Args:
+        first: of gradients: all, or in two levels the rank's column.
+        second: of averages: the rank's shard.
+        ranks: among which gradients are averaged.
+        unit: what a residual of `first` would be, times this, in the gradients of this rank alone.
+        shared: what a residual that each rank has alike makes of `first`.
+    """
+
+    first: slice
+    second: slice
+    ranks: int
+    unit: float = 1.0
+    shared: float = 1.0
+
+
+class ErrorFeedback:
+    """The residuals of one bucket on one rank, kept in FP32, BF16 or 8 bits.
+
+    Which of two rows is kept only the device knows, so that the host need not wait to learn whether a step was
+    finite: kernels read row `turn` and write the other one.
+
+    What the next reduction starts from is known when the optimizer has done its work. With Q what was added to the last
+    gradients, R what was lost of them, and f what the averages were multiplied by before they were applied:
+
+    1. All of an average was applied, as usual (f is the unit u that was expected): R.
+    2. Nothing was (f = 0: the step was skipped, or no rank used the slot): Q.
+    3. In general, ((u − f)·Q + f·R) / u', with the unit u' of the next step.
+    4. Averages that are still in `.grad`, and will be averaged again: R, but Q is kept for the time when their fate
+       is known.
+
+    Since an average is the exact one + Q − R, in ranks' mean, the sum of what was applied then differs from the exact
+    sum by u·Q, whatever f was: no history of clipping, skipped steps and loss scales adds up.
+
+    In 8 bits and BF16 what is kept is rounded, each time it is stored: by 1/127 of the largest residual of a block at
+    most, or 2^-9 of itself. That is lost, and small beside what would be lost without error feedback.
+
+    Args:
+        bucket: whose gradients.
+        place: which elements are kept.
+        block: elements of a block.
+        rows: where the bucket is one row of so many alike, one for each rank, whose sums nobody compresses: there is
+            no second stage.
+        dtype: what residuals are kept in (`Rows`); uint8 for 8 bits.
+
+    Attributes:
+        residuals: `[2, elements of place.first]`, of this rank's gradients, or in two levels of its node's; with `rows`
+            `[2, rows, elements]`; in 8 bits `[2, bytes]`.
+        shard_residuals: `[2, elements of place.second]`, of the average of this rank's shard.
+        turn: INT32 `[1]`.
+        turned: whether the last reduction has changed it already, as is right where all averages are applied.
+        units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
+            inverse. NaN before the first step; FP64 `[slots]` on the device once only that knows.
+        finite: whether every average of the step was: the same on every rank, set by who knows the step.
+    """
+
+    def __init__(
+        self, bucket: Bucket, place: Share, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._bucket, self._where, self._block = bucket, place, block
+        self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
+        self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)
+        numels = [part.stop - part.start for part in (place.first, place.second)]
+        shape = () if rows is None else (rows,)
+        self._first = Rows(place.first.start, numels[0], self.turn, block, dtype, shape)
+        self._second = Rows(place.second.start, numels[1], self.turn, block, dtype)
+        self.residuals, self.shard_residuals = self._first.rows, self._second.rows
+        self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
+        self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
+        self._applied: Applied | None = None
+        self._last: Applied | None = None
+        self.turned = False
+        self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
+        self._idle: set[int] = set()  # those of them that the last reduction left alone
+
+    @property
+    def residual(self) -> Tensor:
+        """What is kept of this rank's gradients, FP32: in FP32 a view, which makes the host wait for `turn`."""
+        self.commit()
+        return self._first.read(int(self.turn))
+
+    @property
+    def shard_residual(self) -> Tensor:
+        """What is kept of the own shard's average, likewise."""
+        self.commit()
+        return self._second.read(int(self.turn))
+
+    def zeros(self) -> Tensor:
+        """FP32 as `residual`."""
+        return self._first.zeros()
+
+    def replace(self, residual: Tensor | None, shard_residual: Tensor) -> None:
+        """Go on with other residuals, FP32; None leaves those of gradients as they are."""
+        self.commit()
+        if residual is not None:
+            self._first.write(int(self.turn), residual)
+        self._second.write(int(self.turn), shard_residual)
+
+    def units_now(self) -> list[float]:
+        """`units` as numbers on the host."""
+        self.commit()
+        return self.units.tolist() if isinstance(self.units, Tensor) else list(self.units)
+
+    def rescale(self, factor: float) -> None:
+        """Go on with residuals for gradients that are multiplied by `factor` from now on."""
+        self.commit()
+        for rows in (self._first, self._second):
+            rows.scale(factor)
+        self.units = self.units / factor if isinstance(self.units, Tensor) else [unit / factor for unit in self.units]
+
+    # By slot, for other buckets, shards or ranks
+
+    def settled(self) -> tuple[Tensor, Tensor, list[float]]:
+        """Copies of the kept row of both residuals, and of the units, for training without `.grad`.
+
+        What no optimizer has applied until now will not be. Nothing changes here.
+        """
+        twin = copy(self)
+        twin.turn, twin._carried = self.turn.clone(), set(self._carried)
+        twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
+        twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
+        twin.commit(final=True)
+        return twin.residual, twin.shard_residual, twin.units_now()
+
+    def added_to(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the slots' gradients, 1-D, with what is kept added: the way of a setting without error feedback.
+
+        Of these nothing is lost (R is 0), so that what has not been applied is kept, and nothing else. In FP32.
+        """
+        self.commit()
+        counts = [self.turn == row for row in (0, 1)]
+        first, second = self.residuals
+        residual = torch.where(counts[0], first, second)
+        for row, kept in zip(self.residuals, counts, strict=True):
+            row.masked_fill_(~kept, 0)
+        starts = zip(grads, self._bucket.slots, strict=True)
+        flats = [(grad.as_strided((slot.numel,), (1,)), residual[slot.offset :][: slot.numel]) for grad, slot in starts]
+        return [(flat + part).to(flat.dtype) for flat, part in flats]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept of this rank's gradients; the host waits."""
+        return not self._carried and not bool(self.residuals.any())
+
+    def take(self, i: int) -> SlotResiduals:
+        """Remove what is kept of slot `i` on this rank, and return it."""
+        self.look()
+        self.commit()
+        turn = int(self.turn)
+        found, base = self._folded(i, lambda rows, part: rows.read(turn, part)), None
+        if i in self._carried and self._first.base is not None and self._second.base is not None:
+            base = self._folded(i, lambda rows, part: rows.read(BASE, part))
+            self._carried.discard(i)
+        for rows in (self._first, self._second):
+            rows.clear(turn, rows.part(*self._place(i)))
+        return SlotResiduals(found, base, self.units_now()[i])
+
+    def spread(self, gather: Callable[[Tensor], None]) -> None:
+        """Move what is kept of all shards into the first stage, on every rank alike: no shard's place tells in it.
+
+        Args:
+            gather: makes a `[total]` tensor whole, of which each rank has its shard; every rank calls it.
+        """
+        self.look()
+        self.commit()
+        for row in (int(self.turn), BASE):
+            whole = torch.zeros(self._bucket.total, device=self.turn.device)
+            if row != BASE or self._second.base is not None:
+                whole[self._where.second] = self._second.read(row)
+                self._second.clear(row)
+            gather(whole)
+            if row != BASE or self._first.base is not None:
+                with self._first.changing(row) as values:
+                    values.add_(whole[self._where.first], alpha=self._where.shared)
+
+    def put(self, i: int, parts: SlotResiduals) -> None:
+        """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `place.unit`."""
+        self.commit()
+        start, turn = self._place(i)[0], int(self.turn)
+        place = self._first.part(start, start + self._bucket.slots[i].numel)
+        here = slice(place.start + self._first.first - start, place.stop + self._first.first - start)
+        if parts.base is not None:
+            self._first.write(turn, parts.base[..., here], place)
+            self._keep_base(i)
+        self._first.write(turn, parts.residual[..., here], place)
+        units = self.units_now()
+        units[i] = parts.unit
+        self.units = units
+
+    def folded(self, i: int, residual: Tensor, shard_residual: Tensor) -> Tensor:
+        """Of whole residuals a slot's, with what is kept of the own shard in it, `[numel]`.
+
+        The first is averaged over the ranks and the second is not, so it counts `place.ranks` times. In two levels this
+        rank has both to itself: elsewhere in the slot it keeps nothing.
+        """
+        return self._folded(i, lambda rows, part: (residual if rows is self._first else shard_residual)[..., part])
+
+    def _folded(self, i: int, read: Callable[[Rows, slice], Tensor]) -> Tensor:
+        start, slot = self._place(i)[0], self._bucket.slots[i]
+        found = torch.zeros(*self._first.shape[:-1], slot.numel, device=self.turn.device)
+        for rows, count in ((self._first, self._where.unit), (self._second, self._where.ranks)):
+            part = rows.part(start, start + slot.numel)
+            offset = part.start + rows.first - start
+            found[..., offset : offset + part.stop - part.start].add_(read(rows, part), alpha=count)
+        return found
+
+    def _place(self, i: int) -> tuple[int, int]:
+        return self._starts[i], self._starts[i + 1]
+
+    # What became of the averages
+
+    def follow(
+        self,
+        parameters: Sequence[Tensor],
+        left: Collection[int],
+        magnitudes: Callable[[], Tensor],
+        scale: float = 1.0,
+        watched: bool = True,
+        counted: bool = True,
+    ) -> None:
+        """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
+        self._idle = self._carried.intersection(left)
+        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle, counted)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what became of all averages is known: then `settled` is what the next reduction starts from."""
+        return not self._carried and (self._applied is None or self._applied.is_known)
+
+    def fates(self) -> Tensor | None:
+        """What this rank knows of the averages that are followed (`Applied.fates`), FP64 `[2, slots]` on the device."""
+        if self._applied is None:
+            return None
+        return torch.stack([stack(row, self.turn.device) for row in self._applied.fates()])
+
+    def put_fates(self, fates: Tensor) -> None:
+        """Go by what others know of them, as far as they do; NaN elsewhere."""
+        if self._applied is not None:
+            rest, carried = (list(row.unbind()) if reads_late(row) else row.tolist() for row in fates)
+            self._applied.put_fates(rest, carried)
+
+    def look(self) -> None:
+        """See whether gradients that nobody has applied are still there; before others accumulate."""
+        if self._applied is not None:
+            self._applied.look()
+
+    def commit(self, final: bool = False) -> None:
+        """Make row `turn` what the next reduction starts from.
+
+        Nothing changes with a reduction whose averages were not stored: its backward raised. `final`: gradients that
+        have not been applied never will be.
+        """
+        applied, self._applied = self._applied, None
+        turned, self.turned = self.turned, False
+        if applied is None:
+            if turned:
+                self.turn.bitwise_xor_(1)
+            return
+        self._last = applied  # a device may read its numbers until the next one comes
+        if not final:
+            applied.end()
+        common = applied.common()
+        mixes: list[tuple[float, float]] = []
+        flip: int | Tensor = 1
+        if common is not None and not self._carried and isinstance(self.units, list) and len(set(self.units)) == 1:
+            mixes = [self._mix(0, *common, stays=False)] * len(self.units)
+            self.units = self.units[:1] * len(self.units)
+            if turned and mixes[0] == GO_ON:  # as is usual
+                return
+        if turned:
+            self.turn.bitwise_xor_(1)
+        if not mixes:
+            found = self._mix_each(applied, final)
+            if found is None:
+                return
+            mixes, flip = found
+        if all(mix == KEEP for mix in mixes):
+            return
+        for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
+            slots = list(same)
+            if mix != GO_ON:
+                for rows in (self._first, self._second):
+                    rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
+        self.turn.bitwise_xor_(flip)
+
+    def _mix_each(self, applied: Applied, final: bool) -> tuple[list[tuple[float, float]], int | Tensor] | None:
+        """What `_mix` says of each slot, and whether row `turn` changes; None where only a device knows and does it."""
+        carried = set() if final else applied.carried()
+        self._part_with(carried)
+        stays = carried | applied.relative()  # where the unit stays as it is
+        finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
+        factors, expected = applied.factors(finite, final), applied.expected
+        flip: int | Tensor = 1
+        if isinstance(finite, Tensor) and all(each is finite or known_to_be(each, 0.0) for each in factors):
+            factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
+        if isinstance(self.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
+            self._commit_late(factors, expected, stays)
+            return None
+        mixes = [
+            self._mix(i, factor, expect, i in stays)  # type: ignore[arg-type]
+            for i, (factor, expect) in enumerate(zip(factors, expected, strict=True))
+        ]
+        return mixes, flip
+
+    def _part_with(self, carried: set[int]) -> None:
+        """Bring back the Q of slots whose averages are in `.grad` no more, and keep that of those that are."""
+        for i in self._carried:
+            for rows in (self._first, self._second):
+                if i in self._idle:
+                    rows.blend(*self._place(i), *KEEP)  # the last R is that of the reduction before
+                rows.restore_base(*self._place(i))
+        self._carried, self._idle = set(), set()
+        for i in carried:
+            self._keep_base(i)
+
+    def _keep_base(self, i: int) -> None:
+        self._carried.add(i)
+        for rows in (self._first, self._second):
+            rows.keep_base(*self._place(i))
+
+    def _mix(self, i: int, factor: float, expected: float, stays: bool) -> tuple[float, float]:
+        """What the old and the new residual of a slot are multiplied by; sets the slot's next unit."""
+        assert isinstance(self.units, list)
+        if not factor or not math.isfinite(factor):
+            return KEEP
+        if stays:
+            return 1.0 - factor, factor
+        unit = max(expected, factor)
+        before = unit if math.isnan(self.units[i]) else self.units[i]
+        self.units[i] = unit
+        return (before - factor) / unit, factor / unit
+
+    def _commit_late(self, factors: Sequence[Factor], expected: Sequence[Factor], stays: set[int]) -> None:
+        """`commit`, where only the device knows the factors: a blend of all blocks with weights of their own."""
+        device = self.turn.device
+        units = self.units if isinstance(self.units, Tensor) else stack(self.units, device)
+        factor, unit = stack(factors, device).nan_to_num(0.0, 0.0, 0.0), stack(expected, device)
+        same = to_device(torch.tensor([i in stays for i in range(len(factors))]), device)
+        unit = torch.where(same, 1.0, torch.maximum(unit, factor))
+        before = torch.where(same | units.isnan(), unit, units)
+        applied = factor != 0
+        self.units = torch.where(applied & ~same, unit, units)
+        old = self._by_block(torch.where(applied, (before - factor) / unit, 1.0), 0.0)
+        new = self._by_block(torch.where(applied, factor / unit, 0.0), 1.0)
+        for rows in (self._first, self._second):
+            rows.blend_blocks(old, new, self._block)
+        self.turn.bitwise_xor_(1)
+
+    def _by_block(self, by_slot: Tensor, elsewhere: float) -> Tensor:
+        """`[slots]` → FP32 `[blocks, 1]`; used-flags and padding get `elsewhere`."""
+        padded = torch.nn.functional.pad(by_slot.float(), (0, 1), value=elsewhere)
+        return padded[self._slot_of_block][:, None]
+
+    @cached_property
+    def _slot_of_block(self) -> Tensor:
+        """`[blocks]`; the number of slots for used-flags and padding."""
+        ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self._bucket.slots]
+        bounds = [0, *ends, self._bucket.total // self._block]
+        counts = [end - start for start, end in itertools.pairwise(bounds)]
+        return to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
+
+
+class SlotResiduals(NamedTuple):
+    """What is kept of one slot on one rank: FP32 `[numel]`.
+
+    `base` is Q where its average is in `.grad` still (`ErrorFeedback`), `factor` what `LowRank` begins its next
+    factors from.
+    """
+
+    residual: Tensor
+    base: Tensor | None
+    unit: float
+    factor: Tensor | None = None
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether anything is kept; the host waits."""
+        return bool(self.residual.any()) or (self.base is not None and bool(self.base.any()))
+
+
+def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tensor] = ()) -> None:
+    """One verdict for all buckets of a step: residuals of a step that was not finite do not count.
+
+    `others`: whether averages without error feedback are, where that is known.
+    """
+    by_device: dict[torch.device, list[ErrorFeedback]] = {}
+    for feedback in feedbacks:
+        by_device.setdefault(feedback.turn.device, []).append(feedback)
+    verdicts = [torch.stack([feedback.finite for feedback in each]).all() for each in by_device.values()]
+    verdicts += others if by_device else ()
+    for device, each in by_device.items():
+        verdict = torch.stack([other.to(device, non_blocking=True) for other in verdicts]).all()
+        for feedback in each:
+            feedback.finite = verdict

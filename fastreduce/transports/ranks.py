@@ -1,0 +1,98 @@
+"""Whom a transport belongs to, a process group or some of its ranks: their names in errors, their timeout and store."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from .store_client import StoreClient, root_of
+
+
+@dataclass(frozen=True, eq=False)
+class Subgroup:
+    """Ranks of a process group, of which this process is one.
+
+    Args:
+        rank: the place of this one among them.
+        names: their ranks in the whole group, ascending.
+        of: how many ranks the whole group has.
+        world_ranks: their ranks in the default group.
+        store: where they meet, and nobody else.
+        timeout: the whole group's.
+        absent: tells at once which of `names` are gone; without it those that wait ask each other, which takes time.
+    """
+
+    rank: int
+    names: tuple[int, ...]
+    of: int
+    world_ranks: tuple[int, ...]
+    store: StoreClient
+    timeout: timedelta
+    absent: Callable[[], Sequence[int]] | None = None
+
+
+Ranks = dist.ProcessGroup | Subgroup
+
+
+def place_in(ranks: Ranks) -> tuple[int, int]:
+    """The place of this process, and the number of ranks."""
+    if isinstance(ranks, Subgroup):
+        return ranks.rank, len(ranks.names)
+    return dist.get_rank(ranks), dist.get_world_size(ranks)
+
+
+def names_of(ranks: Ranks) -> Sequence[int]:
+    """What users know each as: its rank in the whole group."""
+    return ranks.names if isinstance(ranks, Subgroup) else range(dist.get_world_size(ranks))
+
+
+def world_ranks_of(ranks: Ranks) -> list[int]:
+    """The rank of each in the default group."""
+    return list(ranks.world_ranks) if isinstance(ranks, Subgroup) else dist.get_process_group_ranks(ranks)
+
+
+def own_name(ranks: Ranks) -> str:
+    """This rank, as errors begin."""
+    rank, size = place_in(ranks)
+    return f"rank {names_of(ranks)[rank]} of {ranks.of if isinstance(ranks, Subgroup) else size}"
+
+
+def who_is_gone(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
+    """What tells at once which of the ranks are gone, where somebody knows."""
+    return ranks.absent if isinstance(ranks, Subgroup) else None
+
+
+def timeout_of(ranks: Ranks) -> timedelta:
+    """The timeout that the user gave to the process group."""
+    if isinstance(ranks, Subgroup):
+        return ranks.timeout
+    for device in ranks._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return ranks._get_backend(device).options._timeout
+    return dist.default_pg_timeout
+
+
+_clients: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreClient] = weakref.WeakKeyDictionary()
+
+
+def client_of(group: Ranks) -> StoreClient:
+    """The client of the store of `group`; a call's deadline is the group's timeout.
+
+    Groups behind one store share a connection: torch's store looks up the name of whoever connects, on the one thread
+    that answers everybody, and without a name server that answers this takes 5 s and more.
+    """
+    if isinstance(group, Subgroup):
+        return group.store
+    if group not in _clients:
+        store, seconds, world = _get_process_group_store(group), timeout_of(group).total_seconds(), dist.group.WORLD
+        if world is None or world is group or root_of(store) is not root_of(_get_process_group_store(world)):
+            _clients[group] = StoreClient(store, seconds)
+        else:
+            _clients[group] = client_of(world).at(f"fastreduce/group/{group.group_name}", seconds)
+    return _clients[group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import weakref
@@ -240,6 +241,8 @@ def _register_handler() -> None:
         response.set_status(200)
 
     register("fastreduce_flight_record", answer)
+    # torch lets go of it when C++'s statics go, after Python: for the process to survive that, it must not be the last.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(answer))
 
 
 @cache

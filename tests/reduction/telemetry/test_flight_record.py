@@ -30,7 +30,7 @@ from fastreduce.reduction.telemetry.whereabouts import Whereabouts
 from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import finish, started, with_environment
 from tests.support.models import wrap
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, run_ranks
 
 IN_ORDER = ("ready", "compress", "compressed", "exchanged", "summed", "reduced", "decompressed")
 PHASES = ["after", "optimizer", "data", "forward", "backward", "waiting"]
@@ -142,12 +142,12 @@ def test_a_step_that_waits_for_a_device_ends_when_that_has_ended():
     assert row.start < device.passed[Point.END] <= row.end == recorder.row.start
 
 
-def test_torchs_debug_server_has_it(ranks2: RankPool):
+def test_torchs_debug_server_has_it_and_processes_end_well():
     try:
         import torch.distributed.debug  # noqa: F401
     except ImportError:
         pytest.skip("this torch has no debug server")
-    for rank, records in enumerate(ranks2.run(_asked_by_debug_server)):
+    for rank, records in enumerate(run_ranks(_asked_by_debug_server, 2)):
         record = records[-1]  # of what has just been trained
         assert record["rank"] == rank and record["steps"][0]["took"]["backward"] > 0
 

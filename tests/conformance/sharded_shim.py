@@ -1,7 +1,8 @@
 """torch's own FSDP2 tests, which its wheel leaves out: out of a checkout of its sources, made to run on CPU ranks.
 
 They are the methods of `FSDPTest`s and `FSDPTestMultiThread`s in files `test_fully_shard_*.py` of the folder
-CONFORMANCE_SOURCES. Skips are lifted, what would be CUDA is the CPU, and ranks are processes, as many as WORLD_SIZE says.
+CONFORMANCE_SOURCES. Skips are lifted, what would be CUDA is the CPU, and ranks are processes, as many as WORLD_SIZE
+says.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class CompressedReduceScatter:
     def _exchange_as_it_is(self, given: Tensor, present: list[int]) -> Tensor:
         """The same, where the input is the wire. All ranks send what all may have."""
         ranks, members = self._transport.world_size, self._group.members
-        sent = sorted({*present, *self._group.trained})
+        sent = [i for i in self._group.order if i in {*present, *self._group.trained}]
         pieces = [members[i].piece for i in sent]
         if len(sent) > len(present):
             had = dict(zip(present, given.view(ranks, -1).split([members[i].piece for i in present], 1), strict=True))

@@ -148,6 +148,6 @@ class ReplicaAverage:
 
     def _compare(self) -> None:
         """Replicas that began with other numbers would never come together."""
-        norms = norms_of([member.parameter.detach() for member in self._group.members]).t().tolist()
+        norms = norms_of([member.parameter.detach().double() for member in self._group.members]).t().tolist()
         told = {member.name: repr(norm) for member, norm in zip(self._group.members, norms, strict=True)}
         check_agreement(self._transport, {f"the parameter {name!r}": f"norms {norm}" for name, norm in told.items()})

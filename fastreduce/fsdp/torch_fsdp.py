@@ -53,6 +53,20 @@ class Member:
         return int(self._inner.padded_sharded_param_size.numel())
 
     @property
+    def gather_dtype(self) -> torch.dtype:
+        """What it is gathered in, as its mixed precision says and it is now."""
+        dtype: torch.dtype = self.parameter.dtype
+        return self._inner.mp_policy.param_dtype or dtype if dtype.is_floating_point else dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """What its gradient is reduced in, as its mixed precision says and it is now."""
+        computed = self.gather_dtype
+        if hasattr(self._inner, "sharded_grad_dtype"):  # since torch 2.15 it is not that of what is computed
+            computed = self.parameter.grad_dtype or self.parameter.dtype
+        return self._inner.mp_policy.reduce_dtype or computed
+
+    @property
     def steps_in_backward(self) -> bool:
         """Whether a hook may apply its average as soon as that is stored."""
         return bool(getattr(self.parameter, "_post_accumulate_grad_hooks", None))
@@ -77,7 +91,7 @@ class Group:
     Attributes:
         name: of its module; "" for the root.
         members: its parameters, in FSDP's order.
-        present: positions of those that are in the message under way.
+        present: positions of those that are in the message under way, as they follow each other there.
     """
 
     def __init__(self, name: str, members: list[Member], inner: Any) -> None:
@@ -113,17 +127,22 @@ class Group:
         return ranks
 
     @property
+    def order(self) -> list[int]:
+        """Positions of the members, as they follow each other in a message."""
+        found: list[int] | None = getattr(self._inner, "_reduce_scatter_param_indices", None)  # since torch 2.15
+        return found or list(range(len(self.members)))
+
+    @property
     def reduce_dtype(self) -> torch.dtype:
         """What gradients are reduced in, as its mixed precision says and parameters are now."""
-        policy, parameter = self._inner.mp_policy, self.members[0].parameter
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-        return dtype
+        trained = self.trained or [i for i, each in enumerate(self.members) if each.reduce_dtype.is_floating_point]
+        dtypes = {self.members[i].reduce_dtype for i in trained}
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """What parameters are gathered in, as its mixed precision says and parameters are now."""
-        dtype: torch.dtype = self._inner.mp_policy.param_dtype or self.members[0].parameter.dtype
-        return dtype
+        """What parameters are gathered in, where it is one dtype."""
+        return self.members[0].gather_dtype
 
     @property
     def divides_by(self) -> float | None:
@@ -186,7 +205,7 @@ class Group:
                 f"fastreduce.fsdp.compress(all_gather=…): {self} is gathered by fewer ranks in backward, as "
                 "reshard_after_forward says; allowed with all_gather are True and False"
             )
-        dtypes = sorted({str(self._inner.mp_policy.param_dtype or member.parameter.dtype) for member in self.members})
+        dtypes = sorted({str(member.gather_dtype) for member in self.members})
         if len(dtypes) > 1:
             return SettingError(
                 f"fastreduce.fsdp.compress(all_gather=…): {self} has parameters of {' and '.join(dtypes)}, which FSDP "
@@ -247,8 +266,8 @@ class Group:
         @torch._disable_dynamo
         def noted(*unused: Any) -> None:
             with_zeros = getattr(self._inner, "reduce_scatter_unused_params", False)
-            reduced = enumerate(self.members if self._inner.reduce_grads else ())
-            self.present = [i for i, member in reduced if member.will_be_reduced(with_zeros)]
+            reduced = self.order if self._inner.reduce_grads else ()
+            self.present = [i for i in reduced if self.members[i].will_be_reduced(with_zeros)]
             try:
                 post_backward(*unused)
             finally:

@@ -26,6 +26,7 @@ _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
         "FSDPParam": (
             "_unsharded_param",
             "grad_offload_event",
+            "mp_policy",
             "padded_sharded_param_size",
             "sharded_param",
             "unsharded_accumulated_grad",
@@ -45,7 +46,6 @@ _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
             "lazy_init",
             "mesh_info",
             "modules",
-            "mp_policy",
             "post_forward_mesh_info",
             "post_backward",
             "reduce_grads",

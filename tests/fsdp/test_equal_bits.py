@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import fastreduce.fsdp
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
-from tests.support.sharded import batch, gradients, network, shard
+from tests.support.sharded import Quantized, batch, gradients, network, shard
 
 Found = list[dict[str, Tensor]]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -95,6 +95,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "checkpointed, re-entrant": _reentrant,
     "compiled": _compiled,
     "weights in common": _shared_weight,
+    "quantized": lambda: fully_shard(Quantized()),
     "divided by 3": _with_options(lambda model: model.set_gradient_divide_factor(3.0)),
     "summed": _with_options(lambda model: model.set_force_sum_reduction_for_comms(True)),
     "another dimension": lambda: shard(
@@ -133,7 +134,7 @@ def _steps(model: Any, rank: int, dtype: torch.dtype) -> Iterator[dict[str, Tens
     """Clipped, two of them accumulated, and one in which a module has no gradient."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     for step, ways in enumerate(("", "accumulate", "frozen", "add")):
-        first = next(model.parameters())
+        first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
         first.requires_grad_(ways != "frozen")
         if ways == "accumulate":
             model.set_requires_gradient_sync(False)

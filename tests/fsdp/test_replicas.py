@@ -16,19 +16,19 @@ import fastreduce.fsdp
 from fastreduce import MismatchError, ReducerError, SettingError
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
-from tests.support.sharded import batch, gradients, mesh_of, network, shard
+from tests.support.sharded import Quantized, batch, gradients, mesh_of, network, shard
 from tests.support.tolerances import U
 
 Found = list[dict[str, Tensor]]
 
 
-def _train(rank: int, world_size: int, ours: bool, divided: bool) -> Found:
+def _train(rank: int, world_size: int, ours: bool, kind: str) -> Found:
     mesh = mesh_of(2)
-    model = shard(network(), mesh=mesh["shard"] if ours else mesh)
+    model = shard(Quantized() if kind == "quantized" else network(), mesh=mesh["shard"] if ours else mesh)
     if ours:
         fastreduce.fsdp.replicate(model, mesh["replicate"], "none")
         fastreduce.fsdp.compress(model, "none")
-    if divided:
+    if kind == "divided":
         model.set_gradient_divide_factor(3.0)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     found = []
@@ -43,9 +43,9 @@ def _train(rank: int, world_size: int, ours: bool, divided: bool) -> Found:
     return found
 
 
-@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.long)], ids=["mean", "divided"])
-def test_none_has_the_bits_of_native_hsdp(ranks4: RankPool, divided: bool):
-    native, ours = (ranks4.run(_train, way, divided) for way in (False, True))
+@pytest.mark.parametrize("kind", ["mean", "quantized", pytest.param("divided", marks=pytest.mark.long)])
+def test_none_has_the_bits_of_native_hsdp(ranks4: RankPool, kind: str):
+    native, ours = (ranks4.run(_train, way, kind) for way in (False, True))
     assert_same_bits(ours, native)
 
 

@@ -24,6 +24,19 @@ def network(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(30, 50), nn.ReLU(), inner)
 
 
+class Quantized(nn.Module):
+    """Integers that nothing trains, in front of what is trained beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.given = nn.Parameter(torch.arange(240).view(30, 8) % 7 - 3, requires_grad=False)
+        self.left, self.right = nn.Parameter(torch.randn(30, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.given.to(x.dtype) / 4 + self.left @ self.right)
+
+
 def shard(model: nn.Module, **options: Any) -> Any:
     """The same, with the outer children and the model itself sharded: two groups in one, and a root without any."""
     for child in model.children():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class LowPrecision:
         self._lowered = True
         for parameter in self._parameters:
             low: Tensor = parameter._mp_param  # type: ignore[attr-defined]
+            parameter._fp_param = parameter.data  # type: ignore[attr-defined]  # a user may have given it another
             _alloc_storage(low, parameter.size())
             low.copy_(parameter)
             parameter.data = low
@@ -51,3 +53,13 @@ class LowPrecision:
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.dtype is not parameter.dtype:
                 parameter.grad.data = parameter.grad.to(parameter.dtype)
+
+
+def put_own(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook behind a module's `state_dict`: where parameters are their low copies, let it hold their own storage."""
+    for name, parameter in module.named_parameters(prefix.rstrip("."), recurse=False, remove_duplicate=False):
+        saved, low = state.get(name), getattr(parameter, "_mp_param", None)
+        if saved is None or saved is parameter or low is None:  # not saved, under keep_vars=True, or ignored
+            continue
+        if saved.data_ptr() == low.data_ptr():
+            state[name] = parameter._fp_param  # type: ignore[attr-defined]

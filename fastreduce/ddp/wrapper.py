@@ -35,7 +35,7 @@ from .checks import check_module, check_reduced_here, describe_wrapping, group_a
 from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
 from .logger import TorchLogger, environment
-from .mixed_precision import LowPrecision
+from .mixed_precision import LowPrecision, put_own
 from .outputs import tensors_of
 from .reducer import TorchReducer
 
@@ -131,6 +131,10 @@ class DistributedDataParallel(TorchDDP):
         check_agreement(self._transport, description, error)
         self._description = description
         super().__init__(module, device_ids, output_device, *args, **kwargs)
+        if self.mixed_precision is not None and not self._delay_all_reduce_all_params:
+            for inner in self.module.modules():
+                inner.register_state_dict_post_hook(put_own)
+                inner.register_load_state_dict_pre_hook(self._restore_precision)
 
     def _ddp_init_helper(
         self,
@@ -298,6 +302,9 @@ class DistributedDataParallel(TorchDDP):
     def _root_copy_hook(self, *_: Any, **__: Any) -> None:
         self.reducer.lower_precision()
 
+    def _restore_precision(self, *_: Any) -> None:
+        self.reducer.restore_precision()  # else the next backward would put back what was there before
+
     def train(self, mode: bool = True) -> Self:
         """Set training mode, as in torch. The next backward looks for parameters that are new since construction."""
         self._may_have_changed = mode
@@ -307,8 +314,6 @@ class DistributedDataParallel(TorchDDP):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as in torch, or, where no name begins with `module.`, the state of the module that is wrapped."""
         self._may_have_changed = True  # assign=True puts new parameters in the place of the old ones
-        if self.mixed_precision is not None and not self._delay_all_reduce_all_params:
-            self.reducer.restore_precision()  # else the next backward would put back what was there before
         if not state_dict or any(name.startswith("module.") for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)
         return self.module.load_state_dict(state_dict, strict, assign)

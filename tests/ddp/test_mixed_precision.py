@@ -171,6 +171,104 @@ def test_what_is_loaded_after_a_forward_that_no_backward_followed_stays(ranks2: 
     ranks2.run(_load_after_forward, tmp_path, timeout=60)
 
 
+def _saved_at_every_moment(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Names of the moments at which a state was not that of the parameters' own precision."""
+    model = Breaking()
+    ddp = DistributedDataParallel(model, mixed_precision=BF16, bucket_cap_mb=1e-6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1 / 3)
+    own, wrong = {name: tensor.clone() for name, tensor in model.state_dict().items()}, list[str]()
+
+    def look(moment: str, saves: bool = True) -> None:
+        states = {
+            "wrapper": {name.removeprefix("module."): t for name, t in ddp.state_dict().items()},
+            "module": model.state_dict(),
+            "layers": {f"{name}.{key}": t for name, m in model.named_children() for key, t in m.state_dict().items()},
+        }
+        if saves:
+            save_checkpoint(folder / "snapshot.pt", model=ddp)
+            states["snapshot"] = torch.load(folder / "snapshot.pt")["model"]
+        for kind, state in states.items():
+            try:
+                assert_same_bits(state, own)
+            except AssertionError:
+                wrong.append(f"{moment}: {kind}")
+
+    x = batch(rank, 0, 3, 4)
+    look("before the first forward")
+    for step in range(2):
+        loss = ddp(x, boom=False).float().sum()
+        look(f"{step}: between forward and backward")
+        handle = model.a.weight.register_hook(lambda _, step=step: look(f"{step}: in a hook", saves=False))
+        loss.backward()
+        handle.remove()
+        look(f"{step}: behind backward")
+        with ddp.no_sync():
+            loss = ddp(x, boom=False).float().sum()
+            look(f"{step}: between the two in no_sync")
+            loss.backward()
+        look(f"{step}: behind a local backward")
+        loss = ddp(x, boom=rank == 1).float().sum()
+        with pytest.raises(ValueError, match="boom") if rank == 1 else nullcontext():
+            loss.backward()
+        look(f"{step}: behind one that raised", saves=False)
+        look(f"{step}: behind one that raised, saved")
+    return wrong
+
+
+def test_a_state_holds_the_parameters_own_precision_at_every_moment(ranks2: Any, tmp_path: Path):
+    assert ranks2.run(_saved_at_every_moment, tmp_path, timeout=60) == [[], []]
+
+
+def _loaded_at_every_moment(rank: int, world_size: int, moment: str, part: str) -> None:
+    model = Breaking()
+    ddp = DistributedDataParallel(model, mixed_precision=BF16, bucket_cap_mb=1e-6)
+    saved = {name: tensor + 1 / 3 for name, tensor in model.state_dict().items()}
+    x = batch(rank, 0, 3, 4)
+    ddp(x, boom=False).float().sum().backward()
+    if moment == "forward":
+        ddp(x, boom=False)
+    elif moment == "local":
+        with ddp.no_sync():
+            ddp(x, boom=False).float().sum().backward()
+    elif moment == "raised":
+        with pytest.raises(ValueError, match="boom"):
+            ddp(x, boom=True).float().sum().backward()
+    if part == "module":
+        model.load_state_dict(saved)
+    else:
+        for name, layer in model.named_children():
+            layer.load_state_dict({key: saved[f"{name}.{key}"] for key in layer.state_dict()})
+    for _ in range(2):
+        assert_same_bits(model.state_dict(), saved, f"rank {rank}, behind {moment}")
+        ddp.zero_grad()
+        ddp(x, boom=False).float().sum().backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("part", ["module", "layers"])
+@pytest.mark.parametrize("moment", ["forward", "local", "raised"])
+def test_what_a_module_inside_loads_stays(ranks2: Any, moment: str, part: str):
+    ranks2.run(_loaded_at_every_moment, moment, part, timeout=60)
+
+
+def _data_of_another(rank: int, world_size: int) -> None:
+    model = Breaking()
+    ddp = DistributedDataParallel(model, mixed_precision=BF16)
+    x = batch(rank, 0, 3, 4)
+    ddp(x, boom=False).float().sum().backward()
+    averaged = {name: p.detach() + 1 / 3 for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data = averaged[name]
+    ddp(x, boom=False).float().sum().backward()
+    assert_same_bits(dict(model.state_dict()), averaged, f"rank {rank}")
+
+
+def test_memory_that_a_user_gives_a_parameter_between_two_steps_stays_its_own(ranks2: Any):
+    ranks2.run(_data_of_another)
+
+
 def _join_compressed(rank: int, world_size: int, compression: str) -> list[Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Model(), mixed_precision=BF16, compression=compression)

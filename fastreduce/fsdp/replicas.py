@@ -148,6 +148,9 @@ class ReplicaAverage:
 
     def _compare(self) -> None:
         """Replicas that began with other numbers would never come together."""
-        norms = norms_of([member.parameter.detach() for member in self._group.members]).t().tolist()
-        told = {member.name: repr(norm) for member, norm in zip(self._group.members, norms, strict=True)}
+        told = {}
+        for member in self._group.members:
+            numbers = member.local  # a frozen base may have bytes
+            floats = numbers if numbers.is_floating_point() or numbers.is_complex() else numbers.float()
+            told[member.name] = repr(norms_of([floats]).flatten().tolist())
         check_agreement(self._transport, {f"the parameter {name!r}": f"norms {norm}" for name, norm in told.items()})

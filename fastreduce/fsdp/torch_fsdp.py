@@ -114,8 +114,8 @@ class Group:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What gradients are reduced in, as its mixed precision says and parameters are now."""
-        policy, parameter = self._inner.mp_policy, self.members[0].parameter
+        """What gradients are reduced in, as its mixed precision says and the parameters that are trained are now."""
+        policy, parameter = self._inner.mp_policy, self.members[next(iter(self.trained), 0)].parameter
         dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
         return dtype
 

@@ -188,9 +188,9 @@ class GradientReducer:
         return self._backward.is_here
 
     @property
-    def armed_here(self) -> bool:
-        """Whether the caller's thread is that of the last forward: its backward is then not under way elsewhere."""
-        return self._backward.armed_here
+    def has_raised(self) -> bool:
+        """Whether a backward has begun that will not come to its end: no thread is in one."""
+        return self._backward.has_raised
 
     @property
     def seconds(self) -> Seconds:
@@ -389,7 +389,7 @@ class GradientReducer:
                 reduced. Nothing has changed then.
             TransportError: within the group's timeout, if a rank does not call it.
         """
-        if torch._C._current_graph_task_id() == -1:
+        if self.has_raised:
             self.drop_broken_backward()  # which other ranks are in still
         self._agreed.change(setting, at, bucket_bytes, self.in_backward)
 

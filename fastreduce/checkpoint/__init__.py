@@ -274,9 +274,10 @@ def _reducers(parts: Mapping[str, Any]) -> dict[str, GradientReducer]:
 
 def _drop_broken_backwards(parts: Mapping[str, Any]) -> None:
     """Where a backward has raised on this rank alone, the others are in it still: they would not come."""
-    if torch._C._current_graph_task_id() == -1 and not _is_elastic(parts):
+    if not _is_elastic(parts):
         for reducer in _reducers(parts).values():
-            reducer.drop_broken_backward()
+            if reducer.backward.has_raised:
+                reducer.drop_broken_backward()
 
 
 def _is_elastic(parts: Mapping[str, Any]) -> bool:

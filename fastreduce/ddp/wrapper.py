@@ -271,7 +271,7 @@ class DistributedDataParallel(TorchDDP):
         if recorder is None or self.reducer.backward.is_here:
             return _before_forward(self, *inputs, **kwargs)
         if not torch.is_grad_enabled():
-            if self.reducer.backward.armed_here:  # else a backward may be under way on another thread
+            if self.reducer.backward.has_raised:
                 self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared

@@ -75,7 +75,8 @@ def run_ranks(
     processes: list[Any] = []
     pipes: list[Connection] = []
     try:
-        with _interrupts_ignored():  # children inherit this: Ctrl-C reaches this process alone, which ends them
+        # Children inherit that interrupts are ignored: Ctrl-C reaches this process alone, which ends them.
+        with _handlers_behind(start_method), _interrupts_ignored():
             for local_rank in range(group.here):
                 ours, theirs = context.Pipe(duplex=False)
                 rank = _Rank(group, local_rank, os.getpid(), host, port, on_report is not None, start_method)
@@ -121,6 +122,29 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _handlers_behind(start_method: str) -> Iterator[None]:
+    """Let signals' handlers run behind the block: where one raised in it, a process would begin without its function.
+
+    A fork needs no such thing, and inherits them.
+    """
+    if start_method == "fork" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    known = {each: signal.getsignal(each) for each in signal.valid_signals()}
+    handlers = {each: handler for each, handler in known.items() if callable(handler)}
+    for each in handlers:
+        signal.signal(each, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _collect(

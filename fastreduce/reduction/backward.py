@@ -6,11 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
 from ..errors import ReducerError, TransportError
@@ -23,16 +25,18 @@ from .streams import Finish, Pending
 from .telemetry.flight_record import Phase
 from .telemetry.telemetry import Telemetry
 
+BACKWARD, FUNCTION = _engine_run_backward.__code__, BackwardCFunction.apply.__code__
 Launches = Sequence[tuple[BucketJob, Pending]]
 
 
-def _begun_here() -> int:
-    """How many backwards this thread has begun that have not come to their end."""
-    calls, frame = 0, sys._getframe()
-    while (caller := frame.f_back) is not None:
-        frame = caller
-        calls += frame.f_code is _engine_run_backward.__code__
-    return calls
+def _calls(frame: FrameType | None) -> list[CodeType]:
+    """Of a thread, by its innermost frame: the backwards and autograd functions that it is in, innermost first."""
+    found = []
+    while frame is not None:
+        if frame.f_code in (BACKWARD, FUNCTION):
+            found.append(frame.f_code)
+        frame = frame.f_back
+    return found
 
 
 class Backward:
@@ -78,8 +82,11 @@ class Backward:
         self.armed = self.running = self.reduced_once = False
         self._task = -1  # autograd's number of the last backward
         self._armed_in = -1, 0  # a thread, and how many backwards it was in
+        self._on_output = weakly(self._enter)
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
+        # For each parameter, whether this rank has brought a gradient to it.
+        self._brought = [True] * len(buckets.specs)
         self.arrivals = Arrivals(buckets.gradients.parameters, self._launch_full_buckets, self._report)
         self.telemetry = Telemetry(buckets, self.arrivals.used)
         self._recorder = self.telemetry.recorder
@@ -97,8 +104,10 @@ class Backward:
         """Make the next backward reduce, whatever an earlier one left behind."""
         self.drop_broken()
         self._forget()
-        self.armed, self._left_over = True, set()
-        self._armed_in = threading.get_ident(), _begun_here() if torch._C._current_graph_task_id() != -1 else 0
+        self.armed = True
+        self._forget_last()
+        around = _calls(sys._getframe()).count(BACKWARD) if torch._C._current_graph_task_id() != -1 else 0
+        self._armed_in = threading.get_ident(), around
         self._buckets.at_step(self._agreed.schedule.step)
         # Until the backward is known to have begun, and all through the first one, every hook reports.
         self.arrivals.report()
@@ -126,7 +135,8 @@ class Backward:
     def reset(self) -> None:
         """Forget what is under way and what was learned, as if no backward had been."""
         self.armed = self.running = self.reduced_once = False
-        self._left_over, self.active_ranks = set(), None
+        self.active_ranks = None
+        self._forget_last()
         self.arrivals.forget_used()
         self.arrivals.fires[:] = [1] * len(self.arrivals.fires)
         self._forget()
@@ -137,6 +147,11 @@ class Backward:
         self.arrivals.stop()
         if not self.reduced_once:
             self.arrivals.order.clear()
+
+    def _forget_last(self) -> None:
+        """No backward comes that belongs to the last reduction."""
+        self._left_over = set()
+        self._brought[:] = [True] * len(self._brought)
 
     def state(self) -> dict[str, Any]:
         """What was learned, as plain data."""
@@ -153,10 +168,9 @@ class Backward:
     def watch(self, outputs: Iterable[Tensor]) -> None:
         """Hook a forward's outputs, so that the end of the outermost backward through them is known."""
         if self.armed:
-            enter = weakly(self._enter)
-            for output in outputs:
-                if output.grad_fn is not None:
-                    output.register_hook(enter)
+            for output in outputs:  # one that earlier forwards have returned has the hook
+                if output.grad_fn is not None and self._on_output not in (output._backward_hooks or {}).values():
+                    output.register_hook(self._on_output)
 
     @property
     def is_here(self) -> bool:
@@ -164,13 +178,15 @@ class Backward:
         return self.running and self._task == torch._C._current_graph_task_id() != -1
 
     @property
-    def armed_here(self) -> bool:
-        """Whether the caller's thread is that of the last forward: its backward is then not under way elsewhere."""
-        return self._armed_in[0] == threading.get_ident()
+    def has_raised(self) -> bool:
+        """Whether a backward has begun that will not come to its end: no thread is in one."""
+        if not self.running or self.is_here:
+            return False
+        return not any(BACKWARD in _calls(frame) for frame in sys._current_frames().values())
 
     @_disable_dynamo
     def _enter(self, _: object = None) -> None:
-        if (self.armed or self._left_over) and not self.running:
+        if (self.armed or not all(self._brought)) and not self.running:
             if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
                 raise ReducerError(
                     f"rank {self._recorder.rank}: compiled autograd (torch._dynamo.config.compiled_autograd) runs this "
@@ -206,7 +222,7 @@ class Backward:
             )
 
     def _within_another(self) -> bool:
-        """Whether this backward was begun within another that is not around the forward too.
+        """Whether this backward was begun within another that is not around the forward too, by an autograd function.
 
         So does a re-entrant checkpoint of some layers, whose backward ends before that of the whole.
         """
@@ -214,7 +230,8 @@ class Backward:
         if thread != threading.get_ident():
             # The threads of devices, which autograd has started, run what was begun elsewhere.
             around = -1 if isinstance(threading.current_thread(), threading._DummyThread) else 0
-        return _begun_here() > around + 1
+        calls = _calls(sys._getframe())
+        return calls.count(BACKWARD) > around + 1 and calls[1:2] == [FUNCTION]
 
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
@@ -306,6 +323,7 @@ class Backward:
             for _, pending in self._launches:
                 pending.cancel()
             self._count()
+            self._brought[:] = self.arrivals.used  # before they are forgotten
             self.arrivals.forget_used()
             if not self.reduced_once:
                 self.reduced_once = True
@@ -337,29 +355,44 @@ class Backward:
     def _reduce_left_over(self) -> None:
         """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.
 
-        What no rank used in the first backward is the same set on all ranks, so all run the same buckets.
+        What no rank used in the first backward is the same set on all ranks, so all run the same buckets. That all of
+        them do is not known before they meet: one without first gradients might be in the next step's by now.
         """
-        used = self.arrivals.used
-        fired = {i for i in self._left_over if used[i]}
-        if not fired:
+        used, names = self.arrivals.used, self._buckets.gradients.names
+        first = [i for i, is_used in enumerate(used) if is_used and not self._brought[i]]
+        late = [names[i] for i in first if i not in self._left_over]
+        if late:
+            raise ReducerError(
+                f"rank {self._recorder.rank}: a second backward through one forward brought this rank's first gradient "
+                f"for {late[0]!r}, which was averaged already with what other ranks had of it. Sum the losses and call "
+                "backward once"
+            )
+        if not first:
             return
         if self.recover is not None:
             raise ReducerError(
                 "a second backward through one forward brought first gradients for some parameters: with elastic=True "
                 "sum the losses and call backward once"
             )
-        names = self._buckets.gradients.names
-        twice = [name for i, name in enumerate(names) if used[i] and i not in fired]
+        twice = [name for i, name in enumerate(names) if used[i] and self._brought[i]]
         if twice:
             raise ReducerError(
                 f"rank {self._recorder.rank}: a second backward through one forward brought first gradients for "
-                f"{names[min(fired)]!r} and further ones for {twice[0]!r}, which was averaged already. "
+                f"{names[first[0]]!r} and further ones for {twice[0]!r}, which was averaged already. "
                 "Sum the losses and call backward once"
             )
-        in_buckets = self._left_over.intersection(self._buckets.indices)
-        self._average(sorted({self.arrivals.bucket_of[i] for i in in_buckets}))
-        self._sparse.settle(used, self._divisor(), self._left_over)
-        self._left_over -= fired
+        with self.telemetry.explaining():
+            self.telemetry.await_all(
+                f"{len(self._left_over)} left over of reduction {self.reductions}",
+                f"rank {self._recorder.rank}: a second backward through one forward brought first gradients for "
+                f"{names[first[0]]!r}, and on all ranks it must bring some, or on none: ",
+            )
+            in_buckets = self._left_over.intersection(self._buckets.indices)
+            left = self._average(sorted({self.arrivals.bucket_of[i] for i in in_buckets}))
+            left |= self._sparse.settle(used, self._divisor(), self._left_over)
+        self._left_over &= left
+        for i in first:
+            self._brought[i] = True
         self.arrivals.forget_used()
 
     def take_part(self) -> None:

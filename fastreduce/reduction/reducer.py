@@ -379,7 +379,7 @@ class GradientReducer:
                 reduced. Nothing has changed then.
             TransportError: within the group's timeout, if a rank does not call it.
         """
-        if torch._C._current_graph_task_id() == -1:
+        if self.backward.has_raised:
             self.drop_broken_backward()  # which other ranks are in still
         self._agreed.change(setting, at, bucket_bytes, self.backward.running)
 

@@ -10,6 +10,7 @@ import itertools
 import logging
 import random
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,38 @@ def _after_broken(rank: int, world_size: int, setting: str, path: Path) -> list[
     assert_same_bits(net.state_dict(), saved)
     assert not step(-1)
     return missed
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["in a hook", "on another thread"])
+def test_a_snapshot_that_is_written_during_a_backward_leaves_it_alone(ranks2: RankPool, aside: bool, tmp_path: Path):
+    ranks2.run(_save_during_backward, aside, tmp_path / "snapshot.pt", timeout=60)
+
+
+def _save_during_backward(rank: int, world_size: int, aside: bool, path: Path) -> None:
+    undisturbed = Training(FEEDBACK)
+    undisturbed.steps(3)
+    expected = undisturbed.all()
+    training = Training(FEEDBACK)
+    training.steps(2)
+    parameters = dict(training.model.module.named_parameters())
+    before = {name: p.detach().clone() for name, p in parameters.items()}, training.model.reducer.state_dict()
+
+    def save_meanwhile(_: Tensor) -> None:
+        if aside:
+            thread = threading.Thread(target=save_checkpoint, args=(path,), kwargs={"model": training.model})
+            thread.start()
+            thread.join()
+        else:
+            save_checkpoint(path, model=training.model)
+
+    handle = parameters["0.weight"].register_hook(save_meanwhile)  # all other buckets are on their way
+    training.steps(1)
+    handle.remove()
+    assert_same_bits(training.all(), expected, f"rank {rank}")
+    again = Training(FEEDBACK, seed=5)
+    load_checkpoint(path, model=again.model)
+    found = {name: p.detach() for name, p in again.model.module.named_parameters()}, again.model.reducer.state_dict()
+    assert_same_bits(found, before, f"rank {rank}, as before the step")
 
 
 def test_another_compression_adds_the_residuals_to_its_first_gradients(ranks2: RankPool, tmp_path: Path):

@@ -37,6 +37,10 @@ def _invoke(out: Path, *arguments: object) -> tuple[Result, dict[str, Any]]:
         (["--settings", "torch:fp16", SCRIPT], "unknown compression 'torch'"),
         (["--nodes", "4", SCRIPT], "--nodes and --gbits go together"),
         (["--nodes", "4", "--gbits", "1", "--settings", "topk:ratio=0.1", SCRIPT], "grows with the number of ranks"),
+        (
+            ["--nodes", "4", "--gbits", "1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", SCRIPT],
+            "--nodes 4 and --nnodes 2: --nodes projects from the ranks of one host",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path: Path):

@@ -292,15 +292,46 @@ def test_where_ranks_miss_a_node_first_it_is_named_too(tmp_path: Path):
     assert re.search(r"\nfastreduce launch: no word from node 1( \(.+\))? for 1\.8 s\n", done.stderr), done.stderr
 
 
+STAYS = """
+import os, signal, sys, time, torch.distributed as dist
+dist.init_process_group("gloo")
+os.write(1, b"up\\n")
+if os.environ["RANK"] == "3":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["LOCAL_RANK"] == "1":
+    time.sleep(60)
+others = dist.new_group([0, 2], use_local_synchronization=True)
+for count in range(10**9):
+    dist.barrier(others)
+    if count == 100 and os.environ["RANK"] == sys.argv[1]:
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.long), "a rank of its own"])
+def test_the_node_whose_ranks_ended_first_is_named(tmp_path: Path, how: str):
+    """Another rank of node 1 takes its time to end, after node 0 has missed the first one's."""
+    path = tmp_path / "stays.py"
+    path.write_text(STAYS)
+    with _two_nodes(path, 0 if how != "SIGTERM" else -1, ranks=2) as nodes:
+        if how == "SIGTERM":
+            nodes[1].send_signal(signal.SIGTERM)
+        here, there = (finish(node, 100) for node in nodes)
+    named = r"\nfastreduce launch: node 1 \(.+\) has ended: it received SIGTERM\n"
+    assert bool(re.search(named, here.stderr)) == (how == "SIGTERM"), here.stderr
+    assert ("node 1" in here.stderr) == (how == "SIGTERM"), here.stderr
+    assert ("node 0 (127.0.0.1) has ended: rank 0 failed with exit code 7" in there.stderr) == (how != "SIGTERM")
+
+
 @contextlib.contextmanager
-def _two_nodes(*script: object) -> Iterator[list[Running]]:
+def _two_nodes(*script: object, ranks: int = 1) -> Iterator[list[Running]]:
     """Two launchers as two nodes, whose ranks are up."""
     command = [*LAUNCH, "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    command += ["--nproc-per-node", "1"]
+    command += ["--nproc-per-node", ranks]
     env = with_environment(FASTREDUCE_NODE_SECONDS="6", GLOO_SOCKET_IFNAME="lo")
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(started(*command, "--node-rank", n, *script, env=env)) for n in (0, 1)]
-        for each in nodes:
+        for each in nodes * ranks:
             assert each.stdout is not None and each.stdout.readline() == "up\n"
         yield nodes
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from fastreduce import errors
 from tests.support.each_setting import EACH_SETTING
@@ -101,6 +103,58 @@ def _play(rank: int, world_size: int, ops: str, options: dict[str, Any]) -> list
 
 def test_a_bare_backward_between_forward_and_backward_equals_torch(ranks2: RankPool):
     ranks2.run(_play_both, "f1 b1 z m2 f3 b3 z f4 b4", {}, {})
+
+
+class Hides(Branches):
+    """Returns no tensor."""
+
+    loss: Tensor
+
+    def forward(self, x: Tensor, use: str = "abc") -> None:  # type: ignore[override]
+        self.loss = super().forward(x, use).sum() * EXACT
+
+
+def _within_a_hook(rank: int, world_size: int) -> list[Grads]:
+    seen: dict[str, list[Grads]] = {}
+    for kind in ("torch", "ours"):
+        model, seen[kind] = wrap(kind, whole_(Hides()), bucket_cap_mb=1e-6), []
+        for step in range(3):
+            model.zero_grad()
+            model(whole_batch(rank, step, 3, 4))
+            outer = torch.ones(1, requires_grad=True) * 2
+            outer.register_hook(lambda _, model=model: model.module.loss.backward())
+            outer.backward()
+            seen[kind].append(grads_of(model.module))
+    assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
+    return seen["ours"]
+
+
+def test_a_backward_within_a_hook_of_another_one_is_reduced_as_torchs(ranks2: RankPool):
+    """The forward returns nothing, and yet the end is known: a hook's own backward is no part of that around it."""
+    equal_on_all(ranks2.run(_within_a_hook, timeout=60))
+
+
+class Keeps(Branches):
+    """Returns a tensor of its own with every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.trunk.weight * 2
+
+    def forward(self, x: Tensor, use: str = "abc") -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x, use), self.kept
+
+
+def _returned_again(rank: int, world_size: int) -> int:
+    model = wrap("ours", Keeps())
+    for step in range(4):
+        loss, kept = model(whole_batch(rank, step, 3, 4))
+        loss.sum().backward()
+    return len(kept._backward_hooks)
+
+
+def test_a_tensor_that_every_forward_returns_has_one_hook(ranks2: RankPool):
+    assert ranks2.run(_returned_again) == [1, 1]
 
 
 # Parameters without a gradient
@@ -206,6 +260,56 @@ def _two_parts(rank: int, world_size: int, find: bool) -> list[Grads]:
 def test_a_second_backward_with_first_and_further_gradients_is_refused(ranks2: RankPool):
     for message in ranks2.run(_overlapping):
         assert "a.weight" in message and "trunk" in message and "Sum the losses" in message
+
+
+class Three(nn.Module):
+    """Heads of their own, as large as each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(x).sum() for head in self.heads]
+
+
+def _parts(rank: int, world_size: int, parts: list[str], timeout: float) -> tuple[list[Grads], str]:
+    """Backwards over sums of heads: all of them, then those of this rank, then all; until an error."""
+    seconds = datetime.timedelta(seconds=timeout)
+    group = dist.new_group(range(world_size), timeout=seconds)
+    model, seen = wrap("ours", whole_(Three()), bucket_cap_mb=1e-6, process_group=group), []
+    for step, sums in enumerate(("012", parts[rank], "012")):
+        model.zero_grad()
+        heads = model(whole_batch(rank, step, 3, 4))
+        for chosen in sums.split():
+            try:
+                (sum(heads[int(i)] for i in chosen) * EXACT).backward()
+            except (errors.ReducerError, errors.TransportError) as error:
+                return seen, str(error)
+        seen.append(grads_of(model.module))
+    return seen, ""
+
+
+def test_a_second_backward_that_brings_first_gradients_on_some_ranks_only_is_an_error(ranks2: RankPool):
+    """The others' next step would take them for its own."""
+    (before, error), (others, theirs) = ranks2.run(_parts, ["01 2", "01"], 4.0, timeout=60)
+    assert len(before) == 1 and len(others) == 2
+    assert error.startswith("rank 0: a second backward through one forward brought first gradients for 'heads.2.")
+    assert "on all ranks it must bring some, or on none: rank 1 did not come within 4 s" in error
+    assert "Rank 0" in theirs
+
+
+@pytest.mark.parametrize(
+    ("parts", "raise_"),
+    [(["0 12", "01 2"], [True, False]), (["0 1 2", "0 2 1"], [True, True])],
+    ids=["in the first backward", "in a second one"],
+)
+def test_a_first_gradient_that_comes_after_the_others_were_averaged_is_an_error(
+    ranks2: RankPool, parts: list[str], raise_: list[bool]
+):
+    found = ranks2.run(_parts, parts, 4.0, timeout=60)
+    for (_, error), raises in zip(found, raise_, strict=True):
+        assert ("this rank's first gradient for 'heads." in error) == raises
 
 
 def _overlapping(rank: int, world_size: int) -> str:

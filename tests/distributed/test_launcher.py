@@ -251,6 +251,32 @@ def test_a_process_that_did_not_begin_as_spawned_ones_do_is_told_what_to_write(m
         spawn(_rank_and_sum, (2.0,), nprocs=2)
 
 
+LEAVES = """
+import os, psutil, signal, sys, threading
+from fastreduce.distributed import spawn
+
+def leave(*_):
+    sys.exit(7)
+
+def watch():
+    while not any("spawn_main" in word for child in psutil.Process().children() for word in child.cmdline()):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, leave)
+    threading.Thread(target=watch).start()
+    spawn(print, (bytes(10**7),), nprocs=2)  # which takes longer to write than to notice
+"""
+
+
+def test_a_handler_that_raises_while_ranks_are_started_leaves_none_half_started(tmp_path: Path):
+    path = tmp_path / "leaves.py"
+    path.write_text(LEAVES)
+    done = run(sys.executable, path)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 def test_the_tutorial_in_the_docs(tmp_path: Path):
     text = (ROOT / "docs" / "from-megengine.md").read_text()
     path = tmp_path / "tutorial.py"

@@ -67,6 +67,39 @@ def test_each_setting_is_within_its_bound(ranks: RankPool):
             assert ((grad.double() - mean).abs() <= bound).all(), (setting, name)
 
 
+class Adapted(nn.Module):
+    """A frozen base of bytes, where there is one, and trained factors beside it, as QLoRA has them."""
+
+    def __init__(self, dtype: torch.dtype, base: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        if base:
+            self.base = nn.Parameter(torch.ones(30, 30, dtype=torch.uint8), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(30, 7, generator=generator).to(dtype))
+        self.up = nn.Parameter(torch.randn(7, 30, generator=generator).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.up.dtype) @ self.down @ self.up
+
+
+def _adapted(rank: int, world_size: int, dtype: torch.dtype, base: bool) -> list[Any]:
+    found: list[Any] = []
+    for setting in ("none", "fp16", "int8"):
+        model = fully_shard(Adapted(dtype, base))
+        reduction = fastreduce.fsdp.compress(model, setting)
+        found += [reduction.sent_bytes, _backward(model, rank)]
+        mesh = mesh_of(world_size)
+        model = fully_shard(Adapted(dtype, base), mesh=mesh["shard"])
+        reduction = fastreduce.fsdp.replicate(model, mesh["replicate"], setting)
+        found += [reduction.sent_bytes, _backward(model, rank), reduction.sent_bytes]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_base_of_another_dtype_changes_nothing(ranks2: RankPool, dtype: torch.dtype):
+    assert_same_bits(ranks2.run(_adapted, dtype, True), ranks2.run(_adapted, dtype, False))
+
+
 def test_bits_do_not_depend_on_the_transport(ranks: RankPool):
     shared, sockets = (ranks.run(_under, ("fp16", "int8"), transport) for transport in ("shm", "gloo"))
     assert_same_bits(sockets, shared)

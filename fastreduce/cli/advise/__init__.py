@@ -85,6 +85,12 @@ def advise(
             command="advise",
         )
     here = starting.find_nodes(nnodes, node_rank, master_addr, master_port, "advise")
+    if nodes is not None and here is not None:
+        fail(
+            f"--nodes {nodes} and --nnodes {nnodes}: --nodes projects from the ranks of one host, and --nnodes starts "
+            "them on several; give one of them",
+            command="advise",
+        )
     command = starting.read_launch(launch, ranks, here, "advise")
     from . import measure  # which needs scipy
     from .prediction import Link

@@ -155,6 +155,8 @@ class Ranks(SubprocessContext):
         self._ended = frozenset(h.proc.pid for h in handlers if h.proc.poll() is None)
         if not self._ended and not self._failures:
             return  # what a rank that succeeded left running is its own affair
+        if self.nodes is not None:
+            self.nodes.note_end()
         try:
             super()._close(death_sig, self.grace_seconds)
         finally:  # a second Ctrl-C comes here too

@@ -51,6 +51,7 @@ class Nodes:
        belongs to a launcher that is gone. The store is served by node 0, and gone with it.
     2. Who leaves before its ranks are done writes why into `left/NODE`; the others read it at their next beat.
     3. Who has read it, or leaves too, says so in `knows/NODE`, so that node 0 keeps the store open until then.
+    4. The first node whose ranks fail, or are ended, is in `first to end`: the others' fail after it.
 
     Args:
         environment: of a rank on this node.
@@ -83,17 +84,46 @@ class Nodes:
         if self._lost:
             raise NodeLostError(f"{self._lost}; the ranks here were ended")
 
+    def note_end(self) -> None:
+        """Note that ranks have failed here, or are about to be ended, unless that was so on another node before."""
+        if self._store is not None:
+            with contextlib.suppress(TransportError):
+                self._store.at("", self._limit / BEATS).set_first("first to end", str(self._rank))
+
     def suspect(self) -> str:
-        """Which other node may be why ranks fail here: one that has ended, or is silent for some beats; "" if none."""
-        before, pause = dict(self._numbers), self._limit / BEATS
-        deadline = time.monotonic() + SUSPECT_BEATS * pause
-        while not self._lost and time.monotonic() < deadline:
-            if all(self._numbers[node] != number for node, number in before.items()):
-                return ""
-            time.sleep(pause / 10)
-        silent = [node for node, number in before.items() if self._numbers[node] == number]
-        names = " and ".join(map(self._name, silent))
-        return self._lost or (f"no word from {names} for {SUSPECT_BEATS * pause:g} s" if silent else "")
+        """Which other node may be why ranks failed here: one whose ranks ended first, or that is silent; "" if none."""
+        if self._store is None:
+            return self._lost
+        store, seconds = self._store.at("", self._limit / BEATS), SUSPECT_BEATS * self._limit / BEATS
+        try:
+            first = store.read("first to end")
+            for node in self._numbers:
+                if first == str(node):
+                    return self._end_of(node, store, seconds)
+            silent = self._silent(store, seconds)
+        except TransportError:  # node 0, which holds the store, is gone: the thread says how
+            self._thread.join(seconds)
+            if self._lost:
+                return self._lost
+            silent = [0]
+        return f"no word from {' and '.join(map(self._name, silent))} for {seconds:g} s" if silent else ""
+
+    def _end_of(self, node: int, store: StoreClient, seconds: float) -> str:
+        """How a node has ended whose ranks did, or do."""
+        wait_until(store, lambda store: store.has(f"left/{node}"), seconds)
+        why = store.read(f"left/{node}")
+        return f"{self._name(node)} ends its ranks" if why is None else self._lost_by(node, why)
+
+    def _silent(self, store: StoreClient, seconds: float) -> list[int]:
+        """Nodes that neither beat within so many seconds nor have left."""
+        before = {node: store.add(f"beat/{node}", 0) for node in self._numbers}
+
+        def silent() -> list[int]:
+            same = [node for node, number in before.items() if store.add(f"beat/{node}", 0) == number]
+            return [node for node in same if not store.has(f"left/{node}")]
+
+        wait_until(store, lambda _: not silent(), seconds)
+        return silent()
 
     def leave(self, why: str) -> None:
         """End the thread, and tell the others `why` this node leaves early ("": its ranks are done)."""
@@ -122,7 +152,7 @@ class Nodes:
                     self._numbers[node] = store.add(f"beat/{node}", 0)
                     unchanged[node] = unchanged[node] + 1 if self._numbers[node] == number else 0
                     if (why := store.read(f"left/{node}")) is not None:
-                        self._lost = f"{self._name(node)} has ended: {_line(why)}"
+                        self._lost = self._lost_by(node, why)
                         store.set(f"knows/{self._rank}", "")
                     elif unchanged[node] > BEATS:
                         self._lost = f"{self._name(node)} is gone: no word from its launcher for {self._limit:g} s"
@@ -133,6 +163,9 @@ class Nodes:
         except RuntimeError as error:
             self._others.discard(0)
             self._lost = f"{self._name(0)} is gone, and with it the store: {str(error).splitlines()[0]}"
+
+    def _lost_by(self, node: int, why: str) -> str:
+        return f"{self._name(node)} has ended: {_line(why)}"
 
     def _connect(self) -> StoreClient:
         host, port = self._address

@@ -19,7 +19,7 @@ from .flight_recorder import FlightRecorder
 from .nonfinite import NonFiniteSteps
 from .stragglers import EVERY, Stragglers
 from .trace import Trace
-from .whereabouts import Whereabouts, explain, forget, watch
+from .whereabouts import Whereabouts, explain, forget, in_other_call, watch
 
 
 class Telemetry:
@@ -69,6 +69,17 @@ class Telemetry:
             yield
         except TransportError as error:
             raise explain(error, self.recorder, self._place) from error
+
+    def await_all(self, meeting: str, why: str) -> None:
+        """Return when every rank has called it, where this one has a place to meet them.
+
+        Raises:
+            TransportError: saying `why`, and who has not come within the group's timeout. Others that wait for this
+                rank's averages meanwhile raise at once.
+        """
+        if self._place is not None:
+            with in_other_call([self.recorder]):
+                self._place.meet(meeting, self.recorder.rank, self.recorder.world_size, why)
 
     def meet(self, reduction: int, step: int) -> None:
         """At the end of a reduction, the same one on all ranks: compare what each did, if that is due."""

@@ -29,6 +29,7 @@ from ...environment.fates import fate, introduction
 from ...environment.hosts import addresses, why_out_of_reach
 from ...environment.stacks import OURS, collective_under_way, python_stacks
 from ...errors import TransportError
+from ...transports.meeting import clear, meet
 from ...transports.messages import decode, of_types
 from ...transports.store_client import SOON_SECONDS, StoreClient
 from .. import clocks
@@ -92,6 +93,19 @@ class Whereabouts:
         alive = all_recorders()
         doing = f", {alive[-1].doing()}" if alive else ""
         self.store.set(f"end of {rank}", json.dumps([introduction(), f"{doing}: {_why_it_ends()}"]))
+
+    def meet(self, name: str, rank: int, world_size: int, why: str) -> None:
+        """Wait for all ranks at a meeting of this name, which is free again when all have left.
+
+        Raises:
+            TransportError: if some do not come within the group's timeout; begins with `why`.
+        """
+        store = self.group.at(f"fastreduce/{name}")
+        try:
+            meet(store, rank, range(world_size), self.group.seconds)
+            clear(store, range(world_size))
+        except TransportError as error:
+            raise TransportError(f"{why}{error}.", error.missing) from error
 
     def ask(self, rank: int, mine: FlightRecorder) -> str:
         """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing."""

@@ -43,7 +43,7 @@ from fastreduce.cli.compare.results import FORMAT
 from fastreduce.distributed.processes import Group, run_ranks
 from fastreduce.errors import RanksFailedError
 from fastreduce.run.orders import order
-from tests.support.commands import FASTREDUCE, command_line, finish, started
+from tests.support.commands import FASTREDUCE, command_line, finish, run, started
 
 
 def _invoke(*arguments: str) -> Result:
@@ -120,6 +120,21 @@ def test_missing_packages_are_named(asked: list[Experiment], monkeypatch: pytest
     result = _invoke()
     assert result.exit_code == 2
     assert result.output == "fastreduce compare: scikit-learn is missing: pip install scikit-learn\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["compare"], ["compare", __file__], ["advise", __file__]], ids=["built in", "script", "advise"]
+)
+def test_an_installation_without_extras_is_told_what_to_add(words: list[str]):
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['scipy', 'sklearn', 'matplotlib', 'jinja2', 'plotly']));"
+        "from fastreduce.cli import main; main()"
+    )
+    done = run(sys.executable, "-c", code, *words)
+    lacking = {"compare": ["scipy", "matplotlib"], "advise": ["scipy"]}[words[0]]
+    lacking = ["scikit-learn", *lacking] if len(words) == 1 else lacking
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"missing: pip install {' '.join(lacking)}\n" in done.stderr
 
 
 # Order and statistics

@@ -208,8 +208,6 @@ def compare(
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     if words:
-        from .script import measure  # which needs scipy and matplotlib, as make_plan has seen
-
         plan = make_plan(
             words,
             settings,
@@ -229,6 +227,8 @@ def compare(
             launch=launch,
             nodes=starting.find_nodes(nnodes, node_rank, master_addr, master_port, "compare"),
         )
+        from .script import measure  # which needs scipy and matplotlib, as make_plan has seen
+
         make_folder(out)
         measure.run(plan, console)
         return

@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import typer
 
+_PACKAGES = {"sklearn": "scikit-learn"}  # what a module is installed by, where the names differ
+
 
 class SignalError(Exception):
     """The signal that this process received."""
@@ -44,11 +46,11 @@ def fail(message: str, code: int = 2, command: str = "compare") -> NoReturn:
 
 
 def need(*modules: str, command: str = "compare") -> None:
-    """End the command if one of the modules is not installed."""
-    for module in modules:
-        if find_spec(module) is None:
-            package = "scikit-learn" if module == "sklearn" else module
-            fail(f"{package} is missing: pip install {package}", command=command)
+    """End the command if some of the modules are not installed."""
+    lacking = [_PACKAGES.get(module, module) for module in modules if find_spec(module) is None]
+    if lacking:
+        are = "is" if len(lacking) == 1 else "are"
+        fail(f"{' and '.join(lacking)} {are} missing: pip install {' '.join(lacking)}", command=command)
 
 
 def make_folder(out: Path, command: str = "compare") -> None:

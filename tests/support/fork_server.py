@@ -219,10 +219,10 @@ def _serve(owner: socket.socket, listener: socket.socket | None = None) -> _Job 
             data = _read(file, *LENGTH.unpack(header))
             pid = os.fork()
             if not pid:
-                for other in (to_status, *listening, *clients, *running, *(each for _, each in running.values())):
+                for other in (to_status, *running, *(each for _, each in running.values())):
                     os.close(other)
-                for client in clients.values():
-                    client.detach()
+                for each in (*clients.values(), *([] if listener is None else [listener])):
+                    each.close()  # themselves: at its end a socket would close what has its number by then
                 return _Job(data, pipe, output)
             for other in (pipe, *output):
                 os.close(other)

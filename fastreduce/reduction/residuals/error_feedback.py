@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from typing import NamedTuple
@@ -70,7 +72,6 @@ class ErrorFeedback:
             `[2, rows, elements]`; in 8 bits `[2, bytes]`.
         shard_residuals: `[2, elements of share.second]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
-        turned: whether the last reduction has changed it already, as is right where all averages are applied.
         units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
             inverse. NaN before the first step; FP64 `[slots]` on the device once only that knows.
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
@@ -91,7 +92,8 @@ class ErrorFeedback:
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self._applied: Applied | None = None
         self._last: Applied | None = None
-        self.turned = False
+        self._turned = False  # whether the last reduction has changed `turn` already
+        self._changing = threading.Lock()  # held while `turn`, and what the host knows of it, do not agree
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
 
@@ -135,12 +137,19 @@ class ErrorFeedback:
     def settled(self) -> tuple[Tensor, Tensor, list[float]]:
         """Copies of the kept row of both residuals, and of the units, for training without `.grad`.
 
-        What no optimizer has applied until now will not be. Nothing changes here.
+        What no optimizer has applied until now will not be. Nothing changes here. During a reduction, on whatever
+        thread, it is what that one starts from.
         """
-        twin = copy(self)
-        twin.turn, twin._carried = self.turn.clone(), set(self._carried)
-        twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
-        twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
+        with self._changing:
+            if self.turn.is_cuda:
+                torch.cuda.synchronize(self.turn.device)  # the reduction is on another stream
+            twin = copy(self)
+            twin.turn, twin._carried = self.turn.clone(), set(self._carried)
+            twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
+            twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
+            twin._changing = threading.Lock()
+            if self.turn.is_cuda:
+                torch.cuda.synchronize(self.turn.device)  # nor may it go on before the copies are made
         twin.commit(final=True)
         return twin.residual, twin.shard_residual, twin.units_now()
 
@@ -266,14 +275,25 @@ class ErrorFeedback:
         if self._applied is not None:
             self._applied.look()
 
+    @contextmanager
+    def turning(self) -> Iterator[Tensor]:
+        """Around a kernel that changes `turn`, as is right where all averages are applied."""
+        with self._changing:
+            yield self.turn
+            self._turned = True
+
     def commit(self, final: bool = False) -> None:
         """Make row `turn` what the next reduction starts from.
 
         Nothing changes with a reduction whose averages were not stored: its backward raised. `final`: gradients that
         have not been applied never will be.
         """
+        with self._changing:
+            self._commit(final)
+
+    def _commit(self, final: bool) -> None:
         applied, self._applied = self._applied, None
-        turned, self.turned = self.turned, False
+        turned, self._turned = self._turned, False
         if applied is None:
             if turned:
                 self.turn.bitwise_xor_(1)

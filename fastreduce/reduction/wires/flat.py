@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 
 import torch
@@ -242,11 +243,9 @@ class FlatWires(BucketWires):
             used.copy_(self.wire[self._bucket.flags_offset :][: len(used)])
         elif self.block:
             shards = self._columns * self._shards
-            turn = None if self.feedback is None else self.feedback.turn
-            told = (statistics, finite, turn, self._form)
-            self._kernels.dequantize(self.wire, shards, self.block, slots, tensors, *told)
-            if self.feedback is not None:
-                self.feedback.turned = True
+            with nullcontext() if self.feedback is None else self.feedback.turning() as turn:
+                told = (statistics, finite, turn, self._form)
+                self._kernels.dequantize(self.wire, shards, self.block, slots, tensors, *told)
         elif self._fp16:
             parts = self._columns * self._parts
             self._kernels.unflatten_fp16(self.wire, parts, slots, tensors, self._scale_after, statistics, finite)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -341,6 +346,51 @@ def test_what_is_over_is_told_no_more():
             torch.optim.SGD(parameters, lr=1.0).step()
         applied = [call.args[0] for call in told.call_args_list]  # those of earlier tests may live on
         assert len([each for each in applied if each._parameters[0]() is parameters[0]]) == 1, f"step {step}"
+
+
+@pytest.mark.parametrize("setting", [FEEDBACK, f"{FEEDBACK}=8bit", "topk:ratio=0.1,min_numel=100"])
+def test_what_a_reduction_starts_from_is_told_at_any_moment_of_it(setting: str):
+    """Over random fates of the averages; the moments at which rows and what the host notes differ are made long."""
+    pipeline, parameters = _pipeline(setting)
+    kept, draw = pipeline.feedback, random.Random(1)
+    assert kept is not None
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    wires, common = pipeline.wires, Applied.common
+
+    def slowly(do: Callable[..., Any], *given: Any) -> Any:
+        done = do(*given)
+        time.sleep(0.003)
+        return done
+
+    def settled() -> list[Tensor]:
+        residual, shard, units = kept.settled()
+        return [residual, shard, torch.tensor(units)]
+
+    def settled_until(over: threading.Event) -> list[list[Tensor]]:
+        return [settled() for _ in iter(over.is_set, True)]
+
+    if isinstance(wires, FlatWires):
+        wires._kernels = replace(wires._kernels, dequantize=partial(slowly, wires._kernels.dequantize))
+    fates: list[Outcome] = [*OUTCOMES.values(), *NOT_ALIKE.values()]
+    for step in range(40):
+        left = [1] if draw.random() < 0.2 else []
+        optimizer.zero_grad()
+        kept.look()
+        for i, parameter in enumerate(parameters):
+            parameter.grad = batch(i, step, len(parameter))
+        before, over = settled(), threading.Event()
+        with ThreadPoolExecutor(1) as reader, patch.object(Applied, "common", lambda applied: slowly(common, applied)):
+            reading = reader.submit(settled_until, over)
+            grads = [parameter.grad for parameter in parameters]
+            pipeline.run(grads, grads, unused=left)
+            over.set()
+        during = reading.result()
+        assert during
+        for each in during:
+            assert_same_bits(each, before, f"step {step}")
+        kept.follow(parameters, left, pipeline.magnitudes)
+        draw.choice(fates)(step, parameters, optimizer)
+    assert before[0].any()
 
 
 def _refuse(*_: object) -> None:

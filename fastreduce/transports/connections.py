@@ -99,7 +99,7 @@ class _Beside:
         """The number of a connection that is free on every rank, or of a new one; every rank calls it at once."""
         if self.control is None:
             self.control = connect("control")
-        self.free -= {number for number in self.free if self.made[number].failed}  # since it was given back
+        self.free -= {n for n in list(self.free) if self.made[n].failed}  # since; and a lease may end at any moment
         told = self.control.exchange([sorted(self.free), len(self.made)], "connecting")
         theirs = checked(told, _free_and_made, "free connections")
         free = set[int].intersection(*(free for free, _ in theirs))

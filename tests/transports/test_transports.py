@@ -299,6 +299,29 @@ def test_a_connection_is_leased_by_one_transport_at_a_time_until_it_has_failed(g
     assert lease().connection.name == "4" and second.connection.failed
 
 
+def test_a_lease_that_is_collected_while_another_looks_for_a_connection_gives_its_own_back(group_of_one: None):
+    leases = [Lease("a test", dist.group.WORLD, _Made) for _ in range(4)]
+    taken = [lease.connection for lease in leases]
+    leases[0].close()
+    leases[1].close()
+
+    class Collects(_Made):
+        """Another lease ends while it is asked, as where garbage is collected."""
+
+        @property
+        def failed(self) -> bool:
+            leases[2].close()
+            return False
+
+        @failed.setter
+        def failed(self, _: bool) -> None: ...
+
+    taken[0].__class__ = Collects
+    again = Lease("a test", dist.group.WORLD, _Made)
+    assert again.connection is taken[0]
+    drop_all("a test")
+
+
 def test_the_older_name_is_the_same_class():
     assert transports.TorchProcessGroup is GlooTransport
 

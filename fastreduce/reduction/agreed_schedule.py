@@ -29,11 +29,11 @@ class AgreedSchedule:
 
     def change(self, setting: Setting, at: int | None, bucket_bytes: float | None, in_backward: bool) -> None:
         """Let another setting be in force from step `at` on, as `GradientReducer.set_compression` has it."""
+        if in_backward:  # nor can ranks tell each other: buckets under way have the transport
+            raise SettingError(f"set_compression({setting!r}) in a backward: call it between two steps")
         error: Exception | None = None
         changed = None
         try:
-            if in_backward:
-                raise SettingError(f"set_compression({setting!r}) in a backward: call it between two steps")
             changed = self.schedule.with_setting(self.schedule.step if at is None else at, setting, bucket_bytes)
         except Exception as found:  # whatever it is, other ranks must not wait
             error = found

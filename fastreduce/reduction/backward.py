@@ -128,6 +128,8 @@ class Backward:
                 self._sparse.take_part(self._divisor(), broken=True)
                 self._meet(counted=True)
         self.armed = self.running = False
+        for feedback in self._buckets.feedbacks:
+            feedback.stored = True
         self._forget()
         for dropped in self._events.dropped:
             dropped()

@@ -199,6 +199,7 @@ class BucketPipeline:
         if unused:
             self.used.index_fill_(0, self._on_device(unused), 0)
         direct = self._goes_direct(grads, averaged)
+        in_wire = self._kept_in_wire  # once: a hook may ask for statistics meanwhile
         if not direct:
             with self._naming:
                 self.compress(grads)
@@ -207,9 +208,9 @@ class BucketPipeline:
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
         with self._naming:
-            work = self._reduce_between(grads, averaged) if direct else self.wires.reduce(mark)
+            work = self._reduce_between(grads, averaged, in_wire) if direct else self.wires.reduce(mark)
         mark(_STARTED)
-        stored = direct and not self._kept_in_wire
+        stored = direct and not in_wire
         return lambda: self._finish(work, averaged, stored)
 
     def _finish(self, work: Work, averaged: Sequence[Tensor], stored: bool) -> None:
@@ -265,10 +266,10 @@ class BucketPipeline:
         """Whether averages that pieces make are to be in the wire, where statistics and feedback look at them."""
         return self.wires.piecewise and (self.statistics is not None or self.feedback is not None)
 
-    def _reduce_between(self, grads: Sequence[Tensor], averaged: Sequence[Tensor]) -> Work:
+    def _reduce_between(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], in_wire: bool) -> Work:
         """All three stages in one, but for the last where averages are to be in the wire."""
         tensors, into = [*self._with_kept(grads), self.used], [*averaged, self.used_by_any]
-        return self.wires.reduce_between(tensors, into, self._finite, self._kept_in_wire)
+        return self.wires.reduce_between(tensors, into, self._finite, in_wire)
 
     def launch_kernels(self, grads: Sequence[Tensor]) -> None:
         """Launch every kernel of a reduction once, and move nothing between ranks."""

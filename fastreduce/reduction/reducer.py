@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..compression import Compression
 from ..environment.exits import Exit, at_exit
+from ..errors import SettingError
 from ..policy import Policy
 from ..transports import Transport
 from ..transports.messages import checked, numbers
@@ -313,7 +314,14 @@ class GradientReducer:
 
         Residuals are in units of scaled gradients. A GradScaler's scale is followed without it, from the step on that
         takes it out; call it, between a step and the next forward, where a loss is scaled by hand.
+
+        Raises:
+            SettingError: called in a backward, whose buckets may be under way.
         """
+        if self.backward.has_raised:
+            self.drop_broken_backward()
+        if self.backward.running:
+            raise SettingError("rescale_residuals in a backward: call it between a step and the next forward")
         for feedback in self.buckets.feedbacks:
             feedback.rescale(factor)
 

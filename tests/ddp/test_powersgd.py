@@ -287,3 +287,45 @@ def hooked(rank: int, world_size: int, spec: str) -> Any:
 def test_the_hook_for_torchs_class_has_the_same_bits(ranks2: RankPool):
     for hook, ours in ranks2.run(hooked, "powersgd:rank=2"):
         assert_same_bits(hook, ours)
+
+
+def _during(rank: int, world_size: int, raises: bool) -> list[Any]:
+    """States before a backward, in a hook of it behind a bucket's reduction, and after it."""
+    ddp = wrap("ours", nn.Sequential(*[nn.Linear(20, 20) for _ in range(3)]), compression=SPECS[0], bucket_cap_mb=1e-3)
+    states: list[Any] = []
+
+    def save(_: Any = None) -> None:
+        state = ddp.reducer.state_dict()
+        states.append([*state["factors"].values(), *state["residuals"].values()])
+
+    def look(_: Tensor) -> None:
+        for _, pending in ddp.reducer.backward._launches:
+            pending.result()
+        save()
+        if raises:
+            raise RuntimeError("in a hook")
+
+    def step(i: int) -> None:
+        ddp.zero_grad()
+        ddp(batch(rank, i, 4, 20)).square().mean().backward()
+
+    for i in range(3):
+        step(i)
+    save()
+    hook = ddp.module[0].weight.register_hook(look)
+    if raises:
+        with pytest.raises(RuntimeError, match="in a hook"):
+            step(3)
+        hook.remove()
+        ddp.reducer.drop_broken_backward()
+    else:
+        step(3)
+    save()
+    return states
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["stored", "broken"])
+def test_a_snapshot_during_a_backward_has_the_factors_from_before_it(ranks2: RankPool, raises: bool):
+    for before, during, after in ranks2.run(_during, raises):
+        assert_same_bits(during, before)
+        assert not torch.equal(after[0], before[0])

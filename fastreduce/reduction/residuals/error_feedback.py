@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import ReducerError
 from ..buckets import Bucket
 from .applied import Applied
 from .factors import Factor, known_to_be, stack, to_device
@@ -75,6 +76,8 @@ class ErrorFeedback:
         units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
             inverse. NaN before the first step; FP64 `[slots]` on the device once only that knows.
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
+        stored: whether the averages of the last reduction are, or never will be; asked under PowerSGD, which says when
+            one begins.
     """
 
     def __init__(
@@ -90,10 +93,11 @@ class ErrorFeedback:
         self.residuals, self.shard_residuals = self._first.rows, self._second.rows
         self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
+        self.stored = True
         self._applied: Applied | None = None
         self._last: Applied | None = None
         self._turned = False  # whether the last reduction has changed `turn` already
-        self._changing = threading.Lock()  # held while `turn`, and what the host knows of it, do not agree
+        self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
 
@@ -140,14 +144,14 @@ class ErrorFeedback:
         What no optimizer has applied until now will not be. Nothing changes here. During a reduction, on whatever
         thread, it is what that one starts from.
         """
-        with self._changing:
+        with self.changing():
             if self.turn.is_cuda:
                 torch.cuda.synchronize(self.turn.device)  # the reduction is on another stream
             twin = copy(self)
             twin.turn, twin._carried = self.turn.clone(), set(self._carried)
             twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
             twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
-            twin._changing = threading.Lock()
+            twin._lock, twin._changed_by = threading.Lock(), 0
             if self.turn.is_cuda:
                 torch.cuda.synchronize(self.turn.device)  # nor may it go on before the copies are made
         twin.commit(final=True)
@@ -250,7 +254,7 @@ class ErrorFeedback:
         counted: bool = True,
     ) -> None:
         """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
-        self._idle = self._carried.intersection(left)
+        self._idle, self.stored = self._carried.intersection(left), True
         self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle, counted)
 
     @property
@@ -276,9 +280,29 @@ class ErrorFeedback:
             self._applied.look()
 
     @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what a snapshot must not come between: `turn`, and what the host knows of it, do not agree.
+
+        Raises:
+            ReducerError: where this thread does that already, and a signal handler has come between.
+        """
+        here = threading.get_ident()
+        if self._changed_by == here:
+            raise ReducerError(
+                "a signal handler asks for residuals that the thread which it has interrupted is changing: let it set "
+                "a flag, and save between two steps"
+            )
+        with self._lock:
+            self._changed_by = here
+            try:
+                yield
+            finally:
+                self._changed_by = 0
+
+    @contextmanager
     def turning(self) -> Iterator[Tensor]:
         """Around a kernel that changes `turn`, as is right where all averages are applied."""
-        with self._changing:
+        with self.changing():
             yield self.turn
             self._turned = True
 
@@ -288,7 +312,7 @@ class ErrorFeedback:
         Nothing changes with a reduction whose averages were not stored: its backward raised. `final`: gradients that
         have not been applied never will be.
         """
-        with self._changing:
+        with self.changing():
             self._commit(final)
 
     def _commit(self, final: bool) -> None:

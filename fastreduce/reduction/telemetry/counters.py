@@ -43,7 +43,7 @@ class Counters:
         self._recorder, self._stragglers, self._nonfinite = recorder, stragglers, nonfinite
         self.number = next(_numbers)
         self.errors: Mapping[str, Mapping[str, float]] = {}
-        self._lock = threading.Lock()  # steps end on the thread of backward, and any thread may ask
+        self._lock = threading.RLock()  # steps end on the thread of backward; any thread may ask, and a signal handler
         self._begun, self._until = False, 0.0
         self._first = self._last = -1
         self._reductions = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,6 +85,7 @@ class FlightRecorder:
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
         self._sent: list[dict[str, int]] = []
+        self._lock = threading.RLock()  # rows are written anew, and others read them
         self._spare = deque(StepRow() for _ in range(STEPS))
         self._rows: deque[StepRow] = deque()
         self.phase, self.since = Phase.DATA, clocks.now()
@@ -94,16 +96,18 @@ class FlightRecorder:
         notice_collections()
         _notice_optimizers()
         _of_optimizer.clear()
-        _alive.add(self)
+        with _changing_alive:
+            _alive.add(self)
 
     # Told by the reducer
 
     def lay_out(self, plan: BucketPlan, pipelines: Iterable[BucketPipeline]) -> None:
         """Buckets are laid out anew."""
         made = list(pipelines)
-        self._plan, self._clocks = plan, [pipeline.clock for pipeline in made]
-        self._sent = [pipeline.wires.sent_by_stage for pipeline in made]
-        self.row.lay_out(plan, self._sent)
+        with self._lock:
+            self._plan, self._clocks = plan, [pipeline.clock for pipeline in made]
+            self._sent = [pipeline.wires.sent_by_stage for pipeline in made]
+            self.row.lay_out(plan, self._sent)
 
     def enter(self, phase: Phase) -> None:
         """This rank does something else from now on."""
@@ -153,9 +157,11 @@ class FlightRecorder:
         self._rows.append(row)
         for told in self.on_step:
             told(row)
-        self.row = self._spare.popleft() if self._spare else self._rows.popleft()
-        self.row.begin(step + 1, at, self._plan, self._sent)
-        self.row.began[Phase.AFTER] = at
+        with self._lock:
+            row = self._spare.popleft() if self._spare else self._rows.popleft()
+            row.begin(step + 1, at, self._plan, self._sent)
+            row.began[Phase.AFTER] = at
+            self.row = row
 
     def restart(self) -> None:
         """Leave out of this step what has been since the last averages."""
@@ -194,27 +200,34 @@ class FlightRecorder:
 
     def flight(self) -> FlightRecord:
         """All that is known."""
-        steps = [step_of(row) for row in list(self._rows)]
-        row = StepRow()
-        row.begin(self.row.step, self.row.start, self._plan)
-        row.began[:], row.seconds[:] = self.row.began, self.row.seconds
-        row.ready[:] = self.row.ready
-        row.seconds[self.phase] += max(0.0, clocks.now() - self.since)
-        for bucket, clock in enumerate(self._clocks):
-            row.read(bucket, clock)
+        with self._lock:
+            steps = [step_of(row) for row in list(self._rows) if row is not self.row]
+            row = StepRow()
+            row.begin(self.row.step, self.row.start, self._plan)
+            row.began[:], row.seconds[:] = self.row.began, self.row.seconds
+            row.ready[:] = self.row.ready
+            row.seconds[self.phase] += max(0.0, clocks.now() - self.since)
+            for bucket, clock in enumerate(self._clocks):
+                row.read(bucket, clock)
         return FlightRecord(self.rank, self.world_size, self.doing(), [*steps, step_of(row)])
 
 
 # Optimizers
 
 _alive: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
+_changing_alive = threading.RLock()  # a wrapper may be made on any thread
 # By the id of an optimizer, whose class may have no hash.
 _of_optimizer: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[weakref.ref[FlightRecorder]]]] = {}
 
 
 def all_recorders() -> list[FlightRecorder]:
     """Those of this process; the one last whose rank has done something last."""
-    return sorted(_alive, key=lambda recorder: recorder.since)
+    return sorted(_all(), key=lambda recorder: recorder.since)
+
+
+def _all() -> list[FlightRecorder]:
+    with _changing_alive:
+        return list(_alive)
 
 
 def all_flights() -> str:
@@ -268,7 +281,7 @@ def _recorders_of(optimizer: torch.optim.Optimizer) -> Iterator[FlightRecorder]:
     known, found = _of_optimizer.get(id(optimizer), (None, []))
     if known is None or known() is not optimizer:
         stepped = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-        found = [weakref.ref(each) for each in _alive if not each.parameters.isdisjoint(stepped)]
+        found = [weakref.ref(each) for each in _all() if not each.parameters.isdisjoint(stepped)]
         key = id(optimizer)
         _of_optimizer[key] = weakref.ref(optimizer, lambda _: _of_optimizer.pop(key, None)), found
     for reference in found:

@@ -65,6 +65,8 @@ class LowRank(BucketWires):
         feedback: what was not sent.
     """
 
+    feedback: ErrorFeedback
+
     def __init__(
         self, bucket: Bucket, setting: PowerSGD, transport: Transport, average: float, staging: SharedBuffers
     ) -> None:
@@ -88,6 +90,7 @@ class LowRank(BucketWires):
         self._basis = torch.zeros_like(self._left)
         self._own = torch.zeros_like(self._right)
         self._last = torch.zeros_like(self._right)  # right factors, of the last step in which all was finite
+        self._before = torch.zeros_like(self._right)  # the same, from where the reduction under way started
         self._first_ones = self._draw(bucket, columns)
         self._groups = (
             _Orthonormal([matrix.left for matrix in self._matrices], bucket.device, self._kernels.orthonormal),
@@ -123,6 +126,9 @@ class LowRank(BucketWires):
             torch._foreach_zero_(made_small)
         if not self._matrices:
             return
+        with self.feedback.changing():
+            self._before.copy_(self._last)
+            self.feedback.stored = False
         start = self._groups[1](self._last.t()).add_(self._first_ones)
         for matrix, old, new in zip(self._matrices, kept, made, strict=True):
             torch.add(_as(grads[matrix.position], matrix.shape), old, out=new)
@@ -167,7 +173,8 @@ class LowRank(BucketWires):
         self._kernels.unflatten(self._flat, self._table, [*(averaged[i] for i in self._small), used], 1.0, None, finite)
         whole = self.wire.isfinite().all()
         finite.mul_(whole)
-        torch.where(whole, self._right, self._last, out=self._last)
+        with self.feedback.changing():
+            torch.where(whole, self._right, self._last, out=self._last)
         self._multiply(averaged, finite)
 
     def _multiply(self, averaged: Sequence[Tensor], finite: Tensor | None) -> None:
@@ -207,8 +214,10 @@ class LowRank(BucketWires):
         return self._last[:, found[0]].clone() if found else None
 
     def factors(self) -> dict[str, Tensor]:
-        """The same of all, by parameter name."""
-        return {matrix.slot.name: self._last[:, matrix.right].clone() for matrix in self._matrices}
+        """The same of all, by parameter name; during a reduction, on whatever thread, what that one started from."""
+        with self.feedback.changing():
+            factors = (self._last if self.feedback.stored else self._before).clone()
+        return {matrix.slot.name: factors[:, matrix.right].clone() for matrix in self._matrices}
 
     def go_on(self, position: int, factor: Tensor) -> None:
         """Begin from what another bucket's `factor` gave, as far as it has columns for this rank."""

@@ -125,6 +125,7 @@ class ElasticReducer(TorchReducer):
         Raises:
             ReducerError: if there is one.
         """
+        self.backward.check_finished()
         if self.backward.running:
             raise ReducerError(
                 "a backward raised before its end, and with elastic=True a step cannot be left out on one rank alone: "

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compression import NoCompression
-from ..errors import SettingError
+from ..errors import ReducerError, SettingError
 from ..reduction.arrivals import weakly
 from ..reduction.reducer import GradientReducer
 from ..reduction.schedule import Setting
@@ -183,10 +183,46 @@ class TorchReducer(GradientReducer):
         """Raise if the last backward was not reduced to its end.
 
         Raises:
-            RuntimeError: if a backward raised, and no forward came after it.
+            RuntimeError: if a backward raised, and no forward came after it, or if it is to be finalized by hand.
         """
+        self.backward.check_finished()
         if self.backward.running:
             raise RuntimeError("the last backward raised before its gradients were reduced")
+
+    # Averages stored by hand
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """Called by the wrapper's `require_manual_backward_finalization = …`, between a step and the next forward.
+
+        Raises:
+            ReducerError: between a forward that is to be synchronized and the end of its backward.
+        """
+        if required != self.backward.manual and (self.backward.armed or self.backward.running):
+            raise ReducerError(
+                f"require_manual_backward_finalization = {required} between a forward and the averages of its "
+                "backward: set it before the forward"
+            )
+        self.backward.manual = required
+
+    def _should_finalize_after_backward(self) -> bool:
+        """Whether averages cannot be stored before backward has ended, in a hook.
+
+        Buckets that are laid out anew after the first backward are no reason to wait. What no rank uses is known at
+        the end alone.
+        """
+        return self.backward.manual and (not self.backward.brought_all or self.logger.searches)
+
+    def _finalize_backward_manual(self) -> None:
+        """Called by the wrapper's `finalize_backward()`: store the averages, once for each backward.
+
+        Raises:
+            ReducerError: if that is not for the caller to do, and as `Backward.finish`.
+        """
+        if not self.backward.manual:
+            raise ReducerError(
+                "finalize_backward() without require_manual_backward_finalization = True: backward stores averages"
+            )
+        self.backward.finish()
 
     def _remove_autograd_hooks(self) -> None:
         """Called to keep gradients local from now on."""

@@ -99,6 +99,11 @@ class Arrivals:
         """Whether a gradient has arrived since `count`."""
         return self._remaining != self.fires
 
+    @property
+    def missing(self) -> list[bool]:
+        """Since `count`, for each parameter: whether less has arrived than in the first backward."""
+        return [left > 0 for left in self._remaining]
+
     def again(self, i: int) -> None:
         """Treat the arrival of parameter `i` as if it had come now."""
         self._hooks[i]()

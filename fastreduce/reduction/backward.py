@@ -57,6 +57,9 @@ class Backward:
         armed: whether the next backward is to be reduced.
         running: whether a backward has begun that has not come to its end.
         reduced_once: whether one has been reduced.
+        manual: whether averages are stored when `finish` is called, and not at the end of backward.
+        brought_all: under `manual`, whether the last reduction had gradients of this rank for every parameter.
+        unfinished: whether a backward has come to its end, and `finish` is awaited.
         reductions: how many there have been that these ranks share.
         active_ranks: tells how many ranks bring gradients; None means that all do.
         recover: called where a reduction fails, with the error, the step and what had been launched; when it returns,
@@ -79,7 +82,8 @@ class Backward:
         self.overlaps = overlaps
         self._launching = threading.Lock()  # each device's hooks run on a thread of their own
         self.reductions = 0
-        self.armed = self.running = self.reduced_once = False
+        self.armed = self.running = self.reduced_once = self.unfinished = False
+        self.manual = self.brought_all = False
         self._task = -1  # autograd's number of the last backward
         self._armed_in = -1, 0  # a thread, and how many backwards it was in
         self._on_output = weakly(self._enter)
@@ -113,7 +117,12 @@ class Backward:
         self.arrivals.report()
 
     def drop_broken(self) -> None:
-        """Forget a backward that raised before its end, and make up for the collectives that this rank owes."""
+        """Forget a backward that raised before its end, and make up for the collectives that this rank owes.
+
+        Raises:
+            ReducerError: if it has ended, and awaits `finish`.
+        """
+        self.check_finished()
         if not self.running:
             return
         with suppress(TransportError):
@@ -134,9 +143,21 @@ class Backward:
         for dropped in self._events.dropped:
             dropped()
 
+    def check_finished(self) -> None:
+        """Raise if a backward awaits `finish`.
+
+        Raises:
+            ReducerError: if one does.
+        """
+        if self.unfinished:
+            raise ReducerError(
+                f"rank {self._recorder.rank}: the last backward awaits its averages: call finalize_backward() after "
+                "every backward that is synchronized, as require_manual_backward_finalization=True has it"
+            )
+
     def reset(self) -> None:
         """Forget what is under way and what was learned, as if no backward had been."""
-        self.armed = self.running = self.reduced_once = False
+        self.armed = self.running = self.reduced_once = self.unfinished = False
         self.active_ranks = None
         self._forget_last()
         self.arrivals.forget_used()
@@ -182,7 +203,7 @@ class Backward:
     @property
     def has_raised(self) -> bool:
         """Whether a backward has begun that will not come to its end: no thread is in one."""
-        if not self.running or self.is_here:
+        if not self.running or self.unfinished or self.is_here:
             return False
         return not any(BACKWARD in _calls(frame) for frame in sys._current_frames().values())
 
@@ -203,6 +224,11 @@ class Backward:
             engine.queue_callback(weakly(self._end))
 
     def _report(self, i: int) -> None:
+        if self.unfinished:
+            raise ReducerError(
+                f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient between "
+                "the end of a backward and finalize_backward(): call that first"
+            )
         if not self.running:  # no output hook has run
             self._enter()
             if self.armed and self._within_another():
@@ -240,10 +266,13 @@ class Backward:
         last = len(self._buckets.pipelines) - 1 if self.overlaps else 0
         with self._launching:
             while (index := self._next) < last and not self.arrivals.waiting[index]:
-                if not self._buckets.alone(index):
-                    job = self._collect(index)
-                    self._launches.append((job, job.stream.submit(job.begin)))
-                self._next += 1
+                self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        if not self._buckets.alone(index):
+            job = self._collect(index)
+            self._launches.append((job, job.stream.submit(job.begin)))
+        self._next = index + 1
 
     def _collect(self, index: int) -> BucketJob:
         job = self._buckets.collect(index, self.arrivals.used)
@@ -267,23 +296,76 @@ class Backward:
 
     @torch.no_grad()
     def _end(self) -> None:
-        if not self.running:
+        if not self.running:  # finished in a hook
             return
-        self.running = False
         if not self.armed:
+            self.running = False
             self._reduce_left_over()
-        elif self.arrivals.counted_any if self.reduced_once else self.arrivals.order:
-            self.armed = False
-            with self.telemetry.explaining():
-                if self.recover is None:
-                    self._reduce_all()
-                else:
-                    self._reduce_until_all_have(self.recover)
+        elif self._brings_gradients:
+            self._compute_no_more()
+            if self.manual:
+                self._launch_rest()
+                return
+            self._reduce()
         else:  # autograd.grad: nothing was accumulated, so the forward stays armed
+            self.running = False
             self._buckets.gradients.check_unmoved(range(len(self._buckets.specs)))
             self.arrivals.report()
         for ended in self._events.ended:
             ended()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Store the averages of a backward under `manual`: after its end, or in a hook once all gradients are here.
+
+        Raises:
+            ReducerError: if there is none, or it raised, or within the first one, or if gradients are still to come.
+        """
+        rank = self._recorder.rank
+        if not (self.running and self.armed and self._brings_gradients):
+            raise ReducerError(
+                f"rank {rank}: finalize_backward() without a backward to finalize: it is called once for each backward "
+                "that is synchronized"
+            )
+        if not self.unfinished:
+            if not self.is_here:
+                raise ReducerError(f"rank {rank}: finalize_backward() after a backward that raised before its end")
+            missing = [spec.name for spec, left in zip(self._buckets.specs, self.arrivals.missing, strict=True) if left]
+            if not self.reduced_once:
+                raise ReducerError(f"rank {rank}: finalize_backward() within the first backward: call it after that")
+            if missing:
+                raise ReducerError(
+                    f"rank {rank}: finalize_backward() in a backward that has brought no gradient yet to "
+                    f"{len(missing)} parameters, the first of them {missing[0]!r}: call it once all have theirs"
+                )
+            self._compute_no_more()
+        self._reduce()
+        for ended in self._events.ended:
+            ended()
+
+    @property
+    def _brings_gradients(self) -> bool:
+        return self.arrivals.counted_any if self.reduced_once else bool(self.arrivals.order)
+
+    def _compute_no_more(self) -> None:
+        for computed in self._events.computed:
+            computed()
+
+    def _launch_rest(self) -> None:
+        """At the end of a backward under `manual`: nothing is stored yet."""
+        with self._launching:
+            while (index := self._next) < len(self._buckets.pipelines):
+                self._launch(index)
+        self.unfinished = True
+        self.arrivals.report()
+
+    def _reduce(self) -> None:
+        self.armed = self.running = self.unfinished = False
+        with self.telemetry.explaining():
+            if self.recover is None:
+                self._reduce_all()
+            else:
+                self._reduce_until_all_have(self.recover)
 
     def _reduce_until_all_have(self, recover: Callable[[TransportError, int, Launches], None]) -> None:
         """Reduce again where a reduction has failed, as often as it takes.
@@ -305,8 +387,6 @@ class Backward:
 
     def _reduce_all(self) -> None:
         self._recorder.enter(Phase.WAITING)
-        for computed in self._events.computed:
-            computed()
         try:
             for _, pending in self._launches[-1:]:
                 pending.begun()  # streams leave starting collectives to this thread
@@ -326,6 +406,7 @@ class Backward:
                 pending.cancel()
             self._count()
             self._brought[:] = self.arrivals.used  # before they are forgotten
+            self.brought_all = self.manual and all(self._brought)
             self.arrivals.forget_used()
             if not self.reduced_once:
                 self.reduced_once = True

@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, Any] = {
     "bucket_cap_mb_list": [64 / 2**20, 700 / 2**20],
     "batched_grad_copy": True,
     "forward_sync_buffers": False,
+    "lazy_bucket_allocation": True,
 }
 TORCHS = set(inspect.signature(TorchDDP).parameters) - {"module"}
 

@@ -356,9 +356,11 @@ class DistributedDataParallel(TorchDDP):
         Raises:
             RuntimeError: if the norm is not finite and `error_if_nonfinite` is set, with the parameters, their buckets
                 and how many of their elements are not finite. Nothing has been clipped then.
+            ReducerError: if averages are to be stored by `finalize_backward()` first (torch 2.15 and later).
         """
         pipelines = []
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
+            self.reducer.backward.check_finished()
             self.reducer.keep_statistics()
             pipelines = self.reducer.pipelines
         delayed = set(map(id, self._delay_all_reduce_params))  # torch averages them, and counts them as ignored

@@ -476,7 +476,9 @@ class GradientReducer:
         Raises:
             SettingError: if the states are of different compressions, or of other parameters, or ranks are missing, or
                 a callable that was set is not there.
+            ReducerError: if the last backward awaits its averages (`Backward.finish`).
         """
+        self.backward.check_finished()
         chosen = saved_state.pick([state] if isinstance(state, Mapping) else list(state), self.buckets)
         older = {"given": chosen["compression"], "step": 0, "stretches": [[0, chosen["compression"], None]]}
         schedule = self.schedule.resumed(chosen.get("schedule", older))

@@ -219,6 +219,8 @@ def _misused(rank: int, world_size: int) -> None:
         model(x)
     refused(lambda: out.sum().backward(), "'[abc].*' received a gradient between")
     refused(lambda: model.set_compression("fp16"), "in a backward", SettingError)
+    refused(lambda: model.clip_grad_norm_(1.0), "awaits its averages")
+    refused(lambda: model.reducer.load_state_dict(model.reducer.state_dict()), "awaits its averages")
     _finalize(model)
     refused(lambda: _finalize(model), "without a backward")
     model._check_reducer_finalized()

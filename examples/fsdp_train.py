@@ -26,11 +26,17 @@ CONTEXT = 64
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="of this run")
     parser.add_argument("--nodes", type=int, default=1, help="replicas: parameters are sharded within each")
-    parser.add_argument("--compression", default="ndim<2: bf16; *: int8:error_feedback", help="of what FSDP reduces")
+    parser.add_argument(
+        "--compression",
+        default="bf16",
+        help="of what FSDP reduces; error feedback keeps 8 bytes a parameter on each rank",
+    )
     parser.add_argument("--between-nodes", default="int8:error_feedback", help="of what nodes exchange")
-    parser.add_argument("--checkpoint", type=Path, help="a folder: written at the end, and resumed from if it is there")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder, with one for each training that has ended; goes on from the last"
+    )
     args = parser.parse_args()
 
     dist.init_process_group()
@@ -49,14 +55,18 @@ def main() -> None:
         fastreduce.fsdp.replicate(model, mesh["replicate"], args.between_nodes)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if args.checkpoint is not None and args.checkpoint.exists():
+    whole = args.checkpoint.glob("*/.metadata") if args.checkpoint else []  # which is written last
+    done = max((int(metadata.parent.name) for metadata in whole), default=0)
+    if done:
         weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": moments, "reduction": reduction}, checkpoint_id=args.checkpoint)
+        saved = args.checkpoint / str(done)
+        dcp.load({"model": weights, "optimizer": moments, "reduction": reduction}, checkpoint_id=saved)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     text = torch.tensor([ord(letter) % 128 for topic in sorted(topics) for letter in topics[topic]])
-    batches = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(args.steps):
+    batches = torch.Generator()
+    for step in range(done, done + args.steps):
+        batches.manual_seed(step * dist.get_world_size() + dist.get_rank())
         starts = torch.randint(len(text) - CONTEXT, (8, 1), generator=batches)
         optimizer.zero_grad()
         loss = model(text[starts + torch.arange(CONTEXT)].to(device))
@@ -70,7 +80,8 @@ def main() -> None:
 
     if args.checkpoint is not None:
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": moments, "reduction": reduction}, checkpoint_id=args.checkpoint)
+        last = args.checkpoint / str(done + args.steps)
+        dcp.save({"model": weights, "optimizer": moments, "reduction": reduction}, checkpoint_id=last)
     dist.destroy_process_group()
 
 

@@ -41,7 +41,8 @@ def main() -> None:
     text = torch.tensor([ord(letter) % 128 for topic in sorted(topics) for letter in topics[topic]])
     ddp = DDP(GPT(args.width, args.layers))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    batches = torch.Generator().manual_seed(torch.initial_seed() % 2**31 + dist.get_rank())
+    # Of no two seeds and ranks the same: `compare --seeds` takes 0, 1, 2, …
+    batches = torch.Generator().manual_seed(torch.initial_seed() % 2**31 * dist.get_world_size() + dist.get_rank())
     for step in range(args.steps):
         starts = torch.randint(len(text) - CONTEXT - 1, (args.batch, 1), generator=batches)
         letters = text[starts + torch.arange(CONTEXT + 1)]

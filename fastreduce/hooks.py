@@ -51,7 +51,7 @@ class CompressState:
     """What `compress` keeps between calls: the setting, buffers for each bucket, residuals by parameter name.
 
     Args:
-        compression: as in `fastreduce.DistributedDataParallel`.
+        compression: one setting, as in `fastreduce.all_reduce_gradients`.
         process_group: the group that DDP uses; None means the default group.
         named_parameters: names for saved residuals; without them parameters are numbered in the order in
             which the hook first sees them.

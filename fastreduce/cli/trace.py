@@ -10,7 +10,9 @@ import typer
 from ..reduction.telemetry.trace_files import MERGED, merge
 
 
-def trace(folder: Annotated[Path, typer.Argument(help="Where rank0.json and the others are.")]) -> None:
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where rank0.json and the others are.")],
+) -> None:
     """Merge what ranks have written under FASTREDUCE_TRACE or --trace into trace.json.
 
     The last rank to end does so where it sees all files. Copy them into one folder after a run on several nodes that

@@ -48,7 +48,7 @@ _before_forward = TorchDDP._pre_forward  # as it is before a comparison of setti
 class DistributedDataParallel(TorchDDP):
     """torch's DistributedDataParallel, with gradients averaged by fastreduce.
 
-    Takes every argument of the installed torch's class, with its meaning, and two of its own. forward,
+    Takes every argument of the installed torch's class, with its meaning, and three of its own. forward,
     no_sync, buffers, pickling and argument checks are torch's code.
 
     Args:

@@ -85,7 +85,7 @@ def make_allreduce_cb(
     Args:
         reduce_method: "mean" or "sum".
         group: the ranks; None means the default group.
-        compression: as in `DistributedDataParallel`.
+        compression: one setting, as in `all_reduce_gradients`.
         bucket_bytes: how much is reduced at once.
 
     Raises:

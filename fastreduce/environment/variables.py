@@ -32,7 +32,8 @@ class Variable:
 
 VARIABLES = {
     "FASTREDUCE_COMPRESSION": Variable(
-        "a spec string, of a setting or a policy; unset: none", "the compression of wrappers that are given none"
+        "a spec string, of a setting or a policy; unset: none",
+        "the compression of wrappers and calls that are given none",
     ),
     "FASTREDUCE_COUNTERS": Variable(
         "a folder, which is made; unset: none",

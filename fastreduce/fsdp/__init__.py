@@ -30,8 +30,8 @@ def compress(
     Args:
         model: the root, with sharded modules in it.
         compression: as in `DistributedDataParallel`: a spec string, a setting, or a policy of parameters' names; None
-            means FASTREDUCE_COMPRESSION. Without `warm_up` and `rounding=stochastic`, and without `accumulate=wire`:
-            the sum is our kernel's.
+            means FASTREDUCE_COMPRESSION. Without `warm_up`, `rounding=stochastic`, `powersgd` and `topk`, and without
+            `accumulate=wire`: the sum is our kernel's.
         all_gather: a setting or a policy for parameters too, such as `"bf16"` or `"int8"`: forward and backward compute
             with what it makes of them, the same on every rank, and the sharded parameters stay as they are for the
             optimizer. Without `error_feedback`, besides. None: they are gathered by torch, as they are.
@@ -67,7 +67,7 @@ def replicate(
     Args:
         model: the root, with modules in it that are sharded over a mesh of one dimension.
         over: the other dimension, `mesh["replicate"]`, or its process group.
-        compression: as in `DistributedDataParallel`, without `warm_up` and `rounding=stochastic`.
+        compression: as in `DistributedDataParallel`, without `warm_up`, `rounding=stochastic`, `powersgd` and `topk`.
         transport: the name of what moves the data: `"gloo"`, `"shm"`, `"nccl"` or `"two_level"`; None as in
             `DistributedDataParallel`.
 

@@ -155,7 +155,8 @@ def all_reduce_gradients(
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays
             too, and whatever has `__dlpack__` or `__cuda_array_interface__`.
-        compression: as in `DistributedDataParallel`.
+        compression: one setting, as a spec string or a `Compression`, without `warm_up`: no policy and no callable.
+            None means FASTREDUCE_COMPRESSION, which must then hold such a setting, or `none`.
         group: the ranks; None means the default group.
         transport: what moves the data, or its name, over `group`: as in `DistributedDataParallel`.
         op: "mean", or "sum".

@@ -88,7 +88,12 @@ def test_the_sharded_example_trains_and_saves(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     found = re.fullmatch(r"step 0: loss (\S+)\nstep 20: loss (\S+)\n\d+ bytes of gradients .*\n", done.stdout)
     assert found and float(found[2]) < 0.8 * float(found[1]), done.stdout
-    assert (tmp_path / "saved" / ".metadata").exists()
+    assert (tmp_path / "saved" / "21" / ".metadata").exists()
+    done = run(INSTALLED, "launch", "--nproc-per-node", "2", script, *options, seconds=SECONDS)
+    assert done.returncode == 0, done.stderr
+    resumed = re.fullmatch(r"step 40: loss (\S+)\n\d+ bytes of gradients .*\n", done.stdout)
+    assert resumed and float(resumed[1]) < 0.95 * float(found[2]), done.stdout
+    assert (tmp_path / "saved" / "42" / ".metadata").exists()
 
 
 def test_the_page_of_the_sharded_example_shows_its_code():

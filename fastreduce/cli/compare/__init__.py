@@ -177,10 +177,11 @@ def compare(
 ) -> None:
     """Train under several compression settings, and say whether compressing pays here.
 
-    With a script: starts its ranks on this machine, unedited, with our DistributedDataParallel in the place of
-    torch's. For speed, one training in which settings take turns in rounds, beside torch's own class with and without
-    its hooks, a step that reduces nothing, and none once more as a control. With --train, for quality, a training for
-    each setting and seed, and a test whether losses are equal within --margin.
+    With a script: starts its ranks, here or by --launch or --nnodes elsewhere, unedited, with our
+    DistributedDataParallel in the place of torch's. For speed, one training in which settings take turns in rounds,
+    beside torch's own class with and without its hooks, a step that reduces nothing, and none once more as a control.
+    With --train, for quality, a training for each setting and seed, and a test whether losses are equal within
+    --margin.
 
     Without: a small convolutional network on scikit-learn's handwritten digits under each setting, beside torch's own
     class (plain, and with its fp16 hook), with gradient errors and accuracy.

@@ -18,18 +18,25 @@ class LowPrecision:
 
     Args:
         parameters: those of the module.
+
+    Attributes:
+        needed: whether a forward with gradients has used the copy, whose backward may come.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if not getattr(p, "_ddp_ignored", False)]
-        self._lowered = False
+        self._lowered = self.needed = False
 
-    @torch.no_grad()
     def lower(self) -> None:
         """Switch to the copy, made anew, and cast gradients that have been accumulated to its dtype (as torch)."""
+        self.needed |= torch.is_grad_enabled()
         if self._lowered:  # no synchronised backward since the last forward
             return
         self._lowered = True
+        self._make()
+
+    @torch.no_grad()
+    def _make(self) -> None:
         for parameter in self._parameters:
             low: Tensor = parameter._mp_param  # type: ignore[attr-defined]
             parameter._fp_param = parameter.data  # type: ignore[attr-defined]  # a user may have given it another
@@ -43,7 +50,7 @@ class LowPrecision:
         """Switch back, and free the copy."""
         if not self._lowered:
             return
-        self._lowered = False
+        self._lowered = self.needed = False
         for parameter in self._parameters:
             parameter.data = parameter._fp_param  # type: ignore[attr-defined]
             _free_storage(parameter._mp_param)  # type: ignore[attr-defined]

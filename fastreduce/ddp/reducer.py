@@ -163,10 +163,16 @@ class TorchReducer(GradientReducer):
         """Called before every forward under `mixed_precision=`."""
         if self._low_precision is not None and not self.backward.is_here:
             self._low_precision.lower()
-            self.replace_hooks()
+            if self.backward.arrivals.attached:
+                self.replace_hooks()
+
+    def restore_unless_needed(self) -> None:
+        """Called after a forward that no backward will follow: one that will may have been before it."""
+        if self._low_precision is not None and not self._low_precision.needed:
+            self._low_precision.restore()
 
     def restore_precision(self) -> None:
-        """Called after a forward that no backward will follow, and before a state is loaded."""
+        """Called before a state is loaded."""
         if self._low_precision is not None:
             self._low_precision.restore()
 

@@ -13,7 +13,7 @@ from ..errors import ReducerError
 from ..reduction.buckets import Bucket, BucketPlan, build_plan
 from ..reduction.gradients import Gradients
 from ..reduction.pipeline import BucketPipeline
-from ..reduction.streams import Begin, Finish, Pending, Stream
+from ..reduction.streams import Begin, Begun, Pending, Stream
 from ..transports import LocalTransport, Transport, Work
 
 Hook = Callable[[Any, Any], Any]
@@ -155,7 +155,7 @@ class HookWork:
                 f"elements, not {reduced!r}"
             )
         if reduced.data_ptr() != self._buffer.data_ptr() or reduced.dtype != self._buffer.dtype:
-            self._buffer.copy_(reduced.view(-1))
+            self._buffer.copy_(reduced.reshape(-1))
 
 
 class CallerStream:
@@ -165,22 +165,9 @@ class CallerStream:
 
     def submit(self, begin: Begin) -> Pending:
         """Do the first part; raises what it raises."""
-        return _Begun(begin())
+        return Begun(begin())
 
-    def begin(self, begin: Begin) -> Finish:
-        """Do the first part."""
-        return begin()
+    begin = submit
 
     def close(self) -> None:
         """There is nothing to end."""
-
-
-class _Begun:
-    def __init__(self, finish: Finish) -> None:
-        self.result = finish
-
-    def begun(self) -> None:
-        """It has."""
-
-    def cancel(self) -> None:
-        """What a hook has begun cannot be taken back."""

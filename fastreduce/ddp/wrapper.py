@@ -239,8 +239,8 @@ class DistributedDataParallel(TorchDDP):
             )
         if self._joining and self._join_config.enable:
             raise SettingError(
-                f"set_compression({setting!r}) within join(): ranks that have joined cannot take part; call it before, "
-                "with at=step"
+                f"set_compression({setting!r}) within join(), or behind one that an exception has left: ranks that "
+                "have joined cannot take part; call it before, with at=step"
             )
         size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
         self.reducer.set_compression(setting, at, size)
@@ -296,7 +296,7 @@ class DistributedDataParallel(TorchDDP):
                 self.reducer.check_at_end = weakly(self._check_parameters)
             self.reducer.watch(tensors_of(output))
             if not torch.is_grad_enabled():
-                self.reducer.restore_precision()
+                self.reducer.restore_unless_needed()
         return output
 
     def _root_copy_hook(self, *_: Any, **__: Any) -> None:

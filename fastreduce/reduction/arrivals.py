@@ -31,6 +31,7 @@ class Arrivals:
         fires: how often each parameter's hook fires in one backward.
         waiting: for each bucket, how many slots it still waits for.
         bucket_of: the bucket of each parameter.
+        attached: whether hooks are on the parameters.
     """
 
     def __init__(
@@ -48,10 +49,16 @@ class Arrivals:
         self.attach()
 
     def attach(self) -> None:
-        """Put the hooks on the parameters' nodes; a parameter that changed its dtype or device has a new one."""
+        """Put the hooks on the parameters' nodes; a parameter that changed its dtype or device has a new one.
+
+        One that is frozen has none.
+        """
+        hooks = zip(self._parameters, self._hooks, strict=True)
+        self.attached = True
+        trained = [(get_gradient_edge(p).node, hook) for p, hook in hooks if p.requires_grad]
         # Nodes die with their last reference, and hooks with their node.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]
-        self._handles = [node.register_hook(hook) for node, hook in zip(self._nodes, self._hooks, strict=True)]
+        self._nodes = [node for node, _ in trained]
+        self._handles = [node.register_hook(hook) for node, hook in trained]
 
     def _make_hook(self, on_full: Callable[[], None], on_report: Callable[[int], None]) -> Callable[..., None]:
         # One function for all parameters stays in the processor's cache where a thousand closures do not.
@@ -123,6 +130,7 @@ class Arrivals:
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
+        self.attached = False
         for handle in self._handles:
             handle.remove()
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,12 +22,21 @@ from .arrivals import Arrivals, weakly
 from .bucketed import BucketedGradients, BucketJob
 from .events import Events
 from .sparse import SparseGradients
-from .streams import Finish, Pending
+from .streams import DONE, Finish, Pending
 from .telemetry.flight_record import Phase
 from .telemetry.telemetry import Telemetry
 
 BACKWARD, FUNCTION = _engine_run_backward.__code__, BackwardCFunction.apply.__code__
 Launches = Sequence[tuple[BucketJob, Pending]]
+
+
+class _Stage(IntEnum):
+    """What ranks have done together in the reduction under way, once its buckets have been begun."""
+
+    BUCKETS = 0
+    ARRIVED = 1  # Events.arrived
+    SPARSE = 2
+    MET = 3  # Events.met
 
 
 def _calls(frame: FrameType | None) -> list[CodeType]:
@@ -37,6 +47,23 @@ def _calls(frame: FrameType | None) -> list[CodeType]:
             found.append(frame.f_code)
         frame = frame.f_back
     return found
+
+
+def _begin_behind(before: Pending, job: BucketJob) -> Finish:
+    """Begin a bucket's reduction if the one before has begun: ranks reduce them in one order."""
+    before.begun()
+    return job.begin()
+
+
+def _goes_well(function: Callable[[], object]) -> bool:
+    """Whether it returns, where what it raises has been raised already, but for transports' errors."""
+    try:
+        function()
+    except TransportError:
+        raise
+    except Exception:
+        return False
+    return True
 
 
 class Backward:
@@ -103,6 +130,8 @@ class Backward:
         self.arrivals.lay_out(self._buckets.plan)
         self._recorder.lay_out(self._buckets.plan, self._buckets.pipelines)
         self._forget()
+        if self.armed:
+            self.arrivals.report()
 
     def arm(self) -> None:
         """Make the next backward reduce, whatever an earlier one left behind."""
@@ -125,23 +154,35 @@ class Backward:
         self.check_finished()
         if not self.running:
             return
-        with suppress(TransportError):
-            for _, pending in self._launches:
-                pending.result()
-            if self.armed:
-                self._count()  # as on the ranks that reduce it
-                for pipeline in self._buckets.pipelines[self._next :]:
-                    pipeline.run_broken()
-                for arrived in self._events.arrived:
-                    arrived()
-                self._sparse.take_part(self._divisor(), broken=True)
-                self._meet(counted=True)
-        self.armed = self.running = False
-        for feedback in self._buckets.feedbacks:
-            feedback.stored = True
-        self._forget()
+        try:
+            with suppress(TransportError):
+                self._bring_rest()
+        finally:
+            self.armed = self.running = False
+            for feedback in self._buckets.feedbacks:
+                feedback.stored = True
+            self._forget()
         for dropped in self._events.dropped:
             dropped()
+
+    def _bring_rest(self) -> None:
+        """What the others wait for of a backward that raised here, with NaN in the place of gradients."""
+        for job, pending in self._launches:
+            if not _goes_well(pending.begun):  # nor do those behind it begin
+                self._next = job.pipeline.bucket.index
+                break
+            _goes_well(pending.result)
+        if self.armed:
+            self._count()  # as on the ranks that reduce it
+            for pipeline in self._buckets.pipelines[self._next :]:
+                _goes_well(pipeline.run_broken)
+            if self._stage < _Stage.ARRIVED:
+                for arrived in self._events.arrived:
+                    arrived()
+            if self._stage < _Stage.SPARSE:
+                self._sparse.take_part(self._divisor(), broken=True)
+            if self._stage < _Stage.MET:
+                self._meet(counted=True)
 
     def check_finished(self) -> None:
         """Raise if a backward awaits `finish`.
@@ -167,6 +208,7 @@ class Backward:
     def _forget(self) -> None:
         self._launches: list[tuple[BucketJob, Pending]] = []
         self._next = 0  # the first bucket that has not been launched
+        self._stage = _Stage.BUCKETS
         self.arrivals.stop()
         if not self.reduced_once:
             self.arrivals.order.clear()
@@ -207,8 +249,24 @@ class Backward:
             return False
         return not any(BACKWARD in _calls(frame) for frame in sys._current_frames().values())
 
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the backward that has begun raised, and this is another: no backward is around this one."""
+        if not self.running or self.unfinished or self._task == torch._C._current_graph_task_id():
+            return False
+        return sum(_calls(frame).count(BACKWARD) for frame in sys._current_frames().values()) == 1
+
     @_disable_dynamo
     def _enter(self, _: object = None) -> None:
+        if self._is_stale:
+            if self.armed and self._brings_gradients:
+                raise ReducerError(
+                    f"rank {self._recorder.rank}: an earlier backward through this forward raised, with some gradients "
+                    "accumulated and others not: run the forward again"
+                )
+            self.running = False  # as autograd.grad, it had brought none
+            if self.armed:
+                self.arrivals.report()
         if (self.armed or not all(self._brought)) and not self.running:
             if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
                 raise ReducerError(
@@ -229,6 +287,8 @@ class Backward:
                 f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient between "
                 "the end of a backward and finalize_backward(): call that first"
             )
+        if self._is_stale:  # a backward of the module inside
+            return
         if not self.running:  # no output hook has run
             self._enter()
             if self.armed and self._within_another():
@@ -264,6 +324,8 @@ class Backward:
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
         last = len(self._buckets.pipelines) - 1 if self.overlaps else 0
+        if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
+            return
         with self._launching:
             while (index := self._next) < last and not self.arrivals.waiting[index]:
                 self._launch(index)
@@ -271,7 +333,8 @@ class Backward:
     def _launch(self, index: int) -> None:
         if not self._buckets.alone(index):
             job = self._collect(index)
-            self._launches.append((job, job.stream.submit(job.begin)))
+            before = self._launches[-1][1] if self._launches else DONE
+            self._launches.append((job, job.stream.submit(lambda: _begin_behind(before, job))))
         self._next = index + 1
 
     def _collect(self, index: int) -> BucketJob:
@@ -282,7 +345,7 @@ class Backward:
 
     def replay(self, order: Iterable[int], used: Iterable[int]) -> None:
         """Reduce what is in `.grad`, as if a backward had brought it to hooks (`TorchReducer.replay`)."""
-        self.running = True
+        self.running, self._task = True, torch._C._current_graph_task_id()
         self._recorder.enter(Phase.BACKWARD)
         if self.reduced_once:
             self.arrivals.count()
@@ -390,48 +453,65 @@ class Backward:
         try:
             for _, pending in self._launches[-1:]:
                 pending.begun()  # streams leave starting collectives to this thread
-            under_way: list[tuple[BucketJob, Finish]] = [(job, pending.result) for job, pending in self._launches]
-            alone = [index for index in range(self._next) if self._buckets.alone(index)]
-            self._left_over |= self._average([*alone, *range(self._next, len(self._buckets.pipelines))], under_way)
+            while (index := self._next) < len(self._buckets.pipelines):
+                if not self._buckets.alone(index):
+                    self._launches.append(self._begun(index))
+                self._next = index + 1
+            self._left_over |= self._unused_alone(range(self._next)) | self._store(self._launches)
             self._left_over |= self._sparse.settle(self.arrivals.used, self._divisor())
+            self._stage = _Stage.SPARSE
             self._meet()
+            self._stage = _Stage.MET
             self._buckets.agree_that_finite()
             self.telemetry.nonfinite.count(self._buckets.pipelines, self._recorder.rank)
         except TransportError:
-            for _, pending in self._launches:
-                pending.result()  # the first bucket that failed tells more than the last
+            try:
+                for _, pending in self._launches:
+                    pending.result()  # the first bucket that failed tells more than the last
+            finally:
+                self._end_reduction()
             raise
-        finally:
-            for _, pending in self._launches:
-                pending.cancel()
-            self._count()
-            self._brought[:] = self.arrivals.used  # before they are forgotten
-            self.brought_all = self.manual and all(self._brought)
-            self.arrivals.forget_used()
-            if not self.reduced_once:
-                self.reduced_once = True
-                self.arrivals.learn_fires()
-            self._forget()
-
+        except BaseException:
+            # On this rank alone, it may be: the others wait for the rest, which `drop_broken` brings.
+            self.armed = self.running = True
+            raise
+        self._end_reduction()
         for stored in self._events.stored:
             stored()
         self._recorder.end_step(self._agreed.schedule.step - 1)
 
-    def _average(self, indices: Iterable[int], under_way: Iterable[tuple[BucketJob, Finish]] = ()) -> set[int]:
-        """Reduce buckets and what is under way, and store it; returns the parameters that no rank used."""
-        left, reduced = set(), list(under_way)
-        for index in indices:
-            if self._buckets.alone(index):
-                left |= self._buckets.unused(index, self.arrivals.used)
-            else:
-                job = self._collect(index)
-                reduced.append((job, job.stream.begin(job.begin)))
-        for _, finish in reduced:
-            finish()
+    def _end_reduction(self) -> None:
+        for _, pending in self._launches:
+            pending.cancel()
+        self._count()
+        self._brought[:] = self.arrivals.used  # before they are forgotten
+        self.brought_all = self.manual and all(self._brought)
+        self.arrivals.forget_used()
+        if not self.reduced_once:
+            self.reduced_once = True
+            self.arrivals.learn_fires()
+        self._forget()
+
+    def _begun(self, index: int) -> tuple[BucketJob, Pending]:
+        """A bucket's reduction, begun on this thread."""
+        job = self._collect(index)
+        return job, job.stream.begin(job.begin)
+
+    def _unused_alone(self, indices: Iterable[int]) -> set[int]:
+        """Of buckets with which there is nothing to do: the parameters that this rank has not used."""
+        alone = [self._buckets.unused(i, self.arrivals.used) for i in indices if self._buckets.alone(i)]
+        return set[int]().union(*alone)
+
+    def _store(self, launches: Launches) -> set[int]:
+        """Store averages when all have come; returns the parameters that no rank used."""
+        left = set()
+        for _, pending in launches:
+            pending.result()
         for arrived in self._events.arrived:
             arrived()
+        self._stage = _Stage.ARRIVED
         divisor = self._divisor()
-        for job, _ in reduced:
+        for job, _ in launches:
             left |= self._buckets.settle(job, divisor)
         return left
 
@@ -471,7 +551,9 @@ class Backward:
                 f"{names[first[0]]!r}, and on all ranks it must bring some, or on none: ",
             )
             in_buckets = self._left_over.intersection(self._buckets.indices)
-            left = self._average(sorted({self.arrivals.bucket_of[i] for i in in_buckets}))
+            buckets = sorted({self.arrivals.bucket_of[i] for i in in_buckets})
+            left = self._unused_alone(buckets)
+            left |= self._store([self._begun(index) for index in buckets if not self._buckets.alone(index)])
             left |= self._sparse.settle(used, self._divisor(), self._left_over)
         self._left_over &= left
         for i in first:

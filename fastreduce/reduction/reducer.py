@@ -399,8 +399,6 @@ class GradientReducer:
         switched = self._agreed.switch_if_due()
         if switched:
             self.backward.lay_out()
-            if self.backward.armed:
-                self.backward.arrivals.report()
         return switched
 
     def rebuild_buckets(self) -> bool:

@@ -37,8 +37,8 @@ class Stream(Protocol):
     def submit(self, begin: Begin) -> Pending:
         """Enqueue work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
 
-    def begin(self, begin: Begin) -> Finish:
-        """Do the first part now; what it returns is to be called for the rest. All that was enqueued has begun."""
+    def begin(self, begin: Begin) -> Pending:
+        """Do the first part now, and the rest where the result is asked for. All that was enqueued has begun."""
 
     @property
     def idle(self) -> bool:
@@ -59,6 +59,25 @@ def make_stream(device: torch.device, transport: Transport) -> Stream:
         return CudaStream(device, None)
     thread = ThreadStream(apart=isinstance(transport, TwoLevelTransport))
     return CudaStream(device, thread) if device.type == "cuda" else thread
+
+
+class Begun:
+    """Work whose first part has been done, and whose second part is done where its result is asked for."""
+
+    def __init__(self, finish: Finish) -> None:
+        self._finish: Finish | None = finish
+
+    def begun(self) -> None:
+        """It has."""
+
+    def result(self) -> None:
+        """Do the second part, once; raises what it raises."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def cancel(self) -> None:
+        """It is too late."""
 
 
 class StreamJob:
@@ -151,9 +170,9 @@ class ThreadStream:
         self._threads.append(thread)
         thread.start()
 
-    def begin(self, begin: Begin) -> Finish:
+    def begin(self, begin: Begin) -> Pending:
         """Do the first part on the caller's thread: it would only wait for the other."""
-        return begin() if self._begun is None else self.submit(begin).result
+        return Begun(begin()) if self._begun is None else self.submit(begin)
 
     @property
     def idle(self) -> bool:
@@ -257,17 +276,17 @@ class CudaStream:
         self._ahead = True
         return _OnStream(self, DONE)
 
-    def begin(self, begin: Begin) -> Finish:
+    def begin(self, begin: Begin) -> Pending:
         """Begin a job behind what the current stream holds now."""
         if self._thread is None:
-            return self.submit(begin).result
+            return self.submit(begin)
         finish = self._begin(begin, torch.cuda.current_stream(self._device).record_event())
 
         def finish_and_join() -> None:
             finish()
             self.join()
 
-        return finish_and_join
+        return Begun(finish_and_join)
 
     def _begin(self, begin: Begin, ready: torch.cuda.Event) -> Finish:
         with torch.cuda.stream(self._stream):

@@ -212,10 +212,9 @@ def _run_all(
     launched = [stream.submit(begin) for stream, begin in zip(on[:-1], begins, strict=False)]
     for pending in launched[-1:]:
         pending.begun()
-    finish = on[-1].begin(begins[-1])
+    launched.append(on[-1].begin(begins[-1]))
     for pending in launched:
         pending.result()
-    finish()
 
 
 class ArrivalTimes:

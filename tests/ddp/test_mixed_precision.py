@@ -269,6 +269,46 @@ def test_memory_that_a_user_gives_a_parameter_between_two_steps_stays_its_own(ra
     ranks2.run(_data_of_another)
 
 
+def _evaluated_between(rank: int, world_size: int) -> None:
+    """Targets of the model's own (`torch.no_grad`) between a forward and its backward, as in self-training."""
+    model = Model()
+    ddp = DistributedDataParallel(model, mixed_precision=BF16)
+    x = batch(rank, 0, 4, 6)
+    for frozen in (False, True, False):
+        model.one.requires_grad_(not frozen)
+        ddp.zero_grad()
+        ddp(x, True).float().square().mean().backward()
+        expected = grads_of(model)
+        ddp.zero_grad()
+        loss = ddp(x, True).float().square().mean()
+        with torch.no_grad():
+            ddp(x, True)
+        loss.backward()
+        assert_same_bits(grads_of(model), expected)
+        assert (model.one.weight.grad is None) == frozen
+        with torch.no_grad():
+            ddp(x, True)
+        assert model.one.weight.dtype is torch.float32
+
+
+def test_an_evaluation_between_forward_and_backward_leaves_what_backward_needs(ranks2: Any):
+    ranks2.run(_evaluated_between)
+
+
+def _local_for_good(rank: int, world_size: int) -> Tensor:
+    ddp = DistributedDataParallel(Model(), mixed_precision=BF16)
+    ddp(torch.ones(2, 6), True).float().sum().backward()
+    ddp._remove_autograd_hooks()
+    ddp.zero_grad()
+    (ddp(torch.ones(2, 6), True).float().sum() * (rank + 1)).backward()
+    return ddp.module.one.bias.grad  # type: ignore[no-any-return]
+
+
+def test_hooks_that_were_removed_stay_removed(ranks2: Any):
+    one, two = ranks2.run(_local_for_good)
+    assert_same_bits(two, 2 * one)
+
+
 def _join_compressed(rank: int, world_size: int, compression: str) -> list[Tensor]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Model(), mixed_precision=BF16, compression=compression)

@@ -125,9 +125,9 @@ def test_the_callers_stream_waits_for_a_result_and_not_before(cuda: FakeCuda, st
     for each in pending:
         each.result()
     assert compute.seen[ours] == ours.done == 6
-    finish = stream.begin(begin)
+    last = stream.begin(begin)
     assert compute.seen[ours] == 6
-    finish()
+    last.result()
     assert compute.seen[ours] == 8
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastreduce
 from fastreduce.reduction import averaging
-from fastreduce.reduction.streams import DONE, Begin, Failed, Finish, Pending
+from fastreduce.reduction.streams import DONE, Begin, Failed, Pending
 
 EXACT = 216  # 2³ · 3³: three averages in a row over two or three ranks stay whole
 
@@ -69,9 +69,7 @@ class InlineStream:
             return Failed(error)
         return DONE
 
-    def begin(self, begin: Begin) -> Finish:
-        """Do both parts."""
-        return self.submit(begin).result
+    begin = submit
 
     def close(self) -> None:
         """There is nothing to end."""

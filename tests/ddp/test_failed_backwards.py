@@ -1,0 +1,242 @@
+"""Backwards that fail on some ranks, at any moment: what others get, and that the next step has its own averages."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from fastreduce.errors import ReducerError, TensorError
+from fastreduce.reduction.gradients import Gradients
+from fastreduce.reduction.pipeline import BucketPipeline
+from tests.support.models import Boom, assert_same_bits, grads_of, wrap
+from tests.support.ranks import OVER_HOSTS, RankPool
+
+X = torch.zeros(1, 4)
+
+
+class _Layers(nn.Module):
+    """The gradient of each bias is what the loss is multiplied by. Backward may raise in front of layer `at`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        for layer in self.layers:
+            nn.init.eye_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor, at: int = -1) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(Boom.apply(x, i == at))  # type: ignore[no-untyped-call]
+        return x
+
+
+def _biases(ddp: Any) -> Tensor:
+    return torch.stack([layer.bias.grad for layer in ddp.module.layers])
+
+
+class _Failing:
+    """Lets the call of a function raise that is the so-manieth from now on, in front of what it does or behind it."""
+
+    def __init__(self, owner: type, name: str, behind: bool = False) -> None:
+        self._owner, self._name, self._function, self._behind = owner, name, getattr(owner, name), behind
+        self.left = 0
+
+    def __enter__(self) -> None:
+        setattr(self._owner, self._name, lambda *args, **kwargs: self._call(*args, **kwargs))
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._owner, self._name, self._function)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left != 0:
+            return self._function(*args, **kwargs)
+        if self._behind:
+            self._function(*args, **kwargs)
+        raise MemoryError("no memory left")
+
+
+FAILURES = {
+    "collected": (Gradients, "collect"),
+    "begun": (BucketPipeline, "begin"),
+    "finished": (BucketPipeline, "_finish", True),
+}
+
+
+def _fails(rank: int, world_size: int, where: str, options: dict[str, Any], seed: int) -> None:
+    ddp, draw, failing = wrap("ours", _Layers(), **options), random.Random(seed), _Failing(*FAILURES[where])
+    average = (world_size + 1) / 2
+    for step in range(12):
+        ddp.zero_grad()
+        calls = [draw.randint(1, len(ddp.reducer.plan.buckets)) for _ in range(world_size)]
+        who = [each for each in range(world_size) if draw.random() < 0.3]
+        loss = (rank + 1) * 2.0**step * ddp(X).sum()
+        if rank in who:
+            failing.left = calls[rank]
+            with failing, pytest.raises(MemoryError):
+                loss.backward()
+        else:
+            loss.backward()
+            found = _biases(ddp)
+            right = found == 2.0**step * average
+            assert (right | found.isnan() if who else right).all(), (rank, step, who, found)
+
+
+@OVER_HOSTS
+@pytest.mark.parametrize("where", FAILURES)
+@pytest.mark.parametrize("options", [{"bucket_cap_mb": 1e-5}, {"gradient_as_bucket_view": True}], ids=["many", "one"])
+def test_what_fails_on_some_ranks_leaves_none_a_step_behind(ranks: RankPool, where: str, options: dict[str, Any]):
+    ranks.run(_fails, where, options, 1)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8:error_feedback", "powersgd:rank=1"])
+def test_so_it_is_where_the_transport_is_gloos(ranks2: RankPool, compression: str):
+    ranks2.run(_fails, "begun", {"bucket_cap_mb": 1e-5, "compression": compression, "transport": "gloo"}, 2)
+
+
+# A user's hook
+
+
+def _hook_fails(rank: int, world_size: int, caps: float, by_future: bool) -> None:
+    ddp, step = wrap("ours", _Layers(), bucket_cap_mb=caps), 0
+
+    def hook(state, bucket):
+        if not by_future and not bucket.buffer().isfinite().all():
+            raise FloatingPointError("not finite")
+
+        def then(future: Any) -> Tensor:
+            if by_future and rank == 0 and step == 2:
+                raise FloatingPointError("not finite")
+            return future.value()  # type: ignore[no-any-return]
+
+        return default_hooks.allreduce_hook(None, bucket).then(then)
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(6):
+        ddp.zero_grad()
+        scale = float("inf") if step == 2 and not by_future else (rank + 1) * 2.0**step
+        loss = scale * ddp(X).sum()
+        if step == 2 and (rank == 0 or not by_future):
+            with pytest.raises((FloatingPointError, RuntimeError), match="not finite"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert (_biases(ddp) == 2.0**step * (world_size + 1) / 2).all(), (rank, step)
+
+
+@pytest.mark.parametrize("by_future", [False, True], ids=["refuses", "future"])
+@pytest.mark.parametrize("caps", [1e-5, 25.0], ids=["many buckets", "one bucket"])
+def test_a_hook_that_raises_spoils_that_step_alone(ranks2: RankPool, caps: float, by_future: bool):
+    ranks2.run(_hook_fails, caps, by_future)
+
+
+# Another backward through the same forward
+
+
+def _retried(rank: int, world_size: int, who: list[int], warm: int) -> None:
+    ddp = wrap("ours", _Layers(), bucket_cap_mb=1e-5)
+    for _ in range(warm):
+        ddp(X).sum().backward()
+        ddp.zero_grad()
+    x = X.clone().requires_grad_()
+    loss = (rank + 1) * ddp(x).sum()
+    if rank in who:
+        boom = x.register_hook(lambda _: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.grad(loss, x, retain_graph=True)
+        boom.remove()
+    loss.backward()
+    assert (_biases(ddp) == (world_size + 1) / 2).all()
+
+    ddp.zero_grad()
+    loss = (rank + 1) * ddp(X, 1).sum()  # the gradients of later layers accumulate, and those of the first do not
+    for why, error in (("boom", ValueError), ("an earlier backward through this forward raised", ReducerError)):
+        with pytest.raises(error, match=why):
+            loss.backward(retain_graph=True)
+    with pytest.raises(ReducerError, match="an earlier"):
+        loss.backward()
+    ddp.zero_grad()
+    ((rank + 1) * ddp(X).sum()).backward()
+    assert (_biases(ddp) == (world_size + 1) / 2).all()
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+@pytest.mark.parametrize("who", [[0], [0, 1]], ids=["one rank", "all"])
+def test_a_backward_behind_one_that_raised_is_reduced_or_refused(ranks2: RankPool, who: list[int], warm: int):
+    ranks2.run(_retried, who, warm)
+
+
+def _bare(rank: int, world_size: int) -> None:
+    """What the bare module brings behind a backward that raised is of no reduction."""
+    ddp = wrap("ours", _Layers(), bucket_cap_mb=1e-5)
+    for step in range(4):
+        ddp.zero_grad()
+        if rank == 0 and step == 2:
+            with pytest.raises(ValueError, match="boom"):
+                ddp(X, 3).sum().backward()  # before any gradient but the last layer's
+            (1000 * ddp.module(X).sum()).backward()
+        else:
+            ((rank + 1) * ddp(X).sum()).backward()
+            found, right = _biases(ddp), (world_size + 1) / 2
+            if step == 2:  # the last layer's bucket was under way, and reads what is in `.grad`
+                assert found[:3].isnan().all(), found
+            else:
+                assert (found == right).all(), (step, found)
+
+
+def test_a_backward_of_the_bare_module_behind_one_that_raised_is_not_sent(ranks2: RankPool):
+    ranks2.run(_bare)
+
+
+# Between a forward and its backward
+
+
+def _laid_out_between(rank: int, world_size: int, warm: int) -> None:
+    ddp = wrap("ours", _Layers(), bucket_cap_mb=1e-5)
+    for _ in range(warm):
+        ddp(X).sum().backward()
+    for between in (
+        lambda: ddp.reducer.load_state_dict(ddp.reducer.state_dict()),
+        lambda: ddp.register_comm_hook(None, default_hooks.allreduce_hook),
+    ):
+        ddp.zero_grad()
+        loss = (rank + 1) * ddp(X).sum()
+        between()
+        loss.backward()
+        assert (_biases(ddp) == (world_size + 1) / 2).all()
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+def test_buckets_that_are_laid_out_between_forward_and_backward_are_reduced(ranks2: RankPool, warm: int):
+    ranks2.run(_laid_out_between, warm)
+
+
+def _unannounced(rank: int, world_size: int) -> Any:
+    """A sparse gradient where dense ones are expected, on one rank alone."""
+    embedding = nn.Embedding(6, 3)
+    with torch.no_grad():
+        embedding.weight.zero_()
+    ddp = wrap("ours", embedding)
+    for step in range(4):
+        ddp.zero_grad()
+        embedding.sparse = rank == 0 and step == 1
+        loss = (rank + 1) * ddp(torch.arange(6)).sum()
+        if embedding.sparse:
+            with pytest.raises(TensorError, match="sparse"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert step == 1 or (embedding.weight.grad == (world_size + 1) / 2).all()
+    dist.barrier()
+    return grads_of(embedding)
+
+
+def test_a_gradient_of_another_kind_on_one_rank_is_that_steps_error(ranks2: RankPool):
+    one, other = ranks2.run(_unannounced)
+    assert_same_bits(one, other)

@@ -9,6 +9,7 @@ import random
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -87,14 +88,14 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")
 
     with_residuals = any(kept for *_, kept in collected)  # not every rank need have some
+    beside = path.with_name(f"{path.name}.{tag}.rank{_rank()}")
 
     def write_residuals() -> None:
         tensors = {name: {key: state[key] for key in RESIDUALS} for name, state in reducers.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         if with_residuals:
-            snapshot_file.write({**tensors, OURS: tag}, path.with_name(f"{path.name}.{tag}.rank{_rank()}"))
+            snapshot_file.write({**tensors, OURS: tag}, beside)
 
-    _on_all(f"writing residuals beside {path}", write_residuals)
     ours = {"tag": tag if with_residuals else None, "ranks": [state for _, state, _ in collected]}
 
     def write_snapshot() -> list[str]:
@@ -107,7 +108,14 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         snapshot_file.put_in_place(unfinished, path)
         return [str(ours["tag"]), str(snapshot_file.tag_of(snapshot_file.previous_of(path)))]
 
-    kept = _on_all(f"writing {path}", write_snapshot)[0]
+    try:
+        _on_all(f"writing residuals beside {path}", write_residuals)
+        kept = _on_all(f"writing {path}", write_snapshot)[0]
+    except CheckpointError:  # told by all: rank 0 has put the snapshot in place, or will not
+        if snapshot_file.tag_of(path) != tag:
+            with suppress(OSError):  # it may not be there
+                beside.unlink()
+        raise
     for file in path.parent.glob(f"{glob.escape(path.name)}.{ANY_TAG}.rank*"):
         if file.name.split(".")[-2] not in kept:
             file.unlink(missing_ok=True)

@@ -138,7 +138,7 @@ def _parts(name: str, tensor: Tensor, group: dist.ProcessGroup, axis: int) -> li
             f"{name} on rank {dist.get_rank()}: shape {tuple(tensor.shape)} does not divide along axis {axis} "
             f"into {size} equal parts"
         )
-    return [part.contiguous() for part in tensor.split(tensor.shape[axis] // size or 1, axis)]
+    return [part.contiguous() for part in tensor.split([tensor.shape[axis] // size] * size, axis)]
 
 
 class _AllReduceSum(Function):

@@ -89,10 +89,12 @@ def init_process_group(
         _join(found, address, f"backend {chosen}, world size {size}", rank, size, timeout)
     if "nccl" in chosen:
         _choose_device()
-    dist.init_process_group(
-        chosen, store=found, rank=rank, world_size=size, timeout=timeout, pg_options=pg_options, device_id=device_id
-    )
-    count_initialisation(address)
+    try:
+        dist.init_process_group(
+            chosen, store=found, rank=rank, world_size=size, timeout=timeout, pg_options=pg_options, device_id=device_id
+        )
+    finally:  # all have come together: where the backend does not start, another call meets anew
+        count_initialisation(address)
     remember(Made(group_or_default("init_process_group", None), chosen, address))
 
 

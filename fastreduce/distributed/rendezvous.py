@@ -33,6 +33,8 @@ def find_address(init_method: str | None, world_size: int) -> str:
     """
     if init_method in (None, "env://"):
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if host is not None and ":" in host and not host.startswith("["):  # IPv6
+            host = f"[{host}]"
         if host is None and port is None and world_size == 1:
             return "local://"
         return _tcp(f"tcp://{host or 'localhost'}:{port or FIXED_PORT}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..compression import KINDS, Compression, NoCompression, OfWholeParameters
 from ..environment.exits import Exit, at_exit
 from ..errors import SettingError
+from ..ops import FLOATS
 from ..policy import AnySetting, Policy, assigned
 from ..reduction.agreement import check_agreement, describe_tensor
 from ..reduction.pipeline import warm_up as warm_up_pipelines
@@ -106,26 +107,34 @@ class ShardedModel:
         by_ranks: dict[tuple[int, ...], list[Group]] = {}
         for group in self._groups:
             by_ranks.setdefault(tuple(dist.get_process_group_ranks(group.ranks)), []).append(group)
+        scatters, gathers = dict[Group, CompressedReduceScatter](), dict[Group, CompressedAllGather]()
         for groups in by_ranks.values():
             made = self._connect(groups[0].ranks, groups, transport, settings, error, gathered)
             for group, dtype, setting in self._kinds(groups, settings):
                 wires.warm_up(dtype, group.device, setting, made.world_size)
             buffers = SharedBuffers()
             for group in groups:
-                scatter = CompressedReduceScatter(group, settings, made, buffers, self._follower)
-                group.reduce_with(scatter)
-                self._scatters.append(scatter)
-            if gathered:  # over connections of its own: on a GPU both are under way at once
-                self._gather(groups, gathered, self._connect(groups[0].ranks, groups, transport, gathered))
+                scatters[group] = CompressedReduceScatter(group, settings, made, buffers, self._follower)
+            floating = [group for group in groups if group.gather_dtype.is_floating_point]  # others are left to torch
+            if gathered and floating:  # over connections of its own: on a GPU both are under way at once
+                gathers |= self._gathers(
+                    floating, gathered, self._connect(groups[0].ranks, groups, transport, gathered)
+                )
+        for group, scatter in scatters.items():  # all that may fail has been done
+            group.reduce_with(scatter)
+        for group, gather in gathers.items():
+            group.gather_with(gather)
+        self._scatters += scatters.values()
         self.compression = Policy.of(compression)
 
-    def _gather(self, groups: Sequence[Group], settings: Mapping[str, Compression], made: Transport) -> None:
+    def _gathers(
+        self, groups: Sequence[Group], settings: Mapping[str, Compression], made: Transport
+    ) -> dict[Group, CompressedAllGather]:
         for device, dtype, setting in dict.fromkeys(
             (group.device, group.gather_dtype, settings[member.name]) for group in groups for member in group.members
         ):
             wires.warm_up_gather(dtype, device, setting, made.world_size)
-        for group in groups:
-            group.gather_with(CompressedAllGather(group, settings, made))
+        return {group: CompressedAllGather(group, settings, made) for group in groups}
 
     def replicate(self, ranks: dist.ProcessGroup, compression: AnySetting | Policy, transport: str | None) -> None:
         """Average every group's shard over `ranks` (`fastreduce.fsdp.replicate`)."""
@@ -154,6 +163,13 @@ class ShardedModel:
                 )
             parameters = [member.parameter for group in self._groups for member in group.members]
             settings = dict(zip(self._names, assigned(setting, self._names, parameters), strict=True))
+            for member in (member for group in self._groups for member in group.members):
+                if member.parameter.is_complex():
+                    raise SettingError(
+                        f"fastreduce.fsdp.{call}: parameter {member.name!r} is {member.parameter.dtype}, and what "
+                        f"is sharded is reduced in {', '.join(map(str, FLOATS))}: let its real and imaginary parts be "
+                        "parameters of their own"
+                    )
             for each in dict.fromkeys(settings.values()):
                 if why := why_not(each):
                     raise SettingError(f"fastreduce.fsdp.{call}: {str(each)!r}{why}")

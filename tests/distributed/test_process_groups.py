@@ -89,11 +89,13 @@ def _init_and_destroy(rank: int, world_size: int, method: str | None, environmen
     return seen
 
 
-@pytest.mark.parametrize("how", ["environment", "tcp", "file", "nothing"])
+@pytest.mark.parametrize("how", ["environment", "IPv6", "tcp", "file", "nothing"])
 def test_ranks_find_each_other_and_init_again_after_destroy_works(bare2: RankPool, tmp_path: Path, how: str):
     method, environment = None, {}
-    if how == "environment":
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if how in ("environment", "IPv6"):
+        if how == "IPv6" and not _has_ipv6():
+            pytest.skip("this machine has no address ::1")
+        environment = {"MASTER_ADDR": "::1" if how == "IPv6" else "127.0.0.1", "MASTER_PORT": str(free_port())}
     elif how == "tcp":
         method = f"tcp://localhost:{free_port()}"
     elif how == "file":
@@ -106,6 +108,30 @@ def test_ranks_find_each_other_and_init_again_after_destroy_works(bare2: RankPoo
     for rank, seen in enumerate(bare2.run(_init_and_destroy, method, environment)):
         expected = (True, [3.0, 3.0], [[3.0, 3.0]], rank)
         assert seen == [expected, False] * 3
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def _starts_at_second_try(rank: int, world_size: int, method: str) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+        with pytest.raises(RuntimeError, match="nosuch0"):
+            dist.init_process_group("gloo", method, world_size=world_size, rank=rank)
+    dist.init_process_group("gloo", method, world_size=world_size, rank=rank)
+    tensor = torch.full((2,), float(rank + 1))
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.tolist()
+
+
+def test_a_backend_that_did_not_start_can_be_started_again(bare2: RankPool):
+    assert bare2.run(_starts_at_second_try, f"tcp://localhost:{free_port()}") == [[3.0, 3.0]] * 2
 
 
 def _listeners(rank: int, world_size: int, port: int) -> list[str]:

@@ -126,3 +126,19 @@ def test_only_the_rank_it_comes_from_needs_an_input(ranks2: RankPool):
         assert seen[:4] == [((4, 2), torch.float16, True), False, ((2, 2), torch.float16, True), False]
         assert seen[4] == [0, 1, 2]
         assert seen[5] == ([[3.0, 3.0]] * 4 if rank == 0 else None)
+
+
+def _of_no_rows(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    shapes = []
+    for case in COMPOSED:
+        leaf = torch.zeros(0, 12, dtype=torch.float64, requires_grad=True)
+        if "axis=1" not in case:
+            out = function_of(case)(leaf)
+            out.sum().backward()
+            shapes.append(tuple(out.shape))
+    return shapes
+
+
+def test_a_batch_of_no_rows_goes_through(ranks2: RankPool):
+    for shapes in ranks2.run(_of_no_rows):
+        assert shapes and set(shapes) == {(0, 12)}

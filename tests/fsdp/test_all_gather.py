@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastreduce.fsdp
 from fastreduce import MismatchError, SettingError
@@ -120,3 +120,32 @@ def test_what_is_refused(ranks4: RankPool):
         assert "module '0' is gathered by fewer ranks in backward, as reshard_after_forward says" in said["fewer"]
         assert "has parameters of torch.bfloat16 and torch.float32, which FSDP gathers as bytes" in said["mixed"]
         assert "rank 0 has none, shape (8, 8)" in said["differs"] and "gathered under int8" in said["differs"]
+
+
+class _Quantized(nn.Module):
+    """A frozen base of bytes, sharded by itself, and what is trained beside it."""
+
+    def __init__(self, base: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.beside = fully_shard(nn.Linear(4, 4))
+        if base:
+            self.base = nn.Parameter(torch.arange(16, dtype=torch.int8).reshape(4, 4), requires_grad=False)
+        else:
+            self.register_buffer("base", torch.arange(16, dtype=torch.int8).reshape(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beside(x) @ self.base.to(x.dtype)
+
+
+def _quantized(rank: int, world_size: int, base: bool) -> list[Tensor]:
+    model = _Quantized(base)
+    if base:
+        fully_shard(model)
+    fastreduce.fsdp.compress(model, "int8", all_gather="bf16")
+    model(batch(rank)[:, :4]).square().sum().backward()
+    return [p.grad.to_local().clone() for p in model.beside.parameters()]
+
+
+def test_groups_of_bytes_are_gathered_by_torch(ranks2: RankPool):
+    assert_same_bits(ranks2.run(_quantized, True), ranks2.run(_quantized, False))

@@ -261,6 +261,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "largest": _said(SettingError, shard(network()), "topk"),
         "by chance": _said(SettingError, shard(network()), "bf16:rounding=stochastic"),
         "no key": _said(SettingError, shard(network()), {"3.*": "int8", "*": "fp16"}),
+        "complex": _said(SettingError, shard(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))), "none"),
         "twice": _said(SettingError, once, "none"),
         "a part before": _said(SettingError, part, "int8"),
         "a part again": _said(SettingError, once[2], "int8"),
@@ -282,6 +283,7 @@ def test_what_is_refused_and_what_to_write_instead(ranks2: RankPool):
         for setting in ("in factors", "largest"):
             assert said[setting].endswith("allowed: none, fp16, bf16, int8, fp8, int4")
         assert "the key '3.*' of the policy, for 'int8', matches no parameter" in said["no key"]
+        assert "parameter '0.weight' is torch.complex64, and what is sharded is reduced in" in said["complex"]
         assert "called already for this model; call it once" in said["twice"]
         assert "called already for module '2', with another part of the model" in said["a part before"]
         assert "called already for the root module, with another part of the model" in said["a part again"]

@@ -128,7 +128,7 @@ class _Quantized(nn.Module):
     def __init__(self, base: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.beside = fully_shard(nn.Linear(4, 4))
+        self.beside: Any = fully_shard(nn.Linear(4, 4))
         if base:
             self.base = nn.Parameter(torch.arange(16, dtype=torch.int8).reshape(4, 4), requires_grad=False)
         else:

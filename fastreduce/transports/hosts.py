@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,12 +20,16 @@ def this_host() -> str:
     /dev/shm, and the network namespace: containers that share no memory, or no addresses, are hosts of their own.
     """
     told = os.environ.get(ENVIRONMENT_VARIABLE)
-    if told:
-        parts = ["told", told]
-    else:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        parts = ["found", boot, _identity(SHARED_MEMORY), _identity(NETWORK)]
+    parts = ["told", told] if told else ["found", boot(), _identity(SHARED_MEMORY), _identity(NETWORK)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:DIGITS]
+
+
+def boot() -> str:
+    """The number that this host's kernel was given when it started, or the host's name, as in some sandboxes."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _identity(path: Path) -> str:

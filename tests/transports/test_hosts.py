@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,13 @@ def test_another_dev_shm_is_another_host(monkeypatch: pytest.MonkeyPatch):
     assert hosts.this_host() != before
     monkeypatch.setattr(hosts, "SHARED_MEMORY", Path("/nowhere"))
     assert hosts.this_host() != before
+
+
+def test_where_the_kernel_tells_no_number_the_hosts_name_counts(monkeypatch: pytest.MonkeyPatch):
+    known, read = hosts.boot(), Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read(path.with_name("nothing")))
+    assert hosts.boot() == socket.gethostname() != known
+    assert len(hosts.this_host()) == hosts.DIGITS
 
 
 def test_a_name_that_was_given_counts_alone(monkeypatch: pytest.MonkeyPatch):

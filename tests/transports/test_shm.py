@@ -248,7 +248,7 @@ def test_a_forked_child_changes_nothing():
 
 def _why(rank: int, world_size: int, what: str) -> list[str]:
     """What an explicit request says, by the wrapper and the transport, where ranks cannot share memory."""
-    places = {"host": (connection, "host", lambda: f"host {rank}"), "version": (segments, "VERSION", 1 + rank)}
+    places = {"host": (connection, "boot", lambda: f"host {rank}"), "version": (segments, "VERSION", 1 + rank)}
     with patch.object(*places[what]):
         group: Any = dist.new_group()
         transport = ShmTransport(group)

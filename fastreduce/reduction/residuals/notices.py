@@ -123,6 +123,7 @@ _told: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 @torch._disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Gradients are as the optimizer gets them, unless a closure or the optimizer's own hooks come after this."""
+    _told.pop(id(optimizer), None)  # of a step that raised
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if _live and (hasattr(optimizer, "found_inf") or (closure is None and not optimizer._optimizer_step_pre_hooks)):
         _told[id(optimizer)] = weakref.ref(optimizer)

@@ -23,12 +23,13 @@ from ...kernels.numba_cpu_elements import stage
 from ...kernels.slots import Pieces, SlotTable
 from .. import messages
 from ..base import Work
+from ..hosts import boot
 from ..meeting import AbsentError, clear, look_for, meet, notes, until_cleared
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from ..store_client import StoreClient
 from . import ring
 from .flags import NUMBERS, wake
-from .segments import ASLEEP, BEAT, FAILED, GEOMETRY, CannotShareError, Geometry, Segment, file_of, host, why_no_shm
+from .segments import ASLEEP, BEAT, FAILED, GEOMETRY, CannotShareError, Geometry, Segment, file_of, why_no_shm
 
 CONTROL = Geometry(cells=2, cell_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
 ONE_SHOT_BYTES = 32 << 10  # up to which every rank sums all of a tensor: ranks wait once, not twice
@@ -112,7 +113,7 @@ class ShmConnection:
     def _connect(self, store: StoreClient, times: int) -> list[Segment]:
         """Meet, see what is free, meet, make segments, meet, map the others', meet; then no name is needed any more."""
         ranks = range(self.size)
-        told = {"host": host(), "name": socket.gethostname(), "place": uuid.uuid4().hex}
+        told = {"host": boot(), "name": socket.gethostname(), "place": uuid.uuid4().hex}
         hosts = [json.loads(note) for note in self._meet(store.at("here"), json.dumps(told))]
         away = [rank for rank in ranks if hosts[rank]["host"] != hosts[0]["host"]]
         if away:

@@ -72,11 +72,6 @@ def file_of(place: str, rank: int) -> Path:
     return FOLDER / f"{PREFIX}{place}-{rank}"
 
 
-def host() -> str:
-    """What the ranks of one host have in common: the number that its kernel was given when it started."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 class Segment:
     """Memory of one rank, mapped here.
 

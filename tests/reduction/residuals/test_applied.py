@@ -158,7 +158,13 @@ def _closure(rank: int, world_size: int) -> dict[str, Any]:
     """Gradients are averaged and clipped inside the optimizer's step."""
     training = Training(Setup(), rank, world_size)
     training.optimizer._optimizer_step_pre_hooks.clear()  # our books are kept in the closure
+    (group,) = training.optimizer.param_groups
     for index, magnitude in enumerate((1.0, 1e3, 1.0, 1.0)):
+        if index == 2:  # a step that raises has told what it was about to apply, and the next one tells it anew
+            was, group["lr"] = group["lr"], None
+            with pytest.raises(TypeError):
+                training.optimizer.step()
+            group["lr"] = was
         step = Step(magnitude=magnitude)
 
         def backward(index: int = index, step: Step = step) -> Tensor:

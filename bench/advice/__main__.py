@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,12 +142,15 @@ TITLES = [
 def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """All rows as Markdown."""
     lines = ["# Is the advice right?", "", "Made by `python -m bench.advice` out of advice.jsonl. " + summary(rows), ""]
-    machine = rows[-1]["machine"]
+    where = Counter(
+        f"{row['machine']['cores']} cores of {row['machine']['processor']}, torch {row['versions']['torch']}, commit "
+        f"{row['commit'][:12]}"
+        for row in rows
+    )
+    cells = "; ".join(f"{count} on {machine}" for machine, count in where.items())
     lines += [
-        f"{machine['cores']} cores of {machine['processor']}, torch {rows[-1]['versions']['torch']}, commit "
-        f"{rows[-1]['commit'][:12]}; load from {min(row['load'] for row in rows):.1f} to "
-        f"{max(row['load'] for row in rows):.1f}. Milliseconds are medians of the slowest rank; predicted ones in "
-        "parentheses.",
+        f"{cells}; load from {min(row['load'] for row in rows):.1f} to {max(row['load'] for row in rows):.1f}. Milliseconds "
+        "are medians of the slowest rank; predicted ones in parentheses.",
         "",
         f"| {' | '.join(TITLES)} |",
         "| --- " * len(TITLES) + "|",

@@ -149,8 +149,8 @@ def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     )
     cells = "; ".join(f"{count} on {machine}" for machine, count in where.items())
     lines += [
-        f"{cells}; load from {min(row['load'] for row in rows):.1f} to {max(row['load'] for row in rows):.1f}. Milliseconds "
-        "are medians of the slowest rank; predicted ones in parentheses.",
+        f"{cells}; load from {min(row['load'] for row in rows):.1f} to {max(row['load'] for row in rows):.1f}. "
+        "Milliseconds are medians of the slowest rank; predicted ones in parentheses.",
         "",
         f"| {' | '.join(TITLES)} |",
         "| --- " * len(TITLES) + "|",

@@ -33,18 +33,15 @@ class LowPrecision:
         if self._lowered:  # no synchronised backward since the last forward
             return
         self._lowered = True
-        self._make()
-
-    @torch.no_grad()
-    def _make(self) -> None:
-        for parameter in self._parameters:
-            low: Tensor = parameter._mp_param  # type: ignore[attr-defined]
-            parameter._fp_param = parameter.data  # type: ignore[attr-defined]  # a user may have given it another
-            _alloc_storage(low, parameter.size())
-            low.copy_(parameter)
-            parameter.data = low
-            if parameter.grad is not None:
-                parameter.grad.data = parameter.grad.to(low.dtype)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                low: Tensor = parameter._mp_param  # type: ignore[attr-defined]
+                parameter._fp_param = parameter.data  # type: ignore[attr-defined]  # a user may have given it another
+                _alloc_storage(low, parameter.size())
+                low.copy_(parameter)
+                parameter.data = low
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.to(low.dtype)
 
     def restore(self) -> None:
         """Switch back, and free the copy."""

@@ -164,7 +164,7 @@ class ShardedModel:
             parameters = [member.parameter for group in self._groups for member in group.members]
             settings = dict(zip(self._names, assigned(setting, self._names, parameters), strict=True))
             for member in (member for group in self._groups for member in group.members):
-                if member.parameter.is_complex():
+                if member.parameter.requires_grad and member.parameter.is_complex():
                     raise SettingError(
                         f"fastreduce.fsdp.{call}: parameter {member.name!r} is {member.parameter.dtype}, and what "
                         f"is sharded is reduced in {', '.join(map(str, FLOATS))}: let its real and imaginary parts be "

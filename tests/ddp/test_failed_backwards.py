@@ -41,7 +41,7 @@ def _biases(ddp: Any) -> Tensor:
 
 
 class _Failing:
-    """Lets the call of a function raise that is the so-manieth from now on, in front of what it does or behind it."""
+    """Lets one call of a function raise, the `left`-th from now on, before it has done anything or behind it."""
 
     def __init__(self, owner: type, name: str, behind: bool = False) -> None:
         self._owner, self._name, self._function, self._behind = owner, name, getattr(owner, name), behind

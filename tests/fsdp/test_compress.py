@@ -100,6 +100,18 @@ def test_a_frozen_base_of_another_dtype_changes_nothing(ranks2: RankPool, dtype:
     assert_same_bits(ranks2.run(_adapted, dtype, True), ranks2.run(_adapted, dtype, False))
 
 
+def _beside_rotations(rank: int, world_size: int, frozen: bool) -> dict[str, Tensor]:
+    model = network()
+    if frozen:
+        model.rotations = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+    fastreduce.fsdp.compress(fully_shard(model), "int8")
+    return _backward(model, rank)
+
+
+def test_complex_parameters_that_are_frozen_change_nothing(ranks2: RankPool):
+    assert_same_bits(ranks2.run(_beside_rotations, True), ranks2.run(_beside_rotations, False))
+
+
 def test_bits_do_not_depend_on_the_transport(ranks: RankPool):
     shared, sockets = (ranks.run(_under, ("fp16", "int8"), transport) for transport in ("shm", "gloo"))
     assert_same_bits(sockets, shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -24,7 +25,9 @@ from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport
 from .reducer import TorchReducer
 
-TRANSPORTS = (None, "gloo", "shm")
+# By device, what moves wires between ranks that come and go; the first where nobody asks for one.
+TRANSPORTS: dict[str, tuple[str | None, ...]] = {"cpu": (None, "gloo", "shm"), "cuda": ("nccl",)}
+PAUSE_SECONDS = 1e-4  # between two looks at a GPU that averages
 
 
 class ElasticGroup(Protocol):
@@ -75,7 +78,7 @@ class ElasticReducer(TorchReducer):
 
     1. Before a bucket is reduced, its gradients are copied (as much memory as the gradients take).
     2. When all averages of the step are here, and before an optimizer sees one, ranks commit: a small all-reduce.
-       Who has passed it knows that every rank has all averages.
+       Who has passed it knows that every rank has all averages. Of a GPU's the host has waited for the end.
     3. Where a collective fails, this rank aborts what is under way and meets those who are left
        (`ElasticGroup.regroup`). If one of them has passed the commit, or all have all averages, these count, the lost
        ones' gradients included. Otherwise local gradients are put back, and reduced again among those who are left; so
@@ -168,12 +171,29 @@ class ElasticReducer(TorchReducer):
         self._kept.clear()
 
     def _commit(self) -> None:
-        """All averages have come."""
+        """All averages have come, or are enqueued on a GPU."""
+        self._wait_for_averages()
         try:
             self._joined.commit()
         except TransportError as error:
             if not self._joined.regroup(self.step, whole=True):
                 raise _AgainError(str(error)) from error
+
+    def _wait_for_averages(self) -> None:
+        """Wait for the GPU that computes them, which in a collective with a lost rank it does until that is aborted."""
+        for device in self.buckets.streams:
+            if device.type == "cuda":
+                averages = torch.cuda.current_stream(device).record_event()
+                while not averages.query():
+                    self.transport.check()
+                    time.sleep(PAUSE_SECONDS)
+        self.transport.check()  # what is aborted ends, too
+
+    def finish_on_gpus(self) -> None:
+        """Wait until nothing is under way on them."""
+        for device in self.buckets.streams:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def _recover(self, error: TransportError, step: int, launches: Launches) -> None:
         """A collective has failed: let the step under way begin again among those who are left."""
@@ -197,6 +217,7 @@ class ElasticReducer(TorchReducer):
                 pass
             except TransportError as error:
                 _let_go(error)
+        self.finish_on_gpus()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """As in GradientReducer, before `elastic.join`; buckets keep the order in which they were made.
@@ -278,13 +299,16 @@ def group_of_one() -> dist.ProcessGroup:
 
 def check_elastic(module: nn.Module, arguments: Mapping[str, Any], transport: object) -> None:
     """Raise SettingError for what cannot go on without a lost rank, with the reason."""
-    if any(p.device.type != "cpu" for p in module.parameters()):
+    devices = {str(p.device): p.device.type for p in module.parameters()}
+    if len(devices) > 1 or not TRANSPORTS.keys() >= set(devices.values()):
         raise SettingError(
-            "elastic=True on GPUs: NCCL communicators with a lost rank would have to be aborted under running kernels, "
-            "which has not been shown to work here; allowed: modules on the CPU"
+            f"elastic=True with parameters on {', '.join(devices)}: allowed: a module on the CPU, or on one GPU"
         )
-    if transport not in TRANSPORTS:
-        raise SettingError(f"elastic=True with transport={transport!r}: allowed: 'gloo', 'shm'")
+    for kind in devices.values():
+        allowed = TRANSPORTS[kind]
+        if transport is not None and transport not in allowed:
+            names = " or ".join(repr(name) for name in allowed if name)
+            raise SettingError(f"elastic=True with transport={transport!r} on {kind}: allowed: {names}")
     if any(isinstance(m, (nn.SyncBatchNorm, SyncBatchNorm)) for m in module.modules()):
         raise SettingError("elastic=True with SyncBatchNorm: its collectives in forward cannot lose a rank")
     if arguments["process_group"] is not None or arguments["device_mesh"] is not None:

@@ -69,8 +69,8 @@ class DistributedDataParallel(TorchDDP):
             shared memory first, and gloo or MPI carries what leaves the host (`"two_level"`), unless the setting is
             `flat`.
         elastic: whether ranks may be lost and come while it trains, without a restart: then
-            `fastreduce.elastic.join(ddp, …)` takes the place of `init_process_group`. On CPUs, over gloo or shared
-            memory.
+            `fastreduce.elastic.join(ddp, …)` takes the place of `init_process_group`. On CPUs over gloo or shared
+            memory, on GPUs over NCCL.
         **kwargs: torch's other arguments.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Training that goes on without a lost rank, and lets it come back: on CPUs, over gloo or shared memory."""
+"""Training that goes on without a lost rank, and lets it come back: over gloo, shared memory or NCCL."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from ..data import ShardSampler
 from ..ddp import DistributedDataParallel
+from ..ddp.checks import module_device
 from ..ddp.elastic_reducer import TRANSPORTS as ALLOWED
 from ..ddp.elastic_reducer import ElasticReducer
 from ..errors import SettingError, TransportError
 from ..transports import ENVIRONMENT_VARIABLE
 from ..transports.deadlines import GRACE_SECONDS, in_background
+from ..transports.nccl import library
 from ..transports.store_client import StoreClient
 from .membership import Membership, trains
 from .sampler import BatchSampler
@@ -101,6 +103,7 @@ def join(
         SettingError: if there is no such store, or it is rank 0's own; if `timeout`, `least` or `backwards` is out of
             range; for a module that is not elastic, parts without a state, or LBFGS.
         MismatchError: if models or settings differ.
+        BackendUnavailableError: for a module on a GPU, without NCCL.
         TransportError: if the store does not answer, or too few come within ten minutes, or all who have trained are
             gone.
     """
@@ -137,9 +140,12 @@ def join(
     size = _number("WORLD_SIZE", 1) if least is None else least
     job = os.environ.get("TORCHELASTIC_RUN_ID", "job")
     client = StoreClient(_open(store, timeout), timeout).at(f"fastreduce/elastic/{job}")
-    asked = ddp._transport_argument or os.environ.get(ENVIRONMENT_VARIABLE) or None
-    if asked not in ALLOWED:  # the variable may name one for other devices
-        asked = None
+    allowed = ALLOWED[module_device(ddp.module).type]
+    asked = ddp._transport_argument or os.environ.get(ENVIRONMENT_VARIABLE) or allowed[0]
+    if asked not in allowed:  # the variable may name one for other devices
+        asked = allowed[0]
+    if asked == "nccl":
+        library.load_nccl()  # before others wait for this process
     membership = Membership(ddp, parts, client, timedelta(seconds=timeout), _number("RANK", 0), asked, backwards)
     reducer.group = membership
     try:

@@ -18,7 +18,7 @@ from ..environment.exits import Exit, at_exit
 from ..errors import BackendUnavailableError, MismatchError, SettingError, TransportError
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
-from ..transports import GlooTransport, LocalTransport, ShmTransport, Transport
+from ..transports import GlooTransport, LocalTransport, NcclTransport, ShmTransport, Transport
 from ..transports.connections import abort_beside
 from ..transports.messages import checked
 from ..transports.ranks import Subgroup
@@ -45,7 +45,8 @@ class Membership:
         backwards: synchronised ones of a turn; who comes is let in after a multiple of so many.
 
     Attributes:
-        transport: what moves wires among those who train.
+        transport: what moves wires among those who train. On GPUs that is NCCL; commits, words and states go over gloo
+            or shared memory, which hosts wait for.
         generation: who they are.
         changes: called whenever they are others.
     """
@@ -60,7 +61,6 @@ class Membership:
         asked: str | None,
         backwards: int,
     ) -> None:
-        assert isinstance(ddp.reducer, ElasticReducer)
         self._ddp, self._parts, self._store, self._timeout, self._asked = ddp, dict(parts), store, timeout, asked
         self._has_state, self._backwards = False, backwards
         self._samplers = {name: part for name, part in parts.items() if isinstance(part, BatchSampler)}
@@ -82,6 +82,7 @@ class Membership:
         self.changes: list[Callable[[], object]] = []
         self._commit = torch.zeros(2)
         self.transport: Transport = LocalTransport()
+        self._control: Transport = self.transport  # between hosts
         self._group: Subgroup | None = None
         _alive.add(self)
 
@@ -98,7 +99,7 @@ class Membership:
     @property
     def step(self) -> int:
         """How many steps this process has committed."""
-        return self._ddp.reducer.step
+        return self._reducer.step
 
     def leave(self) -> None:
         """Take part no more; the others go on."""
@@ -106,6 +107,12 @@ class Membership:
             self._left = True
             self._end()
             self.transport.close()
+            self._control.close()
+
+    @property
+    def _reducer(self) -> ElasticReducer:
+        assert isinstance(self._ddp.reducer, ElasticReducer)
+        return self._ddp.reducer
 
     # What the reducer asks
 
@@ -124,12 +131,13 @@ class Membership:
         for sampler in self._samplers.values():
             sampler.bring(self.generation.members)
         self._commit[0], self._commit[1] = 1.0, float(not self._presence.waiting <= known)
-        self.transport.all_reduce(self._commit).wait()
+        self._control.all_reduce(self._commit).wait()
         self._someone_waits = bool(self._commit[1] > 0) and (self.step + 1) % self._backwards == 0
         self._count()
 
     def abort(self) -> None:
         """End what is under way, here and on the peers, connecting included."""
+        self._control.abort()
         self.transport.abort()
         if self._group is not None:
             abort_beside(self._group)
@@ -151,13 +159,13 @@ class Membership:
         self._share_samples()
         if not self._connected():
             self._regroup(self._own_note())
-        self._ddp.reducer.follow()
+        self._reducer.follow()
 
     def _compare(self, step: int) -> None:
         """Say so where who has come has other parameters than the rest after its first turn."""
         self._compares_at = None
         try:
-            told = checked(self.transport.exchange(state.digest(self._ddp)), str, "digest of its parameters")
+            told = checked(self._control.exchange(state.digest(self._ddp)), str, "digest of its parameters")
         except TransportError as error:
             logger.info("process %d: parameters are not compared: %s", self._presence.id, error)
             self._regroup(Note(step, Stage.BETWEEN))
@@ -226,13 +234,15 @@ class Membership:
     def _connected(self) -> bool:
         """Connect with the members of the generation, and let new ones have the state; whether nobody was lost."""
         generation = self.generation
-        self.transport, self._group = LocalTransport(), None
+        self.transport = self._control = LocalTransport()
+        self._group = None
         members = generation.members
         self._presence.watch(generation.number, members, {*members, *generation.out})
         try:
-            self.transport = self._connect(generation)
+            self._control = self._connect(generation)
+            self.transport = self._connect_gpus(generation) if self._asked == "nccl" else self._control
             if generation.number == 1:
-                check_agreement(self.transport, self._description)
+                check_agreement(self._control, self._description)
             self._share(generation)
         except TransportError as error:
             logger.info("process %d: generation %d ended early: %s", self._presence.id, generation.number, error)
@@ -259,7 +269,7 @@ class Membership:
         if len(asked := {process.transport or "none" for process in processes}) > 1:
             raise MismatchError(f"ranks differ in the transport that is asked for: {', '.join(sorted(asked))}")
         hosts = {process.host for process in processes}
-        if self._asked == "shm" or (self._asked is None and len(hosts) == 1):
+        if self._asked == "shm" or (self._asked in (None, "nccl") and len(hosts) == 1):
             shm = ShmTransport(group)
             try:
                 shm.connect()
@@ -272,6 +282,14 @@ class Membership:
         gloo = GlooTransport(group)
         gloo.exchange(generation.number)
         return gloo
+
+    def _connect_gpus(self, generation: Generation) -> Transport:
+        """NCCL, whose communicator the first collective makes; nothing of it is raised but where it is waited for."""
+        if self._group is None:
+            return LocalTransport()
+        nccl = NcclTransport(self._group, interrupts=False)
+        nccl.exchange(generation.number)
+        return nccl
 
     def _share(self, generation: Generation) -> None:
         """Let new members have the state of the first of the others."""
@@ -287,16 +305,17 @@ class Membership:
         parts = {"model": state.Model(self._ddp, averages), **self._parts}
         self._compares_at = self.step + self._backwards
         taken = self._take if self._presence.id in new and self._presence.id != source else None
-        state.send(parts, self.step, self.transport, generation.members.index(source), taken)
+        self._reducer.finish_on_gpus()  # states are read and loaded on another thread
+        state.send(parts, self.step, self._control, generation.members.index(source), taken)
+        self._reducer.finish_on_gpus()
 
     def _take(self, step: int) -> None:
         """The state of others is here, after so many steps."""
-        reducer, self._has_state, self._compares_at = self._ddp.reducer, True, step + self._backwards
-        assert isinstance(reducer, ElasticReducer)
+        self._has_state, self._compares_at = True, step + self._backwards
         if self.generation.source is None:  # all begin together, each from a checkpoint if there is one
-            reducer.schedule.step = step
+            self._reducer.schedule.step = step
         else:
-            reducer.take_over(step)
+            self._reducer.take_over(step)
 
 
 _alive: weakref.WeakSet[Membership] = weakref.WeakSet()

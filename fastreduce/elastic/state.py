@@ -61,14 +61,15 @@ class Model:
         if (grads := state["grads"]) is not None:
             found = self._ddp.reducer.buckets.gradients
             for name, parameter in zip(found.names, found.parameters, strict=True):
-                parameter.grad = grads.get(name)
+                grad = grads.get(name)
+                parameter.grad = None if grad is None else grad.to(parameter.device)
 
 
 def digest(ddp: DistributedDataParallel) -> str:
     """Of the bits of all parameters that are averaged."""
     found = hashlib.sha256()
     for parameter in ddp.reducer.buckets.gradients.parameters:
-        found.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().data)
+        found.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return found.hexdigest()
 
 

@@ -70,6 +70,13 @@ class Transport(ABC):
             TypeError: for another value.
         """
 
+    def check(self) -> None:  # noqa: B027 (most transports raise where they are waited for)
+        """Raise what made the transport fail, for whom no collective waits on the host.
+
+        Raises:
+            TransportError: if it did.
+        """
+
     def tell_watchdog(self, about: str) -> None:  # noqa: B027 (most transports raise where they are called)
         """Say what the collectives that follow work for, as a sentence: errors that come by themselves tell it."""
 

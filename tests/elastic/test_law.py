@@ -52,6 +52,10 @@ class Failing(LocalTransport):
         self._fail()
         return super().all_gather(wire)
 
+    def check(self) -> None:
+        """As on a GPU, averages that were enqueued may turn out not to be those of all."""
+        self._fail()
+
     def _fail(self) -> None:
         if self._chance.random() < 0.04:
             raise TransportError("by chance")
@@ -124,6 +128,65 @@ def test_what_was_applied_and_what_is_kept_are_all_gradients(setting: str, seed:
         assert ((there - sum_).flatten().abs() <= bounds[name]).all(), name
 
 
+class BusyGpu:
+    """A stream that comes to its end after some looks."""
+
+    def __init__(self) -> None:
+        self.looks, self.synchronized = 0, 0
+
+    def record_event(self) -> BusyGpu:
+        return self
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks % 5 == 0
+
+    def synchronize(self, device: object) -> None:
+        self.synchronized += 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_host_waits_for_a_gpu_before_a_commit_and_looks_whether_it_waits_in_vain(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    gpu, seen = BusyGpu(), list[str]()
+
+    class Watched(LocalTransport):
+        def check(self) -> None:
+            if fails and gpu.looks == 3 and not gpu.synchronized:
+                seen.append("aborted")
+                raise TransportError("rank 1 is lost")
+
+    class Once(Group):
+        def commit(self) -> None:
+            seen.append(f"commit behind {gpu.looks} looks")
+
+        def regroup(self, step: int, whole: bool) -> bool:
+            seen.append(f"regroup, whole={whole}")
+            return False
+
+    ddp = DistributedDataParallel(_model(), elastic=True)
+    group = ddp.reducer.group = Once(random.Random(0))  # type: ignore[attr-defined]
+    group.transport = Watched()
+    ddp.reducer.follow()  # type: ignore[attr-defined]
+    make_streams = ddp.reducer.buckets._make_streams
+
+    def as_on_a_gpu() -> None:
+        make_streams()
+        ddp.reducer.buckets.streams[torch.device("cuda", 0)] = ddp.reducer.buckets.streams[torch.device("cpu")]
+
+    monkeypatch.setattr(ddp.reducer.buckets, "_make_streams", as_on_a_gpu)
+    as_on_a_gpu()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    ddp(torch.ones(2, 40)).sum().backward()
+    assert seen == (
+        ["aborted", "regroup, whole=False", "commit behind 5 looks"] if fails else ["commit behind 5 looks"]
+    )
+    assert gpu.synchronized == fails  # before gradients are put back
+    monkeypatch.undo()
+
+
 def test_who_is_left_keeps_its_residuals_and_those_of_its_shard():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ranks = []
@@ -155,6 +218,14 @@ def test_who_is_left_keeps_its_residuals_and_those_of_its_shard():
         assert ddp.reducer.transport.world_size == 2
         assert not any(pipeline.feedback.shard_residual.any() for pipeline in ddp.reducer.pipelines)
         assert all(torch.equal(after["residuals"][name], value) and value.any() for name, value in before.items())
+
+
+class Torn(nn.Module):
+    """Parameters on two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.there = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
 
 
 NEW, BETWEEN, UNDER_WAY, WHOLE, COUNTED = Stage
@@ -191,7 +262,8 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(monkeypatch: pytest.
         with pytest.raises(SettingError, match=match):
             DistributedDataParallel(module or _model(), elastic=True, **options)
 
-    refused("transport='nccl'", transport="nccl")
+    refused("transport='nccl' on cpu: allowed: 'gloo' or 'shm'", transport="nccl")
+    refused("parameters on cpu, meta: allowed: a module on the CPU, or on one GPU", Torn())
     refused("warm_up", compression="int8:warm_up=10")
     refused("powersgd", compression="powersgd")
     refused("gradient_as_bucket_view", gradient_as_bucket_view=True)

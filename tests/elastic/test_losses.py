@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
+from tests.support import gpu_pools
 from tests.support.commands import with_environment
 from tests.support.elastic_jobs import AT_STEP, BATCH, TIMEOUT, VICTIM, gradient
 from tests.support.fork_server import Forked, run_as_script, server
 
 SECONDS = 120.0
 GOES_ON = 60.0  # a kill is noticed in tenths of a second, here beside everything else
-PLACES = range(3)
 
 
 class Step(NamedTuple):
@@ -42,13 +42,17 @@ class Step(NamedTuple):
 class Processes:
     """Those of one training."""
 
-    def __init__(self, folder: Path, stage: str, transport: str, setting: str) -> None:
-        self.folder, self._arguments = folder, (stage, transport, setting)
+    def __init__(self, folder: Path, stage: str, transport: str, setting: str, size: int = 3) -> None:
+        self.folder, self.size, self._arguments = folder, size, (stage, transport, setting)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.running: dict[str, Forked] = {}
 
+    def start_all(self) -> None:
+        for place in range(self.size):
+            self.start(place, str(place))
+
     def start(self, place: int, name: str, stage: str | None = None) -> None:
-        where = {"RANK": str(place), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        where = {"RANK": str(place), "WORLD_SIZE": str(self.size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         address, (given, transport, setting) = f"127.0.0.1:{self._store.port}", self._arguments
         arguments = [address, str(self.folder), name, stage or given, transport, setting]
         job = "tests.support.elastic_jobs", arguments, str(self.folder / f"{name}.out")
@@ -76,6 +80,7 @@ class Processes:
     ("stage", "transport", "setting"),
     [
         ("backward", "gloo", "none"),
+        ("backward", "nccl", "none"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
@@ -86,22 +91,38 @@ class Processes:
                 ("collective", "gloo", "fp16"),
                 ("collective", "shm", "int8:error_feedback"),
                 ("between", "shm", "none"),
+                ("forward", "nccl", "none"),
+                ("collective", "nccl", "int8:error_feedback"),
+                ("commit", "nccl", "fp16"),
             ]
         ),
     ],
 )
 def test_who_is_left_has_the_averages_of_those_present(tmp_path: Path, stage: str, transport: str, setting: str):
-    job = Processes(tmp_path, stage, transport, setting)
+    check(Processes(tmp_path, stage, transport, setting), stage, setting)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpu_pools.HAS_GPU, reason="no CUDA device")
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("size", gpu_pools.MANY)
+@pytest.mark.parametrize(("stage", "setting"), [("backward", "none"), ("collective", "int8"), ("commit", "fp16")])
+def test_who_is_left_on_a_gpu(tmp_path: Path, stage: str, setting: str, size: int):
+    check(Processes(tmp_path, stage, "nccl", setting, size), stage, setting)
+
+
+def check(job: Processes, stage: str, setting: str) -> None:
+    """Run a training, in which the second process ends in a stage, and look at every step of the others."""
+    others = [str(place) for place in range(job.size) if place != VICTIM]
     try:
-        for place in PLACES:
-            job.start(place, str(place))
+        job.start_all()
         job.wait(lambda: job.running["1"].poll() is not None, SECONDS)
-        job.wait(lambda: min(job.last("0"), job.last("2")) > AT_STEP + 3, GOES_ON)
+        job.wait(lambda: min(map(job.last, others)) > AT_STEP + 3, GOES_ON)
         if stage in ("backward", "commit"):
             job.start(VICTIM, "again", stage="none")
             job.wait(lambda: len(job.steps("again")) > 3, SECONDS)
-        (tmp_path / "last.part").write_text(str(job.last("0") + 30))
-        os.replace(tmp_path / "last.part", tmp_path / "last step")
+        (job.folder / "last.part").write_text(str(job.last("0") + 30))
+        os.replace(job.folder / "last.part", job.folder / "last step")
         left = [name for name in job.running if name != "1"]
         job.wait(lambda: all(job.running[name].poll() == 0 for name in left), SECONDS)
         by_step: dict[int, list[Step]] = {}
@@ -118,7 +139,8 @@ def test_who_is_left_has_the_averages_of_those_present(tmp_path: Path, stage: st
     for number, same in by_step.items():
         assert len({json.dumps(step[3:]) for step in same}) == 1, "the bits of all are the same"
         first = same[0]
-        present = [0, 1, 2] if number < lost_from or len(same) == 3 else [0, 2]
+        everybody = number < lost_from or len(same) == job.size
+        present = [place for place in range(job.size) if everybody or place != VICTIM]
         mean = sum(gradient(place, number) for place in present) / len(present)
         assert first.averages == pytest.approx([mean] * len(first.averages), rel=1e-2 if setting != "none" else 1e-6)
         assert first.same or setting.startswith("int8"), "no average is of some ranks here, and of others there"
@@ -128,17 +150,16 @@ def test_who_is_left_has_the_averages_of_those_present(tmp_path: Path, stage: st
         assert new.issuperset(dealt) and len(new) == len(dealt) + BATCH * lost, "each sample is in one step"
         assert len(first.samples) == 2 + first.size, "or in the hand of one who is there"
     if "again" in left:
-        assert {step.size for step in job.steps("again")} == {3}
+        assert {step.size for step in job.steps("again")} == {job.size}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", ["gloo", "shm", "nccl"])
 def test_one_that_is_stopped_is_left_out_after_the_timeout_and_is_told_so(tmp_path: Path, transport: str):
     job = Processes(tmp_path, "stopped", transport, "none")
     try:
-        for place in PLACES:
-            job.start(place, str(place))
+        job.start_all()
         job.wait(lambda: min(job.last(name) for name in "02") >= AT_STEP - 1, SECONDS)
         job.wait(lambda: min(job.last(name) for name in "02") > AT_STEP + 3, 2 * TIMEOUT + GOES_ON)
         assert {step.size for name in "02" for step in job.steps(name) if step.step >= AT_STEP} == {2}

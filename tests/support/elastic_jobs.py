@@ -1,9 +1,10 @@
 """One process of the trainings in tests/elastic: its gradients are known, and the victim kills itself in some stage.
 
 `python -m tests.support.elastic_jobs STORE FOLDER NAME STAGE TRANSPORT SETTING`, with RANK and WORLD_SIZE. STAGE is
-forward, backward, collective, commit, between, none, or "stopped" for SIGSTOP in forward. A line in
-FOLDER/NAME.json for each step: how many trained, its samples, those that nobody has trained on yet, the averages, what
-the optimizer kept, and the parameters.
+forward, backward, collective, commit, between, none, or "stopped" for SIGSTOP in forward. TRANSPORT "nccl" is on a GPU,
+which processes share, and without one the stand-in's, with CPU tensors. A line in FOLDER/NAME.json for each step: how
+many trained, its samples, those that nobody has trained on yet, the averages, what the optimizer kept, and the
+parameters.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from fastreduce import DistributedDataParallel, elastic
+from tests.support import nccl_stand_in
 
 VICTIM, AT_STEP, STEPS_AFTER = 1, 3, 5
-LAYERS, WIDTH, TIMEOUT = 4, 300, 10.0
+LAYERS, WIDTH = 4, 300
+TIMEOUT = 40.0 if torch.cuda.is_available() else 10.0  # NCCL's start counts too, where processes share a GPU
 SAMPLES, BATCH = 1_000_000, 2
 
 
@@ -46,16 +49,28 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    store, folder, name, stage, transport, setting = sys.argv[1:]
+    folder, transport = sys.argv[2], sys.argv[5]
     torch.set_num_threads(1)
+    if transport != "nccl":
+        train(torch.device("cpu"))
+    elif torch.cuda.is_available():
+        train(torch.device("cuda", 0))
+    else:
+        with nccl_stand_in.installed(folder), nccl_stand_in.asked_for_on_cpus():
+            train(torch.device("cpu"))
+
+
+def train(device: torch.device) -> None:
+    store, folder, name, stage, transport, setting = sys.argv[1:]
     place = int(os.environ["RANK"])
     torch.manual_seed(place)
-    model = Model()
+    model = Model().to(device)
     ddp = DistributedDataParallel(model, elastic=True, bucket_cap_mb=0.001, transport=transport, compression=setting)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.5)
     sampler = elastic.BatchSampler(SAMPLES, BATCH, shuffle=False)
     members = elastic.join(ddp, store=store, timeout=TIMEOUT, optimizer=optimizer, sampler=sampler)
     group: Any = ddp.reducer.group  # type: ignore[attr-defined]
+    assert group.transport.name in (transport, "local")
 
     def end(here: str) -> None:
         if stage == here and place == VICTIM and members.step == AT_STEP:

@@ -27,6 +27,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastreduce import transports
+from fastreduce.ddp import elastic_reducer
 from fastreduce.transports.nccl import connection, library, watchdog
 
 NCCL_INT8, NCCL_UINT8, NCCL_INT32, NCCL_INT64 = 0, 1, 2, 4
@@ -65,6 +67,15 @@ def installed(where: str) -> Iterator[None]:
         patch.setattr(watchdog, "WAKE_SECONDS", 0.1)
         patch.setattr(connection, "WAKE_SECONDS", 0.1)
         patch.setattr(connection, "PATIENCE_SECONDS", 1.0)
+        yield
+
+
+@contextlib.contextmanager
+def asked_for_on_cpus() -> Iterator[None]:
+    """`transport="nccl"` is allowed for modules on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(transports.TRANSPORTS, "nccl", ("cpu",))
+        patch.setitem(elastic_reducer.TRANSPORTS, "cpu", ("nccl",))
         yield
 
 

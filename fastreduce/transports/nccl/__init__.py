@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import DeviceError, TensorError
 from ..base import Transport
 from ..connections import Lease
+from ..ranks import Ranks, own_name, place_in
 from . import library
 from .communicator import Communicator, Enqueue
 from .connection import NcclConnection
@@ -48,6 +49,10 @@ class NcclTransport(Transport):
     the ranks meet in the group's store. A watchdog thread ends collectives that outlast the group's timeout, and
     raises TransportError on the main thread where that waits for the GPU.
 
+    Args:
+        group: the ranks.
+        interrupts: whether it may; who begins again with other ranks waits by looking, and calls `check`.
+
     Raises:
         BackendUnavailableError: if CuPy or NCCL is missing or too old, or two ranks are on one GPU.
         TransportError: if ranks do not come within the group's timeout; it names them.
@@ -58,10 +63,11 @@ class NcclTransport(Transport):
     name = "nccl"
     enqueues = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Ranks, interrupts: bool = True) -> None:
         self._nccl = library.load_nccl()
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._lease = Lease("NCCL", group, NcclConnection)
+        self.rank, self.world_size = place_in(group)
+        self._me = own_name(group)
+        self._lease = Lease("NCCL", group, partial(NcclConnection, interrupts=interrupts))
         self._about = ""
         self._communicators: dict[torch.device, Communicator] = {}
 
@@ -107,11 +113,7 @@ class NcclTransport(Transport):
         self._about = about
 
     def check(self) -> None:
-        """Raise what made the transport fail.
-
-        Raises:
-            TransportError: if it did.
-        """
+        """Raise what made it fail."""
         self._lease.connection.check()
 
     def abort(self) -> None:
@@ -158,4 +160,4 @@ class NcclTransport(Transport):
         return size
 
     def _where(self, operation: str) -> str:
-        return f"rank {self.rank} of {self.world_size}: {operation} over NCCL"
+        return f"{self._me}: {operation} over NCCL"

@@ -13,15 +13,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...environment.exits import Exit, at_exit
 from ...errors import TransportError
 from ..deadlines import in_background
-from ..meeting import AbsentError, clear, meet, notes
+from ..meeting import AbsentError, clear, look_for, meet, notes
 from ..messages import checked, decode, encode
-from ..ranks import client_of, timeout_of
+from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from ..store_client import SOON_SECONDS
 from . import library
 from .communicator import Communicator, Enqueue, Entry
@@ -40,13 +39,20 @@ class NcclConnection:
     and raised by every later call; if no thread is inside a call, it is raised on the main thread, which waits for
     the GPU; then the communicators are aborted, which ends that wait.
 
+    Args:
+        group: the ranks.
+        name: that no other connection beside them has.
+        interrupts: whether an error may be raised on the main thread; else who waits for the GPU calls `check`.
+
     Raises:
         BackendUnavailableError: if NCCL cannot be used.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: Ranks, name: str, interrupts: bool) -> None:
         self._nccl, self._cuda = library.load_nccl(), library.Cuda()
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = place_in(group)
+        self._me, self._names, self._interrupts = own_name(group), names_of(group), interrupts
+        self._look_for_gone = look_for(who_is_gone(group))
         self._seconds = timeout_of(group).total_seconds()
         self._store = client_of(group).at(f"fastreduce/nccl/{name}/exchange")
         self._exchanges = 0
@@ -90,9 +96,9 @@ class NcclConnection:
         with self._state:
             self._open = False
             self._withdraw()
-            self._failure = self._failure or f"rank {self.rank} of {self.size}: this NCCL transport was aborted."
+            self._failure = self._failure or f"{self._me}: this NCCL transport was aborted."
         self._abort()
-        self._watchdog.join(END_SECONDS)
+        self._watchdog.join(min(END_SECONDS, self._seconds / 4))  # who waits here may have to say that it is alive
 
     def end(self) -> None:
         """At exit: begin to give everything back."""
@@ -116,13 +122,11 @@ class NcclConnection:
                 return self._meet(value)
             except TransportError as error:
                 why = _no_word_from(error.names) if isinstance(error, AbsentError) else str(error)
-                raise TransportError(
-                    f"rank {self.rank} of {self.size}: {operation} over NCCL's store failed. {why}"
-                ) from error
+                raise TransportError(f"{self._me}: {operation} over NCCL's store failed. {why}") from error
 
     def _meet(self, value: Any) -> list[Any]:
-        ranks, here = range(self.size), self._store.at(f"round {self._exchanges}")
-        meet(here, self.rank, ranks, self._seconds, encode(value).decode(), self.check)
+        ranks, here = self._names, self._store.at(f"round {self._exchanges}")
+        meet(here, ranks[self.rank], ranks, self._seconds, encode(value).decode(), self._look)
         told = notes(here, ranks)
         clear(here, ranks)  # a later group may have the same name in the same store
         self._exchanges += 1
@@ -137,7 +141,7 @@ class NcclConnection:
         """
         if self._cuda.capturing():
             raise TransportError(
-                f"rank {self.rank} of {self.size}: NCCL connects in the first collective, which a CUDA graph cannot "
+                f"{self._me}: NCCL connects in the first collective, which a CUDA graph cannot "
                 "capture: run a step before the capture"
             )
         place = GpuPlace.of(device, self._cuda, self._nccl)
@@ -161,7 +165,7 @@ class NcclConnection:
                 with self._cuda.using(device):
                     return self._nccl.NcclCommunicator(self.size, identifier, self.rank)
 
-            made = in_background(make, self._seconds)  # NCCL itself has no timeout here
+            made = in_background(make, self._seconds, self._look)  # NCCL itself has no timeout here
         return Communicator(made, device, self._cuda, key)
 
     def run(self, communicator: Communicator, operation: str, tensor: Tensor, about: str, enqueue: Enqueue) -> None:
@@ -179,6 +183,11 @@ class NcclConnection:
             communicator.run(operation, tensor, about, enqueue)
 
     # Failing
+
+    def _look(self) -> None:
+        """Raise where it is in vain to wait for the others."""
+        self.check()
+        self._look_for_gone()
 
     def check(self) -> None:
         """Raise what made the connection fail."""
@@ -221,8 +230,8 @@ class NcclConnection:
         with self._state:
             if self._failure is not None:
                 return
-            self._failure = f"rank {self.rank} of {self.size}: {operation} over NCCL failed: {reason}"
-            if self._open and not self._calls_inside:
+            self._failure = f"{self._me}: {operation} over NCCL failed: {reason}"
+            if self._interrupts and self._open and not self._calls_inside:
                 self._raised = True
                 raise_in_main_thread(self._failure)
         self._abort()
@@ -262,14 +271,13 @@ class NcclConnection:
         with suppress(TransportError):
             left = self._progress_notes.read(self._left) or ""
         for note in left.split():
-            if not re.fullmatch(r"\d+!?", note):
+            if not re.fullmatch(r"\d{1,9}!?", note) or (rank := int(note.rstrip("!"))) >= self.size:
                 return f"who has left is told by {note[:40]!r}, no note of a rank."
-            rank = int(note.rstrip("!"))
             if note.endswith("!"):
-                return f"rank {rank} gave up. {self._who(communicator, oldest)}"
+                return f"rank {self._names[rank]} gave up. {self._who(communicator, oldest)}"
             with suppress(TransportError):
                 if rank != self.rank and self._progress(communicator, rank) < oldest.number:
-                    return f"rank {rank} has ended, or takes no part any more."
+                    return f"rank {self._names[rank]} has ended, or takes no part any more."
         return None
 
     @property
@@ -297,7 +305,7 @@ class NcclConnection:
         try:
             while missing := [r for r in missing if self._progress(communicator, r) < entry.number]:
                 if time.monotonic() > deadline:
-                    return _no_word_from(", ".join(map(str, missing)))
+                    return _no_word_from(", ".join(str(self._names[rank]) for rank in missing))
                 time.sleep(0.05)
         except TransportError as error:
             return f"Nobody can be asked who is missing: {error}."

@@ -1,0 +1,70 @@
+"""What an elastic training asks of NCCL's transport, over a stand-in for CuPy's NCCL, between real processes."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+import torch.distributed as dist
+
+from fastreduce.transports import NcclTransport
+from fastreduce.transports.ranks import Subgroup, client_of
+from tests.support import nccl_cases as cases
+from tests.support.nccl_cases import OnHost, caught, run_case, short_group, world
+from tests.support.ranks import RankPool, with_time
+
+
+def _looks(rank: int, size: int, place: OnHost) -> str:
+    """A peer does not come; who waits by looking is not interrupted, and is told when it looks."""
+    transport, wire = NcclTransport(short_group(place), interrupts=False), torch.ones(4)
+    text = "nothing"
+    with place.asynchronous() as synchronize:
+        transport.all_reduce(wire).wait()
+        synchronize()
+        if rank == 0:
+            transport.all_reduce(wire).wait()
+            while not transport._lease.connection.failed:
+                time.sleep(0.01)
+            cases.come_by()  # nothing comes
+            text = caught(transport.check)
+    dist.barrier()
+    transport.close()
+    return text
+
+
+def test_who_begins_again_is_not_interrupted(ranks2: RankPool, tmp_path: Path):
+    def check(place: OnHost) -> None:
+        text, absent = ranks2.run(run_case, _looks, place)
+        assert absent == "nothing"
+        assert f"did not end within {place.timeout:g} s. No word from rank 1: " in text, text
+
+    with_time(lambda seconds: check(OnHost(mkdtemp(dir=tmp_path), seconds)), 2.0)
+
+
+def _some_known(rank: int, size: int, place: OnHost) -> str:
+    """Ranks 0 and 2 of three; somebody knows that 2 is gone."""
+    if rank == 1:
+        return "nothing"
+    gone: list[int] = []
+    store = client_of(world()).at(f"some of {size}", 30.0)
+    some = Subgroup(rank // 2, (0, 2), 3, (0, 2), store, datetime.timedelta(seconds=30), absent=lambda: gone)
+    transport, wire = NcclTransport(some), torch.full((4,), rank + 1.0)
+    assert (transport.rank, transport.world_size) == (rank // 2, 2)
+    transport.all_reduce(wire).wait()
+    assert wire.tolist() == [4.0] * 4
+    gone += [2]
+    text = "nothing" if rank == 2 else caught(lambda: transport.exchange(0))
+    transport.close()
+    return text
+
+
+def test_ranks_of_a_group_are_named_as_users_know_them_and_the_gone_are_not_waited_for(
+    ranks3: RankPool, tmp_path: Path
+):
+    begun = time.monotonic()
+    first, _, _ = ranks3.run(run_case, _some_known, OnHost(str(tmp_path)))
+    assert first.startswith("rank 0 of 3: exchange over NCCL's store failed. No word from rank 2: "), first
+    assert time.monotonic() - begun < 25.0

@@ -20,9 +20,14 @@ parser.add_argument("--timeout", type=float, default=10.0, help="seconds after w
 parser.add_argument("--compression")
 args = parser.parse_args()
 
+device = torch.device("cpu")
+if torch.cuda.is_available():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+
 digits = load_digits()
-x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+x, y = torch.tensor(digits.data, dtype=torch.float32).to(device) / 16, torch.tensor(digits.target).to(device)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)).to(device)
 ddp = DDP(model, elastic=True, compression=args.compression)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)

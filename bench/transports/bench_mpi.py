@@ -1,4 +1,4 @@
-"""Averaging a model's gradients over MPI, from gradients to averaged gradients, against mpi4py's own Allreduce."""
+"""Averaging a model's gradients in an MPI job, from gradients to averaged gradients, against mpi4py's own Allreduce."""
 
 from __future__ import annotations
 

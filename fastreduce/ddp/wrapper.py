@@ -62,12 +62,12 @@ class DistributedDataParallel(TorchDDP):
             for each step, the same on every rank, and is asked 1000 steps ahead (steps are reduced backwards, counted
             from 0); None means FASTREDUCE_COMPRESSION, or `none`.
         transport: what moves the data, or its name: `"gloo"`, `"shm"` (memory that the ranks of one host share),
-            `"nccl"` or `"two_level"`. None means FASTREDUCE_TRANSPORT; else MPI in a job that
-            `init_process_group("mpi")` began, else NCCL for GPUs, and for CPUs `"shm"` where all ranks run on one host
-            and `"gloo"` otherwise, in communicators of its own over the ranks of `process_group` (at world size 1:
-            nothing to move). Where ranks run on several hosts, and several on one of them, those of one host sum in
-            shared memory first, and gloo or MPI carries what leaves the host (`"two_level"`), unless the setting is
-            `flat`.
+            `"mpi"` (in a job that `init_process_group("mpi")` began), `"nccl"` or `"two_level"`. None means
+            FASTREDUCE_TRANSPORT; else for GPUs NCCL, or MPI in such a job, and for CPUs `"shm"` where all ranks run on
+            one host and `"gloo"`, or MPI, otherwise, in communicators of its own over the ranks of `process_group` (at
+            world size 1: nothing to move). Where ranks run on several hosts, and several on one of them, those of one
+            host sum in shared memory first, and gloo or MPI carries what leaves the host (`"two_level"`), unless the
+            setting is `flat`.
         elastic: whether ranks may be lost and come while it trains, without a restart: then
             `fastreduce.elastic.join(ddp, …)` takes the place of `init_process_group`. On CPUs over gloo or shared
             memory, on GPUs over NCCL.

@@ -26,7 +26,7 @@ class Kept(Protocol):
 class Exit(Enum):
     """The steps, from first to last: what uses something else ends before it."""
 
-    TELL = "peers learn by the store that this rank starts nothing more, so that none waits for it meanwhile (MPI)"
+    TELL = "peers learn that this rank starts nothing more, so that none waits for it meanwhile (MPI, shared memory)"
     DELIVER = "what `remote_send` has under way is received, while the user's group still stands"
     REDUCERS = "streams end, and give back the connections that they work on"
     NCCL = "communicators end behind what is enqueued, and watchdogs with them; they tell how far they came"

@@ -66,7 +66,7 @@ VARIABLES = {
         "where every step of every rank is written, as JSON for Perfetto",
     ),
     "FASTREDUCE_TRANSPORT": Variable(
-        "gloo, shm, nccl, two_level; unset: by device, launcher and hosts",
+        "gloo, shm, mpi, nccl, two_level; unset: by device, launcher and hosts",
         "what moves gradients, where no transport= says otherwise",
     ),
 }

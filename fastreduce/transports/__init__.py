@@ -17,6 +17,7 @@ from .choices import agree, known_hosts
 from .gloo import GlooTransport, TorchProcessGroup
 from .hosts import nodes_of
 from .local import LocalTransport, local_ranks
+from .mpi import MpiTransport
 from .nccl import NcclTransport
 from .shm import ShmTransport
 from .two_level import Connected, Level, Nodes, TwoLevelTransport, two_levels, why_no_two_levels
@@ -26,6 +27,7 @@ __all__ = [
     "GlooTransport",
     "Level",
     "LocalTransport",
+    "MpiTransport",
     "NcclTransport",
     "Nodes",
     "ShmTransport",
@@ -45,8 +47,13 @@ Factory = Callable[[dist.ProcessGroup], Transport]
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_TRANSPORT"
 # What can be asked for by name, and whose tensors it moves.
-TRANSPORTS = {"gloo": ("cpu",), "shm": ("cpu",), "nccl": ("cuda",), "two_level": ("cpu",)}
-_OF_ONE_LEVEL: dict[str, Factory] = {"gloo": GlooTransport, "shm": ShmTransport, "nccl": NcclTransport}
+TRANSPORTS = {"gloo": ("cpu",), "shm": ("cpu",), "mpi": ("cpu", "cuda"), "nccl": ("cuda",), "two_level": ("cpu",)}
+_OF_ONE_LEVEL: dict[str, Factory] = {
+    "gloo": GlooTransport,
+    "shm": ShmTransport,
+    "mpi": MpiTransport,
+    "nccl": NcclTransport,
+}
 
 SPARE = 4  # times what shared memory takes must be free where nobody asked for it: data loaders want some too
 
@@ -67,10 +74,10 @@ def make_transport(
 ) -> Transport:
     """What moves wires on `device` between the ranks of `group`.
 
-    What was asked for; else what FASTREDUCE_TRANSPORT names, unless it moves no tensors on `device`; else what was
-    registered; else NCCL for CUDA, and for the CPU shared memory where all ranks run on one host, or gloo. Where ranks
-    run on several hosts, and several on one of them, gloo, and what was registered if it can, carry but what leaves a
-    host: two levels. One rank alone needs nobody.
+    What was asked for; else what FASTREDUCE_TRANSPORT names, unless it moves no tensors on `device`; else for CUDA what
+    was registered, or NCCL. For the CPU shared memory where all ranks run on one host, and what was registered, or
+    gloo, between hosts: where several run on one of them, that carries but what leaves a host, in two levels. What was
+    registered, and cannot leave some ranks out, serves alone. One rank alone needs nobody.
 
     Args:
         group: the ranks, which all call it.
@@ -106,7 +113,9 @@ def make_transport(
         return _levels(group, sockets, hosts, how)
     if alone or hosts is None:
         return _last_choice.get(group, sockets)(group)
-    return _choose(group, sockets, nodes_of(hosts)) if _takes_some(sockets) else sockets(group)
+    if torch.device(device).type != "cpu" or not _takes_some(sockets):
+        return sockets(group)
+    return _choose(group, sockets, nodes_of(hosts))
 
 
 def _asked_for(group: dist.ProcessGroup, asked: Transport | str | None, device: torch.device) -> tuple[str, str]:
@@ -123,6 +132,11 @@ def _asked_for(group: dist.ProcessGroup, asked: Transport | str | None, device: 
     if asked is not None and device.type not in TRANSPORTS[asked]:
         raise BackendUnavailableError(
             f"{by_argument} moves tensors on {' or '.join(TRANSPORTS[asked])}, and these are on {device}"
+        )
+    if "mpi" in (asked, None if asked else told) and _registered(group) is not MpiTransport:
+        raise BackendUnavailableError(
+            f"{by_argument if asked else by_variable}: MPI moves gradients in a job that "
+            'fastreduce.distributed.init_process_group("mpi") has begun'
         )
     if asked is not None:
         return asked, by_argument
@@ -157,15 +171,15 @@ def _levels(group: dist.ProcessGroup, sockets: Factory, hosts: Sequence[str] | N
 
 
 def _choose(group: dist.ProcessGroup, sockets: Factory, nodes: list[list[int]]) -> Transport:
-    """`sockets`, two levels of it and shared memory, or shared memory in gloo's place; on all ranks the same."""
+    """`sockets`, two levels of it and shared memory, or shared memory in its place; on all ranks the same."""
     factory, chosen = sockets, None
-    if len(nodes) == 1 and sockets is GlooTransport:
+    if len(nodes) == 1 and sockets in (GlooTransport, MpiTransport):
         shm = ShmTransport(group, SPARE)
         try:
             shm.connect()
             chosen, factory = shm, ShmTransport
         except BackendUnavailableError as error:  # on every rank
-            logger.info("gradients go over gloo: %s", error)
+            logger.info("gradients go over %s: %s", getattr(sockets, "name", sockets), error)
     elif why_no_two_levels(nodes) is None:
         factory = partial(two_levels, nodes=nodes, make=sockets, spare=SPARE)
     _last_choice[group] = factory

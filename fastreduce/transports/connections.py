@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,6 +12,8 @@ from .messages import checked, numbers, of_types
 from .ranks import Ranks, own_name
 
 MOST = 1 << 20  # connections
+
+failed_here = threading.Event()  # a collective has, in this process: a rank may be gone
 
 
 class Connection(Protocol):

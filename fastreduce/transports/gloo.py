@@ -18,7 +18,7 @@ from ..environment.exits import Exit, at_exit
 from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
-from .connections import ALL, Lease, drop_all
+from .connections import ALL, Lease, drop_all, failed_here
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import SHORTEST, AbsentError, clear, look_for, meet, notes, wait_until
 from .ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
@@ -151,6 +151,7 @@ class GlooConnection:
             else:
                 what, who = f": {error}", self._culprit("timed out" in str(error).lower())
             self.failed = True
+            failed_here.set()
             raise TransportError(
                 f"{self.me}: {operation} over gloo failed{doing}{what}. "
                 f"{who} has exited, takes no part, or did not come within the timeout.",

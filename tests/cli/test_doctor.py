@@ -220,7 +220,7 @@ def test_shared_memory_is_chosen_where_it_can_be(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("FASTREDUCE_TRANSPORT")
     assert rows()["chosen"] == Row("chosen", "gloo")
     monkeypatch.setenv("FASTREDUCE_TRANSPORT", "tcp")
-    assert rows()["chosen"].state == FAILED and "allowed: gloo, shm, nccl, two_level" in rows()["chosen"].value
+    assert rows()["chosen"].state == FAILED and "allowed: gloo, shm, mpi, nccl, two_level" in rows()["chosen"].value
 
 
 def _no_package(name: str) -> str:

@@ -1,6 +1,7 @@
-"""What ranks do under mpirun: `mpirun -n 2 python -m tests.support.mpi_jobs JOB FOLDER`; each writes FOLDER/RANK.json.
+"""What ranks do under mpirun: `mpirun -n 2 python -m tests.support.mpi_jobs JOB FOLDER TRANSPORT`.
 
-The job "checks" runs every function of `CHECKS`, in order, and writes what each raised.
+Each writes FOLDER/RANK.json. Gradients go over TRANSPORT, "mpi" or, as they do unasked on one host, "shm". The job
+"checks" runs every function of `CHECKS`, in order, and writes what each raised.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import nn
 from fastreduce import TransportError, all_reduce_gradients
 from fastreduce.distributed.mpi import init_mpi
 from fastreduce.reduction.streams import ThreadStream
-from fastreduce.transports import GlooTransport, LocalTransport, Transport, make_transport
+from fastreduce.transports import ENVIRONMENT_VARIABLE, GlooTransport, LocalTransport, Transport, make_transport
 from fastreduce.transports.mpi import MpiTransport, communicator
 from fastreduce.transports.two_level import two_levels
 from tests.support.collective_cases import all_kinds, check_all_kinds
@@ -267,7 +268,7 @@ def two_levels_end_as_over_gloo() -> None:
     if dist.get_world_size() < 3:
         return
     seen = []
-    with patch.dict(os.environ, FASTREDUCE_HOST=f"node {_rank() // 2}"):
+    with unasked(FASTREDUCE_HOST=f"node {_rank() // 2}"):
         for transport in (None, two_levels(_group(), [[0, 1], [2]], GlooTransport, 1)):
             ddp = wrap(
                 "ours",
@@ -284,6 +285,28 @@ def two_levels_end_as_over_gloo() -> None:
             seen.append(grads_of(ddp.module))
     assert_same_bits(*seen)
     _same_everywhere(seen[0])
+
+
+@contextlib.contextmanager
+def unasked(**environment: str) -> Iterator[None]:
+    """The transport is chosen."""
+    with patch.dict(os.environ, environment):
+        os.environ.pop(ENVIRONMENT_VARIABLE, None)
+        yield
+
+
+def ranks_of_one_host_share_memory_unless_they_ask_for_mpi() -> None:
+    for setting in ("none", "int8:error_feedback"):
+        seen = []
+        for asked in (None, "mpi"):
+            with unasked():
+                ddp = wrap("ours", _seeded(), compression=setting, transport=asked)
+            assert ddp.reducer.transport.name == (asked or "shm")
+            for step in range(STEPS):
+                ddp.zero_grad()
+                ddp(batch(_rank(), step, 4, 20)).square().mean().backward()
+            seen.append(grads_of(ddp.module))
+        assert_same_bits(seen[0], seen[1], setting)
 
 
 def the_others_find_what_is_not_a_number() -> None:
@@ -397,6 +420,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     communicators_are_used_again,
     groups_of_some_ranks_use_mpi_too,
     two_levels_end_as_over_gloo,
+    ranks_of_one_host_share_memory_unless_they_ask_for_mpi,
     the_others_find_what_is_not_a_number,
     who_does_not_come_is_named,
     who_waits_in_an_earlier_collective_is_not_blamed,
@@ -472,7 +496,9 @@ JOBS: dict[str, Callable[[], Any]] = {
 
 
 def main() -> None:
-    name, folder = sys.argv[1:]
+    name, folder, transport = sys.argv[1:]
+    if transport != "shm":
+        os.environ[ENVIRONMENT_VARIABLE] = transport
     rank = MPI.COMM_WORLD.rank
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
     one_thread_and_poison()

@@ -78,7 +78,7 @@ def test_ranks_that_ask_for_others_are_told_what_all_ask_for(ranks3: RankPool):
         *cases, unknown, number = told
         for seen, (_, expected) in zip(cases, DIFFERING.values(), strict=True):
             assert seen == [f"MismatchError: {expected}"] * 2
-        why = "SettingError: transport='tcp': allowed: gloo, shm, nccl, two_level"
+        why = "SettingError: transport='tcp': allowed: gloo, shm, mpi, nccl, two_level"
         assert unknown == [why if rank == 1 else f"MismatchError: rank 1 could not be set up: {why}"]
         assert number == [text.replace("'tcp'", "5") + ", or a Transport" for text in unknown]
         assert names == ["gloo", "shm", "shm"] and seconds < 200  # not the group's timeout
@@ -95,6 +95,10 @@ def test_long_lists_of_ranks_are_cut(ranks3: RankPool):
     assert "transport='gloo' on rank 0, 1; transport='shm' on rank 2." in ranks3.run(_many)[0]
 
 
+class OfSome(GlooTransport):
+    """In MPI's place: what was registered, and serves some ranks of a group as well."""
+
+
 def _two_levels(rank: int, world_size: int) -> dict[str, str]:
     """What asking for two levels gives, by who shares a host with whom."""
 
@@ -105,10 +109,15 @@ def _two_levels(rank: int, world_size: int) -> dict[str, str]:
 
     found = {"one": made("aaa"), "each": made("abc"), "two": made("aab"), "alone": made("aab", alone=True)}
     found["cuda"] = made("aab", "cuda")
+    found["mpi"] = message(lambda: make_transport(dist.group.WORLD, "cpu", "mpi"))
     with patch.dict(os.environ, FASTREDUCE_HOST="aab"[rank]):
         group: Any = dist.new_group()
         transports.register_transport(group, lambda group: GlooTransport(group))
         found["registered"] = message(lambda: make_transport(group, "cpu", "two_level"))
+        of_some: Any = dist.new_group()
+        transports.register_transport(of_some, OfSome)
+        found["in two levels"] = make_transport(of_some).name
+        found["on a GPU"] = type(make_transport(of_some, "cuda")).__name__
         chosen: Any = dist.new_group()
         made_here = make_transport(chosen, "cpu", "two_level")
         found["name"] = made_here.name
@@ -127,6 +136,9 @@ def test_two_levels_can_be_asked_for_and_are_refused_with_the_reason(ranks3: Ran
         assert found["alone"].startswith(f"{refused}ranks have not told their hosts yet")
         assert found["registered"].startswith(f"{refused}what is registered for these ranks")
         assert "moves tensors on cpu, and these are on cuda" in found["cuda"]
+        assert found["mpi"].startswith("BackendUnavailableError: transport='mpi': MPI moves gradients in a job that")
+        assert found["in two levels"] == "two_level"
+        assert found["on a GPU"] == "OfSome"  # shared memory holds no CUDA tensors
 
 
 # Hosts

@@ -20,10 +20,9 @@ CHECKS = re.findall(
 pytestmark = pytest.mark.timeout(SECONDS + 30)
 
 
-def run_job(folder: Path, world_size: int, job: str) -> tuple[int, str]:
-    return mpirun(
-        folder, "--oversubscribe", "-n", str(world_size), sys.executable, "-m", "tests.support.mpi_jobs", job, "."
-    )
+def run_job(folder: Path, world_size: int, job: str, transport: str = "mpi") -> tuple[int, str]:
+    program = (sys.executable, "-m", "tests.support.mpi_jobs", job, ".", transport)
+    return mpirun(folder, "--oversubscribe", "-n", str(world_size), *program)
 
 
 # What works
@@ -57,19 +56,26 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
     assert "Traceback (most recent call last)" in output and "ValueError: boom" in output
 
 
+# The one that exits is in MPI's Finalize by then, which waits for the other.
 @needs_mpirun
-@pytest.mark.long
-def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path):
-    output = _ended(tmp_path, "exits")
-    assert "rank 1 has ended, or takes no part any more. Bucket 0 holds" in output
+@pytest.mark.parametrize(
+    ("transport", "says"),
+    [
+        pytest.param("mpi", "rank 1 has ended, or takes no part any more", marks=pytest.mark.long),
+        ("shm", "over shm failed. No word from rank 1: it has exited, takes no part"),
+    ],
+)
+def test_a_rank_that_exits_early_is_not_waited_for(tmp_path: Path, transport: str, says: str):
+    assert says in _ended(tmp_path, "exits", transport)
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path):
+@pytest.mark.parametrize("transport", ["mpi", "shm"])
+def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path, transport: str):
     """Finalize waits for all ranks, without a limit."""
-    output = _ended(tmp_path, "stops_and_the_other_goes_on")
-    assert "rank 0 ends the job: a collective over MPI failed, and MPI's Finalize waits for a rank" in output
+    output = _ended(tmp_path, "stops_and_the_other_goes_on", transport)
+    assert "rank 0 ends the job: a collective failed, and MPI's Finalize waits for a rank" in output
 
 
 @needs_mpirun
@@ -79,9 +85,9 @@ def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
     assert "rank 0 of 2: init_process_group over MPI failed: rank 1 did not come within 4 s" in output
 
 
-def _ended(folder: Path, job: str) -> str:
+def _ended(folder: Path, job: str, transport: str = "mpi") -> str:
     """What a job of two ranks has written that ends with an error, long before the default timeout, and leaves none."""
-    code, output = run_job(folder, 2, job)
+    code, output = run_job(folder, 2, job, transport)
     assert code != 0
     assert time.time() - float(folder.joinpath("event").read_text()) < 60
     assert not _alive(folder)

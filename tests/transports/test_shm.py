@@ -425,8 +425,8 @@ def test_transports_are_asked_for_by_name(ranks2: RankPool):
             "gloo gloo",
             "shm shm",
             "gloo gloo",
-            "SettingError: FASTREDUCE_TRANSPORT=udp: allowed: gloo, shm, nccl, two_level",
-            "SettingError: transport='tcp': allowed: gloo, shm, nccl, two_level",
+            "SettingError: FASTREDUCE_TRANSPORT=udp: allowed: gloo, shm, mpi, nccl, two_level",
+            "SettingError: transport='tcp': allowed: gloo, shm, mpi, nccl, two_level",
         ]
 
 

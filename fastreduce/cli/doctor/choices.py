@@ -47,7 +47,7 @@ def transport_rows(device: torch.device) -> list[Row]:
     """The transport that is chosen for `device`, then each other one, why not or how to ask for it."""
     nccl = why_no_nccl()
     if device == CPU:
-        mpi = Row("mpi", 'by init_process_group("mpi") under mpirun, where an MPI library is listed above')
+        mpi = Row("mpi", 'between hosts by init_process_group("mpi") under mpirun; within one by transport="mpi"')
         if find_spec("mpi4py") is None:
             mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install mpi4py")
         no_shm = why_no_shm()

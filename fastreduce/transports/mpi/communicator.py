@@ -21,6 +21,7 @@ from ...environment.exits import Exit, at_exit
 from ...errors import BackendUnavailableError, TransportError
 from .. import messages
 from ..base import Work
+from ..connections import failed_here
 from ..deadlines import GRACE_SECONDS, in_background
 from ..meeting import LOOK_SECONDS, meet
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, world_ranks_of
@@ -36,7 +37,6 @@ class _Gate:
     """One thread at a time calls MPI: THREAD_SERIALIZED asks for it. Nobody waits for a thread that is stuck there."""
 
     stuck = False
-    failed = False  # a collective has: a rank may be gone
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,7 +149,8 @@ class MpiConnection:
         try:
             yield
         except RuntimeError as error:
-            self.failed = _GATE.failed = True
+            self.failed = True
+            failed_here.set()
             self._why = self._why or str(error)
             missing = getattr(error, "missing", ())
             raise TransportError(f"{self._me}: {operation} over MPI failed: {error}.", missing) from error
@@ -346,7 +347,7 @@ def _finalize(mpi: Any, ours: bool) -> None:
     """At exit, last: MPI waits for all ranks to end, and without a limit; where one may be gone, the job is ended."""
     if mpi.Is_finalized():
         return
-    if not _GATE.failed:
+    if not failed_here.is_set():
         if ours:
             mpi.Finalize()
         return
@@ -356,7 +357,7 @@ def _finalize(mpi: Any, ours: bool) -> None:
         in_background(finalize, GRACE_SECONDS)
     except TimeoutError:
         print(
-            f"rank {os.environ.get('RANK', '?')} ends the job: a collective over MPI failed, and MPI's Finalize "
+            f"rank {os.environ.get('RANK', '?')} ends the job: a collective failed, and MPI's Finalize "
             f"waits for a rank that does not come",
             file=sys.stderr,
         )

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...environment.exits import Exit, at_exit
 from ...errors import BackendUnavailableError, TransportError
 from ...kernels.numba_cpu_elements import stage
 from ...kernels.slots import Pieces, SlotTable
 from .. import messages
 from ..base import Work
+from ..connections import failed_here
 from ..hosts import boot
 from ..meeting import AbsentError, clear, look_for, meet, notes, until_cleared
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
@@ -109,6 +112,7 @@ class ShmConnection:
         self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
         # Ranks that share cores do not spin: who is waited for may need this one's.
         self._spins = SPINS if len(os.sched_getaffinity(0)) >= self.size else 0
+        _alive.add(self)
 
     def _connect(self, store: StoreClient, times: int) -> list[Segment]:
         """Meet, see what is free, meet, make segments, meet, map the others', meet; then no name is needed any more."""
@@ -310,6 +314,8 @@ class ShmConnection:
         """Nothing goes on, here and on the peers; returns the error, by default that ranks are missing."""
         if not self.failed:
             self.failed, self._why, self._missing = True, why or _no_word(missing), tuple(missing)
+            if how != ENDED:
+                failed_here.set()
             if self._segments and self._process == os.getpid():  # no child of a fork
                 self._segments[self.rank].set_word(FAILED, how)
                 for segment in self._segments:
@@ -354,6 +360,21 @@ class ShmConnection:
     def abort(self) -> None:
         """End what is under way, here and on the peers."""
         self._fail("abort", (), "It was ended here.", ENDED)
+
+    def tell_end(self) -> None:
+        """This process starts nothing more, though it may wait for others before it ends, as MPI does."""
+        self._segments[self.rank].let_go()
+
+
+_alive: weakref.WeakSet[ShmConnection] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for connection in list(_alive):
+        connection.tell_end()
+
+
+at_exit(Exit.TELL, _leave_all, _alive)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:

@@ -141,8 +141,12 @@ class Segment:
             raise CannotShareError(f"rank {rank} runs another version of fastreduce")
         return segment
 
+    def let_go(self) -> None:
+        """Of this rank's own: look as one whose process has ended, as it is about to."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+
     def owner_is_gone(self) -> bool:
-        """Whether the process that made it has ended."""
+        """Whether the process that made it has ended, or is about to and starts nothing more."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:

@@ -82,9 +82,12 @@ def goals(results: Results) -> Iterator[Goal]:
             yield Goal(what, False, limit, figure[2], f"median {figure[0]:.2f}, {interval(figure)}")
     yield from _shared(results)
     if "test_mpi" in results:
-        figure = results["test_mpi"]["contestants"]["mpi4py Allreduce"]["ratio"]
-        what = "fp16 over MPI / mpi4py's FP32 Allreduce and division, 25 M gradients, 2 ranks"
-        yield Goal(what, False, 0.65, figure[0], interval(figure))
+        rows = results["test_mpi"]["contestants"].items()
+        fastest, figure = max(
+            ((name, row["ratio"]) for name, row in rows if name.startswith("mpi4py")), key=lambda each: each[1][0]
+        )
+        what = f"fp16 in an MPI job / the fastest of mpi4py's loops ({fastest}), 25 M gradients, 2 ranks of one host"
+        yield Goal(what, False, 0.7, figure[0], interval(figure))
     for compression, limit in (("fp16", 0.58), ("int8", 0.36), ("int4", 0.20)):
         if (name := f"test_two_nodes[{compression}]") in results:
             figure = results[name]["contestants"]["none"]["ratio"]

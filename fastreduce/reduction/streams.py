@@ -233,14 +233,15 @@ DONE = Done()
 
 
 class Failed:
-    """Work that has raised."""
+    """Work that has raised: in its first part, or in its second, where it `has_begun`."""
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+    def __init__(self, error: BaseException, has_begun: bool = False) -> None:
+        self._error, self._has_begun = error, has_begun
 
     def begun(self) -> None:
-        """Raise what it raised."""
-        raise self._error
+        """Raise what its first part raised."""
+        if not self._has_begun:
+            raise self._error
 
     def result(self) -> None:
         """Raise what it raised."""
@@ -248,6 +249,19 @@ class Failed:
 
     def cancel(self) -> None:
         """It is too late."""
+
+
+def at_once(begin: Begin) -> Pending:
+    """Do both parts; what they raise comes with the result, and that others may begin behind the first one stays so."""
+    try:
+        finish = begin()
+    except BaseException as error:
+        return Failed(error)
+    try:
+        finish()
+    except BaseException as error:
+        return Failed(error, has_begun=True)
+    return DONE
 
 
 class CudaStream:
@@ -267,14 +281,11 @@ class CudaStream:
         ready = torch.cuda.current_stream(self._device).record_event()
         if self._thread is not None:
             return _OnStream(self, self._thread.submit(lambda: self._begin(begin, ready)))
-        try:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                begin()()
-        except BaseException as error:
-            return Failed(error)
-        self._ahead = True
-        return _OnStream(self, DONE)
+        self._ahead = True  # of what fails, too, a part may be on the stream
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            job = at_once(begin)
+        return _OnStream(self, job)
 
     def begin(self, begin: Begin) -> Pending:
         """Begin a job behind what the current stream holds now."""
@@ -289,14 +300,20 @@ class CudaStream:
         return Begun(finish_and_join)
 
     def _begin(self, begin: Begin, ready: torch.cuda.Event) -> Finish:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            finish = begin()
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(ready)
+                finish = begin()
+        except BaseException:
+            self._ahead = True
+            raise
 
         def finish_on_stream() -> None:
-            with torch.cuda.stream(self._stream):
-                finish()
-            self._ahead = True
+            try:
+                with torch.cuda.stream(self._stream):
+                    finish()
+            finally:
+                self._ahead = True
 
         return finish_on_stream
 
@@ -327,8 +344,10 @@ class _OnStream:
         self._job.begun()
 
     def result(self) -> None:
-        self._job.result()
-        self._stream.join()
+        try:
+            self._job.result()
+        finally:
+            self._stream.join()
 
     def cancel(self) -> None:
         self._job.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+import fastreduce
 from fastreduce.errors import ReducerError, TensorError
 from fastreduce.reduction.gradients import Gradients
 from fastreduce.reduction.pipeline import BucketPipeline
-from tests.support.models import Boom, assert_same_bits, grads_of, wrap
+from tests.support.models import Boom, assert_same_bits, grads_of, one_by_one, wrap
 from tests.support.ranks import OVER_HOSTS, RankPool
 
 X = torch.zeros(1, 4)
@@ -98,6 +100,18 @@ def test_what_fails_on_some_ranks_leaves_none_a_step_behind(ranks: RankPool, whe
 @pytest.mark.parametrize("compression", ["fp16", "int8:error_feedback", "powersgd:rank=1"])
 def test_so_it_is_where_the_transport_is_gloos(ranks2: RankPool, compression: str):
     ranks2.run(_fails, "begun", {"bucket_cap_mb": 1e-5, "compression": compression, "transport": "gloo"}, 2)
+
+
+def _fails_one_by_one(rank: int, world_size: int, where: str, at_end: bool) -> None:
+    """`at_end`: nothing is launched before backward has ended, as where a model holds a SyncBatchNorm."""
+    with one_by_one(), patch.object(fastreduce.DistributedDataParallel, "_meets_elsewhere", lambda _: at_end):
+        _fails(rank, world_size, where, {"bucket_cap_mb": 1e-5}, 3)
+
+
+@pytest.mark.parametrize("where", FAILURES)
+@pytest.mark.parametrize("at_end", [False], ids=["overlapping"])
+def test_so_it_is_where_buckets_are_reduced_one_by_one_as_on_a_gpu(ranks2: RankPool, where: str, at_end: bool):
+    ranks2.run(_fails_one_by_one, where, at_end)
 
 
 # A user's hook

@@ -164,6 +164,23 @@ def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStr
     stream.submit(lambda: lambda: None).result()
 
 
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_what_fails_behind_its_collectives_has_begun_and_the_callers_stream_waits_for_what_is_there(
+    cuda: FakeCuda, stream: CudaStream, part: str
+):
+    def fail():
+        cuda.current.work()
+        raise ValueError("no")
+
+    pending = stream.submit(fail if part == "first" else lambda: fail)
+    with pytest.raises(ValueError, match="no") if part == "first" else contextlib.nullcontext():
+        pending.begun()
+    with pytest.raises(ValueError, match="no"):
+        pending.result()
+    ours: Any = stream._stream
+    assert cuda.compute.seen[ours] == ours.done == 1
+
+
 def _steps_one_by_one(rank: int, world_size: int, settings: Iterable[str]) -> None:
     for setting in settings:
         for views in (False, True):

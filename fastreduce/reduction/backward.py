@@ -49,6 +49,10 @@ def _calls(frame: FrameType | None) -> list[CodeType]:
     return found
 
 
+def _last(launches: Launches) -> Pending:
+    return launches[-1][1] if launches else DONE
+
+
 def _begin_behind(before: Pending, job: BucketJob) -> Finish:
     """Begin a bucket's reduction if the one before has begun: ranks reduce them in one order."""
     before.begun()
@@ -332,8 +336,7 @@ class Backward:
 
     def _launch(self, index: int) -> None:
         if not self._buckets.alone(index):
-            job = self._collect(index)
-            before = self._launches[-1][1] if self._launches else DONE
+            job, before = self._collect(index), _last(self._launches)
             self._launches.append((job, job.stream.submit(lambda: _begin_behind(before, job))))
         self._next = index + 1
 
@@ -455,7 +458,7 @@ class Backward:
                 pending.begun()  # streams leave starting collectives to this thread
             while (index := self._next) < len(self._buckets.pipelines):
                 if not self._buckets.alone(index):
-                    self._launches.append(self._begun(index))
+                    self._launches.append(self._begun(index, self._launches))
                 self._next = index + 1
             self._left_over |= self._unused_alone(range(self._next)) | self._store(self._launches)
             self._left_over |= self._sparse.settle(self.arrivals.used, self._divisor())
@@ -492,10 +495,10 @@ class Backward:
             self.arrivals.learn_fires()
         self._forget()
 
-    def _begun(self, index: int) -> tuple[BucketJob, Pending]:
-        """A bucket's reduction, begun on this thread."""
-        job = self._collect(index)
-        return job, job.stream.begin(job.begin)
+    def _begun(self, index: int, launches: Launches) -> tuple[BucketJob, Pending]:
+        """A bucket's reduction, begun on this thread, if those launched before it have begun."""
+        job, before = self._collect(index), _last(launches)
+        return job, job.stream.begin(lambda: _begin_behind(before, job))
 
     def _unused_alone(self, indices: Iterable[int]) -> set[int]:
         """Of buckets with which there is nothing to do: the parameters that this rank has not used."""
@@ -553,7 +556,11 @@ class Backward:
             in_buckets = self._left_over.intersection(self._buckets.indices)
             buckets = sorted({self.arrivals.bucket_of[i] for i in in_buckets})
             left = self._unused_alone(buckets)
-            left |= self._store([self._begun(index) for index in buckets if not self._buckets.alone(index)])
+            launches: list[tuple[BucketJob, Pending]] = []
+            for index in buckets:
+                if not self._buckets.alone(index):
+                    launches.append(self._begun(index, launches))
+            left |= self._store(launches)
             left |= self._sparse.settle(used, self._divisor(), self._left_over)
         self._left_over &= left
         for i in first:

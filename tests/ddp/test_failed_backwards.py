@@ -109,7 +109,7 @@ def _fails_one_by_one(rank: int, world_size: int, where: str, at_end: bool) -> N
 
 
 @pytest.mark.parametrize("where", FAILURES)
-@pytest.mark.parametrize("at_end", [False], ids=["overlapping"])
+@pytest.mark.parametrize("at_end", [False, True], ids=["overlapping", "at the end"])
 def test_so_it_is_where_buckets_are_reduced_one_by_one_as_on_a_gpu(ranks2: RankPool, where: str, at_end: bool):
     ranks2.run(_fails_one_by_one, where, at_end)
 

@@ -35,7 +35,7 @@ def _scaled(values, scale_bits, compute: tl.constexpr):
     return widen(values, compute) * scale
 
 
-@triton.jit(do_not_specialize=["scale_bits", "seed", "who"])
+@triton.jit(do_not_specialize=["scale_bits", "seed", "who"], do_not_specialize_on_alignment=["finite"])
 def _move(
     wire, tiles, addresses, scale_bits, statistics, finite, keys, step, seed, who,
     dtype: tl.constexpr, TO_WIRE: tl.constexpr, TILE: tl.constexpr,

@@ -77,7 +77,7 @@ def _double(bits):
     return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["blocks", "low", "high", "ordinary", "lift"])
+@triton.jit(do_not_specialize=["blocks", "low", "high", "ordinary", "lift"], do_not_specialize_on_alignment=["finite"])
 def _flatten(
     wire, tiles, addresses, blocks, shard_size, low, high, ordinary, lift, finite,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
@@ -131,7 +131,7 @@ def flatten_fp16(
     repeat("flatten_fp16", slots, wire, tensors, (shards, summed, address(finite)), make)
 
 
-@triton.jit(do_not_specialize=["blocks", "scale_bits"])
+@triton.jit(do_not_specialize=["blocks", "scale_bits"], do_not_specialize_on_alignment=["finite"])
 def _unflatten(
     wire, tiles, addresses, blocks, shard_size, scale_bits, statistics, finite,
     dtype: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

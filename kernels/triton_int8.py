@@ -141,7 +141,7 @@ def _encode(
     return tl.where((scale == scale)[:, None], values - rounded * scale[:, None], old)
 
 
-@triton.jit(do_not_specialize=["blocks", "size", "seed", "who"])
+@triton.jit(do_not_specialize=["blocks", "size", "seed", "who"], do_not_specialize_on_alignment=["finite"])
 def _quantize(
     wire, residuals, turn, size, finite, tiles, addresses, blocks, shard_size, keys, step, seed, who,
     dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
@@ -223,7 +223,7 @@ def quantize(
     repeat("quantize", slots, wire, tensors, more, make)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["finite"])
 def _dequantize(
     wire, tiles, addresses, blocks, shard_size, statistics, finite, turn,
     dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,

@@ -184,7 +184,8 @@ def compile_all(quick: bool) -> list[dict[str, Any]]:
         types = {**POINTERS, "scale_bits": "i64", "seed": "i32", "who": "i64", **variant.types}
         signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
         sizes = ("numel", "shard_size", "gathered_size")
-        aligned = [arg for arg in kernel.arg_names if arg in sizes or "*" in signature[arg]]
+        anywhere = [each.name for each in kernel.params if each.do_not_specialize_on_alignment]
+        aligned = [arg for arg in kernel.arg_names if arg in sizes or ("*" in signature[arg] and arg not in anywhere)]
         attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned}
         values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
         for target in variant.targets[: 1 if quick else None]:

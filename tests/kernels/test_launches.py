@@ -11,6 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from tests.support.commands import run
     "check",
     [
         "check_each_operation",
+        "check_that_warming_up_compiles_all",
         *(
             pytest.param(check, marks=pytest.mark.long)
             for check in ("check_that_nothing_stale_is_launched", "check_each_format")
@@ -200,6 +202,46 @@ def check_each_format() -> None:
             if drawn:
                 launch = slots.cache[name.partition(" ")[0]][1]
                 assert step.data_ptr() in launch.passed, f"{name}: the number of another step"
+
+
+def check_that_warming_up_compiles_all() -> None:
+    """Whatever a bucket's number is: where the byte lies that tells whether its averages are finite."""
+    from tests.support import cuda_stub
+
+    cuda_stub.activate()
+    from triton.runtime.jit import JITFunction
+
+    from fastreduce.ops import backends
+    from fastreduce.policy import single
+    from fastreduce.reduction.buckets import ParameterSpec, build_plan
+    from fastreduce.reduction.pipeline import BucketPipeline, warm_up
+    from fastreduce.transports import local_ranks
+
+    compiled: list[str] = []
+    compile_ = JITFunction._do_compile
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        compiled.append(self.__name__)
+        return compile_(self, *args, **options)
+
+    device, transport = torch.device("cpu"), local_ranks(2)[0]
+    with (
+        patch.dict(os.environ, {backends.ENVIRONMENT_VARIABLE: "triton"}),
+        patch.object(backends, "why_not", lambda name, device: None),
+        patch.object(JITFunction, "_do_compile", noted),
+    ):
+        for text in ("fp16", "int8:error_feedback"):
+            setting = single(text, "")
+            warm_up(torch.float32, device, setting, transport, statistics=True)
+            warm = len(compiled)
+            specs = [ParameterSpec(str(i), 3000, torch.float32, device) for i in range(3)]
+            plan = build_plan(specs, [[0], [1], [2]], alignment=setting.alignment, shards=2)
+            verdicts = torch.ones(3, dtype=torch.uint8)
+            for bucket in plan.buckets:
+                pipeline = BucketPipeline(bucket, setting, transport, verdicts=verdicts)
+                pipeline.keep_statistics()
+                pipeline.launch_kernels([torch.zeros(3000)])
+            assert warm and compiled[warm:] == [], f"{text}: {compiled[warm:]}"
 
 
 class Case:

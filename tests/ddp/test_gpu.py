@@ -371,13 +371,15 @@ def _graph(rank: int, size: int, place: OnGpu, setting: str, directory: str) -> 
     x = torch.empty(8, 64, device=place.device)
     with torch.cuda.stream(stream):  # what autograd knows of a parameter's stream is from when it is wrapped
         captured, plain = wrap(), wrap()
+        optimizers = [torch.optim.SGD(ddp.parameters(), lr=1e-4) for ddp in (captured, plain)]
         if setting == "fp16":  # a trace waits for the device in each step, and must not in this one
             captured.reducer.trace_to(Path(directory), rank)
         for step in range(12):  # the first ten are timed
-            for ddp in (captured, plain):
+            for ddp, optimizer in zip((captured, plain), optimizers, strict=True):
                 x.copy_(batch(rank, step, 8, 64))
                 ddp.zero_grad(set_to_none=False)
                 ddp(x).square().sum().backward()
+                optimizer.step()
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         captured.zero_grad(set_to_none=False)
@@ -391,6 +393,8 @@ def _graph(rank: int, size: int, place: OnGpu, setting: str, directory: str) -> 
             plain(x).square().sum().backward()
             stream.synchronize()
             assert_same_bits(grads_of(captured.module), grads_of(plain.module), f"{setting}, step {step}")
+            for optimizer in optimizers:
+                optimizer.step()
     for ddp in (captured, plain):
         ddp.reducer.close()
 

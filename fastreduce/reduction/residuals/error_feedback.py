@@ -311,9 +311,28 @@ class ErrorFeedback:
 
         Nothing changes with a reduction whose averages were not stored: its backward raised. `final`: gradients that
         have not been applied never will be.
+
+        Raises:
+            ReducerError: while a CUDA graph is captured, where only the device knows what the last averages became.
         """
+        if is_captured(self.turn) and not self._is_known_on_host:
+            raise ReducerError(
+                f"{self._bucket}: error feedback in a CUDA graph, captured behind a step of which only the device "
+                "knows what became of its averages (clipped, changed, left out, or applied by no torch optimizer): "
+                "replays would go by that step for ever. Capture behind a step that a torch optimizer has applied "
+                "whole, or call fastreduce.note_applied behind it; where gradients are clipped, leave reduction out "
+                "of the graph"
+            )
         with self.changing():
             self._commit(final)
+
+    @property
+    def _is_known_on_host(self) -> bool:
+        """Whether `commit` goes by numbers that the host has: what a graph reads of others may be freed, or stale."""
+        if self._applied is None:
+            return True
+        factors = *self._applied.factors(math.nan), *self._applied.expected
+        return isinstance(self.units, list) and all(isinstance(f, float) and math.isfinite(f) for f in factors)
 
     def _commit(self, final: bool) -> None:
         applied, self._applied = self._applied, None
@@ -424,6 +443,11 @@ class ErrorFeedback:
         bounds = [0, *ends, self._bucket.total // self._block]
         counts = [end - start for start, end in itertools.pairwise(bounds)]
         return to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether what the current stream does with `tensor` is captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class SlotResiduals(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastreduce import Compression, TensorError
+from fastreduce.errors import ReducerError
 from fastreduce.reduction import saved_residuals
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
@@ -284,6 +285,36 @@ def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(
     for late, host in zip(*found, strict=True):
         torch.testing.assert_close(late, host, rtol=0.0, atol=share * float(host.abs().max()))
     assert found[0][0].any() == (outcome in ("applied", "clipped", "skipped") or (outcome == "unknown" and finite))
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_a_cuda_graph_is_not_captured_behind_a_step_that_only_a_device_knows(outcome: str):
+    """It would read numbers that the host lets go, and go by them in every replay. After the error all is as before."""
+    found = []
+    for captured in (False, True):
+        pipeline, parameters = _pipeline()
+        kept = pipeline.feedback
+        assert kept is not None
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        asked = [patch.object(where, "reads_late", lambda _: True) for where in (error_feedback, rows)]
+        with asked[0], asked[1]:
+            for step in range(3):
+                for i, parameter in enumerate(parameters):
+                    parameter.grad = batch(i, step, len(parameter))
+                grads = [parameter.grad for parameter in parameters]
+                pipeline.run(grads, grads)
+                kept.follow(parameters, [], pipeline.magnitudes, watched=outcome != "unknown")
+                OUTCOMES[outcome](step, parameters, optimizer)
+                kept.look()
+                refused = captured and outcome not in ("applied", "skipped")
+                with (
+                    patch.object(error_feedback, "is_captured", lambda _, captured=captured: captured),
+                    pytest.raises(ReducerError, match="CUDA graph") if refused else nullcontext(),
+                ):
+                    kept.commit()
+                kept.commit()
+        found.append(kept.residual.clone())
+    assert torch.equal(*found)
 
 
 def _one_of_three(step: int, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from .lines import Lines
+from .worker_cases import BROKEN, cuda_is_broken
 
 VARIABLE = "FASTREDUCE_BENCH_GPU_TESTS"  # JSON: lines, common, phase, run's name, ranks, until when tests begin
 
@@ -21,7 +22,9 @@ VARIABLE = "FASTREDUCE_BENCH_GPU_TESTS"  # JSON: lines, common, phase, run's nam
 def pytest_configure(config: pytest.Config) -> None:
     asked = json.loads(os.environ[VARIABLE])
     config.pluginmanager.register(_Chooser(asked), "chooser")
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Leaver(), "leaver")
+    else:
         config.pluginmanager.register(_Recorder(asked), "recorder")
 
 
@@ -47,6 +50,26 @@ class _Chooser:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if time.time() > self._asked["until"]:
             pytest.skip("nothing of the budget is left")
+
+
+class _Leaver:
+    """Ends a worker of pytest-xdist behind a test that has broken its CUDA context, in which all others would fail.
+
+    Another worker takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._failed = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed |= report.failed
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        failed, self._failed = self._failed, False
+        if failed and cuda_is_broken():
+            time.sleep(1)  # what was reported is on its way
+            os._exit(BROKEN)
 
 
 class _Recorder:

@@ -25,6 +25,7 @@ from .worker_cases import Case, why_too_late
 START = 90.0  # seconds that a worker may take to begin with its first case: it imports torch
 MORE = 3.0, 20.0  # a case may take this many times its seconds, and so many more
 LEAST = 3.0  # seconds before the deadline in which no test begins
+GONE = 10.0  # seconds for a process that was killed
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -215,7 +216,8 @@ def _started(run: Run, command: list[str], environment: dict[str, str]) -> Itera
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold a process whose GPU hangs
+                process.wait(GONE)
 
 
 def _in_a_group_that_dies_with_its_parent() -> Callable[[], None]:

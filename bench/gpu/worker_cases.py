@@ -60,9 +60,17 @@ def work(phase: str, cases: Sequence[Case], lines: Lines, deadline: float) -> No
         else:
             lines.write(phase, case.name, "done", result=result, took=time.monotonic() - start)
         gc.collect()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            try:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-            except RuntimeError:
-                os._exit(BROKEN)
+        if cuda_is_broken():
+            os._exit(BROKEN)
+
+
+def cuda_is_broken() -> bool:
+    """Whether this process's CUDA context has failed; what was let go of the GPU's memory is free for others then."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False

@@ -23,6 +23,7 @@ from .bucketed import BUCKET_BYTES
 from .buckets import group_by_size
 from .gradients import Gradients
 from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
+from .shared_buffers import SharedBuffers
 
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
 
@@ -39,9 +40,15 @@ class _Reduction:
         averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op])
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         self.pipelines = averaging.make_pipelines(gradients, groups, transport, as_views=False)[1]
+        self._buffers = {device: SharedBuffers() for device in devices}  # those of the pipelines
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
+
+    def begin(self) -> None:
+        """A call begins, perhaps on another stream than the last one, and for other tensors of such shapes."""
+        for device, buffers in self._buffers.items():
+            buffers.use_here(device)
 
     def look(self) -> None:
         """Let error feedback see what has become of the last averages."""
@@ -199,6 +206,7 @@ def _average(
     gradients = Gradients(leaves, _names(leaves))
     used = [leaf.grad is not None for leaf in leaves]
     with torch.no_grad():
+        reduction.begin()
         for pipeline in reduction.pipelines:
             members = gradients.members(pipeline.bucket)
             found = gradients.collect(members, used)

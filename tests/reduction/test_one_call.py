@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import fastreduce
 from fastreduce import SettingError, TensorError, all_reduce_gradients
 from fastreduce.reduction import one_call
-from fastreduce.transports import local_ranks
+from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.shared_buffers import SharedBuffers
+from fastreduce.transports import LocalTransport, local_ranks
 from tests.support import tolerances
 from tests.support.each_setting import EACH_SETTING
 from tests.support.models import assert_same_bits, batch, mlp
@@ -289,3 +291,20 @@ def _forgotten(rank: int, world_size: int) -> tuple[int, int]:
 
 def test_residuals_end_with_their_parameters(ranks2: RankPool):
     assert ranks2.run(_forgotten) == [(1, 0), (1, 0)]
+
+
+def test_calls_on_several_streams_of_a_gpu_take_turns_in_the_memory_that_they_share(monkeypatch: pytest.MonkeyPatch):
+    """Which calls for other tensors of the same shapes share, too; without a GPU: each says first where it is."""
+    seen: list[str] = []
+    run = BucketPipeline.run
+
+    def noted(self: BucketPipeline, *given: Any) -> None:
+        seen.append("run")
+        run(self, *given)
+
+    monkeypatch.setattr(SharedBuffers, "use_here", lambda _, device: seen.append(str(device)))
+    monkeypatch.setattr(BucketPipeline, "run", noted)
+    transport = LocalTransport()
+    for _ in range(2):
+        all_reduce_gradients([torch.ones(3)], "fp16", transport=transport)
+    assert seen == ["cpu", "run"] * 2

@@ -86,7 +86,7 @@ class CudaClock:
         self._asked = self._runs = False
 
     def mark(self, point: int) -> None:
-        """Record the event on the current stream."""
+        """Record the event on the device's current stream; the current device may be another one."""
         if not (self._asked or self._runs) or torch.cuda.is_current_stream_capturing():
             return
         if point == 0:
@@ -94,7 +94,7 @@ class CudaClock:
             if self._runs:
                 self._passed[:] = [False] * len(self._passed)
         if self._runs:
-            self._events[point].record()
+            self._events[point].record(torch.cuda.current_stream(self._device))
             self._passed[point] = True
 
     def between(self, start: int, end: int) -> float:
@@ -118,7 +118,7 @@ class CudaClock:
         if not self._passed[-1] or torch.cuda.is_current_stream_capturing():
             return found
         self._events[-1].synchronize()
-        self._now.record(torch.cuda.current_stream(self._device))  # the current device may be another one
+        self._now.record(torch.cuda.current_stream(self._device))
         self._now.synchronize()
         moment = now()
         for point, event in enumerate(self._events):

@@ -39,5 +39,7 @@ class SharedBuffers:
         nbytes = numel * dtype.itemsize
         made = self._made.get((name, device))
         if made is None or made.numel() < nbytes:
+            if made is not None and device.type == "cuda":  # it may have been made on another stream than uses it now
+                made.record_stream(torch.cuda.current_stream(device))
             made = self._made[name, device] = zeros(nbytes, torch.uint8, device)
         return made[:nbytes].view(dtype)

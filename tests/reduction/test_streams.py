@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
+from fastreduce.reduction import shared_buffers
 from fastreduce.reduction.shared_buffers import SharedBuffers
 from fastreduce.reduction.streams import CudaStream, ThreadStream
 from tests.support.each_setting import PICKED
@@ -162,6 +163,36 @@ def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStr
     with pytest.raises(ValueError, match="no"):
         pending.result()
     stream.submit(lambda: lambda: None).result()
+
+
+def test_memory_that_is_outgrown_is_not_given_to_others_before_the_stream_that_used_it_last_lets_go(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+):
+    class Memory:
+        def __init__(self, numel: int, *_: object) -> None:
+            self._numel, self.recorded = numel, list[FakeStream]()
+
+        def numel(self) -> int:
+            return self._numel
+
+        def record_stream(self, stream: FakeStream) -> None:
+            self.recorded.append(stream)
+
+        def __getitem__(self, _: slice) -> Memory:
+            return self
+
+        def view(self, _: torch.dtype) -> Memory:
+            return self
+
+    monkeypatch.setattr(shared_buffers, "zeros", Memory)
+    buffers, other = SharedBuffers(), FakeStream()
+    first: Any = buffers.take("wire", 10, torch.uint8, DEVICE)
+    with cuda.stream(other):
+        buffers.use_here(DEVICE)
+        assert buffers.take("wire", 5, torch.uint8, DEVICE) is first  # type: ignore[comparison-overlap]
+        assert first.recorded == []
+        assert buffers.take("wire", 20, torch.uint8, DEVICE) is not first  # type: ignore[comparison-overlap]
+    assert first.recorded == [other]
 
 
 @pytest.mark.parametrize("part", ["first", "second"])

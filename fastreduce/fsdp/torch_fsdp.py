@@ -292,7 +292,7 @@ class Group:
         """Let the current stream, or where gradients are offloaded the host, wait for the last reduced gradients."""
         event = self._inner._post_reduce_event
         if event is not None and self.device.type != "cpu":
-            torch.get_device_module(self.device).current_stream().wait_event(event)
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(event)
         for member in self.members:
             member.wait_until_stored()
 

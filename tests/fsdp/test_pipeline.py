@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import fastreduce.fsdp
+from fastreduce.fsdp.torch_fsdp import Group
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 from tests.support.sharded import batch, gradients, shard
@@ -92,3 +94,16 @@ def test_nothing_is_lost_where_a_step_is_thrown_away(ranks2: RankPool):
     for applied, kept in ranks2.run(_behind_its_backward, "int8:error_feedback"):
         assert kept.abs().max() > 1e-5
         torch.testing.assert_close(applied + kept, exact, rtol=0, atol=float(1e-6 * exact.abs().max()))
+
+
+def test_what_a_stage_has_reduced_is_waited_for_by_its_devices_stream(monkeypatch: pytest.MonkeyPatch):
+    """The current device may be another one, on whose stream nothing reads gradients of this one."""
+    device, event, waits = torch.device("cuda", 1), object(), []
+    inner = SimpleNamespace(device=device, _post_reduce_event=event)
+
+    def stream(of: torch.device) -> Any:
+        return SimpleNamespace(wait_event=lambda event: waits.append((of, event)))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_stream=stream))
+    Group("", [], inner).wait_until_stored()
+    assert waits == [(device, event)]

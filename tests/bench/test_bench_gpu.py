@@ -278,19 +278,6 @@ def test_what_dies_or_hangs_is_named_and_the_rest_goes_on(a_run: runner.Run):
     assert results["alone"]["pid"] != results["last"]["pid"]
 
 
-def test_a_process_that_cannot_be_killed_is_not_waited_for(
-    tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(os, "killpg", lambda *_: None)
-    monkeypatch.setattr(runner, "GONE", 0.1)
-    start = time.monotonic()
-    with runner._started(runner.Run(tmp_path, lines, True, tmp_path), ["sleep", "20"], dict(os.environ)) as process:
-        pass
-    assert time.monotonic() - start < 10
-    process.kill()
-    process.communicate()
-
-
 @pytest.mark.long
 def test_a_hanging_case_does_not_outlive_the_budget(a_run: runner.Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "MORE", (3.0, 1000.0))
@@ -350,32 +337,6 @@ def test_each_test_is_a_line_before_the_next_begins(
     else:
         assert found["test_ends_the_process"].startswith("failed: in the middle: its process ended")
         assert found["test_comes_after"] == "skipped: its process ended"
-
-
-BREAKING = """
-import os, pytest, torch
-def synchronize(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
-@pytest.mark.parametrize("i", range(6))
-def test_of_the_gpu(i):
-    if i == 2:  # not undone
-        torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-"""
-
-
-def test_what_breaks_the_gpu_for_its_process_is_one_failed_test(
-    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    pytest.importorskip("xdist")
-    file, run = tmp_path / "test_some.py", runner.Run(tmp_path, lines, True, tmp_path)
-    file.write_text(BREAKING)
-    tests = Suite("some", ["-c", os.devnull, f"--rootdir={tmp_path}", str(file)], spread=True)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # one worker has them all
-    runner._run_tests(run, "tests", tests, time.time() + 60)
-    found = {row.case[-3:]: row for row in rows(read(lines.path))}
-    assert [row.status for row in found.values()] == ["done", "done", "failed", "done", "done", "done"]
-    assert "illegal memory access" in found["[2]"].why
 
 
 @pytest.mark.parametrize("spread", [False, True])

@@ -48,7 +48,7 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
         if launched and end.code not in (None, 0):
-            _record("", end.code if isinstance(end.code, int) else 1)
+            _record("", end.code & 0xFF if isinstance(end.code, int) else 1)  # of -1 the system makes 255
         raise
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)

@@ -200,6 +200,7 @@ def test_a_failure_is_printed_once_with_its_rank(tmp_path: Path):
     ("end", "code", "fate"),
     [
         ("sys.exit(7)", 7, "failed with exit code 7"),
+        ("sys.exit(-1)", 255, "failed with exit code 255"),
         ("os._exit(9)", 9, "failed with exit code 9"),
         ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
     ],

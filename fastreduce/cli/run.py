@@ -18,7 +18,7 @@ from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..run import main, replacement, worker
 from .launch import make_parser, parse, start
 from .launch.elastic import fail, say
-from .trace import merge_after_run
+from .trace import merge_after_run, stamps
 
 
 def run_parser() -> ArgumentParser:
@@ -65,10 +65,11 @@ def run(context: typer.Context) -> None:
         record = Path(folder) / "wrapped"
         record.touch()
         os.environ.update(replacement.environment(str(record)))
+        before = stamps(Path(options.trace)) if options.trace is not None else {}
         code = start(options)
         wrapped = replacement.summary(record)
     if options.trace is not None:
-        say(merge_after_run(Path(options.trace)))
+        say(merge_after_run(Path(options.trace), before))
     if wrapped or code == 0:  # a run that failed before has said why
         say(wrapped or replacement.NONE_WRAPPED)
     raise typer.Exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +27,15 @@ def trace(
     typer.echo(f"{path}: open it at https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing")
 
 
-def merge_after_run(folder: Path) -> str:
-    """Merge what a run has left, which may have failed; returns what to say of it."""
+def stamps(folder: Path) -> dict[str, int]:
+    """When the ranks' files in a folder have changed last, in nanoseconds."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("rank*.json")}
+
+
+def merge_after_run(folder: Path, before: Mapping[str, int]) -> str:
+    """Merge what a run has left, which may have failed, where `stamps` were `before`; returns what to say of it."""
+    if before and stamps(folder) == before:
+        return f"no rank wrote a trace: what {folder} holds is of an earlier run"
     try:
         return f"the trace is {merge(folder)}: open it at https://ui.perfetto.dev"
     except (OSError, ValueError) as error:

@@ -163,3 +163,13 @@ def test_rubbish_in_the_launchers_variables_is_one_line(script: Path, name: str,
         assert done.exit_code == 2 and done.stdout == ""
         (line,) = done.stderr.splitlines()
         assert line.startswith(f"fastreduce {command}: {name}=rubbish: ")
+
+
+def test_a_run_that_traces_nothing_does_not_show_the_trace_of_another(script: Path, tmp_path: Path):
+    folder, empty = tmp_path / "trace", tmp_path / "empty.py"
+    empty.write_text("raise SystemExit(4)")
+    first = run(*RUN, "--trace", folder, "--nproc-per-node", 2, script)
+    assert f"fastreduce run: the trace is {folder / 'trace.json'}: open it at https://ui.perfetto.dev" in said(first)
+    again = run(*RUN, "--trace", folder, empty)
+    assert again.returncode == 4
+    assert said(again)[1:] == [f"fastreduce run: no rank wrote a trace: what {folder} holds is of an earlier run"]

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from fastreduce.cli.compare.intervals import Estimate
-from fastreduce.cli.compare.script import quality, speed
+from fastreduce.cli.compare.script import plot, quality, speed
 from fastreduce.cli.compare.script.equivalence import MOST_SEEDS, Equivalence, compare, seeds_needed
 from fastreduce.cli.compare.script.plan import AGAIN, BASE, Plan
 from fastreduce.cli.compare.script.quality import Outcome
+from fastreduce.cli.compare.script.report import Summary
 from fastreduce.cli.compare.script.speed import Speed, Turn
 from fastreduce.cli.compare.script.verdicts import gain, judge
 
@@ -270,3 +271,12 @@ def test_torchs_own_are_faster_or_not_and_no_setting_that_pays():
         "torch is not faster: step 1.20 (1.10–1.30) of none.",
         "torch:fp16 is faster: step 0.62 (0.58–0.66) of none.",
     ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_that_are_never_finite_are_drawn_as_nothing(tmp_path: Path):
+    """As those of a training that is NaN from its first step on."""
+    outcomes = [quality.Outcome(name, 0, [math.nan] * 4, [0.0, 1.0, 2.0, 3.0]) for name in (BASE, "int8")]
+    found = {each.setting: each for each in quality.summarise(PLAN, outcomes) if each.outcomes}
+    plot.draw(tmp_path / "compare.png", Summary({}, found, []), 0.01, "NaN")
+    assert (tmp_path / "compare.png").stat().st_size > 0

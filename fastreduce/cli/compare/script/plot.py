@@ -111,11 +111,11 @@ def _draw_losses(axes: Axes, qualities: Sequence[Quality]) -> None:
         colour, style = CURVES[i % len(CURVES)], "--" if i >= len(CURVES) else "-"
         axes.plot(places, curves.mean(0), style, color=colour, label=quality.setting)
         axes.fill_between(places, curves.min(0), curves.max(0), color=colour, alpha=0.12, linewidth=0)
-        lowest = min(lowest, float(np.nanmin(curves)))
+        lowest = min(lowest, float(np.min(curves, initial=np.inf, where=np.isfinite(curves))))
     seeds = max(len(quality.outcomes) for quality in qualities)
     title = f"Loss: mean and range of {seeds} seeds" if seeds > 1 else "Loss: one seed"
     axes.set(title=title, xlabel="step", ylabel="loss, mean over ranks")
-    if lowest > 0:
+    if 0 < lowest < np.inf:
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
     axes.legend(frameon=False)

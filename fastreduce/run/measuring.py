@@ -12,10 +12,13 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
 
 from ..ddp import DistributedDataParallel, Shadow
@@ -44,8 +47,9 @@ class MeasuredTraining:
 
     1. `add`: a wrapper begins as the first contestant.
     2. `forward`: before a forward with gradients, a turn that is due begins.
-    3. `after_backward`: takes the loss; where gradients were reduced, a step has ended.
-    4. Rank 0 writes what all ranks have measured, after each step or turn, while nobody is timed.
+    3. `output`: where losses are taken, lets a backward tell whether it comes through the wrapper whose steps count.
+    4. `after_backward`: takes the loss; where gradients were reduced, a step has ended.
+    5. Rank 0 writes what all ranks have measured, after each step or turn, while nobody is timed.
     """
 
     def __init__(self, orders: Orders, model: Any) -> None:
@@ -59,6 +63,7 @@ class MeasuredTraining:
         self._due: int | None = 0 if self._turns and not orders.warm_up else None
         self._armed = False
         self._roots: list[float] = []
+        self._reached, self._watched = False, False  # by this backward; whether it would tell
         self._seconds: list[float] = []
         self._clock = 0.0
         self._weights: WeightsFrom | None = None
@@ -137,15 +142,31 @@ class MeasuredTraining:
         """Between one wrapper's steps another's backward may be pending, as in a GAN."""
         return "the script wraps several modules" if len(self._models) > 1 else contestants.why_fixed(model)
 
+    def output(self, model: Any, tensors: Iterable[Tensor]) -> None:
+        """Called behind each forward of a wrapper, with what it returns."""
+        if self._turns or not torch.is_grad_enabled():
+            return
+        found = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        for tensor in found:
+            tensor.register_hook(partial(self._reach, weakref.ref(model)))
+        self._watched = bool(found)
+
+    def _reach(self, model: weakref.ref[Any], _: Tensor) -> None:
+        if self._lead is None or self._lead() in (None, model()):
+            self._reached = True
+
     def before_backward(self) -> None:
         """Called before each outermost backward."""
+        self._reached = False
         if self._weights is not None:
             self._weights.look()
 
-    def after_backward(self, roots: Any) -> None:
+    def after_backward(self, roots: Any, gradients: Any) -> None:
         """Called after each outermost backward."""
+        if self._watched and not self._reached:  # of a network that is not wrapped, or of another wrapper
+            return
         if not self._turns:
-            self._roots.append(loss_of(roots))
+            self._roots.append(loss_of(roots, gradients))
         ended, reducer = self._now() if self._armed else 0.0, self._reducer()
         if self._weights is not None:
             self._weights.settle()

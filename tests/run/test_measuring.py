@@ -121,6 +121,24 @@ def test_the_loss_is_what_backward_was_called_on(tmp_path: Path, end: int):
     assert ("WENT ON" in done.stdout) == (end == 0)
 
 
+BESIDE = """
+ddp, other, beside = DDP(torch.nn.Linear(1, 1)), DDP(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+one = torch.ones(1, 1)
+for step in range(3):
+    output = ddp(one)
+    (0 * beside(one) + 100).sum().backward()
+    (0 * other(one) + 200).sum().backward()
+    (0 * output + torch.tensor([[1.0], [step]])).backward(torch.tensor([[1.0], [2.0]]))
+"""
+
+
+def test_losses_are_those_of_backwards_through_the_wrapper(tmp_path: Path):
+    """Neither of a network that is not wrapped nor of another wrapper; of a loss by element it is its weighed sum."""
+    done, lines = measured(tmp_path, SHOW + BESIDE, 2)
+    assert done.returncode == 0, done.stderr
+    assert [line["loss"] for line in lines if "loss" in line] == [1.0, 3.0, 5.0]
+
+
 JOIN = """
 ddp = DDP(torch.nn.Linear(2, 1))
 with ddp.join():

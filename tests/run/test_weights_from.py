@@ -6,7 +6,7 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fastreduce import SettingError
 from fastreduce.reduction.reducer import GradientReducer
@@ -51,10 +52,12 @@ class Contest:
     def before_backward(self) -> None:
         self.weights.look()
 
-    def after_backward(self, roots: Any) -> None:
+    def after_backward(self, roots: Any, gradients: Any) -> None:
         self.weights.settle()
 
     def forward(self, model: Any) -> None: ...
+
+    def output(self, model: Any, tensors: Iterable[Tensor]) -> None: ...
 
     @contextlib.contextmanager
     def goes_on(self) -> Iterator[None]:

@@ -273,6 +273,15 @@ def test_torchs_own_are_faster_or_not_and_no_setting_that_pays():
     ]
 
 
+def test_where_trainings_alternate_rounds_are_not_asked_for():
+    """They have six, whatever --rounds says."""
+    speeds = {"int8": Speed("int8", 10.0, (9.0, 11.0), Estimate(0.97, 0.9, 1.02), None, 6)}
+    (turns,), (apart,) = judge(PLAN, speeds, {}), judge(PLAN, speeds, {}, "the script wraps several modules")
+    decides_nothing = "int8 is undecided: step 0.97 (0.90–1.02) of none, which decides nothing: take "
+    assert turns.sentence == f"{decides_nothing}more --rounds."
+    assert apart.sentence == f"{decides_nothing}a machine that does nothing else."
+
+
 @pytest.mark.filterwarnings("error")
 def test_losses_that_are_never_finite_are_drawn_as_nothing(tmp_path: Path):
     """As those of a training that is NaN from its first step on."""

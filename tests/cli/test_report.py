@@ -331,6 +331,12 @@ def _few_rounds(results: Results) -> None:
         speed["ratio"] |= {"low": None, "high": None}
 
 
+def _apart(results: Results) -> None:
+    results["apart"] = "the script wraps several modules"
+    for turn in results["turns"]:
+        turn["seconds"] = [seconds * 10 for seconds in turn["seconds"]]
+
+
 def _ended_early(results: Results) -> None:
     results["missing"] = ["3 of 6 trainings for quality"]
     results["warnings"] = ["Warning: none differs from itself."]
@@ -345,6 +351,7 @@ def _ended_early(results: Results) -> None:
         (_only_quality, QUALITY, ["not compared", "Nothing was held against none."]),
         (_diverged, SPEED + QUALITY, ["not finite"]),
         (_few_rounds, SPEED + QUALITY, ["2 rounds of 3 timed steps each"]),
+        (_apart, SPEED + QUALITY, ["of 30 timed steps each", "in turns: the script wraps several modules."]),
         (_ended_early, SPEED + QUALITY, ["Missing: 3 of 6 trainings for quality.", "none differs from itself"]),
     ],
 )

@@ -135,11 +135,12 @@ def _of_a_script(data: Mapping[str, Any]) -> Comparison:
     notes += [f"Contestants ran in trainings of their own, in turns: {data['apart']}."] if data["apart"] else []
     notes += [say_weights(plan["weights_from"], data["copy_seconds"])] if plan.get("weights_from") else []
     rounds = max((speed.rounds for speed in speeds.values()), default=0)
+    steps = len(data["turns"][0]["seconds"][0]) if data["turns"] else plan["steps"]  # more where trainings alternate
     facts = {
         "Script": shlex.join([*(["-m"] if plan["module"] else []), *plan["words"]]),
         "Model": f"{wrapped['wrapped']}, {wrapped['parameters']:,} parameters",
         "Ranks": f"{wrapped['ranks']}, on {wrapped['device']}{_over(wrapped)}",
-        "Speed": f"{rounds} rounds of {plan['steps']} timed steps each" if speeds else "not compared",
+        "Speed": f"{rounds} rounds of {steps} timed steps each" if speeds else "not compared",
         "Quality": _say_trainings(qualities) if qualities else "not compared",
     }
     return Comparison(

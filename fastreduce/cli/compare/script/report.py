@@ -61,7 +61,7 @@ def summarise(plan: Plan, findings: Findings) -> Summary:
     """What the findings say."""
     speeds = {each.contestant: each for each in speed.summarise(plan.contestants, findings.turns)}
     qualities = {each.setting: each for each in quality.summarise(plan, findings.outcomes) if each.outcomes}
-    return Summary(speeds, qualities, judge(plan, speeds, qualities))
+    return Summary(speeds, qualities, judge(plan, speeds, qualities, findings.apart))
 
 
 def print_report(console: Console, plan: Plan, findings: Findings, summary: Summary) -> None:

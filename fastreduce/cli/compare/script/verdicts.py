@@ -30,13 +30,20 @@ class Verdict:
     sentence: str
 
 
-def judge(plan: Plan, speeds: Mapping[str, Speed], qualities: Mapping[str, Quality]) -> list[Verdict]:
-    """Verdicts on whoever was held against none, in the plan's order; the control is judged by its losses alone."""
+def judge(
+    plan: Plan, speeds: Mapping[str, Speed], qualities: Mapping[str, Quality], apart: str = ""
+) -> list[Verdict]:
+    """Verdicts on whoever was held against none, in the plan's order; the control is judged by its losses alone.
+
+    Args:
+        apart: why contestants ran in trainings of their own, in as many rounds whatever --rounds says; "": they did not.
+    """
     control = speeds[AGAIN].ratio if AGAIN in speeds else None
     timed = {name: speed for name, speed in speeds.items() if name not in (BASE, AGAIN, NO_REDUCTION)}
     tested = {name: q for name, q in qualities.items() if q.loss is not None or q.note}
     names = [name for name in plan.contestants if name in timed or name in tested]
-    return [_judge(plan, name, timed.get(name), control, tested.get(name)) for name in names]
+    more = "take a machine that does nothing else" if apart else "take more --rounds"
+    return [_judge(plan, name, timed.get(name), control, tested.get(name), more) for name in names]
 
 
 def headline(verdicts: Sequence[Verdict]) -> str:
@@ -77,7 +84,9 @@ def gain(ratio: Estimate, control: Estimate | None) -> Gain:
     return "undecided"
 
 
-def _judge(plan: Plan, name: str, speed: Speed | None, control: Estimate | None, quality: Quality | None) -> Verdict:
+def _judge(
+    plan: Plan, name: str, speed: Speed | None, control: Estimate | None, quality: Quality | None, more: str
+) -> Verdict:
     faster = None if speed is None else gain(speed.ratio, control)
     same, losses = (None, "") if quality is None else _say_quality(plan, quality)
     word = _word(faster, same, name in TORCHS)
@@ -86,7 +95,7 @@ def _judge(plan: Plan, name: str, speed: Speed | None, control: Estimate | None,
         parts.append(f"step {_say_estimate(speed.ratio)} of none")
         if faster == "undecided" and word == "is undecided":
             few = math.isnan(speed.ratio.low)
-            parts[-1] += ", which decides nothing: " + ("intervals need 6 rounds" if few else "take more --rounds")
+            parts[-1] += ", which decides nothing: " + ("intervals need 6 rounds" if few else more)
     if losses:
         parts.append(losses)
     elif faster == "faster" and name not in TORCHS:

@@ -273,6 +273,15 @@ def test_torchs_own_are_faster_or_not_and_no_setting_that_pays():
     ]
 
 
+def test_a_metric_file_lies_in_a_folder_with_a_colon(tmp_path: Path):
+    plan = replace(PLAN, out=tmp_path / "10:30", metric_file="{out}/{setting}-{seed}.json:seed {seed}")
+    plan.out.mkdir()
+    (plan.out / "none-0.json").write_text('{"seed 0": 0.5}')
+    training = quality.trainings(plan)[0]
+    assert quality.stamp_metric(plan, training) is not None
+    assert quality.read_outcome(plan, training, [{"loss": 1.0, "seconds": 0.0}]).metric == 0.5
+
+
 def test_where_trainings_alternate_rounds_are_not_asked_for():
     """They have six, whatever --rounds says."""
     speeds = {"int8": Speed("int8", 10.0, (9.0, 11.0), Estimate(0.97, 0.9, 1.02), None, 6)}

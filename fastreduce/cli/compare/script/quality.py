@@ -146,7 +146,8 @@ def stamp_metric(plan: Plan, training: Training) -> Stamp | None:
 
 
 def _metric_path(plan: Plan, training: Training) -> tuple[Path, str]:
-    path, _, key = fill(plan.metric_file or "", plan, training.setting, training.seed).partition(":")
+    path, _, key = (plan.metric_file or "").partition(":")  # before {out} is filled in, which may hold a colon too
+    path, key = (fill(text, plan, training.setting, training.seed) for text in (path, key))
     return Path(path), key
 
 

@@ -30,13 +30,10 @@ class Verdict:
     sentence: str
 
 
-def judge(
-    plan: Plan, speeds: Mapping[str, Speed], qualities: Mapping[str, Quality], apart: str = ""
-) -> list[Verdict]:
+def judge(plan: Plan, speeds: Mapping[str, Speed], qualities: Mapping[str, Quality], apart: str = "") -> list[Verdict]:
     """Verdicts on whoever was held against none, in the plan's order; the control is judged by its losses alone.
 
-    Args:
-        apart: why contestants ran in trainings of their own, in as many rounds whatever --rounds says; "": they did not.
+    Contestants that ran `apart`, in trainings of their own, had six rounds, whatever --rounds says.
     """
     control = speeds[AGAIN].ratio if AGAIN in speeds else None
     timed = {name: speed for name, speed in speeds.items() if name not in (BASE, AGAIN, NO_REDUCTION)}

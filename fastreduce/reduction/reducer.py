@@ -313,7 +313,8 @@ class GradientReducer:
         """Multiply what error feedback keeps by `factor`: new loss scale / old loss scale.
 
         Residuals are in units of scaled gradients. A GradScaler's scale is followed without it, from the step on that
-        takes it out; call it, between a step and the next forward, where a loss is scaled by hand.
+        takes it out; call it, between a step and the next forward, where a loss is scaled by hand. A scale that is then
+        divided out of gradients in place looks like clipping: `note_applied` after each step tells that it is none.
 
         Raises:
             SettingError: called in a backward, whose buckets may be under way.

@@ -97,6 +97,7 @@ class ErrorFeedback:
         self._applied: Applied | None = None
         self._last: Applied | None = None
         self._turned = False  # whether the last reduction has changed `turn` already
+        self._scale = 1.0  # what residuals are to be multiplied by once it is known what was applied
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
@@ -130,11 +131,13 @@ class ErrorFeedback:
         return self.units.tolist() if isinstance(self.units, Tensor) else list(self.units)
 
     def rescale(self, factor: float) -> None:
-        """Go on with residuals for gradients that are multiplied by `factor` from now on."""
-        self.commit()
-        for rows in (self._first, self._second):
-            rows.scale(factor)
-        self.units = self.units / factor if isinstance(self.units, Tensor) else [unit / factor for unit in self.units]
+        """Go on with residuals for gradients that are multiplied by `factor` from the next reduction on.
+
+        What became of the last averages may not be known yet: it is by then.
+        """
+        self._scale *= factor
+        if self._applied is None:
+            self.commit()
 
     # By slot, for other buckets, shards or ranks
 
@@ -325,6 +328,12 @@ class ErrorFeedback:
             )
         with self.changing():
             self._commit(final)
+            factor, self._scale = self._scale, 1.0
+            if factor != 1.0:
+                for rows in (self._first, self._second):
+                    rows.scale(factor)
+                units = self.units
+                self.units = units / factor if isinstance(units, Tensor) else [unit / factor for unit in units]
 
     @property
     def _is_known_on_host(self) -> bool:

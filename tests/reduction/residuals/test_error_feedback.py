@@ -217,6 +217,42 @@ def _rescaled(rank: int, world_size: int) -> tuple[bool, bool]:
     return same, all(map(torch.equal, run(1024.0, False), plain))
 
 
+@pytest.mark.parametrize("first", ["zeroed", "kept", "stepped late"])
+def test_rescaling_behind_a_skipped_step_rescales_what_was_kept_before_it(ranks2: RankPool, first: str):
+    for after, before in ranks2.run(_skipped_and_rescaled, first):
+        assert before["residuals"]["values.0"].any()
+        for kind in ("residuals", "shard_residuals"):
+            assert_same_bits(after[kind], before[kind])
+
+
+def _skipped_and_rescaled(rank: int, world_size: int, first: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is kept where an optimizer left a step out, or not, and the loss scale is halved, and half of it without."""
+
+    def run(rescales: bool) -> dict[str, Any]:
+        model = wrap("ours", Constant(1000, 64), compression=FEEDBACK)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            model.zero_grad()
+            model(spread(rank, 1000, 64)).backward()
+            if step < 3:
+                optimizer.step()
+        if first == "zeroed":
+            model.zero_grad()
+        if rescales:
+            model.reducer.rescale_residuals(0.5)
+        if first == "stepped late":
+            optimizer.step()
+        model.zero_grad()
+        model(spread(rank, 1000, 64))
+        state: dict[str, Any] = model.reducer.state_dict()
+        return state
+
+    half = run(rescales=False)
+    half["residuals"] = {name: kept / 2 for name, kept in half["residuals"].items()}
+    half["shard_residuals"] = [kept / 2 for kept in half["shard_residuals"]]
+    return run(rescales=True), half
+
+
 def _pipeline(setting: str = FEEDBACK) -> tuple[BucketPipeline, list[nn.Parameter]]:
     """One rank's pipeline of three parameters, which has run once."""
     names, sizes = ("a", "b", "c"), (1000, 300, 1)

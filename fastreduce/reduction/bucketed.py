@@ -307,8 +307,9 @@ class BucketedGradients:
 
     def look(self) -> None:
         """Before gradients accumulate: let error feedback see what has become of the last averages."""
-        for feedback in self.feedbacks:
-            feedback.look()
+        for pipeline, members in zip(self.pipelines, self._members, strict=True):
+            if pipeline.kept is not None:
+                pipeline.kept.look(members.parameters)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -254,3 +255,30 @@ def _unannounced(rank: int, world_size: int) -> Any:
 def test_a_gradient_of_another_kind_on_one_rank_is_that_steps_error(ranks2: RankPool):
     one, other = ranks2.run(_unannounced)
     assert_same_bits(one, other)
+
+
+def _keeps(rank: int, world_size: int, caps: float) -> Any:
+    """What is kept before a step that nobody applies, and behind the next, whose backward raises on rank 0."""
+    ddp = wrap("ours", _Layers(), compression="int4:error_feedback", bucket_cap_mb=caps)
+    optimizer, x = torch.optim.SGD(ddp.parameters(), lr=1e-3), torch.linspace(rank - 1, 2, 4)[None]
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(x * 0.7**step).square().sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    before = ddp.reducer.state_dict()["residuals"]
+    ddp(3 * x).square().sum().backward()
+    handle = next(ddp.parameters()).register_hook(lambda grad: grad / (1 // (rank > 0)))
+    with nullcontext() if rank else pytest.raises(ZeroDivisionError):
+        ddp(4 * x).square().sum().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    ddp(x)
+    return before, ddp.reducer.state_dict()["residuals"]
+
+
+@pytest.mark.parametrize("caps", [1e-5, 25.0])
+def test_averages_that_were_thrown_away_behind_a_backward_that_raised_are_owed_no_more(ranks2: RankPool, caps: float):
+    for before, after in ranks2.run(_keeps, caps):
+        assert any(kept.any() for kept in before.values())
+        assert_same_bits(after, before)

@@ -189,7 +189,8 @@ class Applied:
                 self._carried[i] = known * there
         self.refresh(written)
 
-    def _is_optimized(self, i: int) -> bool:
+    def is_optimized(self, i: int) -> bool:
+        """Whether an optimizer tells of the parameter of slot `i`."""
         return self._watched and is_optimized(self._parameters[i]())
 
     def _measure(self, positions: Sequence[int]) -> list[Factor]:
@@ -281,7 +282,7 @@ class Applied:
             if not stepped
             and known_to_be(self.expected[i], 1.0)
             and known_to_be(self._rest[i], 1.0)
-            and not self._is_optimized(i)
+            and not self.is_optimized(i)
         }
 
     def factors(self, finite: Factor, final: bool = False) -> list[Factor]:
@@ -299,7 +300,7 @@ class Applied:
                 outcomes.append(float(stepped and i not in self._left))
             elif carried is not None and not known_to_be(carried, 0.0) and not final:
                 outcomes.append(carried)
-            elif self._is_optimized(i):
+            elif self.is_optimized(i):
                 outcomes.append(1.0 if carried is None and not final else 0.0)
             else:
                 outcomes.append(finite)

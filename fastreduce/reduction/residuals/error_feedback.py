@@ -18,6 +18,7 @@ from ...errors import ReducerError
 from ..buckets import Bucket
 from .applied import Applied
 from .factors import Factor, known_to_be, stack, to_device
+from .notices import is_optimized
 from .rows import BASE, GO_ON, KEEP, Rows, reads_late
 
 
@@ -277,10 +278,18 @@ class ErrorFeedback:
             rest, carried = (list(row.unbind()) if reads_late(row) else row.tolist() for row in fates)
             self._applied.put_fates(rest, carried)
 
-    def look(self) -> None:
-        """See whether gradients that nobody has applied are still there; before others accumulate."""
+    def look(self, parameters: Sequence[Tensor] = ()) -> None:
+        """See whether gradients that nobody has applied are still there; before others accumulate.
+
+        `parameters` are those of the slots: they tell where nothing is followed, since the last reduction's averages
+        were not stored, or what is kept came from other buckets.
+        """
         if self._applied is not None:
             self._applied.look()
+        elif self._carried and parameters:
+            self.commit()
+            with self.changing():
+                self._restore({i for i in self._carried if _is_gone(parameters[i])})
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -349,6 +358,8 @@ class ErrorFeedback:
         if applied is None:
             if turned:
                 self.turn.bitwise_xor_(1)
+            if final and self._last is not None:
+                self._restore(set(filter(self._last.is_optimized, self._carried)))
             return
         self._last = applied  # a device may read its numbers until the next one comes
         if not final:
@@ -406,6 +417,13 @@ class ErrorFeedback:
         self._carried, self._idle = set(), set()
         for i in carried:
             self._keep_base(i)
+
+    def _restore(self, gone: set[int]) -> None:
+        """Bring back the Q of slots whose averages are in `.grad` no more, and were not applied."""
+        for i in gone:
+            for rows in (self._first, self._second):
+                rows.restore_base(*self._place(i))
+        self._carried -= gone
 
     def _keep_base(self, i: int) -> None:
         self._carried.add(i)
@@ -475,6 +493,15 @@ class SlotResiduals(NamedTuple):
     def holds_any(self) -> bool:
         """Whether anything is kept; the host waits."""
         return bool(self.residual.any()) or (self.base is not None and bool(self.base.any()))
+
+
+def _is_gone(parameter: Tensor) -> bool:
+    """Whether an average was thrown away, which no optimizer has applied; what is zeroed on a device counts as there.
+
+    Else the host would wait. Without an optimizer that tells, averages count as applied.
+    """
+    grad = parameter.grad
+    return is_optimized(parameter) and (grad is None or (not reads_late(grad) and not bool(grad.any())))
 
 
 def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tensor] = ()) -> None:

@@ -126,9 +126,9 @@ class ElasticReducer(TorchReducer):
         """Called before every forward.
 
         Raises:
-            ReducerError: if there is one.
+            ReducerError: if there is one, or if a backward is under way.
         """
-        self.backward.check_finished()
+        self.backward.check_ended()
         if self.backward.running:
             raise ReducerError(
                 "a backward raised before its end, and with elastic=True a step cannot be left out on one rank alone: "

@@ -274,6 +274,7 @@ class DistributedDataParallel(TorchDDP):
             if self.reducer.backward.has_raised:
                 self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
+        self.reducer.backward.check_ended()
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared
         given = _before_forward(self, *inputs, **kwargs)
         recorder.enter_forward(self.require_backward_grad_sync)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -117,7 +119,9 @@ class Backward:
         self.manual = self.brought_all = False
         self._task = -1  # autograd's number of the last backward
         self._armed_in = -1, 0  # a thread, and how many backwards it was in
-        self._on_output = weakly(self._enter)
+        self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
+        # What autograd calls at the end of the last backward, and holds as long as that goes on.
+        self._end_of: Callable[[], object] = lambda: None
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         # For each parameter, whether this rank has brought a gradient to it.
@@ -153,9 +157,9 @@ class Backward:
         """Forget a backward that raised before its end, and make up for the collectives that this rank owes.
 
         Raises:
-            ReducerError: if it has ended, and awaits `finish`.
+            ReducerError: as `check_ended`.
         """
-        self.check_finished()
+        self.check_ended()
         if not self.running:
             return
         try:
@@ -198,6 +202,20 @@ class Backward:
             raise ReducerError(
                 f"rank {self._recorder.rank}: the last backward awaits its averages: call finalize_backward() after "
                 "every backward that is synchronized, as require_manual_backward_finalization=True has it"
+            )
+
+    def check_ended(self) -> None:
+        """Raise if a backward is under way, or awaits `finish`.
+
+        Raises:
+            ReducerError: if one is or does.
+        """
+        self.check_finished()
+        if self.running and not self.has_raised:
+            raise ReducerError(
+                f"rank {self._recorder.rank}: a forward with gradients began while a backward of the same wrapper was "
+                "under way, on another thread or around this one, which goes on: call it when that has ended, or "
+                "under torch.no_grad()"
             )
 
     def reset(self) -> None:
@@ -248,17 +266,24 @@ class Backward:
 
     @property
     def has_raised(self) -> bool:
-        """Whether a backward has begun that will not come to its end: no thread is in one."""
-        if not self.running or self.unfinished or self.is_here:
-            return False
-        return not any(BACKWARD in _calls(frame) for frame in sys._current_frames().values())
+        """Whether a backward has begun that will not come to its end."""
+        return self.running and not self.unfinished and self._is_over(0)
 
     @property
     def _is_stale(self) -> bool:
-        """Whether the backward that has begun raised, and this is another: no backward is around this one."""
+        """Whether the backward that has begun raised, and this is another."""
         if not self.running or self.unfinished or self._task == torch._C._current_graph_task_id():
             return False
-        return sum(_calls(frame).count(BACKWARD) for frame in sys._current_frames().values()) == 1
+        return self._is_over(1)
+
+    def _is_over(self, others: int) -> bool:
+        """Whether autograd has left the last backward, where the caller is in `others`.
+
+        A GPU's thread may hold one that raised a moment longer than its caller is in it.
+        """
+        if self._end_of() is None:
+            return True
+        return sum(_calls(frame).count(BACKWARD) for frame in sys._current_frames().values()) == others
 
     @_disable_dynamo
     def _enter(self, _: object = None) -> None:
@@ -283,7 +308,9 @@ class Backward:
             if self.armed and self.reduced_once:
                 self.arrivals.count()
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(weakly(self._end))
+            end = partial(self._on_end)  # no frame, as a traceback keeps it, holds one that is called from C
+            self._end_of = weakref.ref(end)
+            engine.queue_callback(end)
 
     def _report(self, i: int) -> None:
         if self.unfinished:

@@ -445,6 +445,9 @@ class GradientReducer:
 
         The collectives that this rank still owes are made up for, so that ranks which raised elsewhere,
         or not at all, stay in step; the latter find NaN in their gradients.
+
+        Raises:
+            ReducerError: if a backward is under way, or awaits `Backward.finish`.
         """
         self.backward.drop_broken()
 

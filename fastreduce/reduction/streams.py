@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from ..environment.forks import Owner
 from ..transports import Transport, TwoLevelTransport
 
 Finish = Callable[[], None]
@@ -152,11 +153,17 @@ class ThreadStream:
         self._jobs: _Jobs = queue.SimpleQueue()
         self._begun: _Jobs | None = queue.SimpleQueue() if apart else None
         self._threads: list[threading.Thread] = []
+        self._owner = Owner()
         self._last: StreamJob | None = None
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, begin: Begin) -> StreamJob:
-        """Enqueue a job for the thread."""
+        """Enqueue a job for the thread.
+
+        Raises:
+            TransportError: in a fork of the process that made the stream.
+        """
+        self._owner.check("A bucket was to be reduced")
         if not self._threads:
             self._start(_work, self._jobs, self._begun)
             if self._begun is not None:

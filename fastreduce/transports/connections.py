@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from ..environment.forks import Owner
 from ..errors import TransportError
 from .messages import checked, numbers, of_types
 from .ranks import Ranks, own_name
@@ -55,7 +56,7 @@ class Lease(Generic[C]):
         self._who = own_name(group)
         self._kind, self._group, self._connect = kind, group, connect
         self._taken: C | None = None
-        self._ended = False
+        self._ended, self._owner = False, Owner()
         self.number = -1
 
     @property
@@ -63,8 +64,9 @@ class Lease(Generic[C]):
         """What is leased. Taken by the first call, so that a copied or loaded wrapper needs nobody until it trains.
 
         Raises:
-            TransportError: if ranks do not come for it, or the lease has ended.
+            TransportError: if ranks do not come for it, or the lease has ended, or in a fork.
         """
+        self._owner.check(f"{self._who}: a collective over {self._kind}")
         if self._ended:
             raise TransportError(f"{self._who}: this {self._kind} transport is closed")
         if self._taken is None:

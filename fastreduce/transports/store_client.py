@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..environment.exits import Exit, at_exit
+from ..environment.forks import Owner
 from ..errors import TransportError
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class StoreClient:
         seconds: the deadline of each call.
 
     Raises:
-        TransportError: by every method, if the store is gone, or there is no answer from its holder.
+        TransportError: by every method, if the store is gone, or there is no answer from its holder; and in a fork.
     """
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
@@ -118,7 +119,7 @@ class _Caller:
     """Makes calls on a daemon thread, which starts with the first one and owns a connection."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store, self._line, self._start = store, _Line(), threading.Lock()
+        self._store, self._line, self._start, self._owner = store, _Line(), threading.Lock(), Owner()
         self.thread: threading.Thread | None = None
         self._end = weakref.finalize(self, self._line.jobs.put, None)
         self._end.atexit = False
@@ -126,6 +127,7 @@ class _Caller:
 
     def call(self, function: Callable[[Any], T], client: StoreClient) -> T:
         """`function(connection)`."""
+        self._owner.check("The store was called")
         start = time.monotonic()
         silent = self._line.silent_since
         left = client.seconds if silent is None else client.seconds - (start - silent)

@@ -1,4 +1,7 @@
-"""A child that a training process forks, by `os.fork` or `multiprocessing`, ends as Python does and touches nothing."""
+"""A child that a training process forks, by `os.fork` or `multiprocessing`, ends as Python does and touches nothing.
+
+What it cannot do there is an error at once.
+"""
 
 from __future__ import annotations
 
@@ -46,3 +49,59 @@ def test_it_ends_at_once_and_training_goes_on(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "child: 3", "child: 3"]
     assert all(json.loads(path.read_text()) for path in traces.glob("rank*.json"))  # whole, once
+
+
+REDUCE = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from fastreduce import DistributedDataParallel
+from fastreduce.errors import TransportError
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+trained = [
+    DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), transport=name, bucket_cap_mb=cap)
+    for name in ("gloo", "shm") for cap in (25, 1e-5)
+]
+
+def step(ddp):
+    ddp.zero_grad()
+    (ddp(torch.ones(4, 64)).sum() * (rank + 1)).backward()
+
+def told(call):
+    start = time.monotonic()
+    try:
+        call()
+    except TransportError as error:
+        return "a fork of process" in str(error) and time.monotonic() - start < 20
+    return False
+
+for ddp in trained:
+    for _ in range(3):
+        step(ddp)
+if rank == 0 and not (child := os.fork()):
+    found = [told(lambda: step(ddp)) for ddp in trained]
+    found.append(told(lambda: DistributedDataParallel(nn.Linear(4, 4))))
+    print("child:", found, flush=True)
+    sys.exit(3)
+if rank == 0:
+    deadline = time.monotonic() + 100
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not ended[0]:
+        print("child hangs", flush=True)
+        os.kill(child, 9)
+for ddp in trained:
+    step(ddp)
+    assert (ddp.module[1].bias.grad == 4 * 1.5).all()
+"""
+
+
+def test_one_that_reduces_or_asks_the_store_is_told_at_once(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(REDUCE)
+    done = run(TORCHRUN, "--nproc-per-node", "2", script, env=with_environment(GLOO_SOCKET_IFNAME="lo"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == [f"child: {[True] * 5}", ""]

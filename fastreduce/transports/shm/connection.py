@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...environment.exits import Exit, at_exit
+from ...environment.forks import Owner
 from ...errors import BackendUnavailableError, TransportError
 from ...kernels.numba_cpu_elements import stage
 from ...kernels.slots import Pieces, SlotTable
@@ -98,7 +99,7 @@ class ShmConnection:
         self._lock = threading.Lock()
         self._under_way: deque[Collective] = deque()
         self._pieces = 0  # of all collectives so far
-        self._process = os.getpid()
+        self._owner = Owner()
         self._futex = NUMBERS.get(os.uname().machine, 0)
         self._segments: list[Segment] = []
         try:
@@ -316,7 +317,7 @@ class ShmConnection:
             self.failed, self._why, self._missing = True, why or _no_word(missing), tuple(missing)
             if how != ENDED:
                 failed_here.set()
-            if self._segments and self._process == os.getpid():  # no child of a fork
+            if self._segments and self._owner.is_here:
                 self._segments[self.rank].set_word(FAILED, how)
                 for segment in self._segments:
                     wake(self._futex, segment.address + ASLEEP)

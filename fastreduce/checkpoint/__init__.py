@@ -248,6 +248,8 @@ def _broadcast_file(path: Path) -> bytes:
             number, text = error.errno, error.strerror or str(error)
         except CheckpointError as error:
             text = str(error)
+        except Exception as error:  # no memory, or a path that is none
+            text = f"rank 0, reading {path}: {type(error).__name__}: {error}"
     if _world_size() > 1:
         (size, number), text = _exchange(((len(data), number), text), f"reading {path}")[0]
     else:

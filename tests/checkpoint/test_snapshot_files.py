@@ -194,6 +194,7 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_snapshot(tmp_path: Path):
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no such file": ({}, "FileNotFoundError", "elsewhere"),
+    "no path": ({}, "CheckpointError", "rank 0, reading "),
     "no such part": ({"ema": nn.Linear(1, 1)}, "CheckpointError", "no part 'ema'; it has 'model', 'optimizer'"),
     "a number": ({"epoch": 3}, "SettingError", "epoch=3 cannot load a state"),
 }
@@ -202,7 +203,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_bad_input_is_an_error_on_every_rank(ranks2: RankPool, tmp_path: Path):
     ranks2.run(save, tmp_path / "snapshot.pt")
     for case, (parts, error, message) in BAD.items():
-        path = tmp_path / ("elsewhere" if case == "no such file" else "snapshot.pt")
+        path = tmp_path / {"no such file": "elsewhere", "no path": "a\0b"}.get(case, "snapshot.pt")
         for name, text, changed in ranks2.run(_fail_to_load_parts, path, parts):
             assert (name, changed) == (error, False), case
             assert message in text

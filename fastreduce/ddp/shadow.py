@@ -116,6 +116,7 @@ class Shadow:
         reducer.events.launching.append(self._look)
         reducer.events.computed.append(self._look_alone)
         reducer.events.met.append(self._agree)
+        reducer.events.ended.append(self._squares.clear)  # a second backward's, which no reduction follows
 
     def close(self) -> None:
         """Measure no more; on every rank, between the same two steps."""
@@ -124,6 +125,7 @@ class Shadow:
             reducer.events.launching.remove(self._look)
             reducer.events.computed.remove(self._look_alone)
             reducer.events.met.remove(self._agree)
+            reducer.events.ended.remove(self._squares.clear)
 
     # What a step does
 

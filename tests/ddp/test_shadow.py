@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastreduce import MismatchError, SettingError, Shadow
 from fastreduce.ddp.shadow import modules_of
 from fastreduce.errors import FastreduceError
-from tests.support.models import Branches, assert_same_bits, batch, grads_of, local_grads, mlp, wrap
+from tests.support.models import Branches, Heads, assert_same_bits, batch, grads_of, local_grads, mlp, wrap
 from tests.support.ranks import RankPool
 from tests.support.tolerances import SHADOW
 
@@ -137,6 +137,33 @@ def test_ranks_that_differ_find_the_same(ranks2: RankPool):
         assert list(errors) == ["int4", "fp16", "auto4"] and {"all", "*.bias|ndim<2"} <= errors["int4"].keys()
         assert 1e-9 < errors["fp16"]["all"] < 2.0**-22 < 1e-4 < errors["int4"]["all"] < 0.1
         assert errors["auto4"]["*.bias|ndim<2"] == errors["fp16"]["*.bias|ndim<2"], "small ones go in 16 bits"
+
+
+def _second_backward(rank: int, world_size: int) -> None:
+    """What a second backward through one forward brings is of no measurement: not of the next one either."""
+    found = []
+    for twice in (False, True):
+        torch.manual_seed(3)
+        ddp = wrap("ours", Heads())
+        shadow = Shadow(ddp, ["int8"], every=2)
+        for step in range(3):
+            ddp.zero_grad()
+            out = ddp(batch(rank, step, 3, 4))
+            first, rest = out["first"].square().sum(), out["rest"][0].square().sum()
+            if step != 1:
+                (first + rest).backward()
+            else:
+                first.backward()
+                if twice:
+                    (1000 * rest).backward()
+        assert shadow.last is not None and shadow.last.step == 2
+        found.append(shadow.last.errors)
+        shadow.close()
+    assert found[0] == found[1]
+
+
+def test_a_second_backward_through_a_forward_is_not_measured(ranks2: RankPool):
+    ranks2.run(_second_backward)
 
 
 def _disagreeing(rank: int, world_size: int) -> list[str]:

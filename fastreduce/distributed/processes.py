@@ -102,7 +102,10 @@ def _serve(group: Group) -> dist.TCPStore:
     """The store, on loopback where all ranks run here; torch by itself listens on every interface."""
     address = "127.0.0.1" if group.alone else ""
     try:
-        listener = socket.create_server((address, group.port))
+        if not group.alone and socket.has_dualstack_ipv6():  # `host` may be an address of either kind, or a name of it
+            listener = socket.create_server(("", group.port), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server((address, group.port))
     except OSError as error:
         where = f"port {group.port} of {address or 'this machine'}"
         raise SettingError(f"{where}: {error.strerror or error}; port=0 takes a free one on one machine") from error

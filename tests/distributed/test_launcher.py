@@ -154,14 +154,20 @@ def test_no_rank_leaves_before_the_others():
     assert first == [] and second and not {"gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} & set(second)
 
 
-@pytest.mark.long
-def test_two_machines_share_a_port(tmp_path: Path):
+@pytest.mark.parametrize("master", [pytest.param("localhost", marks=pytest.mark.long), "::1"])
+def test_two_machines_share_a_port(master: str, tmp_path: Path):
     """Two launchers of one rank each, as two machines would."""
+    if master == "::1":
+        try:
+            socket.create_server((master, 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no address ::1")
     code = textwrap.dedent(
         f"""
         import sys, torch, torch.distributed as dist
         from fastreduce.distributed import launcher
-        @launcher(n_gpus=1, world_size=2, rank_start=int(sys.argv[1]), port={free_port()})
+        @launcher(n_gpus=1, world_size=2, rank_start=int(sys.argv[1]), port={free_port()},
+                  master_ip={master!r})
         def f():
             total = torch.tensor(dist.get_rank() + 1.0)
             dist.all_reduce(total)

@@ -51,6 +51,7 @@ class _Call:
         if op is not None:
             check_op(name, op)
         check_tensors(name, tensors, self.group)
+        self._given = " and ".join(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
         linear = op in (None, ReduceOp.SUM, ReduceOp.AVG)
         for tensor in tensors:
             if (tensor.is_complex() and not linear) or (tensor.dtype is torch.bool and op == ReduceOp.AVG):
@@ -102,9 +103,9 @@ class _Call:
 
     def start(self, function: Callable[..., Any], *args: Any, async_op: bool) -> Work | None:
         """Call into torch."""
-        with as_transport_error(self.name):
+        with as_transport_error(self.name, self._given):
             inner = function(*args, group=self.group, async_op=True)
-        work = Work(self.name, inner, self._last_steps)
+        work = Work(self.name, inner, self._last_steps, self._given)
         if async_op:
             return work
         work.wait()
@@ -199,6 +200,11 @@ def all_to_all(
             raise TensorError(
                 f"all_to_all on rank {dist.get_rank()}: {name} has {len(tensors)} tensors for a group of {size} ranks"
             )
+    if len(dtypes := {str(tensor.dtype) for tensor in input_list}) > 1:
+        raise TensorError(
+            f"all_to_all on rank {dist.get_rank()}: input_list has tensors of {' and '.join(sorted(dtypes))}; they "
+            "must be of one dtype"
+        )
     call.agree(None, f"{input_list[0].dtype}")
     agree_on_parts(call.name, call.group, input_list, output_list)
     # As one tensor each: gloo takes lists only of equal sizes.

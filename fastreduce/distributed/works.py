@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import TransportError
+from ..errors import TensorError, TransportError
+
+LOCAL = ("Invalid scalar type", "Cannot use ReduceOp")  # how errors of gloo begin for which no peer is to blame
 
 
 class Work(dist.Work):
@@ -20,11 +22,14 @@ class Work(dist.Work):
         call: the collective, for errors.
         inner: torch's own work.
         last_steps: run in order when the data has arrived: a division, copies into tensors that lie apart.
+        given: the tensors' dtypes, for errors.
     """
 
-    def __init__(self, call: str, inner: dist.Work, last_steps: Iterable[Callable[[], Any]] = ()) -> None:
+    def __init__(
+        self, call: str, inner: dist.Work, last_steps: Iterable[Callable[[], Any]] = (), given: str = ""
+    ) -> None:
         super().__init__()
-        self._call, self._inner = call, inner
+        self._call, self._inner, self._given = call, inner, given
         self._lock, self._last_steps = threading.Lock(), list(last_steps)
         self._waited = False  # gloo's reduce_scatter does not know when it is done
 
@@ -39,8 +44,9 @@ class Work(dist.Work):
 
         Raises:
             TransportError: naming call and rank, if it failed or timed out.
+            TensorError: if the backend cannot do it with tensors of their dtype.
         """
-        with as_transport_error(self._call):
+        with as_transport_error(self._call, self._given):
             self._inner.wait(timeout)
         self._settle()
         self._waited = True
@@ -78,15 +84,17 @@ def count_as_written(*tensors: torch.Tensor) -> None:
 
 
 class as_transport_error:
-    """Errors of torch's backends come out as TransportError with call and rank."""
+    """Errors of torch's backends come out as TransportError with call and rank, or TensorError with `given` dtypes."""
 
-    def __init__(self, call: str) -> None:
-        self.call = call
+    def __init__(self, call: str, given: str = "") -> None:
+        self.call, self.given = call, given
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and str(error).startswith(LOCAL):
+            raise TensorError(f"{self.call} on rank {dist.get_rank()} with {self.given} tensors: {error}") from error
         if isinstance(error, RuntimeError) and not isinstance(error, TransportError):
             raise TransportError(
                 f"{self.call} on rank {dist.get_rank()} failed: {error}. "

@@ -119,6 +119,30 @@ def test_all_to_all_takes_different_sizes(ranks2: RankPool):
         assert came == [[float(source)] * (10 * source + rank) for source in range(2)]
 
 
+def _of_dtypes(rank: int, world_size: int) -> list[str]:
+    float8 = torch.ones(2).to(torch.float8_e4m3fn)
+    whole, real = torch.ones(2, dtype=torch.int64), torch.ones(2)
+    said = []
+    for call in (
+        lambda: dist.all_reduce(float8),
+        lambda: dist.all_reduce(real, ReduceOp.BAND),
+        lambda: dist.all_to_all([real, real], [whole, real]),
+    ):
+        with pytest.raises(TensorError) as caught:
+            call()
+        said.append(str(caught.value))
+    dist.all_reduce(real)  # the group goes on
+    assert real.tolist() == [2.0, 2.0]
+    return said
+
+
+def test_what_a_backend_cannot_do_with_a_dtype_is_no_peers_fault(ranks2: RankPool):
+    for rank, said in enumerate(ranks2.run(_of_dtypes)):
+        assert said[0].startswith(f"all_reduce on rank {rank} with torch.float8_e4m3fn tensors: ")
+        assert said[1].startswith(f"all_reduce on rank {rank} with torch.float32 tensors: Cannot use ReduceOp.BAND")
+        assert said[2].startswith(f"all_to_all on rank {rank}: input_list has tensors of torch.float32 and torch.int64")
+
+
 BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "op": (lambda: dist.all_reduce(torch.ones(1), "sum"), SettingError, "unknown op 'sum'; allowed: ReduceOp.SUM"),
     "no op": (lambda: dist.reduce(torch.ones(1), 0, 7), SettingError, "unknown op 7"),

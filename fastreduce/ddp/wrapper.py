@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -427,6 +428,11 @@ class DistributedDataParallel(TorchDDP):
         """Used-flags travel with the gradients."""
 
     def __getstate__(self) -> dict[str, Any]:
+        if not isinstance(self._transport_argument, (str, NoneType)):
+            raise SettingError(
+                f"this wrapper was given transport={self._transport_argument!r:.80}, whose connections cannot be "
+                "copied or saved: give a transport's name, or copy ddp.module and wrap that"
+            )
         state: dict[str, Any] = super().__getstate__()
         del state["_transport"]
         if not self._delay_all_reduce_all_params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastreduce
+from fastreduce import SettingError
 from tests.support.models import (
     DDP,
     EXACT,
@@ -163,6 +165,13 @@ MISUSE: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "pickled with a group of its own": (_pickled_with_a_group, "default process"),
 }
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_a_wrapper_over_a_given_transport_cannot_be_copied_and_says_so(alone: None, copied: Callable[[Any], Any]):
+    transport = fastreduce.transports.GlooTransport(dist.group.WORLD)
+    with pytest.raises(SettingError, match=r"was given transport=.*copy ddp\.module"):
+        copied(wrap("ours", _layer(), transport=transport))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -12,6 +12,7 @@ import fastreduce.distributed
 import fastreduce.elastic.membership
 import fastreduce.fsdp
 import fastreduce.hooks
+import fastreduce.transports.shm.connection
 from fastreduce.environment import exits
 from fastreduce.environment.exits import Exit
 from fastreduce.transports.mpi import communicator  # noqa: F401
@@ -74,7 +75,7 @@ def test_each_end_is_in_its_step():
     where = {step: sorted(modules) for step, modules in ends.items()}
     where["FILES"] = []  # where a folder was made
     assert where == {
-        "TELL": ["reduction.telemetry.whereabouts", "transports.mpi.communicator"],
+        "TELL": ["reduction.telemetry.whereabouts", "transports.mpi.communicator", "transports.shm.connection"],
         "DELIVER": ["distributed.point_to_point"],
         "REDUCERS": [
             "elastic.membership",

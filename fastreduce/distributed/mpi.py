@@ -20,7 +20,7 @@ from ..errors import SettingError, TransportError
 from ..transports import messages, register_transport
 from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.mpi import MpiTransport
-from ..transports.mpi.communicator import load_mpi, poll
+from ..transports.mpi.communicator import end_within, load_mpi, poll
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     Sets RANK, WORLD_SIZE and LOCAL_RANK where they are not set.
 
     Args:
-        timeout: for this call and for every collective.
+        timeout: for this call and for every collective; where one has failed, for the other ranks' end, too.
 
     Raises:
         BackendUnavailableError: if mpi4py or an MPI library is missing, or MPI runs without threads.
@@ -61,6 +61,7 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
         raise ValueError("trying to initialize the default process group twice: call destroy_process_group first")
     world = load_mpi().COMM_WORLD
     rank, size = world.rank, world.size
+    end_within(timeout.total_seconds())
     _end_job_on_exceptions()
     _check_place(rank, size)
     host, port, local_rank, one_host = _rendezvous(world, timeout.total_seconds())

@@ -31,7 +31,15 @@ from torch import nn
 from fastreduce import TransportError, all_reduce_gradients
 from fastreduce.distributed.mpi import init_mpi
 from fastreduce.reduction.streams import ThreadStream
-from fastreduce.transports import ENVIRONMENT_VARIABLE, GlooTransport, LocalTransport, Transport, make_transport
+from fastreduce.transports import (
+    ENVIRONMENT_VARIABLE,
+    GlooTransport,
+    LocalTransport,
+    Transport,
+    connections,
+    make_transport,
+)
+from fastreduce.transports.deadlines import GRACE_SECONDS
 from fastreduce.transports.mpi import MpiTransport, communicator
 from fastreduce.transports.two_level import two_levels
 from tests.support.collective_cases import all_kinds, check_all_kinds
@@ -486,12 +494,35 @@ def stops_and_the_other_goes_on() -> Any:
         return {"raised": str(error)}
 
 
+def saves_behind_a_failure() -> Any:
+    """One gives a collective up, all go on, and that one is busy for long when the others end."""
+    transport = make_transport(_group())
+    transport.exchange(0)
+    if _rank() == 0:
+        transport.abort()
+    else:
+        with contextlib.suppress(TransportError):
+            transport.all_gather(torch.ones(dist.get_world_size())).wait()
+    dist.barrier()
+    time.sleep(0 if _rank() else GRACE_SECONDS + 2)
+    return connections.failed_here.is_set()
+
+
 def stays_away() -> Any:
     raise AssertionError("rank 0 joined")
 
 
 JOBS: dict[str, Callable[[], Any]] = {
-    job.__name__: job for job in (checks, raises, raises_in_a_thread, exits, stops_and_the_other_goes_on, stays_away)
+    job.__name__: job
+    for job in (
+        checks,
+        raises,
+        raises_in_a_thread,
+        exits,
+        stops_and_the_other_goes_on,
+        saves_behind_a_failure,
+        stays_away,
+    )
 }
 
 

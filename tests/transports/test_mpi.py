@@ -79,6 +79,13 @@ def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path, tran
 
 
 @needs_mpirun
+def test_a_rank_that_saves_for_long_is_not_ended_where_a_collective_has_failed(tmp_path: Path):
+    code, output = run_job(tmp_path, 2, "saves_behind_a_failure", "shm")
+    assert code == 0, output
+    assert [json.loads(tmp_path.joinpath(f"{rank}.json").read_text()) for rank in (0, 1)] == [False, True]
+
+
+@needs_mpirun
 @pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
     output = _ended(tmp_path, "stays_away")

@@ -53,6 +53,7 @@ class _Gate:
 _GATE = _Gate()
 _alive: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
 _broken: set[MpiConnection] = set()  # MPI may still write where their collectives were to
+_ends_within = [GRACE_SECONDS]
 
 
 @cache
@@ -343,6 +344,11 @@ def _leave_all() -> None:
 at_exit(Exit.TELL, _leave_all, _alive)
 
 
+def end_within(seconds: float) -> None:
+    """Let a rank that may have lost another wait so long at its end: others may save, or write what they found."""
+    _ends_within.append(seconds)
+
+
 def _finalize(mpi: Any, ours: bool) -> None:
     """At exit, last: MPI waits for all ranks to end, and without a limit; where one may be gone, the job is ended."""
     if mpi.Is_finalized():
@@ -354,11 +360,11 @@ def _finalize(mpi: Any, ours: bool) -> None:
     # mpi4py's own call keeps Python's lock, and with it everybody who would stop waiting.
     finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
     try:
-        in_background(finalize, GRACE_SECONDS)
+        in_background(finalize, max(_ends_within))
     except TimeoutError:
         print(
             f"rank {os.environ.get('RANK', '?')} ends the job: a collective failed, and MPI's Finalize "
-            f"waits for a rank that does not come",
+            f"waits for a rank that {_late(max(_ends_within))}",
             file=sys.stderr,
         )
         sys.stdout.flush()

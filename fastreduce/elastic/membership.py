@@ -135,12 +135,18 @@ class Membership:
         self._someone_waits = bool(self._commit[1] > 0) and (self.step + 1) % self._backwards == 0
         self._count()
 
-    def abort(self) -> None:
-        """End what is under way, here and on the peers, connecting included."""
-        self._control.abort()
-        self.transport.abort()
-        if self._group is not None:
-            abort_beside(self._group)
+    def abort(self, generation: int | None = None) -> None:
+        """End what is under way, here and on the peers, connecting included; of one generation, if it is the last.
+
+        That may take so long that the main thread has others by then.
+        """
+        control, transport, group = self._control, self.transport, self._group
+        if generation is not None and self.generation.number != generation:
+            return
+        control.abort()
+        transport.abort()
+        if group is not None:
+            abort_beside(group)
 
     def regroup(self, step: int, whole: bool) -> bool:
         """Meet those who are left (`ddp.elastic_reducer.ElasticGroup`)."""
@@ -186,8 +192,7 @@ class Membership:
 
     def _on_loss(self, generation: int) -> None:
         """On the thread that looks: let a collective that waits for the lost end now."""
-        if self.generation.number == generation:
-            self.abort()
+        self.abort(generation)
 
     def _step_of_others(self) -> int:
         return max((note.step for note in self.generation.notes.values()), default=0)

@@ -6,11 +6,16 @@ import datetime
 import time
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from fastreduce.transports import NcclTransport
+from fastreduce.elastic import membership
+from fastreduce.elastic.generations import Generation
+from fastreduce.elastic.membership import Membership
+from fastreduce.transports import LocalTransport, NcclTransport
 from fastreduce.transports.ranks import Subgroup, client_of
 from tests.support import nccl_cases as cases
 from tests.support.nccl_cases import OnHost, caught, run_case, short_group, world
@@ -42,6 +47,35 @@ def test_who_begins_again_is_not_interrupted(ranks2: RankPool, tmp_path: Path):
         assert f"did not end within {place.timeout:g} s. No word from rank 1: " in text, text
 
     with_time(lambda seconds: check(OnHost(mkdtemp(dir=tmp_path), seconds)), 2.0)
+
+
+def test_an_abort_that_takes_long_ends_nothing_of_the_next_generation(monkeypatch: pytest.MonkeyPatch):
+    ended: list[Any] = []
+
+    class Transport(LocalTransport):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def abort(self) -> None:
+            ended.append(self.name)
+            if self.name == "GPUs of 1":  # meanwhile the main thread goes on with those who are left
+                begin(2)
+
+    def begin(number: int) -> None:
+        there.generation = Generation(number, (0,), {}, (), "")
+        there._control, there.transport = Transport(f"hosts of {number}"), Transport(f"GPUs of {number}")
+        there._group = f"beside {number}"
+
+    there: Any = Membership.__new__(Membership)
+    monkeypatch.setattr(membership, "abort_beside", ended.append)
+    begin(1)
+    there._on_loss(1)
+    assert ended == ["hosts of 1", "GPUs of 1", "beside 1"]
+    there._on_loss(1)
+    assert len(ended) == 3
+    there._on_loss(2)
+    assert ended[3:] == ["hosts of 2", "GPUs of 2", "beside 2"]
 
 
 def _some_known(rank: int, size: int, place: OnHost) -> str:

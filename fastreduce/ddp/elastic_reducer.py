@@ -63,7 +63,7 @@ class ElasticGroup(Protocol):
             Whether they count: every rank that is left has them.
 
         Raises:
-            TransportError: if this rank is out.
+            TransportError: if this rank is out, or the step fails again and again, though nobody is lost.
         """
 
 

@@ -31,6 +31,8 @@ from .times import Times
 
 logger = logging.getLogger(__name__)
 
+MOST_IN_VAIN = 5  # generations of the same members that end without a step
+
 
 class Membership:
     """The group of an elastic reducer (`ddp.elastic_reducer.ElasticGroup`).
@@ -78,6 +80,8 @@ class Membership:
         self._meetings = Meetings(self._presence)
         self.generation = Generation(0, (), {}, (), digest)
         self._someone_waits, self._left = False, False
+        self._why = ""  # the last generation has not connected
+        self._in_vain = 0  # generations of the same members since the last step
         self._compares_at: int | None = None  # before the forward of this step, since somebody has come
         self.changes: list[Callable[[], object]] = []
         self._commit = torch.zeros(2)
@@ -149,7 +153,11 @@ class Membership:
             abort_beside(group)
 
     def regroup(self, step: int, whole: bool) -> bool:
-        """Meet those who are left (`ddp.elastic_reducer.ElasticGroup`)."""
+        """Meet those who are left (`ddp.elastic_reducer.ElasticGroup`).
+
+        Raises:
+            TransportError: also if the step fails again and again, and nobody is lost.
+        """
         self._check_here()
         return self._regroup(Note(step, Stage.WHOLE if whole else Stage.UNDER_WAY))
 
@@ -220,6 +228,12 @@ class Membership:
                     raise inconsistent(note.step)
                 counts, note = True, Note(note.step + 1, Stage.COUNTED)
                 self._count()
+            self._in_vain = 0 if self.generation.members != before.members else self._in_vain + 1
+            if self._in_vain > MOST_IN_VAIN:  # as on all others
+                raise TransportError(
+                    f"rank {self.rank} of {self.size}: step {note.step} has failed {self._in_vain} times, though "
+                    f"nobody was lost. {self._why or 'The error before this one says why.'}"
+                )
             self._share_samples()
             if self._connected():
                 return counts
@@ -228,6 +242,7 @@ class Membership:
 
     def _count(self) -> None:
         """The step under way is committed."""
+        self._in_vain = 0
         for sampler in self._samplers.values():
             sampler.count()
 
@@ -240,7 +255,7 @@ class Membership:
         """Connect with the members of the generation, and let new ones have the state; whether nobody was lost."""
         generation = self.generation
         self.transport = self._control = LocalTransport()
-        self._group = None
+        self._group, self._why = None, ""
         members = generation.members
         self._presence.watch(generation.number, members, {*members, *generation.out})
         try:
@@ -251,6 +266,7 @@ class Membership:
             self._share(generation)
         except TransportError as error:
             logger.info("process %d: generation %d ended early: %s", self._presence.id, generation.number, error)
+            self._why = str(error)
             return False
         logger.info("rank %d of %d in generation %d", self.rank, self.size, generation.number)
         for call in self.changes:

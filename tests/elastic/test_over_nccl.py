@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from fastreduce import DistributedDataParallel, TransportError, elastic
 from fastreduce.elastic import membership
 from fastreduce.elastic.generations import Generation
 from fastreduce.elastic.membership import Membership
@@ -76,6 +78,31 @@ def test_an_abort_that_takes_long_ends_nothing_of_the_next_generation(monkeypatc
     assert len(ended) == 3
     there._on_loss(2)
     assert ended[3:] == ["hosts of 2", "GPUs of 2", "beside 2"]
+
+
+def test_a_step_that_fails_though_nobody_is_lost_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    """NCCL finds no network, or no room in /dev/shm: it will find none the next time, either."""
+    looks: list[int] = []
+
+    class Broken(LocalTransport):
+        def check(self) -> None:
+            looks.append(1)
+            assert len(looks) < 50, "it goes on for ever"
+            raise TransportError("NCCL_ERROR_SYSTEM_ERROR")
+
+    monkeypatch.setattr(Membership, "_connect", lambda *_: Broken())
+    ddp: Any = DistributedDataParallel(nn.Linear(3, 3), elastic=True)
+    members = elastic.join(ddp, store=dist.HashStore(), timeout=10.0, least=1)
+    try:
+        with pytest.raises(TransportError, match="rank 0 of 1: step 0 has failed 6 times, though nobody") as raised:
+            ddp(torch.ones(1, 3)).sum().backward()
+        before: BaseException | None = raised.value
+        while before is not None and "NCCL_ERROR_SYSTEM_ERROR" not in str(before):
+            before = before.__context__
+        assert before is not None
+    finally:
+        members.leave()
+        dist.destroy_process_group()
 
 
 def _some_known(rank: int, size: int, place: OnHost) -> str:

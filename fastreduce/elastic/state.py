@@ -7,6 +7,7 @@ import io
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -109,8 +110,15 @@ def _together(function: Callable[[], T], transport: Transport) -> T:
     So it may take longer than a collective. Where a rank is lost meanwhile, a function that loads comes to its end
     first.
     """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def there() -> T:
+        # Each thread has a current GPU of its own, at first GPU 0: a part may name none.
+        with nullcontext() if device is None else torch.cuda.device(device):
+            return function()
+
     pool = ThreadPoolExecutor(1, thread_name_prefix=f"{OURS}state")
-    ended = pool.submit(function)
+    ended = pool.submit(there)
     try:
         while True:
             wait([ended], LOOK_SECONDS)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastreduce import DistributedDataParallel, TransportError, elastic
-from fastreduce.elastic import membership
+from fastreduce.elastic import membership, state
 from fastreduce.elastic.generations import Generation
 from fastreduce.elastic.membership import Membership
 from fastreduce.transports import LocalTransport, NcclTransport
@@ -103,6 +106,21 @@ def test_a_step_that_fails_though_nobody_is_lost_ends_with_the_reason(monkeypatc
     finally:
         members.leave()
         dist.destroy_process_group()
+
+
+def test_states_are_read_and_loaded_on_the_gpu_that_is_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    of_thread = threading.local()  # as in CUDA
+
+    @contextlib.contextmanager
+    def using(device: int) -> Iterator[None]:
+        of_thread.device = device
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(of_thread, "device", 0))
+    monkeypatch.setattr(torch.cuda, "device", using)
+    of_thread.device = 3
+    assert state._together(torch.cuda.current_device, LocalTransport()) == 3
 
 
 def _some_known(rank: int, size: int, place: OnHost) -> str:

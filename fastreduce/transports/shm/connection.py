@@ -263,7 +263,7 @@ class ShmConnection:
                 looked = now
                 gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
                 if gone and not self._advance(work, patient=False):  # what it did last may have come
-                    raise self._fail(work.operation, self._named(gone))
+                    raise self._fail(work.operation, self._who(1.0) if self._gone is None else self._named(gone))
                 if work.done:
                     return
             if now - since > self._seconds:
@@ -324,7 +324,7 @@ class ShmConnection:
         return self._error(operation)
 
     def _who(self, patience: float) -> list[int]:
-        """Whom this rank waits for: those that neither wait themselves nor have failed.
+        """Whom this rank waits for: those that neither wait themselves nor have failed, or else those that have ended.
 
         A rank that waits counts its looks, in this collective or an earlier one, and here too: others may ask at the
         same time.
@@ -332,18 +332,19 @@ class ShmConnection:
         if self._gone is not None:
             return list(self._gone())
         before = {rank: self._segments[rank].word(BEAT) for rank in self._others}
-        silent, start = self._others, time.monotonic()
+        silent, start, over = self._others, time.monotonic(), list[int]()
         own = self._segments[self.rank]
         while silent and time.monotonic() - start < patience:
             own.set_word(BEAT, own.word(BEAT) + 1)
             time.sleep(SLICE_NANOSECONDS / 1e9)
             failures = {rank: self._segments[rank].word(FAILED) for rank in self._others}
             ended = [rank for rank, how in failures.items() if how == ENDED]
-            gone = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
+            over = [rank for rank in self._others if self._segments[rank].owner_is_gone()]
+            gone = [rank for rank in over if failures[rank] != GAVE_UP]  # else it has waited itself, and ended then
             if gone or ended:
                 return self._named(sorted({*gone, *ended}))
             silent = [rank for rank in silent if not failures[rank] and self._segments[rank].word(BEAT) == before[rank]]
-        return self._named(silent)
+        return self._named(silent or over)
 
     def _named(self, ranks: Iterable[int]) -> list[int]:
         return [self._names[rank] for rank in ranks]

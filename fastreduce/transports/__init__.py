@@ -111,10 +111,10 @@ def make_transport(
     sockets = _registered(group) or GlooTransport
     if name:
         return _levels(group, sockets, hosts, how)
-    if alone or hosts is None:
-        return _last_choice.get(group, sockets)(group)
     if torch.device(device).type != "cpu" or not _takes_some(sockets):
         return sockets(group)
+    if alone or hosts is None:
+        return _last_choice.get(group, sockets)(group)
     return _choose(group, sockets, nodes_of(hosts))
 
 

@@ -80,7 +80,8 @@ def _fails(rank: int, world_size: int, where: str, options: dict[str, Any], seed
     for step in range(12):
         ddp.zero_grad()
         calls = [draw.randint(1, len(ddp.reducer.plan.buckets)) for _ in range(world_size)]
-        who = [each for each in range(world_size) if draw.random() < 0.3]
+        # Behind the last step no forward makes up for it.
+        who = [each for each in range(world_size) if draw.random() < 0.3 and step < 11]
         loss = (rank + 1) * 2.0**step * ddp(X).sum()
         if rank in who:
             failing.left = calls[rank]

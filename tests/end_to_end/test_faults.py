@@ -184,14 +184,21 @@ def _check(case: Case, seen: Seen) -> None:
             assert re.search(r"Bucket \d holds layers\.", last), last
 
 
-def _under_mpirun(folder: Path, case: Case) -> Seen:
-    """Three ranks that mpirun starts; it gives one output for all, here rank -1's, and ends those that are left."""
+def _over_mpi(folder: Path, case: Case) -> Seen:
+    return _under_mpirun(folder, case, FASTREDUCE_TRANSPORT="mpi")
+
+
+def _under_mpirun(folder: Path, case: Case, **asked: str) -> Seen:
+    """Three ranks that mpirun starts, which share memory unless another transport is asked for.
+
+    It gives one output for all, here rank -1's, and ends those that are left.
+    """
     folder.mkdir()
     command = [str(MPIRUN), "--oversubscribe", "-n", "3", *_job(folder, "mpi", case)]
     out = folder.joinpath("-1.out").open("w")
     with out, _resumed(folder):
         process = subprocess.Popen(
-            command, env=environment(), cwd=folder, stdout=out, stderr=out, text=True, start_new_session=True
+            command, env=environment(**asked), cwd=folder, stdout=out, stderr=out, text=True, start_new_session=True
         )
         try:
             _wait_for(folder / "event", {0: process})
@@ -210,7 +217,7 @@ def _check_mpi(case: Case, seen: Seen) -> None:
     assert seen.left and max(seen.left.values()) < TIMEOUT + LATE, f"{case}: {text}"
     # mpirun lets a stopped rank go on for a moment before it ends it.
     told = re.findall(
-        rf"TransportError: rank (?!{case.victim})\d of 3: (?:\w+ over MPI|{CHOOSING}) failed[:.] .*", text
+        rf"TransportError: rank (?!{case.victim})\d of 3: (?:\w+ over (?:MPI|shm)|{CHOOSING}) failed[:.] .*", text
     )
     assert told, f"{case}: {text}"
     # Of two ranks that write at once, mpirun mixes the lines: one of them is whole.
@@ -259,19 +266,24 @@ def test_in_each_stage_each_rank(tmp_path: Path, stage: str, run: Callable[[Path
     _run_all(tmp_path, [case for case in ALL if case.stage == stage], run, _check)
 
 
+UNDER_MPIRUN = pytest.mark.parametrize("run", [_over_mpi, _under_mpirun], ids=["mpi", "shm"])
+
+
 @needs_mpirun
+@UNDER_MPIRUN
 @pytest.mark.long
-def test_a_stopped_rank_under_mpirun_ends_the_job(tmp_path: Path):
-    _run_all(tmp_path, [Case("SIGSTOP", "backward", 0, "int8")], _under_mpirun, _check_mpi)
+def test_a_stopped_rank_under_mpirun_ends_the_job(tmp_path: Path, run: Callable[[Path, Case], Seen]):
+    _run_all(tmp_path, [Case("SIGSTOP", "backward", 0, "int8")], run, _check_mpi)
 
 
 @needs_mpirun
+@UNDER_MPIRUN
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "exit"])
-def test_under_mpirun_in_each_stage_each_rank(tmp_path: Path, stage: str):
+def test_under_mpirun_in_each_stage_each_rank(tmp_path: Path, stage: str, run: Callable[[Path, Case], Seen]):
     cases = [case for case in ALL if case.what == "SIGSTOP" and case.stage == stage]
-    _run_all(tmp_path, cases, _under_mpirun, _check_mpi)
+    _run_all(tmp_path, cases, run, _check_mpi)
 
 
 @pytest.mark.long

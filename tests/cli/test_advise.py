@@ -199,7 +199,7 @@ def test_the_best_are_run_beside_none_and_another_link_is_projected(tmp_path: Pa
         added = sum(parts[name] for name in ("compute", "waiting", "compress", "wire", "sum", "decompress", "other"))
         assert added == pytest.approx(parts["step"]) == pytest.approx(each["step"]["value"])
         assert parts["compute"] > 0
-    assert set(found["links"]) == {"shm", "gloo"} and set(found["unusable"]) == {"two_level"}
+    assert set(found["links"]) == {"shm", "gloo"} and set(found["unusable"]) == {"mpi", "two_level"}
     for link_found in found["links"].values():
         assert min(figures["latency_s"] for figures in link_found.values()) > 0 and len(link_found) == 3
     assert set(found["predicted"]) < set(found["steps"]) and "none FASTREDUCE_TRANSPORT=gloo" in found["steps"]

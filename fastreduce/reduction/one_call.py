@@ -40,15 +40,15 @@ class _Reduction:
         averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op])
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         self.pipelines = averaging.make_pipelines(gradients, groups, transport, as_views=False)[1]
-        self._buffers = {device: SharedBuffers() for device in devices}  # those of the pipelines
+        self._turns = {device: SharedBuffers() for device in devices}  # of streams, in the pipelines' own buffers
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)
 
     def begin(self) -> None:
         """A call begins, perhaps on another stream than the last one, and for other tensors of such shapes."""
-        for device, buffers in self._buffers.items():
-            buffers.use_here(device)
+        for device, turns in self._turns.items():
+            turns.use_here(device)
 
     def look(self) -> None:
         """Let error feedback see what has become of the last averages."""

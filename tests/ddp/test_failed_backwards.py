@@ -19,7 +19,7 @@ import fastreduce
 from fastreduce.errors import ReducerError, TensorError
 from fastreduce.reduction.gradients import Gradients
 from fastreduce.reduction.pipeline import BucketPipeline
-from tests.support.models import Boom, assert_same_bits, grads_of, one_by_one, wrap
+from tests.support.models import Boom, assert_same_bits, grads_of, in_a_backward, one_by_one, wrap
 from tests.support.ranks import OVER_HOSTS, RankPool
 
 X = torch.zeros(1, 4)
@@ -258,21 +258,6 @@ def test_a_forward_while_a_backward_is_under_way_elsewhere_is_an_error_and_distu
     ranks2.run(_forward_meanwhile, on_thread, timeout=60)
 
 
-class _Around(torch.autograd.Function):
-    """Trains in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, train: Any) -> Tensor:
-        ctx.train = train
-        return x.clone()
-
-    @staticmethod
-    @torch.enable_grad()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.train()
-        return grad, None
-
-
 def _raised_within(rank: int, world_size: int) -> None:
     ddp, kept = wrap("ours", _Layers(), bucket_cap_mb=1e-5), []
 
@@ -286,7 +271,7 @@ def _raised_within(rank: int, world_size: int) -> None:
             ((rank + 1) * ddp(X).sum()).backward()
             assert (_biases(ddp) == (world_size + 1) / 2).all()
 
-    _Around.apply(torch.ones(1, requires_grad=True), train).sum().backward()  # type: ignore[no-untyped-call]
+    in_a_backward(train)
 
 
 def test_a_backward_that_raised_within_another_is_not_taken_for_one_under_way(ranks2: RankPool):

@@ -32,6 +32,7 @@ from tests.support.models import (
     batch,
     equal_on_all,
     grads_of,
+    in_a_backward,
     mlp,
     whole_,
     whole_batch,
@@ -139,25 +140,6 @@ def _end_not_known(rank: int, world_size: int) -> Grads:
     return grads_of(model.module)
 
 
-class Around(torch.autograd.Function):
-    """Trains in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, train: Callable[[], None]) -> Tensor:
-        ctx.train = train
-        return x.clone()
-
-    @staticmethod
-    @torch.enable_grad()
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.train()
-        return grad, None
-
-
-def _in_a_backward(train: Callable[[], None]) -> None:
-    Around.apply(torch.ones(1, requires_grad=True), train).sum().backward()  # type: ignore[no-untyped-call]
-
-
 def _in_a_thread_of_c(train: Callable[[], None]) -> None:
     """That is, one of which `threading` does not know."""
     ended = threading.Event()
@@ -170,7 +152,7 @@ def _in_a_thread_of_c(train: Callable[[], None]) -> None:
     assert ended.wait(60)
 
 
-@pytest.mark.parametrize("where", [_in_a_backward, _in_a_thread_of_c])
+@pytest.mark.parametrize("where", [in_a_backward, _in_a_thread_of_c])
 def test_forward_and_backward_within_another_backward_or_thread(ranks2: RankPool, where: Any):
     """The forward returns nothing, and yet the end is known: it is that of the innermost backward."""
     for step, grads in enumerate(equal_on_all(ranks2.run(_train_within, where, timeout=90))):

@@ -284,6 +284,26 @@ class Boom(torch.autograd.Function):
         return grad, None
 
 
+class Around(torch.autograd.Function):
+    """Trains in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, train: Callable[[], None]) -> Tensor:
+        ctx.train = train
+        return x.clone()
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.train()
+        return grad, None
+
+
+def in_a_backward(train: Callable[[], None]) -> None:
+    """Call `train` within the backward of something else."""
+    Around.apply(torch.ones(1, requires_grad=True), train).sum().backward()  # type: ignore[no-untyped-call]
+
+
 class Breaking(nn.Module):
     """Three layers; `boom` makes backward raise after the last one (or two) have their gradients."""
 

@@ -37,6 +37,7 @@ class _Gate:
     """One thread at a time calls MPI: THREAD_SERIALIZED asks for it. Nobody waits for a thread that is stuck there."""
 
     stuck = False
+    patience = GRACE_SECONDS  # for the other ranks' end, once a collective has failed
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +54,6 @@ class _Gate:
 _GATE = _Gate()
 _alive: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
 _broken: set[MpiConnection] = set()  # MPI may still write where their collectives were to
-_ends_within = [GRACE_SECONDS]
 
 
 @cache
@@ -346,7 +346,7 @@ at_exit(Exit.TELL, _leave_all, _alive)
 
 def end_within(seconds: float) -> None:
     """Let a rank that may have lost another wait so long at its end: others may save, or write what they found."""
-    _ends_within.append(seconds)
+    _GATE.patience = max(_GATE.patience, seconds)
 
 
 def _finalize(mpi: Any, ours: bool) -> None:
@@ -360,11 +360,11 @@ def _finalize(mpi: Any, ours: bool) -> None:
     # mpi4py's own call keeps Python's lock, and with it everybody who would stop waiting.
     finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
     try:
-        in_background(finalize, max(_ends_within))
+        in_background(finalize, _GATE.patience)
     except TimeoutError:
         print(
             f"rank {os.environ.get('RANK', '?')} ends the job: a collective failed, and MPI's Finalize "
-            f"waits for a rank that {_late(max(_ends_within))}",
+            f"waits for a rank that {_late(_GATE.patience)}",
             file=sys.stderr,
         )
         sys.stdout.flush()

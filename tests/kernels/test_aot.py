@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bench.kernels.aot import compiled
 
 # Numba takes a minute and more for each of its targets.
 OTHERS = (["triton"], ["numba_cuda", "80"], ["numba_cuda", "90"], ["numba_cuda", "100"])
@@ -27,16 +24,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     name, *how = request.param
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    folder = tmp_path_factory.mktemp(name)
-    simulated = ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
-    environment = {key: value for key, value in os.environ.items() if key not in simulated}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "TRITON_DUMP_PTXAS_LOG": "1"}
-    command = [sys.executable, "-m", f"tests.kernels.aot_{name}", str(folder / "kernels.json"), *how]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results: list[dict[str, Any]] = json.loads((folder / "kernels.json").read_text())
-    return results
+    return compiled(name, tmp_path_factory.mktemp(name), *how)
 
 
 def wide_bytes(ptx: str, instruction: str) -> int:

@@ -15,7 +15,7 @@ from .reference_stochastic import MULTIPLIERS, ROUNDS, WEYL
 from .slots import DRAWN
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
-LANES = 32  # counters at a time
+LANES = 16  # counters at a time
 BATCH = LANES * DRAWN  # elements
 _WORDS = ir.VectorType(_I64, LANES)
 
@@ -77,14 +77,18 @@ def load_draw(_typing: Any, address: types.Type, index: types.Type) -> tuple[Any
     """The 16 random bits of an element."""
 
     def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        at = element(builder, args[0], args[1], types.uint16)
-        return builder.zext(builder.load(at, typ=ir.IntType(16), align=ANYWHERE), _I32)
+        at = element(builder, args[0], builder.and_(args[1], _I64(-2)), types.uint8)
+        half = builder.zext(builder.load(at, typ=ir.IntType(16), align=ANYWHERE), _I32)
+        lower = builder.and_(half, _I32(0xFF))
+        exchanged = builder.or_(builder.shl(lower, _I32(8)), builder.lshr(half, _I32(8)))
+        odd = builder.trunc(args[1], ir.IntType(1))
+        return builder.select(odd, builder.xor(exchanged, _I32(0xFF)), half)
 
     return types.int32(types.int64, types.int64), emit
 
 
 @inlined
 def draw(to, count, first, who, step, seed, key):
-    """The random bits of elements `first` to before `first + count`, and of some more, 16 of each, to an address."""
+    """The random bits of elements `first` to before `first + count`, and of some more, a byte each, to an address."""
     for done in range(0, count, BATCH):
-        _philox(to + 2 * done, np.int64((first + done) // DRAWN), who, step, seed, key)
+        _philox(to + done, np.int64((first + done) // DRAWN), who, step, seed, key)

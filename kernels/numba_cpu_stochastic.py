@@ -130,7 +130,7 @@ def _quantize(
                 if place == span:
                     place = 0
                     draw(bits, min(span, numels[slot] - within), firsts[slot] + within, who, step, seed, keys[slot])
-            _encode(source, tag, count, ONE, values, block, payload, scale_at, bits + 2 * place, code)
+            _encode(source, tag, count, ONE, values, block, payload, scale_at, bits + place, code)
             payload += width
             scale_at += size_of(scale_tag)
             start += block
@@ -160,7 +160,7 @@ def _reduce_quantized(
             if place == span:
                 place = 0
                 draw(bits, min(span, numels[slot] - within), firsts[slot] + within, who, step, seed, keys[slot])
-        to, to_scale, drawn = shard + payload, shard + scale_at, bits + 2 * place
+        to, to_scale, drawn = shard + payload, shard + scale_at, bits + place
         if number < flag_block:
             if not _encode(total, FP32, block, scale, values, block, to, to_scale, drawn, code):
                 average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
@@ -225,13 +225,13 @@ def _slots(slots: SlotTable, draws: Draws) -> tuple[Any, ...]:
 def _span(block: int) -> tuple[int, Tensor]:
     """As many elements, of whole blocks, as random bits are drawn for at a time, and where these are kept."""
     span = max(1, SPAN // block) * block
-    return span, stage(-(-span // BATCH) * BATCH // 4)
+    return span, stage(-(-span // BATCH) * BATCH // 8)
 
 
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, draws: Draws) -> None:
     """Many tensors → one BF16 wire, scaled; padding becomes zero."""
     dtype = tensors[0].dtype if tensors else torch.float32
-    values, bits = stage(CHUNK // 2), stage(CHUNK // 4)
+    values, bits = stage(CHUNK // 2), stage(CHUNK // 8)
     _flatten(
         addresses(tensors),
         TAGS[dtype],
@@ -247,7 +247,7 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float, slots: SlotTable, draws: Draws) -> None:
     """world_size BF16 shards → their sum in rank order, scaled once."""
-    values, bits = stage(CHUNK // 2), stage(CHUNK // 4)
+    values, bits = stage(CHUNK // 2), stage(CHUNK // 8)
     _reduce_shards(
         rows(received),
         shard.data_ptr(),

@@ -35,9 +35,13 @@ def _load(
 
 
 def _drawn(builder: ir.IRBuilder, bits: ir.Value, index: ir.Value, lanes: int = LANES) -> ir.Value:
-    """The random bits of elements, 16 of each."""
-    at = element(builder, bits, index, types.uint16)
-    return builder.load(at, typ=ir.VectorType(_I16, lanes), align=ANYWHERE)
+    """The random bits of elements, 16 of each: of every second one those of the one before, bytes exchanged."""
+    at = element(builder, bits, index, types.uint8)
+    halves = builder.load(at, typ=ir.VectorType(_I8, lanes), align=ANYWHERE)
+    places = [place for low in range(0, lanes, 2) for place in (low, low + 1, low + 1, low)]
+    both = builder.shuffle_vector(halves, halves, ir.Constant(ir.VectorType(_I32, 2 * lanes), places))
+    turned = ir.Constant(ir.VectorType(_I16, lanes), [0, 0xFF] * (lanes // 2))
+    return builder.xor(builder.bitcast(both, turned.type), turned)
 
 
 def _lanes(code: types.Type) -> int:

@@ -130,7 +130,7 @@ def is_whole(builder: ir.IRBuilder, address: ir.Value, count: ir.Value, lanes: i
 
 
 def numbers_of(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> Iterable[ir.Value]:
-    """A vector's, or one number for all lanes; of words of random bits 16 for each lane, two lanes' in a word."""
+    """A vector's, or one number for all lanes; of words of random bits 16 for each lane, four lanes' in a word."""
     if not isinstance(value.type, ir.ArrayType):
         return [value] * lanes
     if value.type.element == I64:
@@ -139,8 +139,12 @@ def numbers_of(builder: ir.IRBuilder, value: ir.Value, lanes: int) -> Iterable[i
 
 
 def _drawn(builder: ir.IRBuilder, words: ir.Value, lane: int) -> ir.Value:
-    word = builder.trunc(builder.extract_value(words, lane // 2), I32)
-    return builder.lshr(word, I32(16)) if lane % 2 else builder.and_(word, I32(0xFFFF))
+    word = builder.trunc(builder.extract_value(words, lane // 4), I32)
+    half = builder.lshr(word, I32(16)) if lane // 2 % 2 else builder.and_(word, I32(0xFFFF))
+    if lane % 2 == 0:
+        return half
+    exchanged = builder.or_(builder.shl(builder.and_(half, I32(0xFF)), I32(8)), builder.lshr(half, I32(8)))
+    return builder.xor(exchanged, I32(0xFF))
 
 
 def pack(context: Any, builder: ir.IRBuilder, values: Sequence[ir.Value], result: types.Type) -> ir.Value:

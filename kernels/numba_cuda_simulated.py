@@ -122,8 +122,9 @@ def e4m3_rounders(vector: Numbers) -> Numbers:
 
 
 def _drawn(vector: Numbers, words: Any) -> NDArray[np.int32]:
-    halves = [half for word in words for half in (int(word) & 0xFFFF, int(word) >> 16 & 0xFFFF)]
-    return np.array(halves[: len(vector)], np.int32)
+    halves = np.array([half for word in words for half in (int(word) & 0xFFFF, int(word) >> 16 & 0xFFFF)], np.int32)
+    exchanged = ((halves & 0xFF) << 8 | halves >> 8) ^ 0xFF
+    return np.stack([halves, exchanged], axis=1).flatten()[: len(vector)]
 
 
 def bf16_by_chance(vector: Numbers, words: Any) -> Numbers:

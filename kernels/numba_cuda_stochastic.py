@@ -83,7 +83,7 @@ def _word(number):
 
 @function
 def _draw(element, key, who, step, seed):
-    """The four words with the random bits of 8 elements of a slot."""
+    """The four words with the random bits of 16 elements of a slot."""
     c0, c1, c2, c3 = _word(element // DRAWN), _word(who), _word(step), _word(seed)
     k0, k1 = _word(key), _word(key >> 32)
     for _ in range(ROUNDS):
@@ -91,6 +91,13 @@ def _draw(element, key, who, step, seed):
         c0, c1, c2, c3 = (b >> HALF) ^ c1 ^ k0, b & LOWER, (a >> HALF) ^ c3 ^ k1, a & LOWER
         k0, k1 = (k0 + W0) & LOWER, (k1 + W1) & LOWER
     return c0, c1, c2, c3
+
+
+@function
+def _draw_for_8(element, key, who, step, seed):
+    """The two words with the random bits of 8 elements."""
+    w0, w1, w2, w3 = _draw(element, key, who, step, seed)
+    return (w2, w3) if element & 8 else (w0, w1)
 
 
 @function
@@ -110,7 +117,7 @@ def _flatten(wire, tiles, addresses, tag, scale, finite, keys, who, step, seed):
     lanes = lanes_of(tag, BF16)
     for first in range(cuda.threadIdx.x * lanes, extent, THREADS * lanes):
         values = multiply(load(tensor + first * size_of(tag), tag, BF16, count - first), scale)
-        rounded = bf16_by_chance(values, _draw(start + first, key, who, counted, seed))
+        rounded = bf16_by_chance(values, _draw_for_8(start + first, key, who, counted, seed))
         store(wire + (place + first) * 2, BF16, rounded, count - first, extent - first)
 
 
@@ -136,7 +143,7 @@ def _reduce(received, ranks, shard, numel, scale, room, reciprocal, tiles, keys,
                 at += numel * 2
                 small = add(small, multiply(load(at, BF16, BF16, extent - first), reciprocal))
             values = where_finite(total, values, multiply(small, multiply(scale, room)))
-        rounded = bf16_by_chance(values, _draw(start + first, key, who, counted, seed))
+        rounded = bf16_by_chance(values, _draw_for_8(start + first, key, who, counted, seed))
         store(shard + (place + first) * 2, BF16, rounded, extent - first, extent - first)
 
 
@@ -165,9 +172,7 @@ def _encode(values, largest, shard, blocks, block, index, column, element, key, 
     else:
         scale, inverse = _scales(largest, code)
         steps = multiply(values, inverse)
-        w0, w1, w2, w3 = _draw(element, key, who, step, seed)
-        w4, w5, w6, w7 = _draw(element + DRAWN, key, who, step, seed)
-        words = (w0, w1, w2, w3, w4, w5, w6, w7)
+        words = _draw(element, key, who, step, seed)
         if is_fp8(code):
             bases = e4m3_bases(steps)
             sums = e4m3_by_chance(add(magnitudes(steps), bases), words)

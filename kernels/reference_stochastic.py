@@ -33,6 +33,15 @@ def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     return (upper + (lower >> 16)) >> 16, ((upper << 16) + lower) & MASK
 
 
+def for_two(halves: Tensor) -> Tensor:
+    """16 random bits each → 16 for each of two elements, in a last dimension, of which neither tells the other.
+
+    Bytes are exchanged for the second, so that each has its own in front, and one of them turned around, so that
+    together they have no covariance. Both are uniform.
+    """
+    return torch.stack([halves, ((halves & 0xFF) << 8 | halves >> 8) ^ 0xFF], dim=-1)
+
+
 def random_bits(slots: SlotTable, draws: Draws, device: torch.device) -> Tensor:
     """16 random bits for each element of the flat, as int32; zeros in padding."""
     bits = torch.zeros(slots.total, dtype=torch.int32, device=device)
@@ -42,8 +51,8 @@ def random_bits(slots: SlotTable, draws: Draws, device: torch.device) -> Tensor:
         count = -(-numel // DRAWN)
         counters = torch.arange(first // DRAWN, first // DRAWN + count, device=device)
         words = philox((counters, draws.who, step, draws.seed), (key & MASK, key >> 32 & MASK))
-        halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-        bits[offset : offset + numel] = torch.stack(halves, dim=1).flatten()[:numel].to(torch.int32)
+        halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=1)
+        bits[offset : offset + numel] = for_two(halves).flatten()[:numel].to(torch.int32)
     return bits
 
 

@@ -53,7 +53,7 @@ class Draws(NamedTuple):
 
 
 OF_AVERAGES = 0xFFFFFFFF
-DRAWN = 8  # elements whose bits come at once
+DRAWN = 16  # elements whose bits come at once
 
 
 def tile_elements(block: int = 0) -> int:

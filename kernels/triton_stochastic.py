@@ -22,7 +22,7 @@ MAGIC, MAGIC_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)  # 1.5 * 
 
 @triton.jit
 def random_bits(keys, tiles, step, seed, who, element):
-    """16 random bits for each of 8 elements from each `element` of this program's tile on, 8 times as many a row."""
+    """16 random bits for each of 16 elements from each `element` of this program's tile on, 16 times as many a row."""
     tile = tiles + 5 * tl.program_id(0).to(tl.int64)
     slot, start = tl.load(tile), tl.load(tile + 1)
     key, first = tl.load(keys + 2 * slot), tl.load(keys + 2 * slot + 1)
@@ -37,7 +37,8 @@ def random_bits(keys, tiles, step, seed, who, element):
         c2 = (a >> 32).to(tl.uint32) ^ c3 ^ (k1.to(tl.uint64) + number * WEYL_1).to(tl.uint32)
         c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
     words = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
-    return tl.interleave(words & 0xFFFF, words >> 16).to(tl.int32)
+    halves = tl.interleave(words & 0xFFFF, words >> 16).to(tl.int32)
+    return tl.interleave(halves, ((halves & 0xFF) << 8 | halves >> 8) ^ 0xFF)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastreduce.kernels import reference
-from fastreduce.kernels.reference_stochastic import philox, random_bits
+from fastreduce.kernels.reference_stochastic import for_two, philox, random_bits
 from fastreduce.kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, OF_AVERAGES, BlockFormat, Draws, SlotTable
 
 from .cases import (
@@ -223,6 +223,22 @@ def test_bits_follow_from_seed_rank_step_slot_and_element_and_look_independent()
         for other in streams[:i]:
             together = torch.corrcoef(torch.stack([stream, other]).double())[0, 1]
             assert abs(float(together)) < 5 / math.sqrt(half)
+
+
+def test_two_elements_of_the_same_bits_round_apart():
+    """Each is uniform, and two become the upper neighbour together as often as by themselves, within 2^-10.
+
+    Where the 8 bits in front decide of both, which is all but always, they do so independently. Of the rest, 1/256
+    each, the second's share has a covariance of at most 1/4 with the first's front, and the first's with the second's.
+    """
+    first, second = for_two(torch.arange(1 << 16)).unbind(-1)
+    for bits in (first, second):
+        assert torch.equal(bits.sort().values, torch.arange(1 << 16))
+    assert int(((2 * first - 65535) * (2 * second - 65535)).sum()) == 0
+    for one in (1, 1 << 8, 10_000, (1 << 15) + 1, 65_000):
+        for other in (1, 1 << 8, 30_000, 1 << 15, 32_897, 65_500):
+            both = ((first >= 65536 - one) & (second >= 65536 - other)).double().mean()
+            assert abs(float(both) - one * other / 2**32) < 2.0**-10
 
 
 @pytest.mark.parametrize(("form", "block"), FORMATS, ids=case_name)

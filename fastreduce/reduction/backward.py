@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from functools import partial
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward
 
 from ..errors import ReducerError, TransportError
 from .agreed_schedule import AgreedSchedule
 from .arrivals import Arrivals, weakly
+from .autograd_stack import AutogradStack
 from .bucketed import BucketedGradients, BucketJob
 from .events import Events
 from .sparse import SparseGradients
@@ -28,7 +23,6 @@ from .streams import DONE, Finish, Pending
 from .telemetry.flight_record import Phase
 from .telemetry.telemetry import Telemetry
 
-BACKWARD, FUNCTION = _engine_run_backward.__code__, BackwardCFunction.apply.__code__
 Launches = Sequence[tuple[BucketJob, Pending]]
 
 
@@ -39,16 +33,6 @@ class _Stage(IntEnum):
     ARRIVED = 1  # Events.arrived
     SPARSE = 2
     MET = 3  # Events.met
-
-
-def _calls(frame: FrameType | None) -> list[CodeType]:
-    """Of a thread, by its innermost frame: the backwards and autograd functions that it is in, innermost first."""
-    found = []
-    while frame is not None:
-        if frame.f_code in (BACKWARD, FUNCTION):
-            found.append(frame.f_code)
-        frame = frame.f_back
-    return found
 
 
 def _last(launches: Launches) -> Pending:
@@ -118,10 +102,8 @@ class Backward:
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.manual = self.brought_all = False
         self._task = -1  # autograd's number of the last backward
-        self._armed_in = -1, 0  # a thread, and how many backwards it was in
+        self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
-        # What autograd calls at the end of the last backward, and holds as long as that goes on.
-        self._end_of: Callable[[], object] = lambda: None
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         # For each parameter, whether this rank has brought a gradient to it.
@@ -147,8 +129,7 @@ class Backward:
         self._forget()
         self.armed = True
         self._forget_last()
-        around = _calls(sys._getframe()).count(BACKWARD) if torch._C._current_graph_task_id() != -1 else 0
-        self._armed_in = threading.get_ident(), around
+        self._stack.note_forward()
         self._buckets.at_step(self._agreed.schedule.step)
         # Until the backward is known to have begun, and all through the first one, every hook reports.
         self.arrivals.report()
@@ -267,23 +248,14 @@ class Backward:
     @property
     def has_raised(self) -> bool:
         """Whether a backward has begun that will not come to its end."""
-        return self.running and not self.unfinished and self._is_over(0)
+        return self.running and not self.unfinished and self._stack.has_left_last(others=0)
 
     @property
     def _is_stale(self) -> bool:
         """Whether the backward that has begun raised, and this is another."""
         if not self.running or self.unfinished or self._task == torch._C._current_graph_task_id():
             return False
-        return self._is_over(1)
-
-    def _is_over(self, others: int) -> bool:
-        """Whether autograd has left the last backward, where the caller is in `others`.
-
-        A GPU's thread may hold one that raised a moment longer than its caller is in it.
-        """
-        if self._end_of() is None:
-            return True
-        return sum(_calls(frame).count(BACKWARD) for frame in sys._current_frames().values()) == others
+        return self._stack.has_left_last(others=1)
 
     @_disable_dynamo
     def _enter(self, _: object = None) -> None:
@@ -307,10 +279,7 @@ class Backward:
             self._buckets.look()
             if self.armed and self.reduced_once:
                 self.arrivals.count()
-            engine: Any = torch.autograd.Variable._execution_engine
-            end = partial(self._on_end)  # no frame, as a traceback keeps it, holds one that is called from C
-            self._end_of = weakref.ref(end)
-            engine.queue_callback(end)
+            self._stack.call_at_end(self._on_end)
 
     def _report(self, i: int) -> None:
         if self.unfinished:
@@ -322,7 +291,7 @@ class Backward:
             return
         if not self.running:  # no output hook has run
             self._enter()
-            if self.armed and self._within_another():
+            if self.armed and self._stack.is_within_another():
                 raise ReducerError(
                     f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient in a "
                     "re-entrant checkpoint before the backward had come through any tensor that the forward returned, "
@@ -339,18 +308,6 @@ class Backward:
                 "gradient(s), now more: run the forward that uses it most often first, or checkpoint with "
                 "use_reentrant=False"
             )
-
-    def _within_another(self) -> bool:
-        """Whether this backward was begun within another that is not around the forward too, by an autograd function.
-
-        So does a re-entrant checkpoint of some layers, whose backward ends before that of the whole.
-        """
-        thread, around = self._armed_in
-        if thread != threading.get_ident():
-            # The threads of devices, which autograd has started, run what was begun elsewhere.
-            around = -1 if isinstance(threading.current_thread(), threading._DummyThread) else 0
-        calls = _calls(sys._getframe())
-        return calls.count(BACKWARD) > around + 1 and calls[1:2] == [FUNCTION]
 
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.

@@ -26,7 +26,7 @@ HOUSE = [
 ]
 # Likewise, of modules and of rooms with modules in them.
 REDUCTION = [
-    {"agreement", "arrays", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
+    {"agreement", "arrays", "autograd_stack", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
     {"arrivals", "gradients", "residuals", "statistics"},
     {"wires"},
     {"pipeline"},

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +17,7 @@ from ..compare import results
 from ..compare.script.plan import BASE, Plan
 from ..compare.script.speed import Speed, Turn
 from ..compare.script.trainings import Line
+from ..settings_table import make_table, print_table
 from .advice import Advice
 from .prediction import Interval, Link, Prediction
 from .readings import Readings
@@ -77,10 +77,10 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
     over = f"over {wrapped['transport']}" if wrapped["transport"] else ""
     about = f"{wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {wrapped['ranks']} ranks {over}".rstrip()
     console.print(f"\n{about}. The link: {links_text(readings, readings.transport)}.", highlight=False, markup=False)
-    _print(console, _steps_table(findings.predicted, findings), STEPS)
-    _print(console, _parts_table(findings.predicted), PARTS)
+    print_table(console, _steps_table(findings.predicted, findings), STEPS)
+    print_table(console, _parts_table(findings.predicted), PARTS)
     if len(findings.seconds) > len(readings.settings):
-        _print(console, _variants_table(findings), VARIANTS)
+        print_table(console, _variants_table(findings), VARIANTS)
     for name in readings.latency:
         if name != readings.transport:
             _say(console, f"The link over {name}: {links_text(readings, name)}.")
@@ -93,8 +93,8 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
         there, advice = findings.projected
         each = wrapped["local_ranks"]
         console.print(f"\nProjected to {link.nodes} hosts of {each} ranks, {link.gbits:g} Gbit/s:", highlight=False)
-        _print(console, _steps_table(there, None), "predicted only: nothing was run there.")
-        _print(console, _parts_table(there), PARTS)
+        print_table(console, _steps_table(there, None), "predicted only: nothing was run there.")
+        print_table(console, _parts_table(there), PARTS)
         console.print()
         console.print(Text(advice.sentence, style="bold"))
         _say(console, advice.caution)
@@ -132,7 +132,7 @@ def links_text(readings: Readings, transport: str) -> str:
 
 
 def _steps_table(predicted: Mapping[str, Prediction], findings: Findings | None) -> Table:
-    table = _table(["predicted, ms\n(95 %)", "over none\n(95 %)", "sent,\nMB"])
+    table = make_table(["predicted, ms\n(95 %)", "over none\n(95 %)", "sent,\nMB"])
     measured = {} if findings is None else findings.measured
     if measured:
         for column in ("measured,\nms", "its ratio\n(95 %)", "prediction\nis off by"):
@@ -168,7 +168,7 @@ def _variants_table(findings: Findings) -> Table:
         f"{'now' if size is None else f'{size} MiB'},\n{count} bucket{'s' * (count > 1)}"
         for size, count in counts.items()
     ]
-    table = _table(["\nover", *columns])
+    table = make_table(["\nover", *columns])
     best = min(seconds, key=lambda name: seconds[name])
     for setting, transport in sorted(rows, key=lambda row: list(readings.settings).index(row[0])):
         names = [str(Variant(setting, size, transport)) for size in sizes]
@@ -186,25 +186,11 @@ def _label(variant: Variant) -> Text:
 
 def _parts_table(predicted: Mapping[str, Prediction]) -> Table:
     columns = ["step", "compute", "waiting", "compress", "wire", "sum", "decompress", "other", "hidden"]
-    table = _table(columns, "setting")
+    table = make_table(columns, "setting")
     for each in predicted.values():
         found = [getattr(each.parts, column) for column in columns]
         table.add_row(_label(each.variant), *(f"{1e3 * seconds:.1f}" for seconds in found))
     return table
-
-
-def _table(columns: Sequence[str], first: str = "\nsetting") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _print(console: Console, table: Table, notes: str) -> None:
-    console.print()
-    console.print(table)
-    console.print(f"\n{notes}", style="dim", highlight=False)
 
 
 def _say(console: Console, text: str) -> None:

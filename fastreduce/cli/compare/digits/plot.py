@@ -47,7 +47,7 @@ def _draw_losses(axes: Axes, figures: Sequence[Figures]) -> None:
             label=f"{f.name}  {f.accuracy:.1%}",
         )
     axes.set(title="Training loss", xlabel="step", ylabel="cross-entropy, mean over ranks", yscale="log")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
@@ -65,7 +65,7 @@ def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.7 * max(f.step for f in figures))
     axes.set(title="A step, and the communication thread beside it", xlabel="milliseconds")
-    _tidy(axes, grid="x")
+    tidy(axes, grid="x")
 
 
 def _stack(axes: Axes, rows: Sequence[float], parts: Mapping[str, str], lengths: Sequence[Sequence[float]]) -> None:
@@ -76,7 +76,8 @@ def _stack(axes: Axes, rows: Sequence[float], parts: Mapping[str, str], lengths:
         left += widths
 
 
-def _tidy(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
+def tidy(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
+    """Light lines behind the curves, and an open frame."""
     axes.grid(axis=grid, alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from ... import settings_table
 from .. import results
 from .statistics import STAGES, Figures, conclude, step_seconds
 from .training import BARE, Experiment, Record, transport_of
@@ -48,9 +48,7 @@ def print_table(console: Console, figures: Sequence[Figures]) -> None:
         for cells in (headers, *rows.values()):
             del cells[WIDE]
         table = _make_table(figures, headers, rows)
-    console.print()
-    console.print(table)
-    console.print(f"\n{NOTES}", style="dim", highlight=False)
+    settings_table.print_table(console, table, NOTES)
     if not fits:
         console.print("The terminal is too narrow for compress, reduce, decompress: see results.json.", style="dim")
     console.print()
@@ -59,10 +57,7 @@ def print_table(console: Console, figures: Sequence[Figures]) -> None:
 
 
 def _make_table(figures: Sequence[Figures], headers: Sequence[str], rows: Mapping[str, list[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("\nsetting", overflow="fold")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+    table = settings_table.make_table(headers)
     fastest = min(figures, key=lambda f: f.ratio.median).name
     for name, cells in rows.items():
         table.add_row(name, *cells, style="bold" if name == fastest else None)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from ..digits.plot import CURVES
+from ..digits.plot import CURVES, tidy
 from ..intervals import Estimate
 from .plan import AGAIN, BASE
 from .quality import Quality
@@ -84,7 +84,7 @@ def _draw_interval(axes: Axes, row: int, values: tuple[float, float, float], col
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    _tidy(axes, "x")
+    tidy(axes, grid="x")
 
 
 def _plain_ticks(axis: Any) -> None:
@@ -119,10 +119,4 @@ def _draw_losses(axes: Axes, qualities: Sequence[Quality]) -> None:
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
     axes.legend(frameon=False)
-    _tidy(axes, "both")
-
-
-def _tidy(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
-    axes.grid(axis=grid, alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)

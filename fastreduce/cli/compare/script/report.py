@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...settings_table import make_table, print_table
 from .. import results
 from ..intervals import Estimate
 from . import quality, speed
@@ -67,7 +67,7 @@ def summarise(plan: Plan, findings: Findings) -> Summary:
 def print_report(console: Console, plan: Plan, findings: Findings, summary: Summary) -> None:
     """A table of speed and one of quality with their notes, as far as there are any, and the verdicts."""
     if summary.speeds:
-        _print_table(console, _speed_table(summary), TIMES)
+        print_table(console, _speed_table(summary), TIMES)
         if plan.weights_from:
             console.print(
                 speed.say_weights(plan.weights_from, findings.copy_seconds), style="dim", highlight=False, markup=False
@@ -79,7 +79,7 @@ def print_report(console: Console, plan: Plan, findings: Findings, summary: Summ
             f"{name} was left out: {why.splitlines()[-1].strip()}.", style="dim", highlight=False, markup=False
         )
     if summary.qualities:
-        _print_table(console, _quality_table(plan, summary), LOSSES)
+        print_table(console, _quality_table(plan, summary), LOSSES)
     console.print()
     for verdict in summary.verdicts:
         console.print(verdict.sentence, highlight=False, markup=False)
@@ -100,22 +100,8 @@ def warnings(summary: Summary) -> list[str]:
     return []
 
 
-def _print_table(console: Console, table: Table, notes: str) -> None:
-    console.print()
-    console.print(table)
-    console.print(f"\n{notes}", style="dim", highlight=False)
-
-
-def _make_table(columns: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("\nsetting", overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _speed_table(summary: Summary) -> Table:
-    table = _make_table(["step, ms\n(quartiles)", "over none\n(95 %)", "over torch\n(95 %)"])
+    table = make_table(["step, ms\n(quartiles)", "over none\n(95 %)", "over torch\n(95 %)"])
     verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
     for name, found in summary.speeds.items():
         torch = "–" if found.ratio_to_torch is None else "1" if name == "torch" else _ratio(found.ratio_to_torch)
@@ -133,7 +119,7 @@ def _quality_table(plan: Plan, summary: Summary) -> Table:
     columns = ["\nloss", "to none, %\n(90 %)"]
     columns += ["\nmetric", "to none, %\n(90 %)"] if plan.has_metric else []
     columns += [f"steps to\na loss of {plan.target:g}"] if plan.target is not None else []
-    table = _make_table(columns)
+    table = make_table(columns)
     verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
     for name, found in summary.qualities.items():
         table.add_row(Text(name), *_losses(plan, found), style=_style(name, verbs))

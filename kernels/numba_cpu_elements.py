@@ -267,6 +267,11 @@ def folded(builder: ir.IRBuilder, vector: ir.Value, combine: Callable[[ir.Value,
     return builder.extract_element(vector, _I32(0))
 
 
+def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger one of two integers, lane by lane."""
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
 def part(builder: ir.IRBuilder, vector: ir.Value, start: int, count: int) -> ir.Value:
     """Some lanes of a vector."""
     places = ir.Constant(ir.VectorType(_I32, count), list(range(start, start + count)))
@@ -304,7 +309,7 @@ def _stream_line(
 
 @intrinsic
 def fence(_typing: Any) -> tuple[Any, Any]:
-    """Order the lines streamed so far before whatever tells another thread that they are there."""
+    """What was stored, streamed lines included, is seen by all before what is stored or loaded next."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
         builder.fence("seq_cst")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .numba_cpu_elements import (
     folded,
     inlined,
     kernel,
+    larger,
     load,
     load_byte,
     narrow,
@@ -91,9 +93,6 @@ def _gather(
         values, source, _, scale, old, block = args
         largest = cgutils.alloca_once_value(builder, ir.Constant(_INTEGERS, None))
 
-        def larger(a: ir.Value, b: ir.Value) -> ir.Value:
-            return builder.select(builder.icmp_signed(">", a, b), a, b)
-
         def gather(index: ir.Value, with_old: bool) -> None:
             for line in range(0, LANES * MEMORY[tag][1], LINE):
                 prefetch(builder, element(builder, builder.add(source, _I64(AHEAD + line)), index, tag))
@@ -104,14 +103,14 @@ def _gather(
             bits = builder.bitcast(value, _INTEGERS)
             plus = builder.lshr(builder.not_(bits), ir.Constant(_INTEGERS, [31] * LANES))
             key = builder.or_(builder.and_(bits, ir.Constant(_INTEGERS, [0x7FFFFFFE] * LANES)), plus)
-            builder.store(larger(key, builder.load(largest)), largest)
+            builder.store(larger(builder, key, builder.load(largest)), largest)
 
         with builder.if_else(builder.icmp_signed("==", old, _I64(0))) as (without, also):
             with without:
                 _each(builder, block, lambda index: gather(index, False))
             with also:
                 _each(builder, block, lambda index: gather(index, True))
-        return folded(builder, builder.load(largest), larger)
+        return folded(builder, builder.load(largest), partial(larger, builder))
 
     return types.int32(types.int64, types.int64, tag, types.float32, types.int64, types.int64), emit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -10,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .numba_cpu_elements import ANYWHERE, LINE, MEMORY, element, folded, inlined, splat, store_line, widen
+from .numba_cpu_elements import ANYWHERE, LINE, MEMORY, element, folded, inlined, larger, splat, store_line, widen
 from .numba_cpu_elements import BLOCK_LANES as LANES
 
 _I8, _I16, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -60,14 +61,11 @@ def largest_of_block(
         integers = ir.VectorType(_I32, lanes)
         found = cgutils.alloca_once_value(builder, ir.Constant(integers, None))
 
-        def larger(a: ir.Value, b: ir.Value) -> ir.Value:
-            return builder.select(builder.icmp_signed(">", a, b), a, b)
-
         with cgutils.for_range(builder, builder.sdiv(block, _I64(lanes))) as loop:
             value = _load(builder, source, tag, builder.mul(loop.index, _I64(lanes)), scale, lanes)
             size = builder.and_(builder.bitcast(value, integers), _all(_I32, 0x7FFFFFFF, lanes))
-            builder.store(larger(size, builder.load(found)), found)
-        return folded(builder, builder.load(found), larger)
+            builder.store(larger(builder, size, builder.load(found)), found)
+        return folded(builder, builder.load(found), partial(larger, builder))
 
     return types.int32(types.int64, tag, types.float32, types.int64, code), emit
 

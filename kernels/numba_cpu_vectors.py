@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from .numba_cpu_elements import (
     element,
     folded,
     inlined,
+    larger,
     narrow,
     splat,
     store,
@@ -39,10 +40,6 @@ def _load(builder: ir.IRBuilder, address: ir.Value, tag: types.Type, index: ir.V
     return widen(builder, builder.load(element(builder, address, index, tag), typ=kind, align=ANYWHERE), tag)
 
 
-def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    return builder.select(builder.icmp_signed(">", a, b), a, b)
-
-
 def _magnitudes(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
     """As integers they compare as the numbers do, with infinity and every NaN above them."""
     integers = ir.VectorType(_I32, LANES)
@@ -50,10 +47,8 @@ def _magnitudes(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
 
 
 def _largest(builder: ir.IRBuilder, magnitudes: Sequence[ir.Value]) -> ir.Value:
-    def larger(a: ir.Value, b: ir.Value) -> ir.Value:
-        return _larger(builder, a, b)
-
-    return folded(builder, reduce(larger, magnitudes), larger)
+    combine = partial(larger, builder)
+    return folded(builder, reduce(combine, magnitudes), combine)
 
 
 def _block_writer(stream: bool, summing: bool) -> Callable[..., Any]:
@@ -140,8 +135,8 @@ def largest_magnitude(_typing: Any, source: types.Type, tag: types.Type, count: 
             at = element(builder, source, builder.mul(loop.index, count.type(lanes)), tag)
             loaded = builder.load(at, typ=vector, align=ANYWHERE)
             sizes = builder.and_(loaded, ir.Constant(vector, [(1 << 8 * size - 1) - 1] * lanes))
-            builder.store(_larger(builder, builder.load(found), sizes), found)
-        largest = folded(builder, builder.load(found), lambda a, b: _larger(builder, a, b))
+            builder.store(larger(builder, builder.load(found), sizes), found)
+        largest = folded(builder, builder.load(found), partial(larger, builder))
         kept = cgutils.alloca_once_value(builder, largest)
         done = builder.mul(whole, count.type(lanes))
         with cgutils.for_range(builder, builder.sub(count, done)) as loop:
@@ -149,7 +144,7 @@ def largest_magnitude(_typing: Any, source: types.Type, tag: types.Type, count: 
                 element(builder, source, builder.add(done, loop.index), tag), typ=integer, align=ANYWHERE
             )
             sizes = builder.and_(loaded, integer((1 << 8 * size - 1) - 1))
-            builder.store(_larger(builder, builder.load(kept), sizes), kept)
+            builder.store(larger(builder, builder.load(kept), sizes), kept)
         return widen(builder, builder.bitcast(builder.load(kept), scalar), tag)
 
     result = types.float64 if tag == types.float64 else types.float32

@@ -37,7 +37,7 @@ MOVES: dict[str, Callable[..., tuple[int, list[int]]]] = {
     "decode": lambda pieces, shard, first, count, source: (0, [source]),
 }
 PRIMITIVES = {"load_acquire", "store_release", "_load_sleep", "_store_sleep", "_futex", *MOVES}
-NOTHING = {"_fence", "pause"}  # words are stored in order here
+NOTHING = {"fence", "pause"}  # words are stored in order here
 
 Operation = tuple[Any, ...]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...environment.exits import Exit, at_exit
 from ...environment.forks import Owner
 from ...errors import BackendUnavailableError, TransportError
-from ...kernels.numba_cpu_elements import stage
+from ...kernels.numba_cpu_elements import addresses, stage
 from ...kernels.slots import Pieces, SlotTable
 from .. import messages
 from ..base import Work
@@ -189,7 +189,7 @@ class ShmConnection:
         if nbytes * (self.size - 1) > ONE_SHOT_BYTES:
             kind, piece = ring.ALL_REDUCE, self._part * self.size
         places = (slots.offsets * dtype.itemsize, slots.numels * dtype.itemsize, scale)
-        arguments = (kind, (_addresses(tensors), _addresses(into), *places), nbytes, DTYPES[dtype])
+        arguments = (kind, (addresses(tensors), addresses(into), *places), nbytes, DTYPES[dtype])
         return self._start("all_reduce", arguments, piece, [*tensors, *into])
 
     def two_shot(self, pieces: Pieces) -> Work:
@@ -201,7 +201,7 @@ class ShmConnection:
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Row r of `received` from rank r's own shard of bytes."""
-        places = (_addresses([wire]), _addresses([received]), _NOWHERE, _NOWHERE, 1.0)
+        places = (addresses([wire]), addresses([received]), _NOWHERE, _NOWHERE, 1.0)
         arguments = (ring.ALL_TO_ALL, places, wire.nbytes // self.size, 0)
         return self._start("all_to_all", arguments, self._part, [received, wire])
 
@@ -209,7 +209,7 @@ class ShmConnection:
         self, wire: Tensor, operation: str = "all_gather", after: Callable[[], object] | None = None
     ) -> Work:
         """Shard r of `wire` from rank r, in place, as bytes; then call `after`."""
-        places = (_addresses([wire]), _addresses([wire]), _NOWHERE, _NOWHERE, 1.0)
+        places = (addresses([wire]), addresses([wire]), _NOWHERE, _NOWHERE, 1.0)
         arguments = (ring.ALL_GATHER, places, wire.nbytes // self.size, 0)
         return self._start(operation, arguments, self._geometry.cell_bytes, [wire], after)
 
@@ -377,10 +377,6 @@ def _leave_all() -> None:
 
 
 at_exit(Exit.TELL, _leave_all, _alive)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
-    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
 def _sum(rows: Tensor) -> Tensor:

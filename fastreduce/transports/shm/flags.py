@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...kernels.numba_cache import keyed
+from ...kernels.numba_cpu_elements import fence
 
 compiled = keyed(njit(nogil=True, cache=True, error_model="numpy"), Path(__file__).parent)
 
@@ -78,17 +79,6 @@ def _store_sleep(_typing: Any, address: types.Type, value: types.Type) -> Emitte
 
 
 @intrinsic
-def _fence(_typing: Any) -> Emitted:
-    """What was stored is seen by all before what is loaded next."""
-
-    def emit(target: Any, builder: ir.IRBuilder, _signature: Any, _args: Sequence[ir.Value]) -> ir.Value:
-        builder.fence("seq_cst")
-        return target.get_dummy_value()
-
-    return types.void(), emit
-
-
-@intrinsic
 def pause(_typing: Any) -> Emitted:
     """Let the other thread of the core have its units for a moment."""
 
@@ -120,7 +110,7 @@ def _futex(
 @compiled
 def wake(futex, word):
     """Wake the rank that sleeps, or is about to, by its word; call it behind a store that it may wait for."""
-    _fence()
+    fence()
     if _load_sleep(word) != 0:
         _store_sleep(word, 0)
         _futex(futex, word, WAKE, EVERYBODY, 0)
@@ -130,7 +120,7 @@ def wake(futex, word):
 def fall_asleep(word):
     """Say that this rank is about to sleep. It looks once more for what it waits for, then calls `sleep`."""
     _store_sleep(word, 1)
-    _fence()
+    fence()
 
 
 @compiled

@@ -55,7 +55,7 @@ def _reduce_scatter(device: str) -> dict[str, Any]:
         sent = given.clone()  # what FSDP has no use for afterwards, and ours writes over
 
         def ours(scatter: Any) -> Tensor:
-            scatter._buffers.use_here(summed.device)
+            scatter._turns.use_here(summed.device)
             scatter._reduce(summed, sent, 1.0, scatter._group.present)  # called by FSDP, one rank compresses nothing
             return summed
 

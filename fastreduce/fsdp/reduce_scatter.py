@@ -49,7 +49,8 @@ class CompressedReduceScatter:
     ) -> None:
         self._follower = follower
         self._followed: list[Followed] = []
-        self._group, self._settings, self._transport, self._buffers = group, settings, transport, buffers
+        self._group, self._settings, self._transport = group, settings, transport
+        self._buffers, self._turns = buffers, buffers.turns
         self._naming = Naming(f"FSDP reduces {group}, with {group.listed}.")
         self._kernels = ops.choose(group.device)
         self._lay_out(group.trained)
@@ -129,7 +130,7 @@ class CompressedReduceScatter:
         self._check(input_tensor, output_tensor, present)
         if not self._known.issuperset(found := {*present, *self._group.trained}):
             self._learn(found)
-        self._buffers.use_here(input_tensor.device)
+        self._turns.use_here(input_tensor.device)
         self._follower.begin(self._followed, present)
         self._reduce(output_tensor, input_tensor, scale, present)
 

@@ -23,7 +23,7 @@ from .bucketed import BUCKET_BYTES
 from .buckets import group_by_size
 from .gradients import Gradients
 from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
-from .shared_buffers import SharedBuffers
+from .shared_buffers import Turns
 
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
 
@@ -40,7 +40,7 @@ class _Reduction:
         averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op])
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         self.pipelines = averaging.make_pipelines(gradients, groups, transport, as_views=False)[1]
-        self._turns = {device: SharedBuffers() for device in devices}  # of streams, in the pipelines' own buffers
+        self._turns = {device: Turns() for device in devices}  # in the pipelines' own buffers
         self.reached = Reached(self.look)
         if compression.error_feedback:
             self.reached.watch(tensor for tensor in tensors if tensor.requires_grad)

@@ -19,20 +19,31 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(memory[start : start + nbytes]).view(dtype)  # its storage begins there, too
 
 
-class SharedBuffers:
-    """Memory for wires that buckets use in turn, where each is reduced to its end before the next is begun."""
+class Turns:
+    """The streams of a GPU that use some memory, one after the other."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, torch.device], Tensor] = {}
         self._user: torch.cuda.Stream | None = None
 
     def use_here(self, device: torch.device) -> None:
-        """Before it uses them, let a GPU's current stream wait for what was enqueued with them on another one."""
+        """Before it uses the memory, let a GPU's current stream wait for what was enqueued with it on another one."""
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
             if self._user is not None and self._user != stream:
                 stream.wait_stream(self._user)
             self._user = stream
+
+
+class SharedBuffers:
+    """Memory for wires that buckets use in turn, where each is reduced to its end before the next is begun.
+
+    Attributes:
+        turns: of the streams that use it, where there are several.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, torch.device], Tensor] = {}
+        self.turns = Turns()
 
     def take(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The memory called `name` as a tensor; pipelines are made by size, the largest first."""

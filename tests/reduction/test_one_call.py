@@ -14,7 +14,7 @@ import fastreduce
 from fastreduce import SettingError, TensorError, all_reduce_gradients
 from fastreduce.reduction import one_call
 from fastreduce.reduction.pipeline import BucketPipeline
-from fastreduce.reduction.shared_buffers import SharedBuffers
+from fastreduce.reduction.shared_buffers import Turns
 from fastreduce.transports import LocalTransport, local_ranks
 from tests.support import tolerances
 from tests.support.each_setting import EACH_SETTING
@@ -302,7 +302,7 @@ def test_calls_on_several_streams_of_a_gpu_take_turns_in_the_memory_that_they_sh
         seen.append("run")
         run(self, *given)
 
-    monkeypatch.setattr(SharedBuffers, "use_here", lambda _, device: seen.append(str(device)))
+    monkeypatch.setattr(Turns, "use_here", lambda _, device: seen.append(str(device)))
     monkeypatch.setattr(BucketPipeline, "run", noted)
     transport = LocalTransport()
     for _ in range(2):

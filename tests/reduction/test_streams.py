@@ -14,7 +14,7 @@ import torch
 from hypothesis import Phase, given, settings
 
 from fastreduce.reduction import shared_buffers
-from fastreduce.reduction.shared_buffers import SharedBuffers
+from fastreduce.reduction.shared_buffers import SharedBuffers, Turns
 from fastreduce.reduction.streams import CudaStream, ThreadStream
 from tests.support.each_setting import PICKED
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
@@ -143,16 +143,16 @@ def test_one_wait_covers_all_results_that_are_there(cuda: FakeCuda):
 
 
 def test_memory_that_streams_share_is_used_by_one_after_the_other(cuda: FakeCuda):
-    buffers, streams = SharedBuffers(), [FakeStream() for _ in range(3)]
+    turns, streams = Turns(), [FakeStream() for _ in range(3)]
     done: list[tuple[FakeStream, int]] = []
     for i in (0, 0, 1, 2, 2, 0):
         with cuda.stream(streams[i]):
-            buffers.use_here(DEVICE)
+            turns.use_here(DEVICE)
             for other, count in done:
                 assert other is streams[i] or streams[i].seen[other] >= count
             done.append((streams[i], streams[i].work()))
     assert cuda.compute.done == 0 and not cuda.compute.seen
-    buffers.use_here(torch.device("cpu"))
+    turns.use_here(torch.device("cpu"))
 
 
 def test_what_a_job_raises_comes_with_its_result(cuda: FakeCuda, stream: CudaStream):
@@ -192,7 +192,7 @@ def test_memory_that_is_outgrown_is_not_given_to_others_before_the_stream_that_u
         return buffers.take("wire", numel, torch.uint8, DEVICE) is not first
 
     with cuda.stream(other):
-        buffers.use_here(DEVICE)
+        buffers.turns.use_here(DEVICE)
         assert not grows_to(5)
         assert first.recorded == []
         assert grows_to(20)

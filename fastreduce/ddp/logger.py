@@ -100,11 +100,6 @@ class TorchLogger:
         self.update(**settings)
         self._log_plan("buckets", plan)
 
-    @property
-    def searches(self) -> bool:
-        """Whether the wrapper was given find_unused_parameters=True."""
-        return bool(self._data.ints_map["find_unused_parameters"])
-
     def update(self, **values: str | int) -> None:
         """Put texts and numbers into the data."""
         for name, value in values.items():

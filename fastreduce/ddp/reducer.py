@@ -37,6 +37,7 @@ class TorchReducer(GradientReducer):
         *args: those of GradientReducer.
         low_precision: the parameters' storages under `mixed_precision=`.
         asked: the name of the transport that the user asked for, for other ranks too.
+        find_unused_parameters: as torch's class was given it.
         **kwargs: those of GradientReducer.
 
     Attributes:
@@ -47,10 +48,15 @@ class TorchReducer(GradientReducer):
     check_at_end: Callable[[], None] | None = None  # called once, when the next backward has ended
 
     def __init__(
-        self, *args: Any, low_precision: LowPrecision | None = None, asked: str | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        low_precision: LowPrecision | None,
+        asked: str | None,
+        find_unused_parameters: bool,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.asked = asked
+        self.asked, self._finds_unused = asked, find_unused_parameters
         self._hook: UserHook | None = None
         self._low_precision = low_precision
         self._device = self.buckets.specs[0].device
@@ -216,7 +222,7 @@ class TorchReducer(GradientReducer):
         Buckets that are laid out anew after the first backward are no reason to wait. What no rank uses is known at
         the end alone.
         """
-        return self.backward.manual and (not self.backward.brought_all or self.logger.searches)
+        return self.backward.manual and (not self.backward.brought_all or self._finds_unused)
 
     def _finalize_backward_manual(self) -> None:
         """Called by the wrapper's `finalize_backward()`: store the averages, once for each backward.

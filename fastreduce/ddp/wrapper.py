@@ -161,6 +161,7 @@ class DistributedDataParallel(TorchDDP):
             low_precision=LowPrecision(self.module.parameters()) if low else None,
             overlaps=not self._meets_elsewhere(),
             asked=self._transport_argument if isinstance(self._transport_argument, str) else None,
+            find_unused_parameters=self.find_unused_parameters,
         )
         self.logger = TorchLogger(
             parameters,

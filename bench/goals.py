@@ -73,13 +73,11 @@ def goals(results: Results) -> Iterator[Goal]:
         if (name := f"test_overhead[{world_size}]") in results:
             figure = results[name]["contestants"]["torch"].get("overhead_ratio", [math.nan] * 3)
             what = f"host overhead / torch's, 1,000 parameters, world size {world_size}"
-            yield Goal(what, False, limit, figure[0], interval(figure))
+            yield _ratio(what, limit, figure)
     for compression, limit in (("none", 1.05), ("fp16", 0.75)):
         if (name := f"test_step[{compression}]") in results:
-            best = results[name]["best_of_torch"]
-            figure = results[name]["contestants"][best]["ratio"]
-            what = f"step {compression} / {best}, 25 M parameters, 2 ranks: upper 95 % bound"
-            yield Goal(what, False, limit, figure[2], f"median {figure[0]:.2f}, {interval(figure)}")
+            best, figure = _best_of_torch(results[name])
+            yield _upper_bound(f"step {compression} / {best}, 25 M parameters, 2 ranks", limit, figure)
     yield from _shared(results)
     if "test_mpi" in results:
         rows = results["test_mpi"]["contestants"].items()
@@ -87,17 +85,16 @@ def goals(results: Results) -> Iterator[Goal]:
             ((name, row["ratio"]) for name, row in rows if name.startswith("mpi4py")), key=lambda each: each[1][0]
         )
         what = f"fp16 in an MPI job / the fastest of mpi4py's loops ({fastest}), 25 M gradients, 2 ranks of one host"
-        yield Goal(what, False, 0.7, figure[0], interval(figure))
+        yield _ratio(what, 0.7, figure)
     for compression, limit in (("fp16", 0.58), ("int8", 0.36), ("int4", 0.20)):
         if (name := f"test_two_nodes[{compression}]") in results:
-            figure = results[name]["contestants"]["none"]["ratio"]
             what = f"step {compression} / none, 25 M parameters, 2 nodes, 1 Gbit/s"
-            yield Goal(what, False, limit, figure[0], interval(figure))
+            yield _ratio(what, limit, results[name]["contestants"]["none"]["ratio"])
     if "test_two_levels[int8]" in results:
         rows = results["test_two_levels[int8]"]["contestants"]
         for name, limit in (("int8", 0.6), ("torch", 0.2), ("torch fp16 hook", 0.35)):
             what = f"step int8 in two levels / {name}, 25 M parameters, 2 nodes of 2 ranks, 1 Gbit/s"
-            yield Goal(what, False, limit, *_with_interval(rows[name]["ratio"]))
+            yield _ratio(what, limit, rows[name]["ratio"])
     yield from _sharded(results)
     if "test_step[none]" in results:
         rows = results["test_step[none]"]["contestants"].items()
@@ -113,47 +110,50 @@ def _sharded(results: Results) -> Iterator[Goal]:
         if (name := f"test_sharded_reduce_scatter[{compression}]") in results:
             rival = f"torch, cast to {compression}"
             what = f"FSDP2: reduce-scatter {compression} / {rival}, 25 M parameters, 2 ranks of one host"
-            figure = results[name]["contestants"][rival]["ratio"]
-            yield Goal(what, False, 0.8, *_with_interval(figure))
+            yield _ratio(what, 0.8, results[name]["contestants"][rival]["ratio"])
     for test, compression, where in (
         ("sharded", "int8, parameters bf16", "sharded over 2 nodes"),
         ("hybrid", "int8", "2 nodes of 2 ranks, averaged between nodes"),
     ):
         if (name := f"test_{test}_step[{compression}]") in results:
             what = f"FSDP2: step {compression} / torch, 25 M parameters, {where}, 1 Gbit/s"
-            figure = results[name]["contestants"]["torch"]["ratio"]
-            yield Goal(what, False, 0.35, *_with_interval(figure))
+            yield _ratio(what, 0.35, results[name]["contestants"]["torch"]["ratio"])
 
 
 def _shared(results: Results) -> Iterator[Goal]:
     """Goals of shared memory on one host."""
     for compression, limit in (("none", 0.85), ("fp16", 0.60)):
         if (name := f"test_shared_step[{compression}]") in results:
-            best = results[name]["best_of_torch"]
-            figure = results[name]["contestants"][best]["ratio"]
-            what = f"shared memory: step {compression} / {best}, 25 M parameters, 2 ranks: upper 95 % bound"
-            yield Goal(what, False, limit, figure[2], f"median {figure[0]:.2f}, {interval(figure)}")
+            best, figure = _best_of_torch(results[name])
+            what = f"shared memory: step {compression} / {best}, 25 M parameters, 2 ranks"
+            yield _upper_bound(what, limit, figure)
         if (name := f"test_shared_crowded_step[{compression}]") in results:
-            best = results[name]["best_of_torch"]
-            figure = results[name]["contestants"][best]["ratio"]
-            what = f"shared memory: step {compression} / {best}, 4 ranks on 2 cores"
-            yield Goal(what, False, 1.0, figure[0], interval(figure))
+            best, figure = _best_of_torch(results[name])
+            yield _ratio(f"shared memory: step {compression} / {best}, 4 ranks on 2 cores", 1.0, figure)
     if "test_shared_sum[100]" in results:
         rows = results["test_shared_sum[100]"]["contestants"]
         for name, limit in (("gloo", 0.35), ("copy", 2.5)):
-            yield Goal(
-                f"all-reduce of 100 MB: shared memory / {name}", False, limit, *_with_interval(rows[name]["ratio"])
-            )
+            yield _ratio(f"all-reduce of 100 MB: shared memory / {name}", limit, rows[name]["ratio"])
     if "test_shared_overhead" in results:
         rows = results["test_shared_overhead"]["contestants"]
         for name, limit in (("torch", 0.5), ("torch, batched copy", 0.9)):
             figure = rows[name].get("overhead_ratio", [math.nan] * 3)
             what = f"host overhead over shared memory / {name}, 1,000 parameters, world size 2"
-            yield Goal(what, False, limit, *_with_interval(figure))
+            yield _ratio(what, limit, figure)
 
 
-def _with_interval(figure: list[float]) -> tuple[float, str]:
-    return figure[0], interval(figure)
+def _best_of_torch(result: dict[str, Any]) -> tuple[str, list[float]]:
+    """The fastest of torch's modes, and the ratio to it."""
+    best = result["best_of_torch"]
+    return best, result["contestants"][best]["ratio"]
+
+
+def _ratio(what: str, limit: float, figure: list[float]) -> Goal:
+    return Goal(what, False, limit, figure[0], interval(figure))
+
+
+def _upper_bound(what: str, limit: float, figure: list[float]) -> Goal:
+    return Goal(f"{what}: upper 95 % bound", False, limit, figure[2], f"median {figure[0]:.2f}, {interval(figure)}")
 
 
 def with_statistics(backend: str, found: dict[str, dict[str, Any]]) -> Goal:

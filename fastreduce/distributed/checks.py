@@ -155,7 +155,7 @@ def agree_with_sender(tensor: Tensor, source: int | None, tag: int, group: dist.
     """In debug mode, in `recv`: hold the tensor against the sender's, and return the sender. Raises as above."""
     if not debugging():
         return source
-    source = find_sender(group, "recv", tag) if source is None else source
+    source = find_sender(group, tag) if source is None else source
     told = exchange_notes(group, "recv", source, dist.get_rank(), tag, text_of(tensor))
     _check_message(told, text_of(tensor), source, dist.get_rank(), tag)
     return source

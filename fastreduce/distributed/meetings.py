@@ -99,7 +99,7 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
     return told[other]
 
 
-def find_sender(group: dist.ProcessGroup, call: str, tag: int) -> int:
+def find_sender(group: dist.ProcessGroup, tag: int) -> int:
     """The first rank that has come to send to this one, for `exchange_notes`.
 
     Raises:
@@ -117,8 +117,8 @@ def find_sender(group: dist.ProcessGroup, call: str, tag: int) -> int:
         if wait_until(store_of(group), anybody, seconds):
             return found[0]
     except TransportError as error:
-        raise TransportError(f"{call} on rank {rank}: {error}") from error
-    raise TransportError(f"{call} on rank {rank}: no rank came to send with tag {tag} within {seconds:g} s")
+        raise TransportError(f"recv on rank {rank}: {error}") from error
+    raise TransportError(f"recv on rank {rank}: no rank came to send with tag {tag} within {seconds:g} s")
 
 
 def _between(group: dist.ProcessGroup, source: int, destination: int, tag: int) -> str:

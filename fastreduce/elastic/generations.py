@@ -93,7 +93,7 @@ def decoded(told: str, number: int) -> Generation:
     def check(value: Any) -> Generation:
         members, notes, out, digest = of_types(value, list, dict, list, str)
         by_member = {int(member): _note(note) for member, note in notes.items()}
-        return Generation(number, tuple(numbers(members, 0, MOST)), by_member, tuple(numbers(out, 0, MOST)), digest)
+        return Generation(number, tuple(numbers(members, MOST)), by_member, tuple(numbers(out, MOST)), digest)
 
     return decode(told, 0, check)
 

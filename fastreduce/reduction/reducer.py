@@ -417,7 +417,7 @@ class GradientReducer:
         count = len(self.buckets.specs)
         with self._telemetry.explaining():
             told = self.transport.exchange(self.arrival_order)
-        observed = checked(told, lambda value: numbers(value, 0, count), "order of its parameters")
+        observed = checked(told, lambda value: numbers(value, count), "order of its parameters")
         order = dict.fromkeys(itertools.chain(*observed))
         if not order:  # it did on all
             return False

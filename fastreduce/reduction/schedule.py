@@ -160,7 +160,7 @@ class Schedule:
             found[f"compression of {name!r}"] = ", ".join(map(str, settings))
         return found
 
-    def with_setting(self, at: int, setting: Setting, bucket_bytes: float | None = None) -> Schedule:
+    def with_setting(self, at: int, setting: Setting, bucket_bytes: float | None) -> Schedule:
         """One that has another setting from step `at` on, in place of what was to come there.
 
         Args:

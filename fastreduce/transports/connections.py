@@ -161,4 +161,4 @@ def _free_and_made(value: Any) -> tuple[set[int], int]:
     free, made = of_types(value, list, int)
     if not 0 <= made < MOST:
         raise ValueError(f"{made} connections")
-    return set(numbers(free, 0, made)), made
+    return set(numbers(free, made)), made

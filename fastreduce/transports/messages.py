@@ -61,14 +61,14 @@ def decode(data: bytes | str, rank: int, check: Callable[[Any], T]) -> T:
         ) from error
 
 
-def numbers(value: Any, low: int, high: int) -> list[int]:
-    """`value`, if it is a list of different whole numbers from `low` to before `high`.
+def numbers(value: Any, count: int) -> list[int]:
+    """`value`, if it is a list of different whole numbers from 0 to before `count`.
 
     Raises:
         ValueError: if it is not.
     """
-    if not isinstance(value, list) or not all(type(n) is int and low <= n < high for n in value):
-        raise ValueError(f"a list of whole numbers from {low} to {high - 1} was expected, not {value!r:.80}")
+    if not isinstance(value, list) or not all(type(n) is int and 0 <= n < count for n in value):
+        raise ValueError(f"a list of whole numbers from 0 to {count - 1} was expected, not {value!r:.80}")
     if len(set(value)) < len(value):
         raise ValueError(f"a number is there twice in {value!r:.80}")
     return value

@@ -62,10 +62,10 @@ class Applied:
         parameters: Sequence[Tensor],
         left: Collection[int],
         magnitudes: Callable[[], Tensor],
-        scale: float = 1.0,
-        watched: bool = True,
-        older: Collection[int] = (),
-        counted: bool = True,
+        scale: float,
+        watched: bool,
+        older: Collection[int],
+        counted: bool,
     ) -> None:
         count = len(parameters)
         grads = [parameter.grad for parameter in parameters]

@@ -39,9 +39,7 @@ class CounterFiles:
         seconds: from one time to the next.
     """
 
-    def __init__(
-        self, folder: Path, rank: int, counters: Counters, recorder: FlightRecorder, seconds: float = SECONDS
-    ) -> None:
+    def __init__(self, folder: Path, rank: int, counters: Counters, recorder: FlightRecorder, seconds: float) -> None:
         name = f"rank{rank}.{counters.number}" if counters.number else f"rank{rank}"
         self._lines, self._page = folder / f"{name}.jsonl", folder / f"{name}.prom"
         self._rank, self._counters, self._seconds = rank, counters, seconds

@@ -66,7 +66,7 @@ class Evenness:
         if len(set(trained)) > 1 and trained != self._told:
             count = len(self._names)
             mine = [i for i, parameter in enumerate(self._parameters) if not parameter.requires_grad]
-            frozen = checked(transport.exchange(mine), lambda told: numbers(told, 0, count), "frozen parameters")
+            frozen = checked(transport.exchange(mine), lambda told: numbers(told, count), "frozen parameters")
             notes += [note for rank in range(len(each)) if (note := self._frozen(rank, frozen))]
         self._told = trained
         return notes

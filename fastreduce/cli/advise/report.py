@@ -17,7 +17,7 @@ from ..compare import results
 from ..compare.script.plan import BASE, Plan
 from ..compare.script.speed import Speed, Turn
 from ..compare.script.trainings import Line
-from ..settings_table import make_table, print_table
+from ..compare.settings_table import make_table, print_table
 from .advice import Advice
 from .prediction import Interval, Link, Prediction
 from .readings import Readings

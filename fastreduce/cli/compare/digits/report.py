@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from ... import settings_table
-from .. import results
+from .. import results, settings_table
 from .statistics import STAGES, Figures, conclude, step_seconds
 from .training import BARE, Experiment, Record, transport_of
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...settings_table import make_table, print_table
 from .. import results
 from ..intervals import Estimate
+from ..settings_table import make_table, print_table
 from . import quality, speed
 from .equivalence import Equivalence
 from .plan import AGAIN, BASE, Plan

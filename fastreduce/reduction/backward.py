@@ -17,7 +17,7 @@ from .agreed_schedule import AgreedSchedule
 from .arrivals import Arrivals, weakly
 from .autograd_stack import AutogradStack
 from .bucketed import BucketedGradients, BucketJob
-from .events import Events
+from .events import Events, call_all
 from .sparse import SparseGradients
 from .streams import DONE, Finish, Pending
 from .telemetry.flight_record import Phase
@@ -151,8 +151,7 @@ class Backward:
             for feedback in self._buckets.feedbacks:
                 feedback.stored = True
             self._forget()
-        for dropped in self._events.dropped:
-            dropped()
+        call_all(self._events.dropped)
 
     def _bring_rest(self) -> None:
         """What the others wait for of a backward that raised here, with NaN in the place of gradients."""
@@ -166,8 +165,7 @@ class Backward:
             for pipeline in self._buckets.pipelines[self._next :]:
                 _goes_well(pipeline.run_broken)
             if self._stage < _Stage.ARRIVED:
-                for arrived in self._events.arrived:
-                    arrived()
+                call_all(self._events.arrived)
             if self._stage < _Stage.SPARSE:
                 self._sparse.take_part(self._divisor(), broken=True)
             if self._stage < _Stage.MET:
@@ -352,7 +350,7 @@ class Backward:
             self.running = False
             self._reduce_left_over()
         elif self._brings_gradients:
-            self._compute_no_more()
+            call_all(self._events.computed)
             if self.manual:
                 self._launch_rest()
                 return
@@ -361,8 +359,7 @@ class Backward:
             self.running = False
             self._buckets.gradients.check_unmoved(range(len(self._buckets.specs)))
             self.arrivals.report()
-        for ended in self._events.ended:
-            ended()
+        call_all(self._events.ended)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -388,18 +385,13 @@ class Backward:
                     f"rank {rank}: finalize_backward() in a backward that has brought no gradient yet to "
                     f"{len(missing)} parameters, the first of them {missing[0]!r}: call it once all have theirs"
                 )
-            self._compute_no_more()
+            call_all(self._events.computed)
         self._reduce()
-        for ended in self._events.ended:
-            ended()
+        call_all(self._events.ended)
 
     @property
     def _brings_gradients(self) -> bool:
         return self.arrivals.counted_any if self.reduced_once else bool(self.arrivals.order)
-
-    def _compute_no_more(self) -> None:
-        for computed in self._events.computed:
-            computed()
 
     def _launch_rest(self) -> None:
         """At the end of a backward under `manual`: nothing is stored yet."""
@@ -463,8 +455,7 @@ class Backward:
             self.armed = self.running = True
             raise
         self._end_reduction()
-        for stored in self._events.stored:
-            stored()
+        call_all(self._events.stored)
         self._recorder.end_step(self._agreed.schedule.step - 1)
 
     def _end_reduction(self) -> None:
@@ -494,8 +485,7 @@ class Backward:
         left = set()
         for _, pending in launches:
             pending.result()
-        for arrived in self._events.arrived:
-            arrived()
+        call_all(self._events.arrived)
         self._stage = _Stage.ARRIVED
         divisor = self._divisor()
         for job, _ in launches:
@@ -557,8 +547,7 @@ class Backward:
         self.arrivals.forget_used()
         self._buckets.at_step(self._agreed.schedule.step)
         self._buckets.take_part()
-        for arrived in self._events.arrived:
-            arrived()
+        call_all(self._events.arrived)
         self._buckets.agree_that_finite()
         self._sparse.take_part(self._divisor())
         self._meet()
@@ -577,8 +566,7 @@ class Backward:
         if self.recover is None:  # else some ranks might find others gone, and some not
             reduction, step = self.reductions - counted, self._agreed.schedule.step - counted
             self.telemetry.meet(reduction, step)
-            for met in self._events.met:
-                met(reduction, step)
+            call_all(self._events.met, reduction, step)
 
     def _divisor(self) -> int:
         return self._buckets.transport.world_size if self.active_ranks is None else self.active_ranks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .bucketed import BucketJob
@@ -30,3 +30,9 @@ class Events:
     met: list[Callable[[int, int], object]] = field(default_factory=list)
     ended: list[Callable[[], object]] = field(default_factory=list)
     dropped: list[Callable[[], object]] = field(default_factory=list)
+
+
+def call_all(functions: Iterable[Callable[..., object]], *given: object) -> None:
+    """Call those of a moment, in order."""
+    for function in functions:
+        function(*given)

@@ -409,12 +409,11 @@ class ErrorFeedback:
 
     def _part_with(self, carried: set[int]) -> None:
         """Bring back the Q of slots whose averages are in `.grad` no more, and keep that of those that are."""
-        for i in self._carried:
+        for i in self._idle:
             for rows in (self._first, self._second):
-                if i in self._idle:
-                    rows.blend(*self._place(i), *KEEP)  # the last R is that of the reduction before
-                rows.restore_base(*self._place(i))
-        self._carried, self._idle = set(), set()
+                rows.blend(*self._place(i), *KEEP)  # the last R is that of the reduction before
+        self._restore(set(self._carried))
+        self._idle = set()
         for i in carried:
             self._keep_base(i)
 

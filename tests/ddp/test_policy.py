@@ -15,7 +15,7 @@ from fastreduce import FastreduceError, load_checkpoint, save_checkpoint
 from tests.support.commands import ROOT
 from tests.support.models import Grads, assert_same_bits, batch, grads_of, mlp, wrap
 from tests.support.ranks import RankPool
-from tests.support.snapshots import Training
+from tests.support.snapshots import Training, switch_and_resume
 
 BY_NAME = {"*.bias": "none:accumulate=fp32", "0.*|2.*": "bf16", "*": "int8"}
 FEEDBACK = "ndim<2: fp16; 0.weight: int4:error_feedback; *: int8:error_feedback"
@@ -112,23 +112,6 @@ def test_a_policy_that_does_not_fit_says_where(ranks2: RankPool, given: Any, tex
 # With everything else
 
 
-def _resume(rank: int, world_size: int, old: str, new: str, path: Path) -> Any:
-    training = Training(old, clips=True)
-    training.steps(3)
-    save_checkpoint(path, **training.parts())
-    if new != old:
-        training.model.set_compression(new)
-    training.steps(3)
-    state = training.all()
-    again = Training(new, seed=5, clips=True)
-    load_checkpoint(path, **again.parts())
-    again.steps(3)
-    other = again.all()
-    for each in (state, other):
-        del each["reducer"]["schedule"]
-    return (state, training.norms[3:]), (other, again.norms)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -139,7 +122,7 @@ def _resume(rank: int, world_size: int, old: str, new: str, path: Path) -> Any:
     ],
 )
 def test_checkpoints_clipping_and_switches_work_with_policies(ranks: RankPool, old: str, new: str, tmp_path: Path):
-    for switched, resumed in ranks.run(_resume, old, new, tmp_path / "s.pt"):
+    for switched, resumed in ranks.run(switch_and_resume, old, new, 3, tmp_path / "s.pt"):
         assert_same_bits(resumed, switched)
 
 

@@ -22,7 +22,7 @@ from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
 from tests.support.models import assert_same_bits, batch, equal_on_all, grads_of, wrap
 from tests.support.ranks import RankPool
-from tests.support.snapshots import Training
+from tests.support.snapshots import Training, switch_and_resume
 
 SPECS = ("powersgd:rank=1", "powersgd", "powersgd:rank=2,min_compression_rate=1")
 SWITCHES = [
@@ -138,20 +138,6 @@ def test_a_training_ends_as_under_torchs_hook_and_sends_as_little(ranks2: RankPo
 # With everything else
 
 
-def resume(rank: int, world_size: int, old: str, new: str, path: Path) -> Any:
-    """All state of a training that changed its setting and went on, and of one that went on from its checkpoint."""
-    training = Training(old, clips=True)
-    training.steps(3)
-    save_checkpoint(path, **training.parts())
-    if new != old:
-        training.model.set_compression(new)
-    training.steps(3)
-    again = Training(new, seed=5, clips=True)
-    load_checkpoint(path, **again.parts())
-    again.steps(3)
-    return training.all(), again.all()
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -166,7 +152,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_under_the_same_setting_or_another(
     ranks2: RankPool, old: int, new: int, tmp_path: Path
 ):
     before, after = (f"powersgd:rank={rank}" if rank else "int8:error_feedback" for rank in (old, new))
-    for kept, resumed in ranks2.run(resume, before, after, tmp_path / "snapshot.pt"):
+    for (kept, _), (resumed, _) in ranks2.run(switch_and_resume, before, after, 3, tmp_path / "snapshot.pt"):
         for part in ("model", "optimizer"):
             assert_same_bits(resumed[part], kept[part], part)
         assert_same_bits(resumed["reducer"]["residuals"], kept["reducer"]["residuals"])

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from fastreduce import FastreduceError, SettingError, load_checkpoint, save_checkpoint
 from tests.support.models import assert_same_bits, batch, grads_of, mlp, wrap
 from tests.support.ranks import RankPool
-from tests.support.snapshots import FEEDBACK, Training
+from tests.support.snapshots import FEEDBACK, Training, switch_and_resume
 
 PAIRS = [
     ("none", FEEDBACK),
@@ -41,38 +41,16 @@ def test_a_switch_has_the_bits_of_a_checkpoint_resumed_under_the_new_setting(
     ranks: RankPool, old: str, new: str, tmp_path: Path
 ):
     for before in (0, 1, 3):
-        found = ranks.run(_switch_and_resume, old, new, None, before, tmp_path / f"{before}.pt")
+        found = ranks.run(switch_and_resume, old, new, before, tmp_path / f"{before}.pt")
         for rank, (switched, resumed) in enumerate(found):
             assert_same_bits(resumed, switched, f"rank {rank}, after {before}")
 
 
 def test_so_has_a_switch_of_bucket_size(ranks2: RankPool, tmp_path: Path):
     for before in (1, 2):
-        for switched, resumed in ranks2.run(_switch_and_resume, FEEDBACK, FEEDBACK, 0.0001, before, tmp_path / "s.pt"):
+        for switched, resumed in ranks2.run(switch_and_resume, FEEDBACK, FEEDBACK, before, tmp_path / "s.pt", 0.0001):
             assert_same_bits(resumed, switched, f"after {before}")
             assert len(resumed[0]["reducer"]["buckets"]) > 4
-
-
-def _switch_and_resume(
-    rank: int, world_size: int, old: str, new: str, cap: float | None, before: int, path: Path
-) -> Any:
-    training = Training(old, clips=True)
-    training.steps(before)
-    save_checkpoint(path, **training.parts())
-    training.model.set_compression(new, at=before, bucket_cap_mb=cap)
-    training.steps(3)
-    assert str(training.model.compression) == new
-    switched = _all_of(training), training.norms[before:]
-    again = Training(new, seed=5, clips=True, **({} if cap is None else {"bucket_cap_mb": cap}))
-    load_checkpoint(path, **again.parts())
-    again.steps(3)
-    return switched, (_all_of(again), again.norms)
-
-
-def _all_of(training: Training) -> dict[str, Any]:
-    state = training.all()
-    del state["reducer"]["schedule"]  # it tells how the setting came
-    return state
 
 
 def test_a_checkpoint_in_the_middle_of_it_all_goes_on(ranks: RankPool, tmp_path: Path):

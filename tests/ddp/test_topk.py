@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.ddp.test_powersgd import hooked, hunt, many_ways, resume
+from tests.ddp.test_powersgd import hooked, hunt, many_ways
 from tests.reduction.residuals.test_applied import steps
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support.models import assert_same_bits, equal_on_all
 from tests.support.ranks import RankPool
+from tests.support.snapshots import switch_and_resume
 
 SPEC = "topk:ratio=0.05,min_numel=100"
 SPECS = (SPEC, "topk:ratio=0.01,min_numel=1", "topk:ratio=0.3,min_numel=1")
@@ -50,7 +51,7 @@ def test_over_many_histories_of_three(ranks3: RankPool):
 def test_a_checkpoint_goes_on_bit_for_bit_under_the_same_setting_or_another(
     ranks2: RankPool, old: str, new: str, tmp_path: Path
 ):
-    for kept, resumed in ranks2.run(resume, old, new, tmp_path / "snapshot.pt"):
+    for (kept, _), (resumed, _) in ranks2.run(switch_and_resume, old, new, 3, tmp_path / "snapshot.pt"):
         for part in ("model", "optimizer"):
             assert_same_bits(resumed[part], kept[part], part)
         assert_same_bits(resumed["reducer"]["residuals"], kept["reducer"]["residuals"])

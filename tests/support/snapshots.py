@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastreduce import ShardSampler, save_checkpoint
+from fastreduce import ShardSampler, load_checkpoint, save_checkpoint
 from tests.support.models import batch, wrap
 
 FEEDBACK = "int8:error_feedback"
@@ -61,6 +61,26 @@ class Training:
         states = {name: copy.deepcopy(part.state_dict()) for name, part in self.parts().items()}
         draws = [float(torch.rand(())), random.random(), float(np.random.rand())]
         return {**states, "reducer": reducer, "random": draws}
+
+
+def switch_and_resume(
+    rank: int, world_size: int, old: str, new: str, before: int, path: Path, cap: float | None = None
+) -> Any:
+    """States and norms of a training that changed its setting and went on, and of one from its checkpoint."""
+    training = Training(old, clips=True)
+    training.steps(before)
+    save_checkpoint(path, **training.parts())
+    if new != old or cap is not None:
+        training.model.set_compression(new, at=before, bucket_cap_mb=cap)
+    training.steps(3)
+    switched = training.all(), training.norms[before:]
+    again = Training(new, seed=5, clips=True, **({} if cap is None else {"bucket_cap_mb": cap}))
+    load_checkpoint(path, **again.parts())
+    again.steps(3)
+    resumed = again.all(), again.norms
+    for state, _ in (switched, resumed):
+        del state["reducer"]["schedule"]  # it tells how the setting came
+    return switched, resumed
 
 
 def save(rank: int, world_size: int, path: Path, setting: str = FEEDBACK, times: int = 1) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .ranks import Ranks, own_name
 
 MOST = 1 << 20  # connections
 
-failed_here = threading.Event()  # a collective has, in this process: a rank may be gone
+failed_here = threading.Event()  # a collective has, in this process: from then on a rank may be gone
 
 
 class Connection(Protocol):

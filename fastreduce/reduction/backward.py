@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -43,6 +45,13 @@ def _begin_behind(before: Pending, job: BucketJob) -> Finish:
     """Begin a bucket's reduction if the one before has begun: ranks reduce them in one order."""
     before.begun()
     return job.begin()
+
+
+def _is_of_signal(error: BaseException) -> bool:
+    """Whether it is Ctrl-C, or what the handler of another signal raised."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    frames = traceback.walk_tb(error.__traceback__)
+    return not isinstance(error, Exception) or any(frame.f_code in handlers for frame, _ in frames)
 
 
 def _goes_well(function: Callable[[], object]) -> bool:
@@ -319,8 +328,21 @@ class Backward:
     def _launch(self, index: int) -> None:
         if not self._buckets.alone(index):
             job, before = self._collect(index), _last(self._launches)
-            self._launches.append((job, job.stream.submit(lambda: _begin_behind(before, job))))
+            try:
+                self._launches.append((job, job.stream.submit(lambda: _begin_behind(before, job))))
+            except BaseException as error:
+                self._end_if_interrupted(error)
+                raise
         self._next = index + 1
+
+    def _end_if_interrupted(self, error: BaseException) -> None:
+        """End the connection if a signal's handler raised, which comes amid a collective, too.
+
+        Nobody knows how far that has come: made up for, it would meet another one of the peers.
+        """
+        transport = self._buckets.transport
+        if transport.world_size > 1 and _is_of_signal(error):
+            transport.abort()
 
     def _collect(self, index: int) -> BucketJob:
         job = self._buckets.collect(index, self.arrivals.used)
@@ -403,11 +425,15 @@ class Backward:
 
     def _reduce(self) -> None:
         self.armed = self.running = self.unfinished = False
-        with self.telemetry.explaining():
-            if self.recover is None:
-                self._reduce_all()
-            else:
-                self._reduce_until_all_have(self.recover)
+        try:
+            with self.telemetry.explaining():
+                if self.recover is None:
+                    self._reduce_all()
+                else:
+                    self._reduce_until_all_have(self.recover)
+        except BaseException as error:
+            self._end_if_interrupted(error)
+            raise
 
     def _reduce_until_all_have(self, recover: Callable[[TransportError, int, Launches], None]) -> None:
         """Reduce again where a reduction has failed, as often as it takes.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fastreduce
-from fastreduce.errors import ReducerError, TensorError
+from fastreduce.errors import ReducerError, TensorError, TransportError
 from fastreduce.reduction.gradients import Gradients
 from fastreduce.reduction.pipeline import BucketPipeline
 from tests.support.models import Boom, assert_same_bits, grads_of, in_a_backward, one_by_one, wrap
@@ -116,6 +119,49 @@ def _fails_one_by_one(rank: int, world_size: int, where: str, at_end: bool) -> N
 @pytest.mark.parametrize("at_end", [False, True], ids=["overlapping", "at the end"])
 def test_so_it_is_where_buckets_are_reduced_one_by_one_as_on_a_gpu(ranks2: RankPool, where: str, at_end: bool):
     ranks2.run(_fails_one_by_one, where, at_end)
+
+
+# Ctrl-C
+
+
+class _Preempted(Exception):
+    pass
+
+
+def _preempt(*_: object) -> None:
+    raise _Preempted
+
+
+def _interrupted(rank: int, world_size: int, transport: str, handler: Any, path: str) -> None:
+    """Rank 0 waits amid a two-shot for rank 1 when a signal comes; both save a snapshot."""
+    ddp = wrap("ours", _Layers(), transport=transport, compression="fp16")
+    for _ in range(2):
+        ddp(X).sum().backward()
+    loss = ddp(X).sum()
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(1)
+    with pytest.raises((KeyboardInterrupt, _Preempted)) if rank == 0 else suppress(TransportError):
+        loss.backward()
+    if rank == 0:
+        signal.signal(signal.SIGALRM, before)
+    fastreduce.save_checkpoint(path, model=ddp)
+    with pytest.raises(TransportError):
+        ddp(X).sum().backward()
+    wrap("ours", _Layers(), transport=transport)(X).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("transport", "handler"),
+    [("gloo", signal.default_int_handler), ("shm", signal.default_int_handler), ("gloo", _preempt)],
+    ids=["Ctrl-C, gloo", "Ctrl-C, shm", "an exception, gloo"],
+)
+def test_after_an_interrupt_amid_a_collective_a_snapshot_can_be_saved(
+    ranks2: RankPool, transport: str, handler: Any, tmp_path: Path
+):
+    ranks2.run(_interrupted, transport, handler, str(tmp_path / "snapshot"), timeout=40)
 
 
 # A user's hook

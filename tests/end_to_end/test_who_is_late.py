@@ -25,6 +25,8 @@ TOLD = {
     "killed": r"Rank 1 has not told where it is: its process \d+ has ended\. It said nothing at its end, .* killed",
     "raised": r"Rank 1 has ended, between its optimizer's step .*, in step 20: it raised ValueError: no such file\n"
     r"(.*\n)+.* in load_batch\n",
+    # Before the thread that introduces its process has had its turn.
+    "soon": r"Rank 1 has ended, .*, in step 0: it raised ValueError: no such file\n",
     "exited": r"Rank 1 has ended.*: its script has come to its end, or called sys\.exit\.",
     "collective": r"Rank 1, \d+\.\d s ago, was between its optimizer's step .*, in step 20\. It was in "
     r"torch\.distributed\.all_reduce \(line \d+ of .*/late_jobs\.py, in load_batch\), while this rank averages ",
@@ -57,7 +59,7 @@ def _start(folder: Path, stack: ExitStack, what: str, transport: str, timeout: f
     return ranks
 
 
-SOME = [("loader", "gloo"), ("stopped", "shm"), ("no_sync", "gloo"), ("raised", "gloo")]
+SOME = [("loader", "gloo"), ("stopped", "shm"), ("no_sync", "gloo"), ("raised", "gloo"), ("soon", "shm")]
 OTHERS = [
     ("backward", "shm"),
     ("killed", "gloo"),

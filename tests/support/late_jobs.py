@@ -1,9 +1,9 @@
 """What ranks do in test_who_is_late.py: `python -m tests.support.late_jobs WHAT SECONDS` with torch's variables.
 
-Rank 1 trains until step 20. By WHAT it then loads data for ever, stops or kills itself, raises or comes to its end,
-raises and saves, hangs in its own hook in backward, calls another collective, or reduces another module than the
-others; or it leaves out a reduction, or the backward of one, or runs it in no_sync alone, and when it has run all steps
-the others lack one.
+Rank 1 trains until step 20, or raises soon, before the first one. By WHAT it then loads data for ever, stops or kills
+itself, raises or comes to its end, raises and saves, hangs in its own hook in backward, calls another collective, or
+reduces another module than the others; or it leaves out a reduction, or the backward of one, or runs it in no_sync
+alone, and when it has run all steps the others lack one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-STEPS, LATE = 30, 20
+STEPS, LATE, SOON = 30, 20, 0
 SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 
 
@@ -30,7 +30,7 @@ def load_batch(what: str) -> Tensor:
         time.sleep(1000)
     if what in SIGNALS:
         os.kill(os.getpid(), SIGNALS[what])
-    if what in ("raised", "saved"):
+    if what in ("raised", "soon", "saved"):
         raise ValueError("no such file")
     if what == "exited":
         sys.exit(0)
@@ -60,7 +60,7 @@ def main() -> None:
         other(torch.ones(2, 4)).sum().backward()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     for step in range(STEPS):
-        late = dist.get_rank() == 1 and step == LATE
+        late = dist.get_rank() == 1 and step == (SOON if what == "soon" else LATE)
         if step == LATE:
             time.sleep(min(4.0, float(seconds) / 4))  # until ranks have introduced themselves
         try:

@@ -194,8 +194,8 @@ class _Watch:
         self._stop = threading.Event()  # of the thread that runs
         self._stop.set()
         self._thread: threading.Thread | None = None
-        # Groups in which this process has introduced itself, each with its rank, and those whose store is gone.
-        self._introduced: weakref.WeakKeyDictionary[StoreClient, int] = weakref.WeakKeyDictionary()
+        # Groups of this process's wrappers, each with its rank, and those whose store is gone.
+        self._ranks: weakref.WeakKeyDictionary[StoreClient, int] = weakref.WeakKeyDictionary()
         self._gone: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
     def add(self, recorder: FlightRecorder, place: Whereabouts, give_up: Callable[[], None]) -> None:
@@ -203,6 +203,7 @@ class _Watch:
             # What was registered last is called first: the recorder has left the dictionary when this one is.
             weakref.finalize(recorder, self._stop_if_idle).atexit = False
             self._places[recorder], self._give_up[recorder] = place, give_up
+            self._ranks[place.group] = recorder.rank
             if self._stop.is_set():
                 self._stop = threading.Event()
                 self._thread = threading.Thread(
@@ -248,10 +249,12 @@ class _Watch:
 
     def say_last_words(self) -> None:
         """As the process ends: those who wait for it learn why."""
-        for group, rank in list(self._introduced.items()):
+        for group, rank in list(self._ranks.items()):
             if group not in self._gone:
                 with suppress(TransportError, RuntimeError, OSError):
-                    Whereabouts(group, EXIT_SECONDS).say_last_word(rank)
+                    place = Whereabouts(group, EXIT_SECONDS)
+                    place.introduce(rank)  # the thread may not have come to it
+                    place.say_last_word(rank)
 
     def end(self) -> None:
         self._stop.set()
@@ -284,7 +287,6 @@ class _Watch:
                 try:
                     if place not in met:
                         met.add(place)
-                        self._introduced[place.group] = rank
                         place.introduce(rank)
                     if stalls:
                         place.tell(rank)

@@ -8,8 +8,8 @@ import os
 import random
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..errors import CheckpointError, SettingError
+from ..errors import CheckpointError, SettingError, TransportError
 from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.whereabouts import in_other_call
 from ..transports.messages import gather_bytes
@@ -60,6 +60,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         SettingError: if a part is called `fastreduce`.
         CheckpointError: on every rank, if one could not write, or if a value is of a type that
             `torch.load(weights_only=True)` refuses. What was on disk is still there.
+        TransportError: if another rank does not call it within the timeout of the default group, or has ended.
     """
     path = Path(path)
     if OURS in parts:
@@ -148,6 +149,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
         FileNotFoundError: on every rank, if rank 0 does not find the file.
         CheckpointError: on every rank, if the file or a residual file is truncated, corrupt or not there, or a
             part is not in it. Nothing has been loaded then.
+        TransportError: if another rank does not call it within the timeout of the default group, or has ended.
     """
     path = Path(path)
     parts = {name: part for name, part in parts.items() if part is not None}
@@ -210,7 +212,9 @@ def _on_all(doing: str, function: Callable[[], T], exchange: bool = True) -> lis
 def _exchange(value: Any, doing: str) -> list[Any]:
     """Every rank's value, as a snapshot file holds it: plain data and tensors, nothing that executes."""
     told = []
-    for rank, data in enumerate(gather_bytes(snapshot_file.dump(value), _gather, MOST)):
+    with _all_come(doing):
+        gathered = gather_bytes(snapshot_file.dump(value), _gather, MOST)
+    for rank, data in enumerate(gathered):
         try:
             told.append(snapshot_file.load(data, tuple))
             _, text = told[-1]
@@ -219,6 +223,20 @@ def _exchange(value: Any, doing: str) -> list[Any]:
         except Exception as error:
             raise CheckpointError(f"rank {rank}, {doing}: it sent no plain values: {error}") from error
     return told
+
+
+@contextmanager
+def _all_come(doing: str) -> Iterator[None]:
+    """Around collectives of torch's, whose errors name neither the call nor who has to make it."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(
+            f"rank {_rank()} of {_world_size()}, {doing}: {error}. Another rank has ended, is elsewhere, or did not come "
+            "within the timeout: save_checkpoint and load_checkpoint are called by every rank, not by rank 0 alone"
+        ) from error
 
 
 def _gather(mine: Tensor) -> list[Tensor]:
@@ -263,7 +281,8 @@ def _broadcast_file(path: Path) -> bytes:
         whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     for chunk in whole.split(CHUNK):
         moved = chunk.to(_device())
-        dist.broadcast(moved, 0)
+        with _all_come(f"reading {path}"):
+            dist.broadcast(moved, 0)
         if moved is not chunk:
             chunk.copy_(moved)
     return whole.numpy().tobytes()

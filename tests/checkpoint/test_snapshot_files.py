@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fastreduce import SettingError, load_checkpoint, save_checkpoint
 from tests.support.commands import PYTHON, run
 from tests.support.models import assert_same_bits
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.snapshots import FEEDBACK, Training, save
 
 
@@ -198,6 +203,25 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no such part": ({"ema": nn.Linear(1, 1)}, "CheckpointError", "no part 'ema'; it has 'model', 'optimizer'"),
     "a number": ({"epoch": 3}, "SettingError", "epoch=3 cannot load a state"),
 }
+
+
+@pytest.mark.parametrize("call", [save_checkpoint, load_checkpoint])
+def test_a_rank_that_calls_it_alone_is_told_that_all_have_to(call: Callable[..., Any], tmp_path: Path):
+    alone, _ = run_ranks(_call_alone, 2, call, tmp_path / "snapshot.pt")
+    assert alone[0] == "TransportError"
+    assert re.match(r"rank 0 of 2, (collecting|reading) .*/snapshot\.pt: .*not by rank 0 alone$", alone[1], re.DOTALL)
+
+
+def _call_alone(rank: int, world_size: int, call: Callable[..., Any], path: Path) -> tuple[str, str]:
+    if rank == 0:
+        torch.save({"model": nn.Linear(2, 2).state_dict()}, path)
+        dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
+        try:
+            call(path, model=nn.Linear(2, 2))
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+    time.sleep(3)
+    return "", ""
 
 
 def test_bad_input_is_an_error_on_every_rank(ranks2: RankPool, tmp_path: Path):

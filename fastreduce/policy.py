@@ -68,9 +68,12 @@ class Policy:
             return Policy(tuple((str(key), _read(value, f"the rule {key!r}")) for key, value in setting.items()))
         if isinstance(setting, (Compression, Policy)):
             return setting
-        if callable(setting):
+        if callable(setting) and not isinstance(setting, type):
             return Policy(chooser=setting)
-        return Compression.resolve(setting)
+        raise SettingError(
+            "compression must be a spec string, a Compression such as FP16(), a dict of rules or a function, got "
+            f"{type(setting).__name__}: {brief(setting)}"
+        )
 
     def assign(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Compression]:
         """The setting of each parameter.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastreduce import FP16, INT4, INT8, Compression, NoCompression, Policy, SettingError, all_reduce_gradients
 from fastreduce.hooks import CompressState
+from fastreduce.reduction.schedule import Schedule
 from fastreduce.transports import LocalTransport
 from tests.test_compression import settings
 
@@ -61,6 +62,12 @@ def test_a_function_chooses_and_its_errors_name_the_parameter():
     ]:
         with pytest.raises(SettingError, match=text):
             Policy.of(function).assign(NAMES, PARAMETERS)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("setting", [FP16, torch.float16, True])
+def test_what_is_no_setting_is_an_error_with_all_that_may_be_one(setting: Any):
+    with pytest.raises(SettingError, match=r"a Compression such as FP16\(\), a dict of rules or a function, got .*: "):
+        Schedule.of(setting)
 
 
 def test_the_environment_may_hold_one(monkeypatch: pytest.MonkeyPatch):

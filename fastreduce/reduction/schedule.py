@@ -227,7 +227,7 @@ def _as_source(setting: Any) -> Compression | Policy | Callable[[int], Any]:
 
 
 def _is_of_steps(setting: object) -> bool:
-    return callable(setting) and not isinstance(setting, Policy) and not chooses_by_parameter(setting)
+    return callable(setting) and not isinstance(setting, (Policy, type)) and not chooses_by_parameter(setting)
 
 
 def _last(stretches: Sequence[Stretch], step: int) -> int:

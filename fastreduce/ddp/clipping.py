@@ -37,8 +37,16 @@ def clip_(
     3. Both make one norm in FP64, and torch clips by it.
 
     Raises:
+        TypeError: if `max_norm` is no number, as where parameters are given in its place.
         RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; nothing has been clipped then.
     """
+    try:
+        max_norm = float(max_norm)
+    except TypeError as error:
+        raise TypeError(
+            f"max_norm must be a number, got {type(max_norm).__name__}: ddp.clip_grad_norm_(max_norm) clips the "
+            "wrapper's own parameters, and takes none"
+        ) from error
     norm_type = float(norm_type)
     grads = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     if not grads:

@@ -357,6 +357,7 @@ class DistributedDataParallel(TorchDDP):
         Every rank calls it. Nothing waits for the device, except `error_if_nonfinite`.
 
         Raises:
+            TypeError: if `max_norm` is no number, as where parameters are given in its place.
             RuntimeError: if the norm is not finite and `error_if_nonfinite` is set, with the parameters, their buckets
                 and how many of their elements are not finite. Nothing has been clipped then.
             ReducerError: if averages are to be stored by `finalize_backward()` first (torch 2.15 and later).

@@ -384,6 +384,12 @@ def _error_of(model: Any) -> str:
 # Nothing waits for a device
 
 
+def test_parameters_in_the_place_of_the_norm_are_an_error_that_says_so():
+    model = mlp()
+    with pytest.raises(TypeError, match=r"max_norm must be a number, got generator: ddp\.clip_grad_norm_\(max_norm\)"):
+        clipping.clip_(dict(model.named_parameters()), [], model.parameters(), 1.0, False, None)  # type: ignore[arg-type]
+
+
 def test_clipping_does_not_wait_for_the_device(ranks2: RankPool):
     assert ranks2.run(_without_waiting) == [True, True]
 

@@ -234,8 +234,8 @@ def _all_come(doing: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise TransportError(
-            f"rank {_rank()} of {_world_size()}, {doing}: {error}. Another rank has ended, is elsewhere, or did not come "
-            "within the timeout: save_checkpoint and load_checkpoint are called by every rank, not by rank 0 alone"
+            f"rank {_rank()} of {_world_size()}, {doing}: {error}. Another rank has ended, is elsewhere, or did not "
+            "come within the timeout: save_checkpoint and load_checkpoint are called by every rank, not by rank 0 alone"
         ) from error
 
 

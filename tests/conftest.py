@@ -119,8 +119,11 @@ def kernels_are_compiled(request: pytest.FixtureRequest, tmp_path_factory: pytes
     """Before tests run beside each other; a run that a test starts has pytest-xdist's variables, and is no worker."""
     worker = getattr(request.config, "workerinput", None)
     if worker is not None:
-        busy = min(worker["workercount"], len({item.path for item in request.session.items}))  # the first of them
-        compile_kernels(tmp_path_factory.getbasetemp().parent, int(worker["workerid"][2:]), busy)
+        items = request.session.items
+        busy = min(worker["workercount"], len({item.path for item in items}))  # the first of them
+        # Kernels of GPUs have time for their own tests only; those on CPU ranks, which come after them, find some.
+        wait = not all(item.get_closest_marker("gpu") for item in items)
+        compile_kernels(tmp_path_factory.getbasetemp().parent, int(worker["workerid"][2:]), busy, wait)
 
 
 @pytest.fixture(scope="session")

@@ -354,6 +354,34 @@ def test_tests_that_would_begin_too_late_are_named(
     assert found == dict.fromkeys(("test_one", "test_two"), "skipped: nothing of the budget is left")
 
 
+A_GPU = """
+import torch
+
+torch.cuda.is_available = lambda: True
+
+from tests.support import compiled
+
+class Compiling:
+    def fork(self, *_):
+        return self
+
+    def poll(self, _):
+        raise AssertionError("they were waited for")
+
+compiled.server = Compiling
+"""
+
+
+@pytest.mark.slow
+def test_tests_of_gpus_do_not_wait_for_kernels_of_cpus(tmp_path: Path):
+    (tmp_path / "a_gpu.py").write_text(A_GPU)
+    env = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
+    test = "tests/ddp/test_gpu.py::test_this_file_is_in_the_run_for_gpus"
+    options = ("-p", "a_gpu", "-p", "no:cacheprovider", "-n", "1", "-m", "gpu")
+    done = run(sys.executable, "-m", "pytest", test, *options, cwd=ROOT, env=env)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
 def test_ranks_are_not_started_where_nccl_cannot_have_them_share(
     lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -20,9 +20,14 @@ PARTS = (
 SECONDS = 180.0
 
 
-def compile_kernels(folder: Path, worker: int, workers: int) -> None:
-    """Compile the part of one of so many workers of pytest-xdist's, and wait for the others', which share `folder`."""
+def compile_kernels(folder: Path, worker: int, workers: int, wait: bool = True) -> None:
+    """Compile the part of one of so many workers of pytest-xdist's, and wait for the others', which share `folder`.
+
+    Without `wait` they are compiled beside the tests.
+    """
     compiling = [server().fork(_wrap, settings) for settings in PARTS[worker::workers]]
+    if not wait:
+        return
     deadline = time.monotonic() + SECONDS
     for process in compiling:
         process.poll(SECONDS)

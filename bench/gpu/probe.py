@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -194,8 +195,16 @@ def _copy(device: str) -> dict[str, Any]:
     if device == "cpu":
         return {"gb_per_s": found}
     properties, clock = torch.cuda.get_device_properties(0), _machine(device)["nvidia_smi"].get("clocks.max.sm", "")
-    issued = 4 * 32 * properties.multi_processor_count * float(clock or "nan") * 1e6
+    issued = 4 * 32 * properties.multi_processor_count * _number(clock) * 1e6
     return {"gpu": properties.name, "gb_per_s": found, "instructions_a_byte": issued / list(found.values())[-1] / 1e9}
+
+
+def _number(text: str) -> float:
+    """Of what nvidia-smi says; NaN for "[N/A]" and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _profilers() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import signal
@@ -11,7 +12,9 @@ import sys
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,7 +25,7 @@ from rich.console import Console
 pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
-from bench.gpu import collect, runner
+from bench.gpu import collect, probe, runner
 from bench.gpu.collect import RehearsalError, csv_rows, latest, tables
 from bench.gpu.gpu_goals import SHOWN
 from bench.gpu.gpu_goals import shown as shown_by_tests
@@ -126,6 +129,19 @@ def test_what_does_not_fit_is_skipped_by_name_and_what_fails_does_not_end_the_re
     late = Lines(lines.path.with_name("late"), COMMON)
     work("kernels", cases, late, time.time() - 1)
     assert all(why.startswith("skipped: it takes about") for why in endings(late).values())
+
+
+def test_a_copy_is_measured_whatever_nvidia_smi_says_of_the_clock(monkeypatch: pytest.MonkeyPatch):
+    gpu = SimpleNamespace(name="A GPU", multi_processor_count=132)
+    small = partial(torch.zeros, 1, dtype=torch.uint8)
+    fakes: dict[str, Any] = {"randint": lambda *_, **__: small(), "zeros_like": torch.zeros_like, "uint8": torch.uint8}
+    cuda = SimpleNamespace(get_device_properties=lambda _: gpu)
+    monkeypatch.setattr(probe, "torch", SimpleNamespace(**fakes, cuda=cuda))
+    monkeypatch.setattr(probe, "timed", lambda *_: SimpleNamespace(gpu={"copy": [1e-3]}))
+    for said, known in (("1980", True), ("[N/A]", False), ("", False)):
+        monkeypatch.setattr(probe, "_machine", lambda _, said=said: {"nvidia_smi": {"clocks.max.sm": said}})
+        found = probe._copy("cuda")
+        assert len(found["gb_per_s"]) == 3 and math.isfinite(found["instructions_a_byte"]) is known, said
 
 
 # The command, with every phase killed in the middle

@@ -40,7 +40,8 @@ class Run:
 
     def environment(self, phase: str) -> dict[str, str]:
         """Of the processes of a phase."""
-        found = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # packages may be carried
+        found = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         # Tests fill new memory with NaN, in a mode in which torch asks for cuBLAS's workspace to be of a fixed size.
         found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if "CUDA_HOME" not in found and Path("/usr/local/cuda").exists():

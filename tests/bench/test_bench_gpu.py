@@ -144,6 +144,17 @@ def test_a_copy_is_measured_whatever_nvidia_smi_says_of_the_clock(monkeypatch: p
         assert len(found["gb_per_s"]) == 3 and math.isfinite(found["instructions_a_byte"]) is known, said
 
 
+@pytest.mark.parametrize("phase", SHARES)
+def test_processes_find_the_packages_that_the_command_finds(
+    phase: str, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = runner.Run(tmp_path, lines, False, tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/carried")
+    assert run.environment(phase)["PYTHONPATH"] == f"{ROOT}{os.pathsep}/carried"
+    monkeypatch.delenv("PYTHONPATH")
+    assert run.environment(phase)["PYTHONPATH"] == str(ROOT)
+
+
 # The command, with every phase killed in the middle
 
 

@@ -42,6 +42,9 @@ class Run:
         """Of the processes of a phase."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # packages may be carried
         found = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        # Groups look up names: where no name service answers, each waits twenty seconds.
+        found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        found.setdefault("RES_OPTIONS", "attempts:0")
         # Tests fill new memory with NaN, in a mode in which torch asks for cuBLAS's workspace to be of a fixed size.
         found.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if "CUDA_HOME" not in found and Path("/usr/local/cuda").exists():

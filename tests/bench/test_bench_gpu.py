@@ -155,6 +155,15 @@ def test_processes_find_the_packages_that_the_command_finds(
     assert run.environment(phase)["PYTHONPATH"] == str(ROOT)
 
 
+def test_processes_ask_no_name_service(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = runner.Run(tmp_path, lines, False, tmp_path)
+    for name, expected in (("GLOO_SOCKET_IFNAME", "lo"), ("RES_OPTIONS", "attempts:0")):
+        monkeypatch.delenv(name, raising=False)
+        assert run.environment("steps")[name] == expected
+        monkeypatch.setenv(name, "chosen")
+        assert run.environment("steps")[name] == "chosen"
+
+
 # The command, with every phase killed in the middle
 
 

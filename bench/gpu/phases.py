@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +33,10 @@ def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
     """A phase's cases, the most telling first."""
     if phase == "probe":
         return probe.cases(rehearsal)
-    measured = {
+    measured: dict[str, Callable[[], list[Case]]] = {
         "kernels": lambda: kernel_rows.cases(rehearsal, sharded_rows.cases(rehearsal)),
         "steps": lambda: step_rows.cases(rehearsal, out),
+        "ranks": list,
         "numba": lambda: [*kernel_rows.numba_cases(rehearsal), *step_rows.numba_cases(rehearsal)],
     }
     return [probe.machine_case("cpu" if rehearsal else "cuda"), *measured[phase]()] if phase in measured else []

@@ -86,6 +86,14 @@ def test_every_prediction_is_about_a_case():
             assert any(p == row["phase"] and fnmatchcase(c, row["case"]) for p, c in found), row
 
 
+def test_rows_of_each_command_of_the_half_hour_bear_the_name_of_the_gpu():
+    commands = re.findall(r"^python -m bench\.gpu((?: --phase \w+)+)", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
+    phases = [re.findall(r"--phase (\w+)", command) for command in commands]
+    assert [phase for of_one in phases for phase in of_one] == list(SHARES)
+    for of_one in phases:
+        assert any(case.name == probe.MACHINE for phase in of_one for case in cases_of(phase, False, Path())), of_one
+
+
 def test_what_is_shown_is_shown_by_tests_that_there_are():
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     for what, pattern in SHOWN.items():

@@ -131,7 +131,7 @@ def _model(operation: str, name: str, options: Options, device: str) -> Model:
 def _kernel(backend: str, named: Named, device: str) -> dict[str, Any]:
     operation, name, options = named
     kernels = backends.load(backend)
-    options = {key: DTYPES.get(value, value) for key, value in options.items()}
+    options = {key: DTYPES[value] if key in ("dtype", "grads") else value for key, value in options.items()}
     model = _model(operation, name, options, device)
     made: kernel_cases.Case = getattr(operations, operation)(model, **options)
     first_call = _first_call(lambda: made.run(kernels), device)

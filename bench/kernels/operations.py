@@ -36,6 +36,11 @@ def _draws(model: Model, setting: Compression, who: int = 0) -> Draws | None:
     return None if setting.random_seed is None else Draws(setting.random_seed, who, step)
 
 
+def _in_shards(wire: Tensor, ranks: int) -> Tensor:
+    """A row for each rank, each of a multiple of 16 elements as plans have them; what is left over is left out."""
+    return wire[: len(wire) // (16 * ranks) * 16 * ranks].view(ranks, -1)
+
+
 def _same_twice(wire: Tensor) -> Tensor:
     """The first shard of a wire, as if every rank had sent it: with zeros in the same padding."""
     return wire.view(RANKS, -1)[:1].repeat(RANKS, 1)
@@ -141,9 +146,9 @@ def unflatten(model: Model, dtype: torch.dtype, scale: float) -> Case:
     return Case(run, outputs, _nbytes(outputs) + elements(model) * dtype.itemsize, plain)
 
 
-def reduce_shards(model: Model, dtype: torch.dtype, scale: float) -> Case:
-    """Two ranks' shards of every wire → one."""
-    received = [each.filled_wire(dtype).view(RANKS, -1) for each in model]
+def reduce_shards(model: Model, dtype: torch.dtype, scale: float, ranks: int = RANKS) -> Case:
+    """So many ranks' shards of every wire → one."""
+    received = [_in_shards(each.filled_wire(dtype), ranks) for each in model]
     shards = [torch.zeros_like(rows[0]) for rows in received]
     totals = [torch.zeros_like(shard, dtype=torch.float32) for shard in shards]
 

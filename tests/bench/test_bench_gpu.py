@@ -25,7 +25,7 @@ from rich.console import Console
 pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
-from bench.gpu import collect, probe, runner
+from bench.gpu import collect, kernel_rows, probe, runner
 from bench.gpu.collect import RehearsalError, csv_rows, latest, tables
 from bench.gpu.gpu_goals import SHOWN
 from bench.gpu.gpu_goals import shown as shown_by_tests
@@ -170,6 +170,19 @@ def test_processes_ask_no_name_service(lines: Lines, tmp_path: Path, monkeypatch
         assert run.environment("steps")[name] == expected
         monkeypatch.setenv(name, "chosen")
         assert run.environment("steps")[name] == "chosen"
+
+
+@pytest.mark.slow
+def test_each_case_of_kernels_can_be_run():
+    failed = {}
+    for named in (*kernel_rows.TELLING, *kernel_rows.MORE, *kernel_rows.LAST, *kernel_rows.NUMBA):
+        try:
+            found = kernel_rows.kernel_case("reference", named, "cpu").run()
+            if found["wrong"]:
+                failed[str(named)] = found["wrong"]
+        except Exception as error:
+            failed[str(named)] = repr(error)
+    assert not failed
 
 
 # The command, with every phase killed in the middle

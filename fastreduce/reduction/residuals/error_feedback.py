@@ -97,6 +97,7 @@ class ErrorFeedback:
         self.stored = True
         self._applied: Applied | None = None
         self._last: Applied | None = None
+        self._read: Tensor | None = None  # the verdict that was read last
         self._turned = False  # whether the last reduction has changed `turn` already
         self._scale = 1.0  # what residuals are to be multiplied by once it is known what was applied
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
@@ -393,6 +394,7 @@ class ErrorFeedback:
         carried = set() if final else applied.carried()
         self._part_with(carried)
         stays = carried | applied.relative()  # where the unit stays as it is
+        self._read = self.finite  # a device may read it until the next one comes: its memory is another stream's
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
         factors, expected = applied.factors(finite, final), applied.expected
         flip: int | Tensor = 1

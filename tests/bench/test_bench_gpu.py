@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import re
 import signal
@@ -12,9 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -25,7 +22,7 @@ from rich.console import Console
 pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
-from bench.gpu import collect, kernel_rows, probe, runner
+from bench.gpu import collect, runner
 from bench.gpu.collect import RehearsalError, csv_rows, latest, tables
 from bench.gpu.gpu_goals import SHOWN
 from bench.gpu.gpu_goals import shown as shown_by_tests
@@ -86,14 +83,6 @@ def test_every_prediction_is_about_a_case():
             assert any(p == row["phase"] and fnmatchcase(c, row["case"]) for p, c in found), row
 
 
-def test_rows_of_each_command_of_the_half_hour_bear_the_name_of_the_gpu():
-    commands = re.findall(r"^python -m bench\.gpu((?: --phase \w+)+)", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
-    phases = [re.findall(r"--phase (\w+)", command) for command in commands]
-    assert [phase for of_one in phases for phase in of_one] == list(SHARES)
-    for of_one in phases:
-        assert any(case.name == probe.MACHINE for phase in of_one for case in cases_of(phase, False, Path())), of_one
-
-
 def test_what_is_shown_is_shown_by_tests_that_there_are():
     files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     for what, pattern in SHOWN.items():
@@ -137,52 +126,6 @@ def test_what_does_not_fit_is_skipped_by_name_and_what_fails_does_not_end_the_re
     late = Lines(lines.path.with_name("late"), COMMON)
     work("kernels", cases, late, time.time() - 1)
     assert all(why.startswith("skipped: it takes about") for why in endings(late).values())
-
-
-def test_a_copy_is_measured_whatever_nvidia_smi_says_of_the_clock(monkeypatch: pytest.MonkeyPatch):
-    gpu = SimpleNamespace(name="A GPU", multi_processor_count=132)
-    small = partial(torch.zeros, 1, dtype=torch.uint8)
-    fakes: dict[str, Any] = {"randint": lambda *_, **__: small(), "zeros_like": torch.zeros_like, "uint8": torch.uint8}
-    cuda = SimpleNamespace(get_device_properties=lambda _: gpu)
-    monkeypatch.setattr(probe, "torch", SimpleNamespace(**fakes, cuda=cuda))
-    monkeypatch.setattr(probe, "timed", lambda *_: SimpleNamespace(gpu={"copy": [1e-3]}))
-    for said, known in (("1980", True), ("[N/A]", False), ("", False)):
-        monkeypatch.setattr(probe, "_machine", lambda _, said=said: {"nvidia_smi": {"clocks.max.sm": said}})
-        found = probe._copy("cuda")
-        assert len(found["gb_per_s"]) == 3 and math.isfinite(found["instructions_a_byte"]) is known, said
-
-
-@pytest.mark.parametrize("phase", SHARES)
-def test_processes_find_the_packages_that_the_command_finds(
-    phase: str, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    run = runner.Run(tmp_path, lines, False, tmp_path)
-    monkeypatch.setenv("PYTHONPATH", "/carried")
-    assert run.environment(phase)["PYTHONPATH"] == f"{ROOT}{os.pathsep}/carried"
-    monkeypatch.delenv("PYTHONPATH")
-    assert run.environment(phase)["PYTHONPATH"] == str(ROOT)
-
-
-def test_processes_ask_no_name_service(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = runner.Run(tmp_path, lines, False, tmp_path)
-    for name, expected in (("GLOO_SOCKET_IFNAME", "lo"), ("RES_OPTIONS", "attempts:0")):
-        monkeypatch.delenv(name, raising=False)
-        assert run.environment("steps")[name] == expected
-        monkeypatch.setenv(name, "chosen")
-        assert run.environment("steps")[name] == "chosen"
-
-
-@pytest.mark.slow
-def test_each_case_of_kernels_can_be_run():
-    failed = {}
-    for named in (*kernel_rows.TELLING, *kernel_rows.MORE, *kernel_rows.LAST, *kernel_rows.NUMBA):
-        try:
-            found = kernel_rows.kernel_case("reference", named, "cpu").run()
-            if found["wrong"]:
-                failed[str(named)] = found["wrong"]
-        except Exception as error:
-            failed[str(named)] = repr(error)
-    assert not failed
 
 
 # The command, with every phase killed in the middle
@@ -409,34 +352,6 @@ def test_tests_that_would_begin_too_late_are_named(
     runner._run_tests(run, "tests", tests, time.time() + 100)
     found = {case.partition("::")[2]: ending for case, ending in endings(lines).items()}
     assert found == dict.fromkeys(("test_one", "test_two"), "skipped: nothing of the budget is left")
-
-
-A_GPU = """
-import torch
-
-torch.cuda.is_available = lambda: True
-
-from tests.support import compiled
-
-class Compiling:
-    def fork(self, *_):
-        return self
-
-    def poll(self, _):
-        raise AssertionError("they were waited for")
-
-compiled.server = Compiling
-"""
-
-
-@pytest.mark.slow
-def test_tests_of_gpus_do_not_wait_for_kernels_of_cpus(tmp_path: Path):
-    (tmp_path / "a_gpu.py").write_text(A_GPU)
-    env = {**environment(), "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
-    test = "tests/ddp/test_gpu.py::test_this_file_is_in_the_run_for_gpus"
-    options = ("-p", "a_gpu", "-p", "no:cacheprovider", "-n", "1", "-m", "gpu")
-    done = run(sys.executable, "-m", "pytest", test, *options, cwd=ROOT, env=env)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_ranks_are_not_started_where_nccl_cannot_have_them_share(

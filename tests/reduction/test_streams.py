@@ -6,16 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 
+from fastreduce import Compression
 from fastreduce.reduction import shared_buffers
+from fastreduce.reduction.buckets import ParameterSpec, build_plan
+from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.residuals import error_feedback, rows
 from fastreduce.reduction.shared_buffers import SharedBuffers, Turns
 from fastreduce.reduction.streams import CudaStream, ThreadStream
+from fastreduce.transports import LocalTransport
 from tests.support.each_setting import PICKED
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check
@@ -243,3 +250,23 @@ def _check_one_by_one(rank: int, world_size: int, program: Program) -> list[str]
 def test_random_programs_one_by_one_train_as_with_torch(ranks2: RankPool, program: Program):
     problems = [problem for of_rank in ranks2.run(_check_one_by_one, program) for problem in of_rank]
     assert not problems, "\n".join(problems[:12])
+
+
+def test_a_verdict_that_a_device_may_still_read_is_kept_until_the_next_one_is_read():
+    """It is memory of the stream that made it, and read on another: nothing else may be put there meanwhile."""
+    setting, cpu = Compression.parse("int8:error_feedback"), torch.device("cpu")
+    specs = [ParameterSpec("a", 300, torch.float32, cpu)]
+    (bucket,) = build_plan(specs, [[0]], alignment=setting.alignment, shards=1).buckets
+    pipeline, parameter = BucketPipeline(bucket, setting, LocalTransport()), torch.nn.Parameter(torch.zeros(300))
+    kept, verdicts = pipeline.feedback, []
+    assert kept is not None
+    with patch.object(error_feedback, "reads_late", lambda _: True), patch.object(rows, "reads_late", lambda _: True):
+        for step in range(3):
+            parameter.grad = torch.full((300,), step + 1.0)
+            pipeline.run([parameter.grad], [parameter.grad])
+            kept.follow([parameter], [], pipeline.magnitudes, watched=False)
+            error_feedback.agree_that_finite([kept])
+            verdicts.append(weakref.ref(kept.finite))
+            kept.commit()
+            kept.finite = torch.tensor(True)  # as the end of the next reduction, which the host does not wait for
+            assert [each() is not None for each in verdicts] == [False] * step + [True]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -322,25 +321,6 @@ def test_what_only_a_device_knows_is_followed_as_on_the_host_without_waiting(
     for late, host in zip(*found, strict=True):
         torch.testing.assert_close(late, host, rtol=0.0, atol=share * float(host.abs().max()))
     assert found[0][0].any() == (outcome in ("applied", "clipped", "skipped") or (outcome == "unknown" and finite))
-
-
-def test_a_verdict_that_a_device_may_still_read_is_kept_until_the_next_one_is_read():
-    """It is memory of the stream that made it, and read on another: nothing else may be put there meanwhile."""
-    pipeline, parameters = _pipeline()
-    kept, verdicts = pipeline.feedback, []
-    assert kept is not None
-    with patch.object(error_feedback, "reads_late", lambda _: True), patch.object(rows, "reads_late", lambda _: True):
-        for step in range(3):
-            for i, parameter in enumerate(parameters):
-                parameter.grad = batch(i, step, len(parameter))
-            grads = [parameter.grad for parameter in parameters]
-            pipeline.run(grads, grads)
-            kept.follow(parameters, [], pipeline.magnitudes, watched=False)
-            error_feedback.agree_that_finite([kept])
-            verdicts.append(weakref.ref(kept.finite))
-            kept.commit()
-            kept.finite = torch.tensor(True)  # as the end of the next reduction, which the host does not wait for
-            assert [each() is not None for each in verdicts] == [False] * step + [True]
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)

@@ -18,6 +18,7 @@ GPU, NO_GPU = ("-m", "gpu"), ("-m", "not gpu and not long")
 class Suite:
     """A run of pytest: what it is called in the log, files and options; `ranks` chooses the tests of so many ranks.
 
+    `of_goals` chooses those on which a goal stands, or the others.
     `spread` runs are for many processes at once, since compiling takes their time; ranks never are. `shares` says that
     ranks share the GPU, which needs an NCCL that allows it.
     """
@@ -25,6 +26,7 @@ class Suite:
     name: str
     arguments: Sequence[str]
     ranks: int | None = None
+    of_goals: bool | None = None
     spread: bool = False
     shares: bool = False
 
@@ -55,11 +57,12 @@ def tests_of(phase: str, rehearsal: bool) -> list[Suite]:
     return {
         "tests": [
             Suite("kernels", [kernels, *GPU, "-k", "triton"], spread=True),
-            Suite("one rank", of_ranks, ranks=1),
+            *(Suite("one rank", of_ranks, ranks=1, of_goals=goals) for goals in (True, False)),
         ],
         "ranks": [
-            Suite("2 ranks", of_ranks, ranks=2, shares=True),
-            Suite("4 ranks", of_ranks, ranks=4, shares=True),
+            Suite(f"{ranks} ranks", of_ranks, ranks=ranks, of_goals=goals, shares=True)
+            for goals in (True, False)
+            for ranks in (2, 4)
         ],
         "numba": [
             Suite("one rank", [steps, *GPU, "-k", "numba_cuda"], ranks=1),

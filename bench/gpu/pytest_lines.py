@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .gpu_goals import SHOWN
 from .lines import Lines
 from .worker_cases import BROKEN, cuda_is_broken
 
-VARIABLE = "FASTREDUCE_BENCH_GPU_TESTS"  # JSON: lines, common, phase, run's name, ranks, until when tests begin
+VARIABLE = "FASTREDUCE_BENCH_GPU_TESTS"  # JSON: lines, common, phase, and of its `Suite`: name, ranks, of_goals; until when tests begin
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,17 +36,29 @@ def ranks_of(item: pytest.Item) -> int:
     return next((int(parameters[name]) for name in ("ranks", "several", "size") if name in parameters), 1)
 
 
+def case_of(suite: str, test: str) -> str:
+    """What a test of a suite is called among the lines."""
+    file, _, name = test.partition("::")
+    return f"{suite}: {Path(file).name}::{name}"
+
+
 class _Chooser:
-    """Leaves out tests on other numbers of ranks, and what would begin after the deadline."""
+    """Leaves out tests on other numbers of ranks, or of goals, and what would begin after the deadline."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         self._asked = asked
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if (ranks := self._asked["ranks"]) is not None:
-            config.hook.pytest_deselected(items=[item for item in items if ranks_of(item) != ranks])
-            items[:] = [item for item in items if ranks_of(item) == ranks]
+        left = [item for item in items if not self._takes(item)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if self._takes(item)]
+
+    def _takes(self, item: pytest.Item) -> bool:
+        ranks, of_goals = self._asked["ranks"], self._asked["of_goals"]
+        case = case_of(self._asked["name"], item.nodeid)
+        shows = any(fnmatchcase(case, pattern) for pattern in SHOWN.values())
+        return ranks in (None, ranks_of(item)) and of_goals in (None, shows)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -95,8 +109,7 @@ class _Recorder:
             )
 
     def _case(self, test: str) -> str:
-        file, _, name = test.partition("::")
-        return f"{self._name}: {Path(file).name}::{name}"
+        return case_of(self._name, test)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._lines.write(self._phase, self._case(nodeid), "begun")

@@ -157,6 +157,7 @@ def _run_tests(run: Run, phase: str, tests: Suite, deadline: float) -> None:
         "phase": phase,
         "name": tests.name,
         "ranks": tests.ranks,
+        "of_goals": tests.of_goals,
         "until": deadline - LEAST,
     }
     environment[VARIABLE] = json.dumps(asked)

@@ -18,7 +18,8 @@ from .gpu_goals import SHOWN
 from .lines import Lines
 from .worker_cases import BROKEN, cuda_is_broken
 
-VARIABLE = "FASTREDUCE_BENCH_GPU_TESTS"  # JSON: lines, common, phase, and of its `Suite`: name, ranks, of_goals; until when tests begin
+# JSON: lines, common, phase, and of its `Suite` name, ranks and of_goals; until when tests begin.
+VARIABLE = "FASTREDUCE_BENCH_GPU_TESTS"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -160,8 +160,7 @@ class BucketedGradients:
         Residuals move along, second-stage ones as part of the first stage. Where the new setting has no error feedback,
         they are added to the next gradients.
         """
-        self._spread()
-        kept = saved_residuals.collect(self.pipelines)
+        kept = saved_residuals.collect_alike(self.pipelines)
         kinds = _kinds(self.settings)
         self.use(compression)
         groups = [[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets]
@@ -186,10 +185,6 @@ class BucketedGradients:
         self.compression, self.settings = compression, self.assign(compression)
         self._averaging = CompressedAveraging(self.settings, self._steps)
 
-    def _spread(self) -> None:
-        for pipeline in self.pipelines:
-            pipeline.wires.spread()
-
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
         self.plan, self.pipelines = self._averaging.make_pipelines(
@@ -211,8 +206,7 @@ class BucketedGradients:
         here = set(self.indices)
         order = [i for i in observed if i in here]
         idle = sorted(here.difference(order))
-        self._spread()
-        kept = saved_residuals.collect(self.pipelines)
+        kept = saved_residuals.collect_alike(self.pipelines)
         self.orders = [order, idle]
         self.lay_out(self._groups())
         saved_residuals.restore(kept, self.pipelines)

@@ -30,6 +30,18 @@ def collect(pipelines: Sequence[BucketPipeline]) -> dict[str, SlotResiduals]:
     }
 
 
+def collect_alike(pipelines: Sequence[BucketPipeline]) -> dict[str, SlotResiduals]:
+    """The same, so that no place of a shard or a column tells in it; every rank calls it."""
+    for pipeline in pipelines:
+        pipeline.wires.spread()
+    kept = collect(pipelines)
+    for pipeline in pipelines:
+        slots = pipeline.bucket.slots
+        parts = {i: kept[slot.name] for i, slot in enumerate(slots) if slot.name in kept}
+        kept |= {slots[i].name: part for i, part in pipeline.wires.of_rank(parts).items()}
+    return kept
+
+
 def restore(kept: Mapping[str, SlotResiduals], pipelines: Sequence[BucketPipeline]) -> None:
     """Put it into other pipelines; a name without any keeps what it has.
 

@@ -102,3 +102,10 @@ class BucketWires(ABC):
         Every rank of the node calls it then, also one that keeps nothing.
         """
         return parts
+
+    def of_rank(self, parts: Mapping[int, SlotResiduals]) -> Mapping[int, SlotResiduals]:
+        """What was taken of slots, as what is this rank's own: in two levels the node's, on its first rank.
+
+        So no column's place tells in it. Every rank of the node calls it then.
+        """
+        return parts

@@ -337,3 +337,7 @@ class FlatWires(BucketWires):
     def of_node(self, parts: Mapping[int, SlotResiduals]) -> Mapping[int, SlotResiduals]:
         """What this rank keeps of slots, as what is to be put into `feedback`: in two levels its node's sum."""
         return parts if self._node is None or self.feedback is None else self._node.sum_of_parts(parts)
+
+    def of_rank(self, parts: Mapping[int, SlotResiduals]) -> Mapping[int, SlotResiduals]:
+        """What was taken of slots, as what is this rank's own: in two levels the node's, on its first rank."""
+        return parts if self._node is None or self.feedback is None else self._node.on_first_rank(parts)

@@ -127,13 +127,23 @@ class NodeLevel:
         return start, start + len(self._bucket.slots)
 
     def sum_of_parts(self, parts: Mapping[int, SlotResiduals]) -> dict[int, SlotResiduals]:
-        """What this rank keeps of slots → of each slot the sum over the ranks of the node, which all call it."""
+        """What this rank keeps of slots → of each slot the sum over the ranks of the node, which all call it.
+
+        That is the own column of it, over `unit`; the rest is zeros.
+        """
+        return self._sum_of_parts(parts, 1 / self.unit, slice(self.first, self.first + self.elements))
+
+    def on_first_rank(self, parts: Mapping[int, SlotResiduals]) -> dict[int, SlotResiduals]:
+        """What this rank keeps of slots → on the node's first rank that of all its ranks, which call it; else zeros."""
+        return self._sum_of_parts(parts, 1.0, slice(0, 0 if self.nodes.local_rank else self._bucket.total))
+
+    def _sum_of_parts(self, parts: Mapping[int, SlotResiduals], scale: float, here: slice) -> dict[int, SlotResiduals]:
         nothing = torch.zeros(0)
         slots = [parts.get(i, SlotResiduals(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
         told = self._told([(part.unit, float(part.base is not None)) for part in slots])
         units, with_base = told.nan_to_num(-math.inf).amax(0).unbind(1)
-        sums = self._moved([part.residual for part in slots])
-        bases = self._moved([part.residual if part.base is None else part.base for part in slots])
+        sums = self._moved([part.residual for part in slots], scale, here)
+        bases = self._moved([part.residual if part.base is None else part.base for part in slots], scale, here)
         found = {}
         for i, (slot, unit, has_base) in enumerate(
             zip(self._bucket.slots, units.tolist(), with_base.tolist(), strict=True)
@@ -151,8 +161,8 @@ class NodeLevel:
         self._transport.levels.moves.all_gather(everybody.view(-1)).wait()
         return everybody
 
-    def _moved(self, slots: Sequence[Tensor]) -> Tensor:
-        """Residuals that the ranks of the node hold, one 1-D tensor a slot → the own column of their sum over `unit`.
+    def _moved(self, slots: Sequence[Tensor], scale: float, here: slice) -> Tensor:
+        """Residuals that the ranks of the node hold, one 1-D tensor a slot → their sum times `scale`, as far as `here`.
 
         An empty one stands for zeros. The rest of the `[total]` tensor is zeros.
         """
@@ -162,10 +172,10 @@ class NodeLevel:
             flat[slot.offset : slot.offset + len(values)] = values
         received = torch.empty_like(flat).view(ranks, -1)
         within.all_to_all(received, flat).wait()
-        self._kernels.reduce_shards(received, flat.view(ranks, -1)[self.nodes.local_rank], 1 / self.unit)
+        self._kernels.reduce_shards(received, flat.view(ranks, -1)[self.nodes.local_rank], scale)
         within.all_gather(flat).wait()
-        flat[: self.first] = 0
-        flat[self.first + self.elements :] = 0
+        flat[: here.start] = 0
+        flat[here.stop :] = 0
         return flat
 
     def make_whole(self, flat: Tensor) -> None:

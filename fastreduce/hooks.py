@@ -87,9 +87,9 @@ class CompressState:
         known = self._pipelines.get(bucket.index())
         if known is not None and [slot.name for slot in known.bucket.slots] == names:
             return known
-        if known is not None:  # every bucket changes at once
-            self._kept = saved_residuals.collect(list(self._pipelines.values()))
-            self._pipelines.clear()
+        if known is not None:  # with those behind it; those before it have stayed, and are under way
+            changed = [index for index in self._pipelines if index >= bucket.index()]
+            self._kept = saved_residuals.collect([self._pipelines.pop(index) for index in changed])
         buffer = bucket.buffer()
         specs = [
             ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device, matrix_rows(grad))

@@ -68,6 +68,48 @@ def test_residuals_are_saved_by_name_and_loaded(ranks2):
     assert ranks2.run(_residuals_survive) == [(True, True)] * 2
 
 
+class _InTwoDtypes(nn.Module):
+    """Torch's first buckets are one for each dtype; then the FP32 parameters get others, in the order of arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((900, torch.float32), (800, torch.float32), (700, torch.float32), (100_000, torch.float64))
+        self.values = nn.ParameterList([nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes])
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        return sum((self.values[i] * gradients[i]).sum() for i in (0, 2, 1, 3)) * 1.0
+
+
+def _owed_and_kept(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """By parameter, exact averages less those that were applied, and what this rank keeps."""
+    model = _InTwoDtypes()
+    ddp = TorchDDP(model, bucket_cap_mb=0.002)
+    state = CompressState("int8:error_feedback", named_parameters=model.named_parameters())
+    ddp.register_comm_hook(state, compress)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    short = [torch.zeros_like(value, dtype=torch.float64) for value in model.values]
+    for step in range(3):
+        of_ranks = [
+            [torch.randn(v.shape, generator=torch.Generator().manual_seed(step * 8 + r), dtype=v.dtype) for v in short]
+            for r in range(world_size)
+        ]
+        optimizer.zero_grad()
+        ddp(of_ranks[rank]).backward()
+        for total, value, *exact in zip(short, model.values, *of_ranks, strict=True):
+            total += sum(exact) / world_size - value.grad
+        optimizer.step()
+    kept = state.state_dict()["residuals"]
+    return short, [kept[f"values.{i}"] for i in range(len(short))]
+
+
+def test_a_bucket_that_stays_while_torch_lays_others_out_anew_keeps_its_residuals(ranks2):
+    results = ranks2.run(_owed_and_kept)
+    for i, short in enumerate(results[0][0]):
+        kept = torch.stack([of_rank[i].double() for _, of_rank in results]).mean(0)
+        assert kept.abs().max() > 1e-3
+        assert (short - kept).abs().max() < 1e-5, i
+
+
 def _refuses(rank: int, world_size: int) -> str:
     ddp = TorchDDP(_model())
     ddp.register_comm_hook("fp16", compress)

@@ -469,7 +469,9 @@ class GradientReducer:
         """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
 
         At the same world size training resumes bit for bit. At another, each rank gets the mean of the
-        old ranks' residuals. Every rank calls it.
+        old ranks' residuals. Every rank calls it. Another size of buckets than the saved one comes into force with the
+        next forward, as with `set_compression`: under error feedback with other bits than those of a training that
+        nothing interrupts, since what is kept of averages becomes part of the first stage.
 
         The schedule goes on where the state stopped, with what `set_compression` had set. A reducer that was
         constructed with another setting than the one that saved goes on under its own, from the state's step on; what

@@ -25,7 +25,7 @@ from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.whereabouts import in_other_call
 from ..transports.messages import gather_bytes
 from . import snapshot_file
-from .parts import load_into, state_of
+from .parts import load_into, refuse_sharded, state_of
 from .snapshot_file import OURS, State
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     Raises:
         SettingError: if a part is called `fastreduce`.
-        CheckpointError: on every rank, if one could not write, or if a value is of a type that
+        CheckpointError: on every rank, if one could not write, if a part is sharded, or if a value is of a type that
             `torch.load(weights_only=True)` refuses. What was on disk is still there.
         TransportError: if another rank does not call it within the timeout of the default group, or has ended.
     """
@@ -73,6 +73,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     def collect() -> tuple[str, State, bool]:
         states.update({name: state_of(part) for name, part in parts.items() if not isinstance(part, GradientReducer)})
+        for name, state in states.items():
+            refuse_sharded(name, state)
         reducers.update({name: reducer.state_dict() for name, reducer in _reducers(parts).items()})
         layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
         for layout in layouts.values():
@@ -148,7 +150,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
         SettingError: if a part cannot load a state.
         FileNotFoundError: on every rank, if rank 0 does not find the file.
         CheckpointError: on every rank, if the file or a residual file is truncated, corrupt or not there, or a
-            part is not in it. Nothing has been loaded then.
+            part is not in it, or only what one rank had of a sharded one. Nothing has been loaded then.
         TransportError: if another rank does not call it within the timeout of the default group, or has ended.
     """
     path = Path(path)
@@ -165,6 +167,8 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     missing = [name for name in wanted if name not in snapshot]
     if missing:
         raise CheckpointError(f"{path} has no part {missing[0]!r}; it has {', '.join(map(repr, snapshot))}")
+    for name in wanted:
+        refuse_sharded(f"{path}: {name}", snapshot[name])
 
     reducers = _reducers(parts)
     states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)

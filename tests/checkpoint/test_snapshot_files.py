@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from fastreduce import SettingError, load_checkpoint, save_checkpoint
+from fastreduce import CheckpointError, SettingError, load_checkpoint, save_checkpoint
 from tests.support.commands import PYTHON, run
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool, run_ranks
@@ -235,6 +236,34 @@ def test_bad_input_is_an_error_on_every_rank(ranks2: RankPool, tmp_path: Path):
 
 def _fail_to_load_parts(rank: int, world_size: int, path: Path, parts: Any) -> tuple[str, str, bool]:
     return _fail_to_load(rank, world_size, path, FEEDBACK, **parts)
+
+
+def _save_and_load_sharded(rank: int, world_size: int, path: Path) -> list[str]:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    said = []
+    for parts in ({"model": model}, {"epoch": 1, "optimizer": optimizer}):
+        with pytest.raises(CheckpointError) as caught:
+            save_checkpoint(path, **parts)
+        said.append(str(caught.value))
+    if rank == 0:
+        torch.save({"model": model.state_dict()}, path.with_name("old.pt"))
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path.with_name("old.pt"), model=model)
+    return [*said, str(caught.value)]
+
+
+def test_what_is_sharded_is_refused(ranks2: RankPool, tmp_path: Path):
+    """Rank 0 would write its own part of each parameter, and all ranks would load that."""
+    for saved, moments, loaded in ranks2.run(_save_and_load_sharded, tmp_path / "snapshot.pt"):
+        assert "model['weight'] is sharded, (Shard(dim=0),) of (4, 4)" in saved
+        assert "torch.distributed.checkpoint" in saved
+        assert "optimizer['state'][0]['momentum_buffer'] is sharded" in moments
+        assert f"{tmp_path / 'old.pt'}: model['weight'] is sharded" in loaded
+    assert [file.name for file in tmp_path.iterdir()] == ["old.pt"]
 
 
 def test_the_name_of_our_own_entry_is_taken(tmp_path: Path):

@@ -81,7 +81,9 @@ class CompressedReduceScatter:
         self._known = {i for wire in self.wires for i in wire.members}
 
     def kept(self) -> list[Kept]:
-        """What error feedback keeps, for each wire that has any."""
+        """What error feedback keeps, for each wire that has any, of all that is trained now; every rank calls it."""
+        if not self._known.issuperset(trained := self._group.trained):
+            self._learn(trained)
         members = self._group.members
         return [
             KeptOfRows(wire.feedback, wire.row.slots, [members[i] for i in wire.members], self._transport)

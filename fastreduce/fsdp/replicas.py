@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -70,7 +70,8 @@ class ReplicaAverage:
         self._known, self._dtype = {i for group in by_setting.values() for i in group}, dtype
 
     def kept(self) -> list[Kept]:
-        """What error feedback keeps, for each pipeline that has any."""
+        """What error feedback keeps, for each pipeline that has any, of all that is trained now."""
+        self._learn(self._group.trained, self._dtype)
         members = self._group.members
         return [
             KeptOfShards(pipeline.feedback, slots, [members[slot.parameter] for slot in slots], self._transport)
@@ -109,14 +110,17 @@ class ReplicaAverage:
             return
         if self._partial:
             self._group.call_after_backward(self._look_for_partial)
-        found = {*present, *self._group.trained}
-        if not self._known.issuperset(found) or shard.dtype is not self._dtype:
-            self._follower.end()
-            self._lay_out(sorted(self._known.union(found)), shard.dtype)
+        self._learn({*present, *self._group.trained}, shard.dtype)
         self._follower.begin(self._followed, present)
         self._average(dict(zip(present, shard.split(pieces), strict=True)))
         if self._group.divides_by is not None:
             shard *= self._transport.world_size
+
+    def _learn(self, found: Collection[int], dtype: torch.dtype) -> None:
+        """Where parameters have begun to require gradients, or have another dtype: lay buckets out for them."""
+        if not self._known.issuperset(found) or dtype is not self._dtype:
+            self._follower.end()
+            self._lay_out(sorted(self._known.union(found)), dtype)
 
     def forget(self) -> None:
         """An iteration is lost, and what has been added up in it."""

@@ -17,7 +17,7 @@ from fastreduce import SettingError
 from tests.support import tolerances
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
-from tests.support.sharded import One, batch, gradients, network, run_history, shard
+from tests.support.sharded import One, batch, gradients, mesh_of, network, run_history, shard
 
 EACH_WAY = {
     "scattered": {"reduce_scatter": "int8:error_feedback"},
@@ -180,6 +180,44 @@ def test_a_checkpoint_resumes_bit_for_bit(ranks2: RankPool, tmp_path: Path, opti
         assert_same_bits(its, parameters)
         assert_same_bits(theirs, residuals)
         assert any(bool(residual.any()) for residual in residuals.values())
+
+
+def _thawed(rank: int, world_size: int, path: str) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Residuals and parameters of a training that thaws a layer in mid-run, and of one that goes on from there."""
+    found = []
+    for resumes in (False, True):
+        model: Any = network()
+        model[0].requires_grad_(False)
+        mesh = mesh_of(2 if world_size == 4 else 1)
+        model = shard(model, mesh=mesh["shard"])
+        if world_size == 4:
+            reduction = fastreduce.fsdp.replicate(model, mesh["replicate"], "int8:error_feedback")
+        else:
+            reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
+        model[0].requires_grad_(resumes)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(2, 5) if resumes else range(5):
+            if step == 2:
+                state = {"model": model.state_dict(), "reduction": reduction}
+                (dcp.load if resumes else dcp.save)(state, checkpoint_id=path)
+            if step == 1:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        (kept,) = reduction.state_dict().values()
+        found.append([{name: each.full_tensor() for name, each in of.items()} for of in (kept, model.state_dict())])
+    return found[0], found[1]
+
+
+def test_what_was_thawed_before_a_checkpoint_is_loaded_has_its_residuals(
+    ranks2: RankPool, ranks4: RankPool, tmp_path: Path
+):
+    """The training that resumes is sharded and compressed as at its beginning, and thawed then."""
+    for pool in (ranks2, ranks4):
+        for saved, resumed in pool.run(_thawed, str(tmp_path / str(pool.world_size))):
+            assert saved[0]["0.weight"].any()
+            assert_same_bits(resumed, saved)
 
 
 def _saved(rank: int, world_size: int, path: str) -> dict[str, Tensor]:

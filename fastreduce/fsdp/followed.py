@@ -35,8 +35,8 @@ class Followed:
         """What was measured when they were stored, FP64 `[2, parameters]` (`norms_of`)."""
         return self._norms.clone()
 
-    def follow(self, present: Sequence[int]) -> None:
-        """The gradients of a message are stored."""
+    def follow(self, present: Sequence[int], late: bool) -> None:
+        """The gradients of a message are stored; `late`: by a backward that raised, so that some may be zeroed again."""
         grads = [member.parameter.grad for _, member in self._members]
         trained = set(self.group.trained).difference(present)
         self._absent = [k for k, (i, _) in enumerate(self._members) if i in trained]
@@ -50,6 +50,8 @@ class Followed:
             watched=not any(member.steps_in_backward for _, member in self._members),
             counted=False,
         )
+        if late:
+            self.feedback.throw_away(k for k, largest in enumerate(self._norms[0].tolist()) if not largest)
 
     def seen(self) -> Tensor | None:
         """What this rank knows of their averages, FP64 `[4, parameters]`: `ErrorFeedback.fates`, 1, and 1.
@@ -131,7 +133,7 @@ class Follower:
         device = group.device
         begins = backward != self._backward or any(each in self._reduced for each in followed)
         if begins:
-            self.end()  # what is there is of a backward that raised, or of this one
+            self.end(late=backward != self._backward)  # what is there is of a backward that raised, or of this one
             self.look()
             self._backward = backward
             self._reduced.clear()
@@ -145,11 +147,11 @@ class Follower:
         self._stored.update((each, list(present)) for each in followed)
 
     @torch.no_grad()
-    def end(self) -> None:
-        """All that was reduced has been stored."""
+    def end(self, late: bool = False) -> None:
+        """All that was reduced has been stored (`Followed.follow`)."""
         stored, self._stored = self._stored, {}
         if self._backward != NO_BACKWARD:
             self._backward = None
         for each, present in stored.items():
             each.group.wait_until_stored()
-            each.follow(present)
+            each.follow(present, late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fastreduce.fsdp
 from fastreduce import SettingError
 from tests.support import tolerances
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
-from tests.support.sharded import One, batch, gradients, mesh_of, network, run_history, shard
+from tests.support.sharded import Given, One, batch, gradients, mesh_of, network, run_history, shard
 
 EACH_WAY = {
     "scattered": {"reduce_scatter": "int8:error_feedback"},
@@ -109,6 +110,49 @@ def test_updates_by_hand_that_skip_what_is_not_finite(ranks2: RankPool):
         for off, kept in ranks2.run(_by_hand, setting):
             assert off < tolerances.APPLIED * 4 + 3 * rounded * kept and kept > 1e-3
             assert off > tolerances.APPLIED or not rounded
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("raises here")
+
+
+def _raised(rank: int, world_size: int, to_none: bool) -> float:
+    """By how much what was applied and is kept misses the sum of gradients, where a backward raises half-way."""
+    whole, steps = Given(), iter(range(3))
+    whole.parts["a"].register_forward_hook(lambda _, __, x: _Raises.apply(x) if next(steps) == 1 else None)
+    for part in whole.parts.values():
+        fully_shard(part)
+    model: Any = fully_shard(whole)
+    reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    given = torch.randn(3, world_size, 7, 20, generator=torch.Generator().manual_seed(3))
+    applied = torch.zeros(7, 20, dtype=torch.float64)
+    for step, of_ranks in enumerate(given):
+        loss = model(torch.zeros((), requires_grad=True), {"a": torch.ones(6, 50), "c": of_ranks[rank]})
+        with pytest.raises(RuntimeError, match="raises here") if step == 1 else nullcontext():
+            loss.backward()
+        average = gradients(model.parts["c"])["weight"]
+        if step == 1:
+            model.reset_iter_state()
+        else:
+            applied += average
+            optimizer.step()
+        assert average.any()
+        optimizer.zero_grad(set_to_none=to_none)
+    kept = reduction.state_dict()["reduce_scatter"]["parts.c.weight"].full_tensor()
+    return float((given[[0, 2]].double().mean(1).sum(0) - applied - kept).abs().max())
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this torch has no reset_iter_state")
+def test_a_backward_that_raised_half_way_loses_nothing(ranks2: RankPool):
+    for to_none in (True, False):
+        assert max(ranks2.run(_raised, to_none)) < tolerances.APPLIED * 4, to_none
 
 
 # Checkpoints

@@ -255,6 +255,11 @@ class Applied:
         """By slot, what was measured beside what was expected, and what `look` has seen; NaN where it saw nothing."""
         return list(self._rest), [math.nan if carried is None else carried for carried in self._carried]
 
+    def throw_away(self, positions: Iterable[int]) -> None:
+        """Gradients of these slots were zeroed before anybody looked, unless `put_fates` tells better."""
+        for i in positions:
+            self._carried[i] = 0.0
+
     def put_fates(self, rest: Sequence[Factor], carried: Sequence[Factor]) -> None:
         """Go by what others have measured and seen, but for NaN."""
         for mine, told in ((self._rest, rest), (self._carried, carried)):

@@ -273,6 +273,11 @@ class ErrorFeedback:
             return None
         return torch.stack([stack(row, self.turn.device) for row in self._applied.fates()])
 
+    def throw_away(self, positions: Iterable[int]) -> None:
+        """Averages that are followed were zeroed before (`Applied.throw_away`)."""
+        if self._applied is not None:
+            self._applied.throw_away(positions)
+
     def put_fates(self, fates: Tensor) -> None:
         """Go by what others know of them, as far as they do; NaN elsewhere."""
         if self._applied is not None:

@@ -128,8 +128,9 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     """Load a snapshot into `parts`; every rank calls it, after wrapping the model.
 
     Rank 0 reads the file and sends it to the others. At the world size of the snapshot training then goes on bit
-    for bit. At another, every rank gets the mean of the residuals, and keeps its own random states. Residuals of other
-    parameters are left out, with a warning in the log.
+    for bit. At another, every rank gets the mean of the residuals, and keeps its own random states. Where the wrapper
+    averages other parameters than the one that was saved (one is frozen, say), residuals, buckets and the schedule are
+    left out, all of them, with a warning in the log.
 
     The schedule of settings goes on too, with what `set_compression` had set. A model that was wrapped under another
     setting than the one that was saved goes on under its own, and what error feedback kept moves along, by the rule of
@@ -164,12 +165,14 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     wanted = {name: part for name, part in parts.items() if not isinstance(part, GradientReducer)}
     if len(wanted) == 1 and snapshot and all(isinstance(value, Tensor) for value in snapshot.values()):
         snapshot = dict.fromkeys(wanted, snapshot)  # a module's own state dict
-    missing = [name for name in wanted if name not in snapshot]
-    if missing:
-        raise CheckpointError(f"{path} has no part {missing[0]!r}; it has {', '.join(map(repr, snapshot))}")
-    for name in wanted:
-        refuse_sharded(f"{path}: {name}", snapshot[name])
 
+    def look_for_parts() -> None:
+        for name in wanted:
+            if name not in snapshot:
+                raise CheckpointError(f"{path} has no part {name!r}; it has {', '.join(map(repr, snapshot))}")
+            refuse_sharded(f"{path}: {name}", snapshot[name])
+
+    _on_all(f"reading {path}", look_for_parts)  # not every rank need load the same
     reducers = _reducers(parts)
     states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
     for reducer in reducers.values():
@@ -180,7 +183,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
         try:
             reducers[name].load_state_dict(state)
         except SettingError as error:
-            logger.warning("%s: residuals and buckets of %r are not loaded: %s", path, name, error)
+            logger.warning("%s: residuals, buckets and schedule of %r are not loaded: %s", path, name, error)
     if rng and len(ours["ranks"]) == _world_size() and not _is_elastic(parts):  # else all would draw alike
         _set_random_states(ours["ranks"][_rank()]["random"])
     return snapshot

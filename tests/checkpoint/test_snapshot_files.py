@@ -238,6 +238,17 @@ def _fail_to_load_parts(rank: int, world_size: int, path: Path, parts: Any) -> t
     return _fail_to_load(rank, world_size, path, FEEDBACK, **parts)
 
 
+def _fail_to_load_on_one(rank: int, world_size: int, path: Path) -> tuple[str, str, bool]:
+    return _fail_to_load(rank, world_size, path, FEEDBACK, **({"ema": nn.Linear(1, 1)} if rank else {}))
+
+
+def test_a_part_that_one_rank_alone_loads_and_is_not_there_is_an_error_on_all(ranks2: RankPool, tmp_path: Path):
+    ranks2.run(save, tmp_path / "snapshot.pt")
+    for name, text, changed in ranks2.run(_fail_to_load_on_one, tmp_path / "snapshot.pt"):
+        assert (name, changed) == ("CheckpointError", False)
+        assert text.startswith("rank 1, reading") and "no part 'ema'; it has 'model', 'optimizer'" in text
+
+
 def _save_and_load_sharded(rank: int, world_size: int, path: Path) -> list[str]:
     model: Any = fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -36,7 +36,7 @@ class Followed:
         return self._norms.clone()
 
     def follow(self, present: Sequence[int], late: bool) -> None:
-        """The gradients of a message are stored; `late`: by a backward that raised, so that some may be zeroed again."""
+        """The gradients of a message are stored; `late`: by a backward that raised, so some may be zeroed again."""
         grads = [member.parameter.grad for _, member in self._members]
         trained = set(self.group.trained).difference(present)
         self._absent = [k for k, (i, _) in enumerate(self._members) if i in trained]

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,16 @@ def _begin_behind(before: Pending, job: BucketJob) -> Finish:
     return job.begin()
 
 
+def _code_of(handler: Any) -> Any:
+    """What runs when it is called: of a function, of what a `partial` calls, or of an object's `__call__`."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    return getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
+
+
 def _is_of_signal(error: BaseException) -> bool:
     """Whether it is Ctrl-C, or what the handler of another signal raised."""
-    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    handlers = {_code_of(handler) for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)}
     frames = traceback.walk_tb(error.__traceback__)
     return not isinstance(error, Exception) or any(frame.f_code in handlers for frame, _ in frames)
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -132,6 +133,13 @@ def _preempt(*_: object) -> None:
     raise _Preempted
 
 
+class _Handlers:
+    """Handlers of a signal called one after the other, as Lightning has them."""
+
+    def __call__(self, *_: object) -> None:
+        partial(_preempt)()
+
+
 def _interrupted(rank: int, world_size: int, transport: str, handler: Any, path: str) -> None:
     """Rank 0 waits amid a two-shot for rank 1 when a signal comes; both save a snapshot."""
     ddp = wrap("ours", _Layers(), transport=transport, compression="fp16")
@@ -155,8 +163,14 @@ def _interrupted(rank: int, world_size: int, transport: str, handler: Any, path:
 
 @pytest.mark.parametrize(
     ("transport", "handler"),
-    [("gloo", signal.default_int_handler), ("shm", signal.default_int_handler), ("gloo", _preempt)],
-    ids=["Ctrl-C, gloo", "Ctrl-C, shm", "an exception, gloo"],
+    [
+        ("gloo", signal.default_int_handler),
+        ("shm", signal.default_int_handler),
+        ("gloo", _preempt),
+        ("gloo", partial(_preempt, "why")),
+        ("gloo", _Handlers()),
+    ],
+    ids=["Ctrl-C, gloo", "Ctrl-C, shm", "an exception, gloo", "a partial function's, gloo", "an object's, gloo"],
 )
 def test_after_an_interrupt_amid_a_collective_a_snapshot_can_be_saved(
     ranks2: RankPool, transport: str, handler: Any, tmp_path: Path

@@ -44,7 +44,8 @@ def main() -> None:
         os.execvp(name, sys.argv)
     try:
         _run(kind, name)
-    except KeyboardInterrupt:  # the launcher passed Ctrl-C on
+    except KeyboardInterrupt as error:  # the launcher passed Ctrl-C on, or this rank alone received it
+        sys.last_value = error
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
         if launched and end.code not in (None, 0):

@@ -213,6 +213,30 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, fate: s
     assert done.stderr == f"fastreduce launch: rank 1 {fate}\n"
 
 
+INTERRUPTED = """
+import signal, time, torch, torch.distributed as dist, fastreduce
+dist.init_process_group("gloo")
+ddp = fastreduce.DistributedDataParallel(torch.nn.Linear(2, 2))
+if dist.get_rank() == 1:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(2)  # until when it has introduced itself
+try:
+    while True:
+        ddp(torch.ones(1, 2)).sum().backward()
+        time.sleep(0.01)
+except fastreduce.TransportError as error:
+    print(error)
+    raise
+"""
+
+
+def test_a_rank_that_was_interrupted_alone_tells_the_others_so(tmp_path: Path):
+    path = tmp_path / "interrupted.py"
+    path.write_text(INTERRUPTED)
+    done = _run(*LAUNCH, "--nproc-per-node", "2", path)
+    assert re.search("^Rank 1 has ended, .*: it raised KeyboardInterrupt", done.stdout, re.MULTILINE), done.stdout
+
+
 @pytest.mark.parametrize(
     "how",
     [

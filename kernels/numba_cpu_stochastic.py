@@ -225,13 +225,18 @@ def _slots(slots: SlotTable, draws: Draws) -> tuple[Any, ...]:
 def _span(block: int) -> tuple[int, Tensor]:
     """As many elements, of whole blocks, as random bits are drawn for at a time, and where these are kept."""
     span = max(1, SPAN // block) * block
-    return span, stage(-(-span // BATCH) * BATCH // 8)
+    return span, _bits_of(span)
+
+
+def _bits_of(elements: int) -> Tensor:
+    """Where the random bits of so many elements are kept, a byte each: they are drawn by the batch."""
+    return stage(-(-elements // BATCH) * BATCH // 8)
 
 
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, draws: Draws) -> None:
     """Many tensors → one BF16 wire, scaled; padding becomes zero."""
     dtype = tensors[0].dtype if tensors else torch.float32
-    values, bits = stage(CHUNK // 2), stage(CHUNK // 8)
+    values, bits = stage(CHUNK // 2), _bits_of(CHUNK)
     _flatten(
         addresses(tensors),
         TAGS[dtype],
@@ -247,7 +252,7 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
 
 def reduce_shards(received: Tensor, shard: Tensor, scale: float, slots: SlotTable, draws: Draws) -> None:
     """world_size BF16 shards → their sum in rank order, scaled once."""
-    values, bits = stage(CHUNK // 2), stage(CHUNK // 8)
+    values, bits = stage(CHUNK // 2), _bits_of(CHUNK)
     _reduce_shards(
         rows(received),
         shard.data_ptr(),

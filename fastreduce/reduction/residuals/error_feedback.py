@@ -416,7 +416,7 @@ class ErrorFeedback:
 
     def _part_with(self, carried: set[int]) -> None:
         """Bring back the Q of slots whose averages are in `.grad` no more, and keep that of those that are."""
-        for i in self._idle:
+        for i in self._carried & self._idle:
             for rows in (self._first, self._second):
                 rows.blend(*self._place(i), *KEEP)  # the last R is that of the reduction before
         self._restore(set(self._carried))

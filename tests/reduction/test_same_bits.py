@@ -228,7 +228,7 @@ def _search_over(ranks: RankPool, names: Sequence[str], examples: int) -> None:
     search()
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("examples", [3, pytest.param(100, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
 def test_the_transport_does_not_tell(ranks: RankPool, examples: int):
     """Piece by piece in shared memory, or as wires over gloo."""
     _search_over(ranks, ("shm", "gloo"), examples)

@@ -13,7 +13,7 @@ from fastreduce import GradientReducer, SettingError
 from fastreduce.reduction import saved_residuals
 from tests.support.models import Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
 from tests.support.ranks import RankPool
-from tests.support.thread_ranks import in_threads, make_reducer, seeded
+from tests.support.thread_ranks import backward_of_step, in_threads, make_reducer, seeded
 
 FEEDBACK = "int8:error_feedback"
 
@@ -93,12 +93,7 @@ def states_of(world_size: int, setting: str = FEEDBACK) -> list[dict[str, Any]]:
         model = seeded(mlp)
         reducer = make_reducer(model, transport, setting)
         for step in range(4):
-            reducer.rebuild_buckets()
-            model.zero_grad()
-            output = model(batch(rank, step, 4, 20))
-            reducer.arm()
-            reducer.watch([output])
-            output.square().mean().backward()
+            backward_of_step(model, reducer, batch(rank, step, 4, 20))
         return reducer.state_dict()
 
     return in_threads(world_size, run)

@@ -31,7 +31,7 @@ from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
 from tests.support.models import SETTINGS, assert_same_bits, batch, wrap
 from tests.support.ranks import RankPool, message, with_time
-from tests.support.thread_ranks import in_threads, make_reducer, on_nodes, seeded
+from tests.support.thread_ranks import backward_of_step, in_threads, make_reducer, on_nodes, seeded
 
 FEEDBACK = "int8:error_feedback"
 FLAT = "int8:error_feedback,flat"
@@ -133,12 +133,7 @@ def _trained(rank: int, transport: Transport, states: list[Any] | None, setting:
         reducer.load_state_dict(own[0] if own else states)
     before = reducer.state_dict()
     for step in range(count):
-        reducer.rebuild_buckets()
-        model.zero_grad()
-        output = model(batch(rank, step, 4, 20))
-        reducer.arm()
-        reducer.watch([output])
-        output.square().mean().backward()
+        backward_of_step(model, reducer, batch(rank, step, 4, 20))
     return before, reducer.state_dict(), [p.grad.clone() for p in model.parameters()]
 
 
@@ -200,12 +195,7 @@ def _switched(rank: int, transport: Transport, cap: int, new: str) -> list[Tenso
         if step == 2:
             reducer.set_compression(new)
         reducer.switch_if_due()
-        reducer.rebuild_buckets()
-        model.zero_grad()
-        output = model(batch(rank, step, 4, 20))
-        reducer.arm()
-        reducer.watch([output])
-        output.square().mean().backward()
+        backward_of_step(model, reducer, batch(rank, step, 4, 20))
         found += [p.grad.clone() for p in model.parameters()]
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastreduce import Compression, GradientReducer
 from fastreduce.transports import Connected, Level, LocalTransport, Nodes, Transport, TwoLevelTransport, local_ranks
@@ -73,6 +73,16 @@ def make_reducer(model: nn.Module, transport: Transport, setting: str = "none", 
         Compression.parse(setting),
         **{"bucket_caps": [2000], **options},
     )
+
+
+def backward_of_step(model: nn.Module, reducer: GradientReducer, inputs: Tensor) -> None:
+    """A step up to averages in `.grad`."""
+    reducer.rebuild_buckets()
+    model.zero_grad()
+    output = model(inputs)
+    reducer.arm()
+    reducer.watch([output])
+    output.square().mean().backward()
 
 
 _seeding = threading.Lock()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from ..environment.signals import is_of_signal
 from ..errors import ReducerError, TransportError
 from .agreed_schedule import AgreedSchedule
 from .arrivals import Arrivals, weakly
@@ -46,20 +44,6 @@ def _begin_behind(before: Pending, job: BucketJob) -> Finish:
     """Begin a bucket's reduction if the one before has begun: ranks reduce them in one order."""
     before.begun()
     return job.begin()
-
-
-def _code_of(handler: Any) -> Any:
-    """What runs when it is called: of a function, of what a `partial` calls, or of an object's `__call__`."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    return getattr(handler, "__code__", None) or getattr(type(handler).__call__, "__code__", None)
-
-
-def _is_of_signal(error: BaseException) -> bool:
-    """Whether it is Ctrl-C, or what the handler of another signal raised."""
-    handlers = {_code_of(handler) for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)}
-    frames = traceback.walk_tb(error.__traceback__)
-    return not isinstance(error, Exception) or any(frame.f_code in handlers for frame, _ in frames)
 
 
 def _goes_well(function: Callable[[], object]) -> bool:
@@ -349,7 +333,7 @@ class Backward:
         Nobody knows how far that has come: made up for, it would meet another one of the peers.
         """
         transport = self._buckets.transport
-        if transport.world_size > 1 and _is_of_signal(error):
+        if transport.world_size > 1 and is_of_signal(error):
             transport.abort()
 
     def _collect(self, index: int) -> BucketJob:

@@ -127,6 +127,18 @@ def round_block(
     return types.void(types.int64, types.int64, tag, types.float32, types.float32, types.int64, types.int64, code), emit
 
 
+def _upper(builder: ir.IRBuilder, numbers: ir.Value, drawn: ir.Value, where: ir.Value) -> ir.Value:
+    """The upper halves of 32-bit numbers, to which random bits are added `where` that is so, without a sum of 32 bits."""
+    count = drawn.type.count
+    both = builder.bitcast(numbers, ir.VectorType(_I16, 2 * count))
+    lower, upper = (
+        builder.shuffle_vector(both, both, ir.Constant(ir.VectorType(_I32, count), list(range(half, 2 * count, 2))))
+        for half in (0, 1)
+    )
+    carry = builder.and_(builder.icmp_unsigned(">", lower, builder.not_(drawn)), where)
+    return builder.add(upper, builder.zext(carry, upper.type))
+
+
 def _liner(name: str, stream: bool) -> Callable[..., Any]:
     """An intrinsic that writes lines of BF16 numbers that random bits choose for elements times `scale`."""
 
@@ -136,15 +148,13 @@ def _liner(name: str, stream: bool) -> Callable[..., Any]:
     ) -> tuple[Any, Any]:  # fmt: skip
         def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
             to, source, _, count, scale, bits = args
-            integers = ir.VectorType(_I32, LINE_LANES)
             with cgutils.for_range(builder, builder.sdiv(count, _I64(LINE_LANES))) as loop:
                 index = builder.mul(loop.index, _I64(LINE_LANES))
                 value = _load(builder, source, tag, index, scale, LINE_LANES)
-                drawn = builder.zext(_drawn(builder, bits, index, LINE_LANES), integers)
-                number = builder.bitcast(value, integers)
-                nan = builder.or_(number, _all(_I32, 0x400000, LINE_LANES))
-                chosen = builder.select(builder.fcmp_unordered("uno", value, value), nan, builder.add(number, drawn))
-                upper = builder.trunc(builder.lshr(chosen, _all(_I32, 16, LINE_LANES)), ir.VectorType(_I16, LINE_LANES))
+                number = builder.bitcast(value, ir.VectorType(_I32, LINE_LANES))
+                # A NaN is a quiet one behind a multiplication.
+                is_number = builder.fcmp_ordered("ord", value, value)
+                upper = _upper(builder, number, _drawn(builder, bits, index, LINE_LANES), is_number)
                 store_line(builder, upper, element(builder, to, index, types.uint16), stream)
             return target.get_dummy_value()
 

@@ -128,7 +128,7 @@ def round_block(
 
 
 def _upper(builder: ir.IRBuilder, numbers: ir.Value, drawn: ir.Value, where: ir.Value) -> ir.Value:
-    """The upper halves of 32-bit numbers, to which random bits are added `where` that is so, without a sum of 32 bits."""
+    """The upper halves of 32-bit numbers plus random bits, `where` these are to be added; without a sum of 32 bits."""
     count = drawn.type.count
     both = builder.bitcast(numbers, ir.VectorType(_I16, 2 * count))
     lower, upper = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +18,13 @@ from .numba_cpu_elements import (
     MEMORY,
     convert,
     element,
-    folded,
     inlined,
     kernel,
     larger,
     load,
     load_byte,
     narrow,
+    part,
     prefetch,
     splat,
     store,
@@ -46,6 +45,8 @@ LANES = 32
 _FLOATS, _INTEGERS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _I32, _I8))
 _PAIRS = ir.VectorType(_I16, LANES // 2)
 _PACKED = ir.VectorType(_I8, LANES // 2)
+BLOCKS = 16  # whose scales are computed at once
+_OF_BLOCKS = ir.VectorType(_I32, BLOCKS)
 # x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
 _ROUNDER = ir.Constant(_FLOATS, [1.5 * 2**23] * LANES)
 _MOST = ir.Constant(_FLOATS, [7.0] * LANES)
@@ -72,79 +73,152 @@ def _decoded(builder: ir.IRBuilder, payload: ir.Value, index: ir.Value, unit: ir
     """32 elements times the scale."""
     at = element(builder, payload, builder.sdiv(index, _I64(2)), types.int8)
     pairs = builder.load(at, typ=_PACKED, align=ANYWHERE)
-    four = ir.Constant(_PACKED, [4] * (LANES // 2))
-    low, high = builder.ashr(builder.shl(pairs, four), four), builder.ashr(pairs, four)
-    places = [half * (LANES // 2) + pair for pair in range(LANES // 2) for half in (0, 1)]
-    codes = builder.shuffle_vector(low, high, ir.Constant(_INTEGERS, places))
+    both = builder.shuffle_vector(pairs, pairs, ir.Constant(_INTEGERS, [lane // 2 for lane in range(LANES)]))
+    upmost = builder.shl(builder.zext(both, _INTEGERS), ir.Constant(_INTEGERS, [28, 24] * (LANES // 2)))
+    codes = builder.ashr(upmost, ir.Constant(_INTEGERS, [28] * LANES))
     return builder.fmul(builder.sitofp(codes, _FLOATS), splat(builder, unit, LANES))
 
 
-@intrinsic
-def _gather(
-    _typing: Any, values: types.Type, source: types.Type, tag: types.Type,
-    scale: types.Type, old: types.Type, block: types.Type,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Write a block times `scale`, plus the residuals if there are any, as FP32; its largest magnitude's bits.
+def _largest(
+    builder: ir.IRBuilder, source: ir.Value, tag: types.Type, scale: ir.Value, old: ir.Value, values: ir.Value | None,
+    block: ir.Value,
+) -> ir.Value:  # fmt: skip
+    """The largest magnitude's bits in each of 16 parts of a block times `scale`, plus residuals, which go to `values`.
 
-    The last of them is 1 if an element with a plus has that magnitude, but for the last bit, else 0.
+    The last of the bits is 1 if an element with a plus has that magnitude, but for the last bit, else 0.
     """
+    largest = cgutils.alloca_once_value(builder, ir.Constant(_OF_BLOCKS, None))
+    builder.store(ir.Constant(_OF_BLOCKS, None), largest)
 
-    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        values, source, _, scale, old, block = args
-        largest = cgutils.alloca_once_value(builder, ir.Constant(_INTEGERS, None))
-
-        def gather(index: ir.Value, with_old: bool) -> None:
-            for line in range(0, LANES * MEMORY[tag][1], LINE):
-                prefetch(builder, element(builder, builder.add(source, _I64(AHEAD + line)), index, tag))
-            value = builder.fmul(_load(builder, source, tag, index), splat(builder, scale, LANES))
-            if with_old:
-                value = builder.fadd(value, _load(builder, old, types.float32, index))
+    def gather(index: ir.Value, with_old: bool) -> None:
+        for line in range(0, LANES * MEMORY[tag][1], LINE):
+            prefetch(builder, element(builder, builder.add(source, _I64(AHEAD + line)), index, tag))
+        value = builder.fmul(_load(builder, source, tag, index), splat(builder, scale, LANES))
+        if with_old:
+            value = builder.fadd(value, _load(builder, old, types.float32, index))
+        if values is not None:
             _store(builder, value, values, index)
-            bits = builder.bitcast(value, _INTEGERS)
-            plus = builder.lshr(builder.not_(bits), ir.Constant(_INTEGERS, [31] * LANES))
-            key = builder.or_(builder.and_(bits, ir.Constant(_INTEGERS, [0x7FFFFFFE] * LANES)), plus)
-            builder.store(larger(builder, key, builder.load(largest)), largest)
+        bits = builder.bitcast(value, _INTEGERS)
+        plus = builder.lshr(builder.not_(bits), ir.Constant(_INTEGERS, [31] * LANES))
+        key = builder.or_(builder.and_(bits, ir.Constant(_INTEGERS, [0x7FFFFFFE] * LANES)), plus)
+        for half in (0, BLOCKS):
+            builder.store(larger(builder, part(builder, key, half, BLOCKS), builder.load(largest)), largest)
 
+    if values is None:
+        _each(builder, block, lambda index: gather(index, False))
+    else:
         with builder.if_else(builder.icmp_signed("==", old, _I64(0))) as (without, also):
             with without:
                 _each(builder, block, lambda index: gather(index, False))
             with also:
                 _each(builder, block, lambda index: gather(index, True))
-        return folded(builder, builder.load(largest), partial(larger, builder))
-
-    return types.int32(types.int64, types.int64, tag, types.float32, types.int64, types.int64), emit
+    return builder.load(largest)
 
 
-def _packer(name: str, keeps: bool, stream: bool) -> Callable[..., Any]:
-    """An intrinsic that writes a block of FP32 values times `inverse`, rounded; and, if it `keeps`, what was lost."""
+def _largest_of_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
+    """The largest number of each of 16 vectors, in the order of these."""
+    width = BLOCKS
+    while len(vectors) > 1:
+        starts = range(0, BLOCKS * 2, width)
+        halves = [
+            ir.Constant(_OF_BLOCKS, [start + half + lane for start in starts for lane in range(width // 2)])
+            for half in (0, width // 2)
+        ]
+        vectors = [
+            larger(builder, *(builder.shuffle_vector(*pair, places) for places in halves))
+            for pair in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        width //= 2
+    return vectors[0]
+
+
+def _pack(builder: ir.IRBuilder, payload: ir.Value, index: ir.Value, value: ir.Value, inverse: ir.Value) -> ir.Value:
+    """Write 32 values times `inverse`, rounded; these, on top of `_ROUNDER`."""
+    steps = builder.fmul(value, splat(builder, inverse, LANES))
+    steps = builder.select(builder.fcmp_ordered("<", steps, _MOST), steps, _MOST)
+    rounded = builder.fadd(steps, _ROUNDER)
+    pairs = builder.bitcast(builder.trunc(builder.bitcast(rounded, _INTEGERS), _BYTES), _PAIRS)
+    low = builder.and_(pairs, ir.Constant(_PAIRS, [0x0F] * (LANES // 2)))
+    high = builder.lshr(pairs, ir.Constant(_PAIRS, [4] * (LANES // 2)))
+    high = builder.and_(high, ir.Constant(_PAIRS, [0xF0] * (LANES // 2)))
+    at = element(builder, payload, builder.sdiv(index, _I64(2)), types.int8)
+    builder.store(builder.trunc(builder.or_(low, high), _PACKED), at, align=ANYWHERE)
+    return rounded
+
+
+def _units(builder: ir.IRBuilder, largest: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The scales of 16 blocks, 1 over each, and which are not finite: these have NaN and 0."""
+
+    def all_of(number: float, kind: ir.Type = _I32) -> ir.Constant:
+        return ir.Constant(ir.VectorType(kind, BLOCKS), [number] * BLOCKS)
+
+    floats = ir.VectorType(_FLOAT, BLOCKS)
+    odd = builder.icmp_signed(">=", largest, all_of(INFINITY_BITS))
+    tiny = builder.icmp_signed("<", largest, all_of(TINY_BITS))
+    eighth = builder.and_(builder.sub(largest, all_of(THREE)), all_of(UPPER_HALF))
+    unit = builder.or_(eighth, builder.shl(largest, all_of(31)))
+    unit = builder.bitcast(builder.select(tiny, all_of(0), unit), floats)
+    unit = builder.select(odd, all_of(float("nan"), _FLOAT), unit)
+    inverse = builder.fdiv(all_of(1.0, _FLOAT), unit)
+    return unit, builder.select(builder.or_(odd, tiny), all_of(0.0, _FLOAT), inverse), odd
+
+
+def _encoder(name: str, keeps: bool, stream: bool) -> Callable[..., Any]:
+    """An intrinsic that encodes up to 16 blocks, and stores what was lost if it `keeps` it; which are not finite."""
 
     def define(
-        _typing: Any, payload: types.Type, values: types.Type, block: types.Type,
-        inverse: types.Type, unit: types.Type, new: types.Type,
+        _typing: Any, source: types.Type, tag: types.Type, blocks: types.Type, scale: types.Type, old: types.Type,
+        new: types.Type, values: types.Type, block: types.Type, payload: types.Type, scale_at: types.Type,
     ) -> tuple[Any, Any]:  # fmt: skip
-        def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            payload, values, block, inverse, unit, new = args
+        def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+            source, _, blocks, scale, old, new, values, block, payload, scale_at = args
+            found, units, inverses = (
+                builder.inttoptr(builder.ptrtoint(cgutils.alloca_once(builder, kind), _I64), ir.PointerType())
+                for kind in (ir.ArrayType(_OF_BLOCKS, BLOCKS), *[ir.VectorType(_FLOAT, BLOCKS)] * 2)
+            )
 
-            def pack(index: ir.Value) -> None:
-                value = _load(builder, values, types.float32, index)
-                steps = builder.fmul(value, splat(builder, inverse, LANES))
-                steps = builder.select(builder.fcmp_ordered("<", steps, _MOST), steps, _MOST)
-                rounded = builder.fadd(steps, _ROUNDER)
-                pairs = builder.bitcast(builder.trunc(builder.bitcast(rounded, _INTEGERS), _BYTES), _PAIRS)
-                low = builder.and_(pairs, ir.Constant(_PAIRS, [0x0F] * (LANES // 2)))
-                high = builder.lshr(pairs, ir.Constant(_PAIRS, [4] * (LANES // 2)))
-                high = builder.and_(high, ir.Constant(_PAIRS, [0xF0] * (LANES // 2)))
-                at = element(builder, payload, builder.sdiv(index, _I64(2)), types.int8)
-                builder.store(builder.trunc(builder.or_(low, high), _PACKED), at, align=ANYWHERE)
-                if keeps:
-                    sent = builder.fmul(builder.fsub(rounded, _ROUNDER), splat(builder, unit, LANES))
-                    lost = builder.fsub(value, sent)
-                    store_line(builder, lost, element(builder, new, index, types.float32), stream)
+            def nth(array: ir.Value, number: ir.Value, kind: ir.Type) -> ir.Value:
+                return builder.gep(array, [number], source_etype=kind)
 
-            _each(builder, block, pack)
-            return target.get_dummy_value()
+            with cgutils.for_range(builder, blocks) as loop:
+                start = builder.mul(loop.index, block)
+                from_ = builder.add(source, builder.mul(start, _I64(MEMORY[tag][1])))
+                of_old, to = (builder.add(at, builder.mul(start, _I64(4))) for at in (old, values))
+                of_old = builder.select(builder.icmp_signed("==", old, _I64(0)), old, of_old)
+                largest = _largest(builder, from_, tag, scale, of_old, to if keeps else None, block)
+                builder.store(largest, nth(found, loop.index, _OF_BLOCKS))
+            with cgutils.for_range(builder, _I64(BLOCKS), start=blocks) as loop:
+                builder.store(ir.Constant(_OF_BLOCKS, None), nth(found, loop.index, _OF_BLOCKS))
+            each = [builder.load(nth(found, _I64(number), _OF_BLOCKS), typ=_OF_BLOCKS) for number in range(BLOCKS)]
+            unit_of, inverse_of, odd = _units(builder, _largest_of_each(builder, each))
+            builder.store(unit_of, units)
+            builder.store(inverse_of, inverses)
+            odd = builder.bitcast(odd, _I16)
 
-        signature = types.void(*[types.int64] * 3, *[types.float32] * 2, types.int64)
+            with cgutils.for_range(builder, blocks) as loop:
+                start = builder.mul(loop.index, block)
+                unit = builder.load(nth(units, loop.index, _FLOAT), typ=_FLOAT)
+                inverse = builder.load(nth(inverses, loop.index, _FLOAT), typ=_FLOAT)
+                upper = builder.trunc(builder.lshr(builder.bitcast(unit, _I32), _I32(16)), _I16)
+                builder.store(upper, element(builder, scale_at, loop.index, types.uint16), align=ANYWHERE)
+                from_ = builder.add(source, builder.mul(start, _I64(MEMORY[tag][1])))
+                held, lost_to = (builder.add(at, builder.mul(start, _I64(4))) for at in (values, new))
+                to = builder.add(payload, builder.sdiv(start, _I64(2)))
+
+                def pack(index: ir.Value) -> None:
+                    if not keeps:
+                        value = builder.fmul(_load(builder, from_, tag, index), splat(builder, scale, LANES))
+                        _pack(builder, to, index, value, inverse)
+                        return
+                    value = _load(builder, held, types.float32, index)
+                    sent = builder.fsub(_pack(builder, to, index, value, inverse), _ROUNDER)
+                    lost = builder.fsub(value, builder.fmul(sent, splat(builder, unit, LANES)))
+                    store_line(builder, lost, element(builder, lost_to, index, types.float32), stream)
+
+                _each(builder, block, pack)
+            return builder.zext(odd, _I32)
+
+        signature = types.int32(types.int64, tag, types.int64, types.float32, *[types.int64] * 6)
         return signature, emit
 
     define.__name__ = name
@@ -152,9 +226,9 @@ def _packer(name: str, keeps: bool, stream: bool) -> Callable[..., Any]:
     return defined
 
 
-_pack = _packer("pack", keeps=False, stream=False)
-_pack_and_keep = _packer("pack_and_keep", keeps=True, stream=False)
-_pack_and_stream = _packer("pack_and_stream", keeps=True, stream=True)
+_encode = _encoder("encode", keeps=False, stream=False)
+_encode_and_keep = _encoder("encode_and_keep", keeps=True, stream=False)
+_encode_and_stream = _encoder("encode_and_stream", keeps=True, stream=True)
 
 
 def _spreader(name: str, stream: bool) -> Callable[..., Any]:
@@ -223,12 +297,15 @@ def decode_int4(to, tag, payload, count, block, unit, stream):
 
 
 @kernel
-def encode_int4(source, tag, count, scale, old, new, values, block, payload, scale_at, stream):
-    """Encode the `count` elements at `source` times `scale`, plus the residuals at `old`; whether all are finite.
+def encode_int4(source, tag, blocks, count, scale, old, new, values, block, payload, scale_at, stream):
+    """Encode up to 16 blocks of `count` elements at `source` times `scale`, plus the residuals at `old`.
 
-    `values` is scratch for a block, `new` where what was lost belongs; it and `old` may be 0.
+    `values` is scratch for the blocks, `new` where what was lost belongs; it and `old` may be 0. Fewer elements than
+    `blocks` have are of one block.
+
+    Returns: bits, of which the first block's is the lowest: 1 where a block is not finite.
     """
-    if count < block:
+    if count < blocks * block:
         for index in range(block):
             value = ZERO
             if index < count:
@@ -236,27 +313,21 @@ def encode_int4(source, tag, count, scale, old, new, values, block, payload, sca
                 if old:
                     value += load(old, index, FP32)
             store(values, index, FP32, value)
-        largest = _gather(values, values, FP32, ONE, 0, block)
-    else:
-        largest = _gather(values, source, tag, scale, old, block)
-
-    if largest >= INFINITY_BITS:
-        store(scale_at, 0, BF16, NAN)
-        for index in range(block >> 1):
-            store(payload, index, INT8, np.int32(0))
         if new:
-            convert(new, FP32, old, FP32, block, ONE, stream)
-        return False
-    unit = inverse = ZERO
-    if largest >= TINY_BITS:
-        eighth = np.int32((largest - THREE) & UPPER_HALF).view(np.float32)
-        unit = -eighth if largest & 1 else eighth
-        inverse = ONE / unit
-    store(scale_at, 0, BF16, unit)
-    if not new:
-        _pack(payload, values, block, inverse, unit, new)
+            odd = _encode_and_keep(values, FP32, 1, ONE, 0, new, values, block, payload, scale_at)
+        else:
+            odd = _encode(values, FP32, 1, ONE, 0, 0, 0, block, payload, scale_at)
+    elif not new:
+        odd = _encode(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at)
     elif stream and new % LINE == 0:
-        _pack_and_stream(payload, values, block, inverse, unit, new)
+        odd = _encode_and_stream(source, tag, blocks, scale, old, new, values, block, payload, scale_at)
     else:
-        _pack_and_keep(payload, values, block, inverse, unit, new)
-    return True
+        odd = _encode_and_keep(source, tag, blocks, scale, old, new, values, block, payload, scale_at)
+    if odd:
+        for number in range(blocks):
+            if odd >> number & 1:
+                for index in range(block >> 1):
+                    store(payload, number * (block >> 1) + index, INT8, np.int32(0))
+                if new:
+                    convert(new + number * block * 4, FP32, old + number * block * 4, FP32, block, ONE, stream)
+    return odd

@@ -31,7 +31,7 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
-from .numba_cpu_int4 import decode_int4, encode_int4
+from .numba_cpu_int4 import BLOCKS, decode_int4, encode_int4
 from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, flags_of, zero
@@ -101,6 +101,12 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
     return True
 
 
+@inlined
+def _run_of(elements, blocks, block, code):
+    """How many blocks, of which so many elements and blocks follow each other in memory, are encoded at once."""
+    return max(1, min(elements // block, blocks, BLOCKS)) if bits_of(code) == 4 else 1
+
+
 @kernel
 def quantize_blocks(
     tensors,
@@ -124,32 +130,34 @@ def quantize_blocks(
 
     `elements`: of a row of residuals.
     """
-    slot, width = slot_at(offsets, start), block * bits_of(code) // 8
-    old_values, new_values = values + block * 4, values + block * 8
+    slot, width, group = slot_at(offsets, start), block * bits_of(code) // 8, group_of(block)
+    old_values, new_values = values + group * block * 4, values + 2 * group * block * 4
     to_row = stream and size_of(kept) == 4
     scale_at = payload + blocks * width
-    first, group = start // block, group_of(block)
-    for begin in range(first, first + blocks, group):
-        end, new_at = min(begin + group, first + blocks), new_values
-        for number in range(begin, end):
+    number, last = start // block, start // block + blocks
+    while number < last:
+        begin, end, new_at = number, min(number + group, last), new_values
+        while number < end:
             start = number * block
             while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
                 slot += 1
             source = count = 0
             if slot < len(tensors) and offsets[slot] <= start:
                 source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
-                count = min(block, offsets[slot] + numels[slot] - start)
-            old = old_residuals(residual, number, block, elements, old_values, kept)
+                count = offsets[slot] + numels[slot] - start
+            run = _run_of(count, end - number, block, code)
+            count = min(count, run * block)
+            old = old_residuals(residual, number, run, block, elements, old_values, kept)
             new = new_residuals(new_residual, number, block, new_at, kept)
-            if bits_of(code) == 8:
-                prefetch_block(source, block * size_of(tag))
             if bits_of(code) == 4:
-                encode_int4(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row)
+                encode_int4(source, tag, run, count, ONE, old, new, values, block, payload, scale_at, to_row)
             else:
+                prefetch_block(source, block * size_of(tag))
                 _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row, code)
-            payload += width
-            scale_at += size_of(scale_tag)
-            new_at += block * 4
+            payload += run * width
+            scale_at += run * size_of(scale_tag)
+            new_at += run * block * 4
+            number += run
         keep_residuals(new_residual, begin, end - begin, block, elements, new_values, kept)
     return scale_at
 
@@ -254,28 +262,42 @@ def reduce_blocks(
 
     `elements`: of a row of residuals.
     """
-    total, old_values, new_values = values + block * 4, values + block * 8, values + block * 12
-    to_row = stream and size_of(kept) == 4
     width, group = block * bits_of(code) // 8, group_of(block)
+    scratch = group * block * 4
+    total, old_values, new_values = values + scratch, values + 2 * scratch, values + 3 * scratch
+    to_row = stream and size_of(kept) == 4
     for begin in range(0, blocks, group):
-        end, new_at = min(begin + group, blocks), new_values
-        for at in range(begin, end):
+        end, new_at, at = min(begin + group, blocks), new_values, begin
+        while at < end:
             number, payload = first + at, at * width
             scale_at = blocks * width + at * size_of(scale_tag)
-            for rank in range(len(terms)):
-                unit = load(terms[rank] + scale_at, 0, scale_tag)
-                add_block(total, terms[rank] + payload, block, unit, code, rank == 0)
+            run = _run_of((flag_block - number) * block, end - at, block, code)
+            for index in range(run):
+                for rank in range(len(terms)):
+                    unit = load(terms[rank] + scale_at, index, scale_tag)
+                    block_at = terms[rank] + payload + index * width
+                    add_block(total + index * block * 4, block_at, block, unit, code, rank == 0)
             to, to_scale = shard + payload, shard + scale_at
             new = new_residuals(new_residual, number, block, new_at, kept)
-            new_at += block * 4
+            new_at += run * block * 4
+            at += run
             if number < flag_block:
-                old = old_residuals(residual, number, block, elements, old_values, kept)
-                if not _encode_sum(total, scale, old, new, values, block, to, to_scale, to_row, code):
-                    average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
-                    _encode_sum(total, ONE, old, new, values, block, to, to_scale, to_row, code)
+                old = old_residuals(residual, number, run, block, elements, old_values, kept)
+                odd = _encode_sum(total, run, scale, old, new, values, block, to, to_scale, to_row, code)
+                for index in range(run):
+                    if odd >> index & 1:
+                        place = index * block * 4
+                        average_of_blocks(
+                            terms, payload + index * width, scale_at + index * size_of(scale_tag), block, scale, spare,
+                            total, code, scale_tag,
+                        )  # fmt: skip
+                        _encode_sum(
+                            total, 1, ONE, old + place if old else 0, new + place if new else 0, values, block,
+                            to + index * width, to_scale + index * size_of(scale_tag), to_row, code,
+                        )  # fmt: skip
                 continue
             flags_of(total, block)
-            _encode_sum(total, ONE, 0, 0, values, block, to, to_scale, False, code)
+            _encode_sum(total, run, ONE, 0, 0, values, block, to, to_scale, False, code)
             if new:
                 zero(new, new + block * 4)
         keep_residuals(new_residual, first + begin, end - begin, block, elements, new_values, kept)
@@ -309,10 +331,13 @@ def _reduce_quantized(
 
 
 @inlined
-def _encode_sum(total, scale, old, new, values, block, payload, scale_at, stream, code):
+def _encode_sum(total, blocks, scale, old, new, values, block, payload, scale_at, stream, code):
+    # Returns bits, 1 where a block is not finite.
     if bits_of(code) == 4:
-        return encode_int4(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream)
-    return _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream, code)
+        count = blocks * block
+        return encode_int4(total, FP32, blocks, count, scale, old, new, values, block, payload, scale_at, stream)
+    finite = _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream, code)
+    return np.int32(0 if finite else 1)
 
 
 def quantize(

@@ -84,18 +84,19 @@ def _unit_of(byte):
 
 
 @inlined
-def old_residuals(row, number, block, elements, scratch, kept):
-    """Where the residuals of a block of a row are as FP32: there, or in scratch; 0 of no row."""
-    start = number * block
+def old_residuals(row, number, blocks, block, elements, scratch, kept):
+    """Where the residuals of blocks of a row are as FP32: there, or in scratch; 0 of no row."""
     if not row:
         return 0
+    start = number * block
     if size_of(kept) == 4:
         return row + start * 4
     if size_of(kept) == 2:
-        convert_block(scratch, FP32, row + start * 2, BF16, block, ONE)
+        convert_block(scratch, FP32, row + start * 2, BF16, blocks * block, ONE)
     else:
-        unit = _unit_of(load_byte(row + elements, number))
-        convert_block(scratch, FP32, row + start, INT8, block, unit)
+        for index in range(blocks):
+            unit = _unit_of(load_byte(row + elements, number + index))
+            convert_block(scratch + index * block * 4, FP32, row + start + index * block, INT8, block, unit)
     return scratch
 
 
@@ -146,8 +147,8 @@ def group_of(block):
 
 
 def scratch_for(block: int) -> Tensor:
-    """Scratch for three FP32 blocks, and for what is lost of a group of blocks."""
-    return stage((3 + max(1, GROUP // block)) * block // 2)
+    """Scratch for four groups of FP32 blocks."""
+    return stage(4 * max(1, GROUP // block) * block // 2)
 
 
 def rows_of(residuals: Tensor | None, turn: Tensor | None) -> tuple[int, int, Any]:

@@ -16,6 +16,7 @@ from .numba_cpu_elements import (
     ANYWHERE,
     LINE,
     MEMORY,
+    bits_of,
     convert,
     element,
     inlined,
@@ -31,6 +32,8 @@ from .numba_cpu_elements import (
     store_line,
     widen,
 )
+from .numba_cpu_stochastic_vectors import drawn_bits, whole
+from .reference_stochastic import LARGEST_INT4_SCALE, RECIPROCAL_7
 
 INT4 = np.uint32(0)  # the tag of two elements a byte
 
@@ -81,14 +84,13 @@ def _decoded(builder: ir.IRBuilder, payload: ir.Value, index: ir.Value, unit: ir
 
 def _largest(
     builder: ir.IRBuilder, source: ir.Value, tag: types.Type, scale: ir.Value, old: ir.Value, values: ir.Value | None,
-    block: ir.Value,
+    block: ir.Value, signed: bool,
 ) -> ir.Value:  # fmt: skip
     """The largest magnitude's bits in each of 16 parts of a block times `scale`, plus residuals, which go to `values`.
 
-    The last of the bits is 1 if an element with a plus has that magnitude, but for the last bit, else 0.
+    `signed`, the last of the bits is 1 if an element with a plus has that magnitude, but for the last bit, else 0.
     """
     largest = cgutils.alloca_once_value(builder, ir.Constant(_OF_BLOCKS, None))
-    builder.store(ir.Constant(_OF_BLOCKS, None), largest)
 
     def gather(index: ir.Value, with_old: bool) -> None:
         for line in range(0, LANES * MEMORY[tag][1], LINE):
@@ -99,8 +101,10 @@ def _largest(
         if values is not None:
             _store(builder, value, values, index)
         bits = builder.bitcast(value, _INTEGERS)
-        plus = builder.lshr(builder.not_(bits), ir.Constant(_INTEGERS, [31] * LANES))
-        key = builder.or_(builder.and_(bits, ir.Constant(_INTEGERS, [0x7FFFFFFE] * LANES)), plus)
+        key = builder.and_(bits, ir.Constant(_INTEGERS, [0x7FFFFFFE if signed else 0x7FFFFFFF] * LANES))
+        if signed:
+            plus = builder.lshr(builder.not_(bits), ir.Constant(_INTEGERS, [31] * LANES))
+            key = builder.or_(key, plus)
         for half in (0, BLOCKS):
             builder.store(larger(builder, part(builder, key, half, BLOCKS), builder.load(largest)), largest)
 
@@ -132,46 +136,61 @@ def _largest_of_each(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value
     return vectors[0]
 
 
-def _pack(builder: ir.IRBuilder, payload: ir.Value, index: ir.Value, value: ir.Value, inverse: ir.Value) -> ir.Value:
-    """Write 32 values times `inverse`, rounded; these, on top of `_ROUNDER`."""
-    steps = builder.fmul(value, splat(builder, inverse, LANES))
-    steps = builder.select(builder.fcmp_ordered("<", steps, _MOST), steps, _MOST)
-    rounded = builder.fadd(steps, _ROUNDER)
-    pairs = builder.bitcast(builder.trunc(builder.bitcast(rounded, _INTEGERS), _BYTES), _PAIRS)
+def _pack(builder: ir.IRBuilder, payload: ir.Value, index: ir.Value, codes: ir.Value) -> None:
+    """Write the lower halves of 32 bytes."""
+    pairs = builder.bitcast(codes, _PAIRS)
     low = builder.and_(pairs, ir.Constant(_PAIRS, [0x0F] * (LANES // 2)))
     high = builder.lshr(pairs, ir.Constant(_PAIRS, [4] * (LANES // 2)))
     high = builder.and_(high, ir.Constant(_PAIRS, [0xF0] * (LANES // 2)))
     at = element(builder, payload, builder.sdiv(index, _I64(2)), types.int8)
     builder.store(builder.trunc(builder.or_(low, high), _PACKED), at, align=ANYWHERE)
-    return rounded
 
 
-def _units(builder: ir.IRBuilder, largest: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _rounded(builder: ir.IRBuilder, value: ir.Value, inverse: ir.Value) -> ir.Value:
+    """32 values times `inverse`, rounded, on top of `_ROUNDER`."""
+    steps = builder.fmul(value, splat(builder, inverse, LANES))
+    steps = builder.select(builder.fcmp_ordered("<", steps, _MOST), steps, _MOST)
+    return builder.fadd(steps, _ROUNDER)
+
+
+def _units(builder: ir.IRBuilder, largest: ir.Value, signed: bool) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The scales of 16 blocks, 1 over each, and which are not finite: these have NaN and 0."""
 
-    def all_of(number: float, kind: ir.Type = _I32) -> ir.Constant:
+    def all_of(number: Any, kind: ir.Type = _I32) -> ir.Constant:
         return ir.Constant(ir.VectorType(kind, BLOCKS), [number] * BLOCKS)
 
     floats = ir.VectorType(_FLOAT, BLOCKS)
     odd = builder.icmp_signed(">=", largest, all_of(INFINITY_BITS))
     tiny = builder.icmp_signed("<", largest, all_of(TINY_BITS))
-    eighth = builder.and_(builder.sub(largest, all_of(THREE)), all_of(UPPER_HALF))
-    unit = builder.or_(eighth, builder.shl(largest, all_of(31)))
-    unit = builder.bitcast(builder.select(tiny, all_of(0), unit), floats)
-    unit = builder.select(odd, all_of(float("nan"), _FLOAT), unit)
-    inverse = builder.fdiv(all_of(1.0, _FLOAT), unit)
-    return unit, builder.select(builder.or_(odd, tiny), all_of(0.0, _FLOAT), inverse), odd
+    one = all_of(1.0, _FLOAT)
+    if signed:
+        eighth = builder.and_(builder.sub(largest, all_of(THREE)), all_of(UPPER_HALF))
+        unit = builder.bitcast(builder.or_(eighth, builder.shl(largest, all_of(31))), floats)
+        inverse = builder.fdiv(one, unit)
+    else:
+        absmax = builder.bitcast(largest, floats)
+        seventh = builder.bitcast(builder.fmul(absmax, all_of(RECIPROCAL_7, _FLOAT)), _OF_BLOCKS)
+        unit = builder.bitcast(builder.and_(builder.add(seventh, all_of(0xFFFF)), all_of(UPPER_HALF)), floats)
+        most = all_of(LARGEST_INT4_SCALE, _FLOAT)
+        large = builder.fcmp_ordered(">", unit, most)
+        dividend = builder.select(large, all_of(7.0, _FLOAT), one)
+        inverse = builder.fdiv(dividend, builder.select(large, absmax, unit))
+        unit = builder.select(large, most, unit)
+    nothing = all_of(0.0, _FLOAT)
+    unit = builder.select(odd, all_of(float("nan"), _FLOAT), builder.select(tiny, nothing, unit))
+    return unit, builder.select(builder.or_(odd, tiny), nothing, inverse), odd
 
 
-def _encoder(name: str, keeps: bool, stream: bool) -> Callable[..., Any]:
+def _encoder(name: str, *, keeps: bool = False, stream: bool = False, by_chance: bool = False) -> Callable[..., Any]:
     """An intrinsic that encodes up to 16 blocks, and stores what was lost if it `keeps` it; which are not finite."""
 
     def define(
         _typing: Any, source: types.Type, tag: types.Type, blocks: types.Type, scale: types.Type, old: types.Type,
         new: types.Type, values: types.Type, block: types.Type, payload: types.Type, scale_at: types.Type,
+        bits: types.Type,
     ) -> tuple[Any, Any]:  # fmt: skip
         def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            source, _, blocks, scale, old, new, values, block, payload, scale_at = args
+            source, _, blocks, scale, old, new, values, block, payload, scale_at, bits = args
             found, units, inverses = (
                 builder.inttoptr(builder.ptrtoint(cgutils.alloca_once(builder, kind), _I64), ir.PointerType())
                 for kind in (ir.ArrayType(_OF_BLOCKS, BLOCKS), *[ir.VectorType(_FLOAT, BLOCKS)] * 2)
@@ -185,12 +204,12 @@ def _encoder(name: str, keeps: bool, stream: bool) -> Callable[..., Any]:
                 from_ = builder.add(source, builder.mul(start, _I64(MEMORY[tag][1])))
                 of_old, to = (builder.add(at, builder.mul(start, _I64(4))) for at in (old, values))
                 of_old = builder.select(builder.icmp_signed("==", old, _I64(0)), old, of_old)
-                largest = _largest(builder, from_, tag, scale, of_old, to if keeps else None, block)
+                largest = _largest(builder, from_, tag, scale, of_old, to if keeps else None, block, not by_chance)
                 builder.store(largest, nth(found, loop.index, _OF_BLOCKS))
             with cgutils.for_range(builder, _I64(BLOCKS), start=blocks) as loop:
                 builder.store(ir.Constant(_OF_BLOCKS, None), nth(found, loop.index, _OF_BLOCKS))
             each = [builder.load(nth(found, _I64(number), _OF_BLOCKS), typ=_OF_BLOCKS) for number in range(BLOCKS)]
-            unit_of, inverse_of, odd = _units(builder, _largest_of_each(builder, each))
+            unit_of, inverse_of, odd = _units(builder, _largest_of_each(builder, each), not by_chance)
             builder.store(unit_of, units)
             builder.store(inverse_of, inverses)
             odd = builder.bitcast(odd, _I16)
@@ -205,20 +224,27 @@ def _encoder(name: str, keeps: bool, stream: bool) -> Callable[..., Any]:
                 held, lost_to = (builder.add(at, builder.mul(start, _I64(4))) for at in (values, new))
                 to = builder.add(payload, builder.sdiv(start, _I64(2)))
 
-                def pack(index: ir.Value) -> None:
-                    if not keeps:
+                def write(index: ir.Value) -> None:
+                    if keeps:
+                        value = _load(builder, held, types.float32, index)
+                    else:
                         value = builder.fmul(_load(builder, from_, tag, index), splat(builder, scale, LANES))
-                        _pack(builder, to, index, value, inverse)
+                    if by_chance:
+                        fixed = builder.fmul(value, splat(builder, builder.fmul(inverse, _FLOAT(2.0**15)), LANES))
+                        drawn = drawn_bits(builder, bits, builder.add(start, index), LANES)
+                        _pack(builder, to, index, whole(builder, fixed, drawn))
                         return
-                    value = _load(builder, held, types.float32, index)
-                    sent = builder.fsub(_pack(builder, to, index, value, inverse), _ROUNDER)
-                    lost = builder.fsub(value, builder.fmul(sent, splat(builder, unit, LANES)))
-                    store_line(builder, lost, element(builder, lost_to, index, types.float32), stream)
+                    rounded = _rounded(builder, value, inverse)
+                    _pack(builder, to, index, builder.trunc(builder.bitcast(rounded, _INTEGERS), _BYTES))
+                    if keeps:
+                        sent = builder.fmul(builder.fsub(rounded, _ROUNDER), splat(builder, unit, LANES))
+                        lost = element(builder, lost_to, index, types.float32)
+                        store_line(builder, builder.fsub(value, sent), lost, stream)
 
-                _each(builder, block, pack)
+                _each(builder, block, write)
             return builder.zext(odd, _I32)
 
-        signature = types.int32(types.int64, tag, types.int64, types.float32, *[types.int64] * 6)
+        signature = types.int32(types.int64, tag, types.int64, types.float32, *[types.int64] * 7)
         return signature, emit
 
     define.__name__ = name
@@ -226,9 +252,10 @@ def _encoder(name: str, keeps: bool, stream: bool) -> Callable[..., Any]:
     return defined
 
 
-_encode = _encoder("encode", keeps=False, stream=False)
-_encode_and_keep = _encoder("encode_and_keep", keeps=True, stream=False)
+_encode = _encoder("encode")
+_encode_and_keep = _encoder("encode_and_keep", keeps=True)
 _encode_and_stream = _encoder("encode_and_stream", keeps=True, stream=True)
+_encode_by_chance = _encoder("encode_by_chance", by_chance=True)
 
 
 def _spreader(name: str, stream: bool) -> Callable[..., Any]:
@@ -296,16 +323,22 @@ def decode_int4(to, tag, payload, count, block, unit, stream):
         _spread(to, tag, payload, block, unit)
 
 
+@inlined
+def run_of(elements, blocks, block, code):
+    """How many blocks are encoded at once: one, or whole ones of `elements` that follow each other in memory."""
+    return max(1, min(elements // block, blocks, BLOCKS)) if bits_of(code) == 4 else 1
+
+
 @kernel
-def encode_int4(source, tag, blocks, count, scale, old, new, values, block, payload, scale_at, stream):
+def encode_int4(source, tag, blocks, count, scale, old, new, values, block, payload, scale_at, stream, bits):
     """Encode up to 16 blocks of `count` elements at `source` times `scale`, plus the residuals at `old`.
 
-    `values` is scratch for the blocks, `new` where what was lost belongs; it and `old` may be 0. Fewer elements than
-    `blocks` have are of one block.
+    Fewer elements than `blocks` have are of one block. `values` is scratch for the blocks, `new` where what was lost
+    belongs; it and `old` may be 0. With random `bits` these round, and there are no residuals.
 
     Returns: bits, of which the first block's is the lowest: 1 where a block is not finite.
     """
-    if count < blocks * block:
+    if count < block:
         for index in range(block):
             value = ZERO
             if index < count:
@@ -313,16 +346,20 @@ def encode_int4(source, tag, blocks, count, scale, old, new, values, block, payl
                 if old:
                     value += load(old, index, FP32)
             store(values, index, FP32, value)
-        if new:
-            odd = _encode_and_keep(values, FP32, 1, ONE, 0, new, values, block, payload, scale_at)
+        if bits:
+            odd = _encode_by_chance(values, FP32, 1, ONE, 0, 0, 0, block, payload, scale_at, bits)
+        elif new:
+            odd = _encode_and_keep(values, FP32, 1, ONE, 0, new, values, block, payload, scale_at, 0)
         else:
-            odd = _encode(values, FP32, 1, ONE, 0, 0, 0, block, payload, scale_at)
+            odd = _encode(values, FP32, 1, ONE, 0, 0, 0, block, payload, scale_at, 0)
+    elif bits:
+        odd = _encode_by_chance(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at, bits)
     elif not new:
-        odd = _encode(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at)
+        odd = _encode(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at, 0)
     elif stream and new % LINE == 0:
-        odd = _encode_and_stream(source, tag, blocks, scale, old, new, values, block, payload, scale_at)
+        odd = _encode_and_stream(source, tag, blocks, scale, old, new, values, block, payload, scale_at, 0)
     else:
-        odd = _encode_and_keep(source, tag, blocks, scale, old, new, values, block, payload, scale_at)
+        odd = _encode_and_keep(source, tag, blocks, scale, old, new, values, block, payload, scale_at, 0)
     if odd:
         for number in range(blocks):
             if odd >> number & 1:

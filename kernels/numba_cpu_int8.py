@@ -31,7 +31,7 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
-from .numba_cpu_int4 import BLOCKS, decode_int4, encode_int4
+from .numba_cpu_int4 import decode_int4, encode_int4, run_of
 from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, flags_of, zero
@@ -101,12 +101,6 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
     return True
 
 
-@inlined
-def _run_of(elements, blocks, block, code):
-    """How many blocks, of which so many elements and blocks follow each other in memory, are encoded at once."""
-    return max(1, min(elements // block, blocks, BLOCKS)) if bits_of(code) == 4 else 1
-
-
 @kernel
 def quantize_blocks(
     tensors,
@@ -145,12 +139,12 @@ def quantize_blocks(
             if slot < len(tensors) and offsets[slot] <= start:
                 source = tensors[slot] + (start - offsets[slot]) * size_of(tag)
                 count = offsets[slot] + numels[slot] - start
-            run = _run_of(count, end - number, block, code)
+            run = run_of(count, end - number, block, code)
             count = min(count, run * block)
             old = old_residuals(residual, number, run, block, elements, old_values, kept)
             new = new_residuals(new_residual, number, block, new_at, kept)
             if bits_of(code) == 4:
-                encode_int4(source, tag, run, count, ONE, old, new, values, block, payload, scale_at, to_row)
+                encode_int4(source, tag, run, count, ONE, old, new, values, block, payload, scale_at, to_row, 0)
             else:
                 prefetch_block(source, block * size_of(tag))
                 _encode(source, tag, count, ONE, old, new, values, block, payload, scale_at, to_row, code)
@@ -271,7 +265,7 @@ def reduce_blocks(
         while at < end:
             number, payload = first + at, at * width
             scale_at = blocks * width + at * size_of(scale_tag)
-            run = _run_of((flag_block - number) * block, end - at, block, code)
+            run = run_of((flag_block - number) * block, end - at, block, code)
             for index in range(run):
                 for rank in range(len(terms)):
                     unit = load(terms[rank] + scale_at, index, scale_tag)
@@ -335,7 +329,7 @@ def _encode_sum(total, blocks, scale, old, new, values, block, payload, scale_at
     # Returns bits, 1 where a block is not finite.
     if bits_of(code) == 4:
         count = blocks * block
-        return encode_int4(total, FP32, blocks, count, scale, old, new, values, block, payload, scale_at, stream)
+        return encode_int4(total, FP32, blocks, count, scale, old, new, values, block, payload, scale_at, stream, 0)
     finite = _encode(total, FP32, block, scale, old, new, values, block, payload, scale_at, stream, code)
     return np.int32(0 if finite else 1)
 

@@ -124,7 +124,7 @@ def keep_residuals(row, number, blocks, block, elements, lost, kept):
 
 @inlined
 def _keep_codes(codes, exponent, lost, block):
-    largest = largest_of_block(lost, FP32, ONE, block, INT8)
+    largest = largest_of_block(lost, FP32, ONE, block)
     byte = np.int32(255)
     inverse = ZERO
     if largest < INFINITY_BITS:

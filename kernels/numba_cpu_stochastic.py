@@ -30,20 +30,19 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
+from .numba_cpu_int4 import BLOCKS, encode_int4, run_of
 from .numba_cpu_philox import BATCH, draw, load_draw
 from .numba_cpu_stochastic_vectors import LINE_LANES, largest_of_block, round_block, round_lines
 from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_block, average_of_blocks, average_of_shards, flags_of, zero
 from .numba_cpu_vectors import add_last
-from .reference_stochastic import LARGEST_INT4_SCALE
 from .slots import BlockFormat, Draws, SlotTable, shard_bytes, spare
 
 BF16 = np.uint16(0)
-ONE, SEVEN, NAN = np.float32(1), np.float32(7), np.float32(np.nan)
+ONE, NAN = np.float32(1), np.float32(np.nan)
 INFINITY_BITS = np.int32(0x7F800000)
 TINY = np.float32(2.0**-100)
-RECIPROCAL_127, RECIPROCAL_448, RECIPROCAL_7 = np.float32(1 / 127), np.float32(1 / 448), np.float32(1 / 7)
-LARGEST_SCALE = np.float32(LARGEST_INT4_SCALE)
-UPPER_HALF, LOWER_HALF = np.int32(-65536), np.int32(0xFFFF)
+RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
+UPPER_HALF = np.int32(-65536)
 FIXED = np.float32(2.0**15)
 SPAN = 1024  # elements for which bits are drawn at a time, at least: keys of the rounds are made once
 
@@ -66,8 +65,10 @@ def _round(to, source, tag, count, scale, bits, stream):
 
 
 @inlined
-def _encode(source, tag, count, scale, values, block, payload, scale_at, bits, code):
-    # Returns whether the block is finite.
+def _encode(source, tag, run, count, scale, values, block, payload, scale_at, bits, code):
+    # Returns bits, 1 where a block of the run is not finite.
+    if bits_of(code) == 4:
+        return encode_int4(source, tag, run, count, scale, 0, 0, values, block, payload, scale_at, False, bits)
     if count == block:
         return _encode_whole(source, tag, scale, block, payload, scale_at, bits, code)
     for index in range(block):
@@ -77,34 +78,20 @@ def _encode(source, tag, count, scale, values, block, payload, scale_at, bits, c
 
 @inlined
 def _encode_whole(source, tag, scale, block, payload, scale_at, bits, code):
-    largest = largest_of_block(source, tag, scale, block, code)
+    largest = largest_of_block(source, tag, scale, block)
     if largest >= INFINITY_BITS:
-        if bits_of(code) == 4:
-            store(scale_at, 0, BF16, NAN)
-        else:
-            store(scale_at, 0, FP32, NAN)
-        zero(payload, payload + block * bits_of(code) // 8)
-        return False
+        store(scale_at, 0, FP32, NAN)
+        zero(payload, payload + block)
+        return np.int32(1)
     absmax = np.int32(largest).view(np.float32)
     unit = inverse = ZERO
     if absmax >= TINY:
-        if bits_of(code) == 4:
-            seventh = np.float32(absmax * RECIPROCAL_7).view(np.int32)
-            unit = np.int32((seventh + LOWER_HALF) & UPPER_HALF).view(np.float32)
-            if unit > LARGEST_SCALE:
-                unit, inverse = LARGEST_SCALE, SEVEN / absmax
-            else:
-                inverse = ONE / unit
-        else:
-            unit = absmax * (RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
-            inverse = np.float32(448 if is_fp8(code) else 127) / absmax
-    if bits_of(code) == 4:
-        store(scale_at, 0, BF16, unit)
-    else:
-        store(scale_at, 0, FP32, unit)
+        unit = absmax * (RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
+        inverse = np.float32(448 if is_fp8(code) else 127) / absmax
+    store(scale_at, 0, FP32, unit)
     # A product with a power of two is exact, so that it can be had here.
     round_block(payload, source, tag, scale, inverse if is_fp8(code) else inverse * FIXED, bits, block, code)
-    return True
+    return np.int32(0)
 
 
 @kernel
@@ -117,23 +104,31 @@ def _quantize(
     for shard in range(shards):
         payload = wire + shard * shard_size
         scale_at = payload + blocks * width
-        for _ in range(blocks):
+        left = blocks
+        while left > 0:
             while slot < len(tensors) and offsets[slot] + numels[slot] <= start:
                 slot += 1
             source = count = 0
-            if slot < len(tensors) and offsets[slot] <= start:
+            run = 1
+            if slot == len(tensors) or offsets[slot] > start:
+                place = 0
+            else:
                 within = start - offsets[slot]
                 source = tensors[slot] + within * size_of(tag)
-                count = min(block, numels[slot] - within)
-                prefetch_block(source, block * size_of(tag))
-                place = place + block if within else span
-                if place == span:
+                count = numels[slot] - within
+                if place == span or not within:
                     place = 0
-                    draw(bits, min(span, numels[slot] - within), firsts[slot] + within, who, step, seed, keys[slot])
-            _encode(source, tag, count, ONE, values, block, payload, scale_at, bits + place, code)
-            payload += width
-            scale_at += size_of(scale_tag)
-            start += block
+                    draw(bits, min(span, count), firsts[slot] + within, who, step, seed, keys[slot])
+                run = run_of(min(count, span - place), left, block, code)
+                count = min(count, run * block)
+                if bits_of(code) == 8:
+                    prefetch_block(source, block * size_of(tag))
+            _encode(source, tag, run, count, ONE, values, block, payload, scale_at, bits + place, code)
+            payload += run * width
+            scale_at += run * size_of(scale_tag)
+            start += run * block
+            place += run * block
+            left -= run
         zero(scale_at, wire + (shard + 1) * shard_size)
     fence()
 
@@ -143,31 +138,45 @@ def _reduce_quantized(
     terms, shard, blocks, block, shard_size, flag_block, offsets, numels, keys, firsts, who, step, seed,
     scale, spare, total, values, bits, span, code, scale_tag,
 ):  # fmt: skip
-    slot = place = 0
+    slot = place = number = 0
     width = block * bits_of(code) // 8
-    for number in range(blocks):
+    while number < blocks:
         start, payload = number * block, number * width
         scale_at = blocks * width + number * size_of(scale_tag)
-        for rank in range(len(terms)):
-            unit = load(terms[rank] + scale_at, 0, scale_tag)
-            prefetch_block(terms[rank] + payload, width)
-            add_block(total, terms[rank] + payload, block, unit, code, rank == 0)
         while slot < len(offsets) and offsets[slot] + numels[slot] <= start:
             slot += 1
-        if slot < len(offsets) and offsets[slot] <= start:
+        run = 1
+        if slot == len(offsets) or offsets[slot] > start:
+            place = 0
+        else:
             within = start - offsets[slot]
-            place = place + block if within else span
-            if place == span:
+            count = numels[slot] - within
+            if place == span or not within:
                 place = 0
-                draw(bits, min(span, numels[slot] - within), firsts[slot] + within, who, step, seed, keys[slot])
+                draw(bits, min(span, count), firsts[slot] + within, who, step, seed, keys[slot])
+            run = run_of(min(count, span - place, (flag_block - number) * block), blocks - number, block, code)
+        for index in range(run):
+            for rank in range(len(terms)):
+                unit = load(terms[rank] + scale_at, index, scale_tag)
+                block_at = terms[rank] + payload + index * width
+                prefetch_block(block_at, width)
+                add_block(total + index * block * 4, block_at, block, unit, code, rank == 0)
         to, to_scale, drawn = shard + payload, shard + scale_at, bits + place
         if number < flag_block:
-            if not _encode(total, FP32, block, scale, values, block, to, to_scale, drawn, code):
-                average_of_blocks(terms, payload, scale_at, block, scale, spare, total, code, scale_tag)
-                _encode(total, FP32, block, ONE, values, block, to, to_scale, drawn, code)
-            continue
-        flags_of(total, block)
-        _encode(total, FP32, block, ONE, values, block, to, to_scale, drawn, code)
+            odd = _encode(total, FP32, run, run * block, scale, values, block, to, to_scale, drawn, code)
+            for index in range(run):
+                if odd >> index & 1:
+                    at, scales = index * width, index * size_of(scale_tag)
+                    average_of_blocks(
+                        terms, payload + at, scale_at + scales, block, scale, spare, total, code, scale_tag
+                    )  # fmt: skip
+                    of_block = drawn + index * block
+                    _encode(total, FP32, 1, block, ONE, values, block, to + at, to_scale + scales, of_block, code)
+        else:
+            flags_of(total, block)
+            _encode(total, FP32, run, block, ONE, values, block, to, to_scale, drawn, code)
+        place += run * block
+        number += run
     zero(shard + blocks * (width + size_of(scale_tag)), shard + shard_size)
     fence()
 
@@ -299,7 +308,8 @@ def reduce_quantized(
     draws: Draws,
 ) -> None:
     """world_size quantized shards → their sum in rank order, scaled once, quantized again."""
-    blocks, total, values = form.blocks(shard.numel(), block), stage(block), stage(block)
+    blocks, values = form.blocks(shard.numel(), block), stage(block)
+    total = stage(BLOCKS * block // 2 if form.bits == 4 else block)
     span, bits = _span(block)
     _reduce_quantized(
         rows(received),

@@ -35,7 +35,7 @@ def _load(
     return value if scale.type == _FLOAT else builder.fptrunc(value, single)
 
 
-def _drawn(builder: ir.IRBuilder, bits: ir.Value, index: ir.Value, lanes: int = LANES) -> ir.Value:
+def drawn_bits(builder: ir.IRBuilder, bits: ir.Value, index: ir.Value, lanes: int = LANES) -> ir.Value:
     """The random bits of elements, 16 of each: of every second one those of the one before, bytes exchanged."""
     at = element(builder, bits, index, types.uint8)
     halves = builder.load(at, typ=ir.VectorType(_I8, lanes), align=ANYWHERE)
@@ -45,32 +45,27 @@ def _drawn(builder: ir.IRBuilder, bits: ir.Value, index: ir.Value, lanes: int = 
     return builder.xor(builder.bitcast(both, turned.type), turned)
 
 
-def _lanes(code: types.Type) -> int:
-    return 2 * LANES if code == types.uint32 else LANES
-
-
 @intrinsic
 def largest_of_block(
-    _typing: Any, source: types.Type, tag: types.Type, scale: types.Type, block: types.Type, code: types.Type
+    _typing: Any, source: types.Type, tag: types.Type, scale: types.Type, block: types.Type
 ) -> tuple[Any, Any]:
     """The bits of the largest magnitude among elements times `scale`, as FP32; `block` is as in `round_block`."""
-    lanes = _lanes(code)
 
     def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, _, scale, block, _ = args
-        integers = ir.VectorType(_I32, lanes)
+        source, _, scale, block = args
+        integers = ir.VectorType(_I32, LANES)
         found = cgutils.alloca_once_value(builder, ir.Constant(integers, None))
 
-        with cgutils.for_range(builder, builder.sdiv(block, _I64(lanes))) as loop:
-            value = _load(builder, source, tag, builder.mul(loop.index, _I64(lanes)), scale, lanes)
-            size = builder.and_(builder.bitcast(value, integers), _all(_I32, 0x7FFFFFFF, lanes))
+        with cgutils.for_range(builder, builder.sdiv(block, _I64(LANES))) as loop:
+            value = _load(builder, source, tag, builder.mul(loop.index, _I64(LANES)), scale)
+            size = builder.and_(builder.bitcast(value, integers), _all(_I32, 0x7FFFFFFF))
             builder.store(larger(builder, size, builder.load(found)), found)
         return folded(builder, builder.load(found), partial(larger, builder))
 
-    return types.int32(types.int64, tag, types.float32, types.int64, code), emit
+    return types.int32(types.int64, tag, types.float32, types.int64), emit
 
 
-def _whole(builder: ir.IRBuilder, fixed: ir.Value, drawn: ir.Value) -> ir.Value:
+def whole(builder: ir.IRBuilder, fixed: ir.Value, drawn: ir.Value) -> ir.Value:
     """Numbers times 2^15 → the low bytes of the whole numbers that bits choose."""
     lanes = fixed.type.count
     integers = ir.VectorType(_I32, lanes)
@@ -104,23 +99,16 @@ def round_block(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Write the codes that random bits choose for a block times `scale`; `inverse` is 2^15 times as large but for E4M3.
 
-    `block` is a multiple of 16, or of 32 for INT4.
+    `block` is a multiple of 16.
     """
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         payload, source, _, scale, inverse, bits, block, _ = args
-        lanes = _lanes(code)
-        with cgutils.for_range(builder, builder.sdiv(block, _I64(lanes))) as loop:
-            index = builder.mul(loop.index, _I64(lanes))
-            values = _load(builder, source, tag, index, scale, lanes)
-            steps, drawn = builder.fmul(values, splat(builder, inverse, lanes)), _drawn(builder, bits, index, lanes)
-            codes = _e4m3(builder, steps, drawn) if code == types.uint8 else _whole(builder, steps, drawn)
-            if code == types.uint32:
-                pairs = builder.bitcast(codes, ir.VectorType(_I16, LANES))
-                low = builder.and_(pairs, _all(_I16, 0x0F))
-                high = builder.and_(builder.lshr(pairs, _all(_I16, 4)), _all(_I16, 0xF0))
-                codes = builder.trunc(builder.or_(low, high), ir.VectorType(_I8, LANES))
-                index = builder.sdiv(index, _I64(2))
+        with cgutils.for_range(builder, builder.sdiv(block, _I64(LANES))) as loop:
+            index = builder.mul(loop.index, _I64(LANES))
+            values = _load(builder, source, tag, index, scale)
+            steps, drawn = builder.fmul(values, splat(builder, inverse, LANES)), drawn_bits(builder, bits, index)
+            codes = _e4m3(builder, steps, drawn) if code == types.uint8 else whole(builder, steps, drawn)
             builder.store(codes, element(builder, payload, index, types.int8), align=ANYWHERE)
         return target.get_dummy_value()
 
@@ -154,7 +142,7 @@ def _liner(name: str, stream: bool) -> Callable[..., Any]:
                 number = builder.bitcast(value, ir.VectorType(_I32, LINE_LANES))
                 # A NaN is a quiet one behind a multiplication.
                 is_number = builder.fcmp_ordered("ord", value, value)
-                upper = _upper(builder, number, _drawn(builder, bits, index, LINE_LANES), is_number)
+                upper = _upper(builder, number, drawn_bits(builder, bits, index, LINE_LANES), is_number)
                 store_line(builder, upper, element(builder, to, index, types.uint16), stream)
             return target.get_dummy_value()
 

@@ -57,14 +57,11 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         **parts: `model=ddp, optimizer=optimizer, scaler=scaler, epoch=epoch`, or any other names.
 
     Raises:
-        SettingError: if a part is called `fastreduce`.
+        SettingError: if a part is called `fastreduce`, or `path` names no file; on the others a CheckpointError.
         CheckpointError: on every rank, if one could not write, if a part is sharded, or if a value is of a type that
             `torch.load(weights_only=True)` refuses. What was on disk is still there.
         TransportError: if another rank does not call it within the timeout of the default group, or has ended.
     """
-    path = Path(path)
-    if OURS in parts:
-        raise SettingError(f"a part of a snapshot cannot be called {OURS!r}")
     if _is_elastic(parts) and any(reducer.transport.rank for reducer in _reducers(parts).values()):
         return  # parameters are the same on all members: the first one writes
     _drop_broken_backwards(parts)
@@ -72,6 +69,9 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
     reducers: dict[str, State] = {}
 
     def collect() -> tuple[str, State, bool]:
+        if OURS in parts:
+            raise SettingError(f"a part of a snapshot cannot be called {OURS!r}")
+        snapshot_file.check_name(path)
         states.update({name: state_of(part) for name, part in parts.items() if not isinstance(part, GradientReducer)})
         for name, state in states.items():
             refuse_sharded(name, state)
@@ -86,6 +86,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
         collected = _on_all(f"collecting {path}", collect)
+    path = Path(path)
     tag = collected[0][0]
     if not re.fullmatch(ANY_TAG, tag):
         raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")
@@ -108,7 +109,11 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
             left_behind.unlink()
         unfinished = path.with_name(f"{path.name}.{tag}.unfinished")
         snapshot_file.write({**states, OURS: ours}, unfinished)
-        snapshot_file.put_in_place(unfinished, path)
+        try:
+            snapshot_file.put_in_place(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
         return [str(ours["tag"]), str(snapshot_file.tag_of(snapshot_file.previous_of(path)))]
 
     try:
@@ -210,6 +215,8 @@ def _on_all(doing: str, function: Callable[[], T], exchange: bool = True) -> lis
         error = found
     mine = (value if exchange else None, error and f"{type(error).__name__}: {error}")
     told: list[Any] = _exchange(mine, doing) if dist.is_initialized() else [mine]
+    if isinstance(error, SettingError):
+        raise error  # what was given here, which the others are told
     for rank, (_, text) in enumerate(told):
         if text is not None:
             raise CheckpointError(f"rank {rank}, {doing}: {text}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zipfile
@@ -10,10 +11,26 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..compression import brief
+from ..errors import CheckpointError, SettingError
 
 State = dict[str, Any]
 OURS = "fastreduce"  # the entry for what no part asked for: random states, buckets, the tag of residual files
+
+
+def check_name(path: object) -> None:
+    """Raise if no file can have this name.
+
+    Raises:
+        SettingError: saying what was given.
+        IsADirectoryError: if there is a folder of that name.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise SettingError(f"path={brief(path)}: allowed: a string or a path, and parts by name, such as model=ddp")
+    if not Path(path).name or "\0" in str(path):
+        raise SettingError(f"path={str(path)!r} names no file")
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, "this is a folder, and a file's name is needed", str(path))
 
 
 def previous_of(path: Path) -> Path:

@@ -280,3 +280,62 @@ def test_what_is_sharded_is_refused(ranks2: RankPool, tmp_path: Path):
 def test_the_name_of_our_own_entry_is_taken(tmp_path: Path):
     with pytest.raises(SettingError, match="fastreduce"):
         save_checkpoint(tmp_path / "snapshot.pt", fastreduce=1)
+
+
+def _save_as_given(rank: int, world_size: int, folder: Path, bad: Any, bad_parts: Any, on: int) -> str:
+    """What a save says where rank `on`, or all of them (-1), was given something else than `a.pt`."""
+    training = Training(FEEDBACK)
+    training.steps(1)
+    is_bad = on in (rank, -1)
+    parts: Any = training.parts() | (bad_parts if is_bad else {})
+    try:
+        save_checkpoint(bad if is_bad else folder / "a.pt", **parts)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+PATHS = {
+    "": "path='' names no file",
+    "a\0b": "path='a\\x00b' names no file",
+    "/": "path='/' names no file",
+    None: "path=None: allowed: a string or a path, and parts by name, such as model=ddp",
+    b"x": "path=b'x': allowed: a string or a path, and parts by name, such as model=ddp",
+}
+
+
+@pytest.mark.parametrize("on", [-1, 1])
+def test_a_path_that_names_no_file_is_an_error_on_every_rank(ranks2: RankPool, on: int, tmp_path: Path):
+    """A rank that alone has one raised before or amid the exchanges, in which the others waited for it."""
+    for path, text in PATHS.items():
+        for rank, saved in enumerate(ranks2.run(_save_as_given, tmp_path, path, {}, on)):
+            here = f"SettingError: {text}"
+            assert (
+                saved == here if on in (rank, -1) else re.match(rf"CheckpointError: rank 1, .*{re.escape(here)}", saved)
+            )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("on", [-1, 1])
+def test_a_folder_is_no_snapshot_and_nothing_is_left_beside_it(ranks2: RankPool, on: int, tmp_path: Path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for saved in ranks2.run(_save_as_given, tmp_path, folder, {}, on):
+        assert re.match(r"CheckpointError: rank \d, collecting .*this is a folder, and a file's name is needed", saved)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_snapshot_that_cannot_take_its_name_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def no_replace(*_: Any) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr("os.replace", no_replace)
+    with pytest.raises(CheckpointError, match=r"rank 0, writing .*PermissionError: no"):
+        save_checkpoint(tmp_path / "a.pt", epoch=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reserved_name_on_one_rank_is_an_error_on_all(ranks2: RankPool, tmp_path: Path):
+    first, second = ranks2.run(_save_as_given, tmp_path, tmp_path / "a.pt", {"fastreduce": 1}, 1)
+    assert second == "SettingError: a part of a snapshot cannot be called 'fastreduce'"
+    assert re.match(r"CheckpointError: rank 1, collecting .*cannot be called 'fastreduce'", first)

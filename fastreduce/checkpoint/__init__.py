@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ..compression import brief
 from ..errors import CheckpointError, SettingError, TransportError
 from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.whereabouts import in_other_call
@@ -153,18 +154,26 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
         The rest of what was saved: `load_checkpoint(path, model=ddp)["epoch"]`.
 
     Raises:
-        SettingError: if a part cannot load a state.
+        SettingError: if a part cannot load a state, or `path` is none; on the others a CheckpointError.
+        Exception: what a part's `load_state_dict` raised here; on the others a CheckpointError. Parts before it have
+            been loaded.
         FileNotFoundError: on every rank, if rank 0 does not find the file.
         CheckpointError: on every rank, if the file or a residual file is truncated, corrupt or not there, or a
             part is not in it, or only what one rank had of a sharded one. Nothing has been loaded then.
         TransportError: if another rank does not call it within the timeout of the default group, or has ended.
     """
-    path = Path(path)
     parts = {name: part for name, part in parts.items() if part is not None}
-    for name, part in parts.items():
-        if not hasattr(part, "load_state_dict"):
-            raise SettingError(f"{name}={part!r} cannot load a state; what else was saved is returned")
+
+    def check_given() -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise SettingError(f"path={brief(path)}: allowed: a string or a path, and parts by name, such as model=ddp")
+        for name, part in parts.items():
+            if isinstance(part, type) or not hasattr(part, "load_state_dict"):
+                raise SettingError(f"{name}={part!r} cannot load a state; what else was saved is returned")
+
     _drop_broken_backwards(parts)
+    _on_all(f"reading {path}", check_given)  # not every rank need have been given the same
+    path = Path(path)
     snapshot = snapshot_file.parse(_broadcast_file(path), path)
     ours: State = snapshot.pop(OURS, {"tag": None, "ranks": []})
     wanted = {name: part for name, part in parts.items() if not isinstance(part, GradientReducer)}
@@ -182,8 +191,12 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
     for reducer in reducers.values():
         reducer.restore_precision()  # else the next backward would put back what was there before
-    for name, part in wanted.items():
-        load_into(part, snapshot.pop(name))
+
+    def load_parts() -> None:
+        for name, part in wanted.items():
+            load_into(part, snapshot.pop(name))
+
+    _on_all(f"loading {path}", load_parts, own=True)
     for name, state in states[0].items():
         try:
             reducers[name].load_state_dict(state)
@@ -205,8 +218,11 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _on_all(doing: str, function: Callable[[], T], exchange: bool = True) -> list[T]:
-    """What `function` returns on every rank (without `exchange`, here only); an error on one is an error on all."""
+def _on_all(doing: str, function: Callable[[], T], exchange: bool = True, own: bool = False) -> list[T]:
+    """What `function` returns on every rank (without `exchange`, here only); an error on one is an error on all.
+
+    Where it raised, that is a CheckpointError too, but for what was given here, and under `own`.
+    """
     value: T | None = None
     error: Exception | None = None
     try:
@@ -215,8 +231,8 @@ def _on_all(doing: str, function: Callable[[], T], exchange: bool = True) -> lis
         error = found
     mine = (value if exchange else None, error and f"{type(error).__name__}: {error}")
     told: list[Any] = _exchange(mine, doing) if dist.is_initialized() else [mine]
-    if isinstance(error, SettingError):
-        raise error  # what was given here, which the others are told
+    if error is not None and (own or isinstance(error, SettingError)):
+        raise error
     for rank, (_, text) in enumerate(told):
         if text is not None:
             raise CheckpointError(f"rank {rank}, {doing}: {text}") from error

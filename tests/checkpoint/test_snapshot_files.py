@@ -335,6 +335,39 @@ def test_a_snapshot_that_cannot_take_its_name_leaves_no_file(monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
+class _Refusing:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError("mine")
+
+
+def test_what_one_rank_alone_was_given_is_an_error_on_all(ranks2: RankPool, tmp_path: Path):
+    """The others waited in the call, or went on into the next forward."""
+    ranks2.run(save, tmp_path / "a.pt")
+    cases: list[tuple[Any, Any, str]] = [
+        (None, {}, "SettingError: path=None: allowed"),
+        (tmp_path / "a.pt", {"epoch": 3}, "SettingError: epoch=3 cannot load"),
+        (tmp_path / "a.pt", {"model": nn.Linear}, "SettingError: model=<class"),
+        (tmp_path / "a.pt", {"scaler": _Refusing()}, "KeyError: 'mine'"),
+    ]
+    for bad, parts, text in cases:
+        told, own = ranks2.run(_load_as_given, tmp_path / "a.pt", bad, parts)
+        assert own.startswith(text)
+        assert re.match(rf"CheckpointError: rank 1, (reading|loading) .*a\.pt: {re.escape(text)}", told), told
+
+
+def _load_as_given(rank: int, world_size: int, path: Path, bad: Any, bad_parts: Any) -> str:
+    training = Training(FEEDBACK)
+    parts: Any = training.parts() | (bad_parts if rank else {})
+    try:
+        load_checkpoint(bad if rank else path, **parts)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def test_a_reserved_name_on_one_rank_is_an_error_on_all(ranks2: RankPool, tmp_path: Path):
     first, second = ranks2.run(_save_as_given, tmp_path, tmp_path / "a.pt", {"fastreduce": 1}, 1)
     assert second == "SettingError: a part of a snapshot cannot be called 'fastreduce'"

@@ -40,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
         **options: what else the installed torch's layer takes.
 
     Raises:
-        TensorError: if the input has fewer than two dimensions, or no channels.
+        TensorError: if the input has fewer than two dimensions, or not as many channels as the layer.
         ValueError: on every rank, if there is one value per channel in all batches together (as BatchNorm).
         TransportError: if a rank does not come within the timeout.
     """
@@ -63,6 +63,11 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.size(1) == 0:
             raise TensorError(f"SyncBatchNorm takes input [N, C, …] with C > 0; got {list(input.shape)}")
+        if input.size(1) != self.num_features:  # other ranks' messages have another size: gloo would end the process
+            raise TensorError(
+                f"SyncBatchNorm of {self.num_features} channels takes input [N, {self.num_features}, …]; got "
+                f"{list(input.shape)}"
+            )
 
     def _check_non_zero_input_channels(self, input: Tensor) -> None:
         """Called by torch's forward; `_check_input_dim` has looked."""

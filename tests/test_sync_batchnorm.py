@@ -366,6 +366,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "more than 1",
     ),
+    "channels": (lambda: SyncBatchNorm(3)(torch.zeros(4, 5)), TensorError, r"of 3 channels takes .*; got \[4, 5\]"),
     "lazy": (lambda: SyncBatchNorm.convert_sync_batchnorm(nn.LazyBatchNorm1d()), SettingError, "run a forward first"),
     "backward twice": (lambda: _twice(), RuntimeError, "once_differentiable"),
 }
@@ -405,3 +406,18 @@ def _left_out(rank: int, world_size: int) -> str:
             SyncBatchNorm(3, process_group=group)(torch.zeros(2, 3))
     dist.barrier()
     return str(caught.value) if rank == 0 else ""
+
+
+def test_channels_of_one_rank_that_are_not_the_layers_end_no_other_process():
+    """gloo ends the process that receives a message of another size than it waits for."""
+    waited, refused = run_ranks(_other_channels, 2, check_exit=False)
+    assert waited.startswith("TransportError: rank 0: all_gather of a SyncBatchNorm over 3 channels failed")
+    assert refused == "TensorError: SyncBatchNorm of 3 channels takes input [N, 3, …]; got [4, 5]"
+
+
+def _other_channels(rank: int, world_size: int) -> str:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    with pytest.raises((TensorError, TransportError)) as caught:
+        SyncBatchNorm(3, process_group=group)(torch.zeros(4, 5 if rank else 3))
+    dist.barrier()
+    return f"{caught.type.__name__}: {caught.value}"

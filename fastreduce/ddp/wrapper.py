@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..compression import Compression
 from ..environment.stacks import dump_at_signal
 from ..environment.variables import folder_asked_for, this_rank
-from ..errors import ReducerError, SettingError
+from ..errors import ReducerError, SettingError, TransportError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
@@ -281,6 +281,18 @@ class DistributedDataParallel(TorchDDP):
         given = _before_forward(self, *inputs, **kwargs)
         recorder.enter_forward(self.require_backward_grad_sync)
         return given
+
+    def _sync_buffers(self) -> None:
+        try:
+            super()._sync_buffers()
+        except RuntimeError as error:
+            if isinstance(error, TransportError) or hasattr(self, "buffer_hook"):
+                raise
+            raise TransportError(
+                f"rank {self._distributed_rank} of {self._transport.world_size}: broadcasting the module's buffers before "
+                f"a forward failed: {error}. Every rank runs each forward of the wrapper, those without gradients too: to "
+                "evaluate on one rank alone, call ddp.module(…)"
+            ) from error
 
     @_disable_dynamo
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from tests.support.models import (
     whole_batch,
     wrap,
 )
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, run_ranks
 
 KINDS = ("torch", "ours")
 
@@ -292,3 +293,29 @@ def test_parameters_frozen_for_some_steps_are_unused_as_with_torchs_search(ranks
     for rank, seen in enumerate(ranks2.run(_toggled, views)):
         assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
         assert seen["ours"][2]["a.weight"] is None
+
+
+def test_an_evaluation_on_one_rank_alone_is_told_to_call_the_module_inside():
+    """torch broadcasts buffers in each forward of a wrapper; gloo's error names neither that nor a rank."""
+    said = run_ranks(_evaluate_alone, 2, check_exit=False)
+    assert any("of 2: broadcasting the module's buffers before a forward failed: " in text for text in said)
+    assert all(text.startswith("TransportError: rank ") for text in said)
+    assert any(text.endswith("to evaluate on one rank alone, call ddp.module(…)") for text in said)
+
+
+def _evaluate_alone(rank: int, world_size: int) -> str:
+    ddp = fastreduce.DistributedDataParallel(
+        nn.BatchNorm1d(3), process_group=dist.new_group(timeout=timedelta(seconds=2))
+    )
+    try:
+        for _ in range(3):
+            ddp(torch.randn(4, 3)).sum().backward()
+            if rank == 1:
+                with torch.no_grad():
+                    ddp.eval()(torch.randn(4, 3))
+                ddp.train()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...errors import SettingError
+from ...compression import brief
+from ...errors import SettingError, TensorError
 from .factors import ONE, Factor, number_in
 
 
@@ -91,7 +93,9 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
 
     What `int8:error_feedback` adds to the next gradients follows what was applied of the last ones. It sees the steps
     of torch's optimizers, `GradScaler` and clipping by itself. An update that is no `torch.optim.Optimizer` says so:
-    call this between that and the next forward.
+    call this between that and the next forward. So does a loop that divides all gradients in place in every step, as by
+    a loss scale or a number of accumulated backwards, after the optimizer's step: else that counts as clipping, and error
+    feedback does less the larger the number is.
 
     Args:
         parameters: parameters.
@@ -99,11 +103,21 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
             away.
 
     Raises:
-        SettingError: if `factor` is NaN or infinite.
+        SettingError: if `factor` is no number, or NaN or infinite.
+        TensorError: if `parameters` are something else, such as a module or names with parameters.
     """
-    if not math.isfinite(factor):
-        raise SettingError(f"note_applied: factor={factor!r}; allowed: finite numbers")
-    identities = set(map(id, parameters))
+    if not isinstance(factor, numbers.Real) or not math.isfinite(factor):
+        raise SettingError(f"note_applied: factor={brief(factor)}; allowed: finite numbers")
+    if isinstance(parameters, (Tensor, str)) or not isinstance(parameters, Iterable):
+        raise TensorError(f"note_applied: a {type(parameters).__name__}; allowed: parameters, as model.parameters()")
+    identities = set[int]()
+    for parameter in parameters:
+        if not isinstance(parameter, Tensor):
+            raise TensorError(
+                f"note_applied: among the parameters is a {type(parameter).__name__}; allowed: parameters, as "
+                "model.parameters()"
+            )
+        identities.add(id(parameter))
     for applied in _all():
         applied.tell(identities, float(factor))
 

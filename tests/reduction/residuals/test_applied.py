@@ -152,6 +152,25 @@ def test_an_update_by_hand_tells_what_it_applied(ranks2: RankPool):
 def test_a_factor_that_is_no_number_is_refused():
     with pytest.raises(fastreduce.SettingError, match="factor=nan; allowed: finite numbers"):
         fastreduce.note_applied([], float("nan"))
+    for factor in (None, "1", [1.0]):
+        with pytest.raises(fastreduce.SettingError, match="; allowed: finite numbers"):
+            fastreduce.note_applied([], factor)  # type: ignore[arg-type]
+
+
+def test_what_is_no_parameters_is_refused():
+    """It was taken for parameters that nobody averages, without a word."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for given, named in {
+        "a Parameter": model[0].weight,
+        "is a Linear": model,
+        "is a tuple": model.named_parameters(),
+        "is a str": model.state_dict(),
+        "a NoneType": None,
+        "a float": 1.0,
+        "a SGD": torch.optim.SGD(model.parameters(), 0.1),
+    }.items():
+        with pytest.raises(fastreduce.TensorError, match=f"{given}; allowed: parameters, as model.parameters"):
+            fastreduce.note_applied(named)
 
 
 def _closure(rank: int, world_size: int) -> dict[str, Any]:

@@ -289,9 +289,9 @@ class DistributedDataParallel(TorchDDP):
             if isinstance(error, TransportError) or hasattr(self, "buffer_hook"):
                 raise
             raise TransportError(
-                f"rank {self._distributed_rank} of {self._transport.world_size}: broadcasting the module's buffers before "
-                f"a forward failed: {error}. Every rank runs each forward of the wrapper, those without gradients too: to "
-                "evaluate on one rank alone, call ddp.module(…)"
+                f"rank {self._distributed_rank} of {self._transport.world_size}: broadcasting the module's buffers "
+                f"before a forward failed: {error}. Every rank runs each forward of the wrapper, those without gradients "
+                "too: to evaluate on one rank alone, call ddp.module(…)"
             ) from error
 
     @_disable_dynamo

@@ -94,8 +94,8 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
     What `int8:error_feedback` adds to the next gradients follows what was applied of the last ones. It sees the steps
     of torch's optimizers, `GradScaler` and clipping by itself. An update that is no `torch.optim.Optimizer` says so:
     call this between that and the next forward. So does a loop that divides all gradients in place in every step, as by
-    a loss scale or a number of accumulated backwards, after the optimizer's step: else that counts as clipping, and error
-    feedback does less the larger the number is.
+    a loss scale or a number of accumulated backwards, after the optimizer's step: else that counts as clipping, and
+    error feedback does less the larger the number is.
 
     Args:
         parameters: parameters.
@@ -106,7 +106,7 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
         SettingError: if `factor` is no number, or NaN or infinite.
         TensorError: if `parameters` are something else, such as a module or names with parameters.
     """
-    if not isinstance(factor, numbers.Real) or not math.isfinite(factor):
+    if not isinstance(factor, (numbers.Real, Tensor)) or not math.isfinite(factor):
         raise SettingError(f"note_applied: factor={brief(factor)}; allowed: finite numbers")
     if isinstance(parameters, (Tensor, str)) or not isinstance(parameters, Iterable):
         raise TensorError(f"note_applied: a {type(parameters).__name__}; allowed: parameters, as model.parameters()")

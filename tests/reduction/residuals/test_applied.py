@@ -155,12 +155,13 @@ def test_a_factor_that_is_no_number_is_refused():
     for factor in (None, "1", [1.0]):
         with pytest.raises(fastreduce.SettingError, match="; allowed: finite numbers"):
             fastreduce.note_applied([], factor)  # type: ignore[arg-type]
+    fastreduce.note_applied([], torch.tensor(0.5))  # type: ignore[arg-type]  # as clipping computes it
 
 
 def test_what_is_no_parameters_is_refused():
     """It was taken for parameters that nobody averages, without a word."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    for given, named in {
+    for kind, parameters in {
         "a Parameter": model[0].weight,
         "is a Linear": model,
         "is a tuple": model.named_parameters(),
@@ -169,8 +170,8 @@ def test_what_is_no_parameters_is_refused():
         "a float": 1.0,
         "a SGD": torch.optim.SGD(model.parameters(), 0.1),
     }.items():
-        with pytest.raises(fastreduce.TensorError, match=f"{given}; allowed: parameters, as model.parameters"):
-            fastreduce.note_applied(named)
+        with pytest.raises(fastreduce.TensorError, match=f"{kind}; allowed: parameters, as model.parameters"):
+            fastreduce.note_applied(parameters)  # type: ignore[arg-type]
 
 
 def _closure(rank: int, world_size: int) -> dict[str, Any]:

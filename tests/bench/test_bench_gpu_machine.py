@@ -6,7 +6,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterable
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +20,11 @@ pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
 from bench.gpu import kernel_rows, probe, runner
-from bench.gpu.lines import FILE, Lines
+from bench.gpu.gpu_goals import gpu_goals
+from bench.gpu.lines import FILE, Lines, Row
 from bench.gpu.phases import SHARES, cases_of
+from bench.gpu.step_rows import RIVAL
+from bench.kernels.kernel_cases import WITHOUT
 from tests.support.commands import ROOT, run
 
 
@@ -34,6 +39,36 @@ def test_rows_of_each_command_of_the_half_hour_bear_the_name_of_the_gpu():
     assert [phase for of_one in phases for phase in of_one] == list(SHARES)
     for of_one in phases:
         assert any(case.name == probe.MACHINE for phase in of_one for case in cases_of(phase, False, Path())), of_one
+
+
+def measured(names: Iterable[str]) -> list[tuple[str, float | None, str]]:
+    """The goals, where cases of these names have been done, each with all that a goal could ask for."""
+    both: dict[str, Any] = {"of_copy": [1.0], "ratio": [1.0] * 3, "overhead_ratio": [1.0] * 3, "peak_bytes": 1}
+    ways = ("triton", "numba_cuda", "cat, cast, divide", "foreach copy_", WITHOUT, RIVAL, "it")
+    done = {"contestants": dict.fromkeys(ways, both)}
+    rows = [Row("", name, "", False, "", "done", result=done) for name in names]
+    return [(goal.what, goal.measured, goal.where) for goal in gpu_goals(rows)]
+
+
+@pytest.mark.parametrize("phase", ["kernels", "steps", "numba"])
+def test_cases_on_which_a_goal_stands_come_first(phase: str):
+    """And on a machine half as fast as hoped one of each goal ends within its command's budget."""
+    found = cases_of(phase, False, Path())[1:]  # behind the machine's
+    names = [case.name for case in found]
+    whole = measured(names)
+    stands = [measured(other for other in names if other != name) != whole for name in names]
+    assert any(stands) and stands == sorted(stands, reverse=True), names[stands.index(False) :]
+
+    (budget,) = re.findall(rf"--phase {phase} --budget (\d+)", (ROOT / "docs/gpu.md").read_text())
+    ends = list(accumulate(2 * case.seconds for case in found))
+    in_time = [name for name, end in zip(names, ends, strict=True) if end < int(budget) - 30]  # processes begin, too
+    reached = {what for what, figure, _ in measured(in_time) if figure is not None}
+    assert {what for what, figure, _ in whole if figure is not None} == reached
+
+
+def test_every_goal_of_kernels_and_steps_has_a_case():
+    found = [case.name for phase in ("kernels", "steps", "numba") for case in cases_of(phase, False, Path())]
+    assert not [what for what, figure, _ in measured(found) if figure is None]
 
 
 def test_a_copy_is_measured_whatever_nvidia_smi_says_of_the_clock(monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +107,8 @@ def test_processes_ask_no_name_service(lines: Lines, tmp_path: Path, monkeypatch
 @pytest.mark.slow
 def test_each_case_of_kernels_can_be_run():
     failed = {}
-    for named in (*kernel_rows.TELLING, *kernel_rows.MORE, *kernel_rows.LAST, *kernel_rows.NUMBA):
+    chosen = (kernel_rows.GOALS, kernel_rows.TELLING, kernel_rows.MORE, kernel_rows.LAST, kernel_rows.NUMBA)
+    for named in chain.from_iterable(chosen):
         try:
             found = kernel_rows.kernel_case("reference", named, "cpu").run()
             if found["wrong"]:

@@ -44,7 +44,7 @@ class OnGpu:
     """CUDA tensors on the first GPU."""
 
     device = torch.device("cuda", 0)
-    timeout = 15.0  # the start of NCCL counts too, with several ranks on one GPU one after the other
+    timeout = 15.0  # the start of a further communicator counts too, with several ranks on one GPU
 
     def installed(self) -> Any:
         return torch.cuda.device(self.device)
@@ -69,6 +69,8 @@ def world() -> Any:
 
 
 def short_group(place: Place) -> Any:
+    """A group with a short timeout, in which the first start of CUDA and NCCL does not count: it takes a while."""
+    works_again(world(), dist.get_world_size(), place)
     return dist.new_group(timeout=datetime.timedelta(seconds=place.timeout))
 
 

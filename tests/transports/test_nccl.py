@@ -9,11 +9,13 @@ import os
 import re
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -222,6 +224,25 @@ def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks3: RankPool, t
             assert "No word from rank 2: it has exited, takes no part" in text, text
             assert text.endswith("Bucket 3 holds a, b."), text
             assert place.timeout <= took + 1 < place.timeout + 100
+
+    in_time(check, tmp_path)
+
+
+def _slow_to_start(rank: int, size: int, place: OnHost) -> str:
+    """What is told of the absent rank where the first communicator of a process takes longer than the timeout."""
+    start, first = stand_in.NcclCommunicator.__init__, [place.timeout + 1.0]
+
+    def slowly(*args: Any) -> None:
+        time.sleep(first.pop() if first else 0.0)
+        start(*args)
+
+    with patch.object(stand_in.NcclCommunicator, "__init__", slowly):
+        return cases.absent_on_a_stream(rank, size, place)[0]
+
+
+def test_how_long_nccl_takes_to_start_does_not_count_where_ranks_are_absent(ranks2: RankPool, tmp_path: Path):
+    def check(place: OnHost) -> None:
+        assert "No word from rank 1: " in ranks2.run(run_case, _slow_to_start, place)[0]
 
     in_time(check, tmp_path)
 

@@ -36,12 +36,13 @@ def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
     if phase == "probe":
         return probe.cases(rehearsal)
     measured: dict[str, Callable[[], list[Case]]] = {
+        "tests": list,
         "kernels": lambda: kernel_rows.cases(rehearsal, sharded_rows.cases(rehearsal)),
         "steps": lambda: step_rows.cases(rehearsal, out),
         "ranks": list,
         "numba": lambda: [*kernel_rows.numba_cases(rehearsal), *step_rows.numba_cases(rehearsal)],
     }
-    return [probe.machine_case("cpu" if rehearsal else "cuda"), *measured[phase]()] if phase in measured else []
+    return [probe.machine_case("cpu" if rehearsal else "cuda"), *measured[phase]()]
 
 
 def tests_of(phase: str, rehearsal: bool) -> list[Suite]:

@@ -37,8 +37,22 @@ def test_rows_of_each_command_of_the_half_hour_bear_the_name_of_the_gpu():
     commands = re.findall(r"^python -m bench\.gpu((?: --phase \w+)+)", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
     phases = [re.findall(r"--phase (\w+)", command) for command in commands]
     assert [phase for of_one in phases for phase in of_one] == list(SHARES)
-    for of_one in phases:
-        assert any(case.name == probe.MACHINE for phase in of_one for case in cases_of(phase, False, Path())), of_one
+    for phase in SHARES:  # each by itself, too
+        assert any(case.name == probe.MACHINE for case in cases_of(phase, False, Path())), phase
+
+
+def test_the_machine_is_told_once_where_a_phase_has_tests_only(
+    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ran: list[str] = []
+    monkeypatch.setattr(runner, "_run_cases", lambda run, phase, cases, _: ran.extend(case.name for case in cases))
+    monkeypatch.setattr(runner, "tests_of", lambda *_: [])
+    for earlier, expected in (([], [probe.MACHINE]), ([probe.MACHINE], [])):
+        for case in earlier:
+            lines.write("probe", case, "done", result={"gpu": "A GPU"})
+        runner.run_phase(runner.Run(tmp_path, lines, True, tmp_path), "tests", 5)
+        assert ran == expected
+        ran.clear()
 
 
 def measured(names: Iterable[str]) -> list[tuple[str, float | None, str]]:

@@ -32,9 +32,12 @@ def carried(unpacked: Path) -> Path | None:
 
 
 def sharing_environment(unpacked: Path) -> dict[str, str]:
-    """What processes need in their environment that share a GPU."""
+    """What processes need in their environment that share a GPU; what is preloaded already stays so."""
     library = carried(unpacked)
-    return {SHARING_VARIABLE: "1", **({"LD_PRELOAD": str(library)} if library else {})}
+    if library is None:
+        return {SHARING_VARIABLE: "1"}
+    preloaded = ":".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+    return {SHARING_VARIABLE: "1", "LD_PRELOAD": preloaded}
 
 
 def version(environment: Mapping[str, str]) -> int:

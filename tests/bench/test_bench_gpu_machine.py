@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
-from bench.gpu import kernel_rows, probe, runner
+from bench.gpu import carried_nccl, kernel_rows, probe, runner
 from bench.gpu.gpu_goals import gpu_goals
 from bench.gpu.lines import FILE, Lines, Row
 from bench.gpu.phases import SHARES, cases_of
@@ -107,6 +107,17 @@ def test_processes_find_the_packages_that_the_command_finds(
     assert run.environment(phase)["PYTHONPATH"] == f"{ROOT}{os.pathsep}/carried"
     monkeypatch.delenv("PYTHONPATH")
     assert run.environment(phase)["PYTHONPATH"] == str(ROOT)
+
+
+def test_what_is_preloaded_already_stays_so_beside_a_carried_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(carried_nccl, "FOLDER", tmp_path)
+    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
+    assert "LD_PRELOAD" not in carried_nccl.sharing_environment(tmp_path)
+    (tmp_path / carried_nccl.NAME).touch()
+    whole = carried_nccl.sharing_environment(tmp_path)["LD_PRELOAD"]
+    assert whole == f"{tmp_path / carried_nccl.NAME}:libjemalloc.so.2"
+    monkeypatch.delenv("LD_PRELOAD")
+    assert carried_nccl.sharing_environment(tmp_path)["LD_PRELOAD"] == str(tmp_path / carried_nccl.NAME)
 
 
 def test_processes_ask_no_name_service(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from ...environment.caches import ensure
 from ...environment.packages import pip_install
 from ...errors import BackendUnavailableError
+
+logger = logging.getLogger(__name__)
 
 OLDEST = 21000  # as NCCL counts, 2.10: BF16 and averages
 SHARING = 23000  # 2.30: several ranks on one GPU
@@ -154,6 +157,13 @@ class Cuda:
     def enter_watchdog(self, device: torch.device) -> None:
         """Prepare the calling thread: its queries must not break graphs that others capture, nor use another GPU."""
         torch.cuda.set_device(device)
+        torch.cuda.mem_get_info(device)  # gives the thread the context that the driver asks for: on GPU 0 it had none
         with contextlib.suppress(OSError, AttributeError):
             mode = ctypes.c_int(_THREAD_LOCAL)
-            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            if refused := ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
+                logger.warning(
+                    "NCCL's watchdog on %s: the driver refuses its thread a capture mode of its own (error %d of "
+                    "cuThreadExchangeStreamCaptureMode): a CUDA graph that is captured while it looks may fail",
+                    device,
+                    refused,
+                )

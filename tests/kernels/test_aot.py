@@ -72,6 +72,17 @@ def test_triton_rounds_to_bf16_by_the_gpus_own_conversion(kernels, request):
             assert "cvt.rn.bf16" in kernel["ptx"], kernel["name"]
 
 
+def test_all_warps_have_read_what_one_of_them_writes_over(kernels, request):
+    if request.node.callspec.params["kernels"][0] == "triton":
+        shared = [kernel for kernel in kernels if kernel["name"].startswith("share_exponents")]
+        assert shared
+        for kernel in shared:
+            read, written = (re.split(rf"\b{what}\.global\.b8\b", kernel["ptx"]) for what in ("ld", "st"))
+            assert len(read) > 2 and len(written) == 2, kernel["name"]
+            between = read[-1][: -len(written[-1])]
+            assert "bar.sync" in between, kernel["name"]
+
+
 def test_registers_do_not_spill(kernels):
     for kernel in kernels:
         spills = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", kernel["log"])

@@ -19,8 +19,8 @@ class Suite:
     """A run of pytest: what it is called in the log, files and options; `ranks` chooses the tests of so many ranks.
 
     `of_goals` chooses those on which a goal stands, or the others.
-    `spread` runs are for many processes at once, since compiling takes their time; ranks never are. `shares` says that
-    ranks share the GPU, which needs an NCCL that allows it.
+    `spread` runs are for many processes at once, since compiling takes their time; those of several ranks never are.
+    `shares` says that ranks share the GPU, which needs an NCCL that allows it.
     """
 
     name: str
@@ -58,7 +58,7 @@ def tests_of(phase: str, rehearsal: bool) -> list[Suite]:
     return {
         "tests": [
             Suite("kernels", [kernels, *GPU, "-k", "triton"], spread=True),
-            *(Suite("one rank", of_ranks, ranks=1, of_goals=goals) for goals in (True, False)),
+            *(Suite("one rank", of_ranks, ranks=1, of_goals=goals, spread=goals) for goals in (True, False)),
         ],
         "ranks": [
             Suite(f"{ranks} ranks", of_ranks, ranks=ranks, of_goals=goals, shares=True)

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from bench.gpu import carried_nccl, kernel_rows, probe, runner
 from bench.gpu.gpu_goals import gpu_goals
 from bench.gpu.lines import FILE, Lines, Row
-from bench.gpu.phases import SHARES, cases_of
+from bench.gpu.phases import SHARES, cases_of, tests_of
 from bench.gpu.step_rows import RIVAL
 from bench.kernels.kernel_cases import WITHOUT
 from tests.support.commands import ROOT, run
@@ -78,6 +78,13 @@ def test_cases_on_which_a_goal_stands_come_first(phase: str):
     in_time = [name for name, end in zip(names, ends, strict=True) if end < int(budget) - 30]  # processes begin, too
     reached = {what for what, figure, _ in measured(in_time) if figure is not None}
     assert {what for what, figure, _ in whole if figure is not None} == reached
+
+
+def test_tests_on_which_a_goal_stands_compile_in_many_processes_unless_ranks_share_the_gpu():
+    """Kernels have been compiled for none of them: one after the other they would take the phase's time and more."""
+    suites = [suite for phase in SHARES for suite in tests_of(phase, False) if suite.of_goals]
+    assert {suite.name for suite in suites} == {"one rank", "2 ranks", "4 ranks"}
+    assert all(suite.spread is not suite.shares for suite in suites)
 
 
 def test_every_goal_of_kernels_and_steps_has_a_case():

@@ -396,7 +396,12 @@ def test_a_watchdog_has_a_context_when_it_asks_the_driver_for_a_capture_mode(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """torch's `set_device` gives a thread none for the GPU that is its current one anyway."""
-    contexts, modes, refuses = [], [], [False]
+    contexts: list[torch.device] = []
+    modes, refuses = [], [False]
+
+    def give_a_context(device: torch.device) -> tuple[int, int]:
+        contexts.append(device)
+        return 0, 0
 
     def exchange(mode: Any) -> int:
         if refuses[0] or not contexts:
@@ -406,7 +411,7 @@ def test_a_watchdog_has_a_context_when_it_asks_the_driver_for_a_capture_mode(
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: contexts.append(device) or (0, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", give_a_context)
     library.Cuda().enter_watchdog(torch.device("cuda", 0))
     assert modes == [1] and not caplog.records
     refuses[0] = True

@@ -19,10 +19,10 @@ import torch
 pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
-from bench.gpu import carried_nccl, kernel_rows, probe, runner
+from bench.gpu import carried_nccl, kernel_rows, phases, probe, runner
 from bench.gpu.gpu_goals import gpu_goals
 from bench.gpu.lines import FILE, Lines, Row
-from bench.gpu.phases import SHARES, cases_of, tests_of
+from bench.gpu.phases import SHARES, cases_of
 from bench.gpu.step_rows import RIVAL
 from bench.kernels.kernel_cases import WITHOUT
 from tests.support.commands import ROOT, run
@@ -35,8 +35,8 @@ def lines(tmp_path: Path) -> Lines:
 
 def test_rows_of_each_command_of_the_half_hour_bear_the_name_of_the_gpu():
     commands = re.findall(r"^python -m bench\.gpu((?: --phase \w+)+)", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
-    phases = [re.findall(r"--phase (\w+)", command) for command in commands]
-    assert [phase for of_one in phases for phase in of_one] == list(SHARES)
+    named = [re.findall(r"--phase (\w+)", command) for command in commands]
+    assert [phase for of_one in named for phase in of_one] == list(SHARES)
     for phase in SHARES:  # each by itself, too
         assert any(case.name == probe.MACHINE for case in cases_of(phase, False, Path())), phase
 
@@ -82,7 +82,7 @@ def test_cases_on_which_a_goal_stands_come_first(phase: str):
 
 def test_tests_on_which_a_goal_stands_compile_in_many_processes_unless_ranks_share_the_gpu():
     """Kernels have been compiled for none of them: one after the other they would take the phase's time and more."""
-    suites = [suite for phase in SHARES for suite in tests_of(phase, False) if suite.of_goals]
+    suites = [suite for phase in SHARES for suite in phases.tests_of(phase, False) if suite.of_goals]
     assert {suite.name for suite in suites} == {"one rank", "2 ranks", "4 ranks"}
     assert all(suite.spread is not suite.shares for suite in suites)
 

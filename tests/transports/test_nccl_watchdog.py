@@ -1,0 +1,39 @@
+"""What the thread that watches NCCL's communicators asks of CUDA, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from fastreduce.transports.nccl import library
+
+
+def test_a_watchdog_has_a_context_when_it_asks_the_driver_for_a_capture_mode(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """torch's `set_device` gives a thread none for the GPU that is its current one anyway."""
+    contexts: list[torch.device] = []
+    modes, refuses = [], [False]
+
+    def give_a_context(device: torch.device) -> tuple[int, int]:
+        contexts.append(device)
+        return 0, 0
+
+    def exchange(mode: Any) -> int:
+        if refuses[0] or not contexts:
+            return 201  # CUDA_ERROR_INVALID_CONTEXT
+        modes.append(mode._obj.value)
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", give_a_context)
+    library.Cuda().enter_watchdog(torch.device("cuda", 0))
+    assert modes == [1] and not caplog.records
+    refuses[0] = True
+    library.Cuda().enter_watchdog(torch.device("cuda", 0))
+    assert "NCCL's watchdog on cuda:0: the driver refuses its thread a capture mode" in caplog.text

@@ -2,18 +2,21 @@
 
 Each compiled signature has a file that is named after all that it depends on. By itself Numba numbers files, and an
 index says which is whose: two processes that compile at once, or one that is killed, can leave an index by which a
-signature gets the code of another.
+signature gets the code of another. A file whose bytes are not those that were written is compiled anew: a machine that
+went down can leave it empty or full of zeros.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+DIGEST = 32  # bytes in front of an entry: the digest of the rest
 
 
 def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any], Any]:
@@ -34,16 +37,20 @@ def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any]
             return f"{start}.{stamp}.{_short(repr(key))}.nbc"
 
         def save(key: Any, data: Any) -> None:
-            file._save_data(name_of(key), data)
+            entry = file._dump(data)
+            with file._open_for_write(file._data_path(name_of(key))) as opened:
+                opened.write(hashlib.sha256(entry).digest() + entry)
             for other in Path(file._cache_path).glob(f"{start}.*.nbc"):
                 if not other.name.startswith(f"{start}.{stamp}."):
                     other.unlink(missing_ok=True)  # of files as they were
 
         def load(key: Any) -> Any:
             try:
-                return file._load_data(name_of(key))
+                found = Path(file._data_path(name_of(key))).read_bytes()
             except OSError:
                 return None
+            entry = found[DIGEST:]
+            return pickle.loads(entry) if hashlib.sha256(entry).digest() == found[:DIGEST] else None
 
         file.save, file.load = save, load
         return dispatcher

@@ -210,3 +210,22 @@ def test_what_is_compiled_at_once_is_not_mixed_up(tmp_path: Path, monkeypatch: p
 
 def _twice(value: float) -> float:
     return 2 * value
+
+
+@pytest.mark.parametrize("broken", ["empty", "cut off", "zeros", "zeros inside"])
+def test_a_file_that_a_machine_has_left_broken_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert keyed(numba.njit(cache=True))(_twice)(2.0) == 4.0
+    (file,) = tmp_path.rglob("*.nbc")
+    whole = file.read_bytes()
+    half = len(whole) // 2
+    zeros = bytes(len(whole))
+    file.write_bytes(
+        {"empty": b"", "cut off": whole[:half], "zeros": zeros, "zeros inside": whole[:half] + zeros[half:]}[broken]
+    )
+    again = keyed(numba.njit(cache=True))(_twice)
+    assert again(2.0) == 4.0 and sum(again.stats.cache_hits.values()) == 0
+    third = keyed(numba.njit(cache=True))(_twice)
+    assert third(2.0) == 4.0 and sum(third.stats.cache_hits.values()) == 1, "it is whole again"

@@ -3,12 +3,13 @@
 Each compiled signature has a file that is named after all that it depends on. By itself Numba numbers files, and an
 index says which is whose: two processes that compile at once, or one that is killed, can leave an index by which a
 signature gets the code of another. A file whose bytes are not those that were written is compiled anew: a machine that
-went down can leave it empty or full of zeros.
+went down can leave it empty or full of zeros. A folder that cannot be written, full say, costs compiling in every process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DIGEST = 32  # bytes in front of an entry: the digest of the rest
+
+logger = logging.getLogger(__name__)
 
 
 def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any], Any]:
@@ -52,10 +55,23 @@ def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any]
             entry = found[DIGEST:]
             return pickle.loads(entry) if hashlib.sha256(entry).digest() == found[:DIGEST] else None
 
-        file.save, file.load = save, load
+        save_overload = dispatcher._cache.save_overload
+
+        def save_if_possible(signature: Any, compiled: Any) -> None:
+            try:
+                save_overload(signature, compiled)
+            except OSError as error:
+                _tell_once(f"compiled kernels are not kept in {file._cache_path}: {error.strerror or error}")
+
+        file.save, file.load, dispatcher._cache.save_overload = save, load, save_if_possible
         return dispatcher
 
     return declare
+
+
+@cache
+def _tell_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _short(text: str) -> str:

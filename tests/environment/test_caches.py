@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -229,3 +230,19 @@ def test_a_file_that_a_machine_has_left_broken_is_compiled_anew(
     assert again(2.0) == 4.0 and sum(again.stats.cache_hits.values()) == 0
     third = keyed(numba.njit(cache=True))(_twice)
     assert third(2.0) == 4.0 and sum(third.stats.cache_hits.values()) == 1, "it is whole again"
+
+
+def test_a_folder_that_is_full_costs_compiling_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    kernels = [keyed(numba.njit(cache=True))(_twice) for _ in range(2)]
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a file of its own")
+
+    for kernel in kernels:
+        monkeypatch.setattr(kernel._cache._cache_file, "_open_for_write", full)
+        assert kernel(2.0) == 4.0
+    (told,) = caplog.messages
+    assert told.startswith(f"compiled kernels are not kept in {tmp_path}") and told.endswith("No space left on device")

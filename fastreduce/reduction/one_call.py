@@ -25,6 +25,7 @@ from .gradients import Gradients
 from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
 from .shared_buffers import Turns
 
+KEPT = 256  # lists of shapes; under error feedback, calls for which a list of arrays is kept that has no residuals left
 OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means the number of ranks
 
 
@@ -68,13 +69,19 @@ class _Owners:
     """
 
     def __init__(self) -> None:
+        self._calls = 0
+        self._last: dict[tuple[int, ...], int] = {}  # of these calls, for each list
         self._reductions: dict[tuple[int, ...], _Reduction] = {}
         self._homes: dict[int, tuple[_Reduction, str]] = {}
         self._lists: dict[int, set[tuple[int, ...]]] = {}  # in which an array has come
 
     def find(self, owners: list[Any]) -> _Reduction | None:
         """The reduction for a list of arrays that came before."""
-        return self._reductions.get(tuple(map(id, owners)))
+        identities = tuple(map(id, owners))
+        self._calls += 1
+        if identities in self._reductions:
+            self._last[identities] = self._calls
+        return self._reductions.get(identities)
 
     def add(self, owners: list[Any], reduction: _Reduction) -> None:
         """Take note of one for a new list.
@@ -83,6 +90,7 @@ class _Owners:
             SettingError: if an array's life cannot be followed.
         """
         identities = tuple(map(id, owners))
+        self._drop_old()
         for i, owner in enumerate(owners):
             if id(owner) not in self._lists:
                 try:
@@ -93,16 +101,28 @@ class _Owners:
                         f"{type(owner).__name__}, it cannot tell when it ends: pass a torch tensor or parameter"
                     ) from error
             self._lists.setdefault(id(owner), set()).add(identities)
-        self._reductions[identities] = reduction
+        self._reductions[identities], self._last[identities] = reduction, self._calls
+
+    def _drop_old(self) -> None:
+        """Counted in calls, so that all ranks drop the same ones, whenever their arrays end."""
+        at_home = {id(reduction) for reduction, _ in self._homes.values()}
+        for identities in [each for each, last in self._last.items() if last < self._calls - KEPT]:
+            reduction = self._reductions.get(identities)  # an array may end meanwhile
+            if reduction is not None and id(reduction) not in at_home:
+                self._drop(identities)
+
+    def _drop(self, identities: tuple[int, ...]) -> None:
+        del self._last[identities]
+        self._reductions.pop(identities).reached.remove()
+        for identity in identities:
+            if identity in self._lists:
+                self._lists[identity].discard(identities)
 
     def forget(self, identity: int) -> None:
         """An array has ended, and the lists that it was in; what is kept of others in them stays."""
         self._homes.pop(identity, None)
         for identities in self._lists.pop(identity, set()):
-            self._reductions.pop(identities).reached.remove()
-            for other in identities:
-                if other != identity:
-                    self._lists[other].discard(identities)
+            self._drop(identities)
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""
@@ -155,9 +175,10 @@ def all_reduce_gradients(
     Parameters, and other leaves that require gradients, are averaged in their `.grad`: None counts as
     zeros, and stays None where every rank has None. Other tensors are averaged themselves. Call it on
     every rank with the same shapes in the same order; a list of shapes that is new is compared between
-    ranks. Buffers are kept per list of shapes. Under error feedback residuals are kept for each parameter, tensor or
-    array as long as it lives: pass parameters, and not their `.grad`, which lives for one step. Under stochastic
-    rounding bits follow from the number of earlier calls in this process with such a list.
+    ranks. Buffers are kept for the 256 lists of shapes that came last. Under error feedback residuals are kept for each
+    parameter, tensor or array as long as it lives: pass parameters, and not their `.grad`, which lives for one step.
+    Under stochastic rounding bits follow from the number of earlier calls in this process with such a list, while its
+    buffers are kept.
 
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays
@@ -235,7 +256,9 @@ def _reduction_for(
             homes = _owners.setdefault(transport, {}).setdefault((setting, op), _Owners())
             found = homes.find(owners)
         else:
-            found = known.get((setting, op, layout))
+            found = known.pop((setting, op, layout), None)
+            if found is not None:  # the last ones stay
+                known[setting, op, layout] = found
     except SettingError as refused:
         found, error = None, refused
     if found is None:
@@ -249,6 +272,8 @@ def _reduction_for(
             homes.add(owners, found)
         else:
             known[setting, op, layout] = found
+            if len(known) > KEPT:
+                del known[next(iter(known))]
     if found.feedbacks:
         homes.bring_home(owners, found)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -161,6 +162,53 @@ def _kept(rank: int, world_size: int) -> list[int]:
 
 def test_buffers_are_kept_per_setting_and_shapes(ranks2: RankPool):
     assert ranks2.run(_kept) == [[0, 0, 1, 1]] * 2
+
+
+def _ever_new_shapes(rank: int, world_size: int) -> tuple[int, bool, float, float]:
+    """How many lists are kept of ever new ones, whether one is that comes all the time among them, and two averages."""
+    transport, always = one_call.transport_of(None, "a test"), torch.ones(5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_call, "KEPT", 10)
+        one_call._reductions[transport] = {}
+        for size in range(6, 30):
+            all_reduce_gradients([torch.ones(size)], "fp16")
+            all_reduce_gradients([always], "fp16")
+        known = one_call._reductions[transport]
+        kept = len(known), always.shape in [layout[0][0] for _, _, layout in known]
+        forgotten, last = (torch.full((size,), rank + 1.0) for size in (6, 29))
+        all_reduce_gradients([forgotten], "fp16")
+        all_reduce_gradients([last], "fp16")
+    return *kept, float(forgotten[-1]), float(last[-1])
+
+
+def test_buffers_are_kept_for_the_last_lists_of_ever_new_shapes(ranks2: RankPool):
+    assert ranks2.run(_ever_new_shapes) == [(10, True, 1.5, 1.5)] * 2
+
+
+def _ever_new_lists(rank: int, world_size: int, kept: int) -> tuple[int, list[Tensor]]:
+    """The most lists that were kept of ever new ones of the same six parameters, and all averages."""
+    parameters = [nn.Parameter(torch.zeros(16)) for _ in range(6)]
+    averages, most = [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_call, "KEPT", kept)
+        for listed in 2 * [each for size in (2, 3) for each in itertools.permutations(range(6), size)]:
+            for i in listed:
+                parameters[i].grad = batch(rank, i, 16)
+            all_reduce_gradients([parameters[i] for i in listed], FEEDBACK)
+            averages.append(torch.cat([parameters[i].grad for i in listed]))
+            homes = one_call._owners[one_call.transport_of(None, "a test")].values()
+            found = [key for owners in homes for key in owners._reductions]
+            most = max(most, sum(set(key) <= set(map(id, parameters)) for key in found))
+    return most, averages
+
+
+def test_under_error_feedback_lists_without_residuals_are_not_kept_for_ever(ranks2: RankPool):
+    for (all_of_them, expected), (most, averages) in zip(
+        ranks2.run(_ever_new_lists, 1000), ranks2.run(_ever_new_lists, 10), strict=True
+    ):
+        assert all_of_them == 150
+        assert most <= 10 + 6 + 1, "the last ones, and those where residuals lie"
+        assert_same_bits(averages, expected)
 
 
 def test_nothing_to_average_is_fine(ranks2: RankPool):

@@ -105,12 +105,12 @@ def collectives_move_what_they_should() -> None:
     transport, usual = make_transport(_group()), communicator.BLOCK
     for size_of_block in (usual, 1000):
         communicator.BLOCK = size_of_block
-        communicator._unit.cache_clear()
+        communicator._large.cache_clear()
         name, rank, size, *seen = collect(transport)
         assert (name, rank, size) == ("mpi", _rank(), dist.get_world_size())
         assert_same_bits(seen, expected(rank, size), f"rank {rank}, blocks of {size_of_block}")
     communicator.BLOCK = usual
-    communicator._unit.cache_clear()
+    communicator._large.cache_clear()
     transport.close()
 
 
@@ -255,6 +255,18 @@ def communicators_are_used_again() -> None:
     assert made[0] == made[1] == made[2], made
     with _raises(TransportError, "closed"):
         transport.all_reduce(torch.ones(1))
+
+
+def ever_new_sizes_are_received_in_the_same_memory() -> None:
+    transport, size = MpiTransport(_group()), dist.get_world_size()
+    for numel in [*range(10, 60), *range(60, 10, -1)]:
+        tensors = [torch.full((n,), _rank() + 1.0, dtype=torch.float64) for n in (numel, numel + 7)]
+        for work in [transport.all_reduce(tensor) for tensor in tensors]:
+            work.wait()
+        assert all((tensor == size * (size + 1) / 2).all() for tensor in tensors), numel
+    spare = transport._lease.connection._spare
+    assert len(spare) <= len(tensors), len(spare)
+    transport.close()
 
 
 def groups_of_some_ranks_use_mpi_too() -> None:
@@ -426,6 +438,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     our_collectives_do_not_mix_with_the_users,
     collectives_go_on_while_the_main_thread_computes,
     communicators_are_used_again,
+    ever_new_sizes_are_received_in_the_same_memory,
     groups_of_some_ranks_use_mpi_too,
     two_levels_end_as_over_gloo,
     ranks_of_one_host_share_memory_unless_they_ask_for_mpi,

@@ -132,7 +132,7 @@ class MpiConnection:
         self._started = self._leases = 0
         self._told_to_wait = False
         self._under_way: dict[int, PolledWork] = {}
-        self._spare: dict[Any, list[Tensor]] = {}  # what all_reduce receives in, by size
+        self._spare: dict[int, Tensor] = {}  # bytes that all_reduce receives in, by address
         with self._errors("connecting"):
             # Wait for all ranks here, since making a communicator has no timeout.
             meet(self._store.at("here", self._seconds), self._name, self._names, self._seconds)
@@ -269,8 +269,8 @@ class MpiConnection:
         if flat.numel() % self.size:
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
             return self.all_reduce(padded, lambda: (flat.copy_(padded[: flat.numel()]), after and after()))
-        spare = self._spare.setdefault((flat.numel(), flat.dtype, flat.device), [])
-        received = spare.pop() if spare else torch.empty_like(flat)
+        room = self._take_room(flat)
+        received = room[: flat.nbytes].view(flat.dtype)
         send, into, in_place = self._shards(flat), self._shards(received), load_mpi().IN_PLACE
         rows, own = received.view(self.size, -1), flat.view(self.size, -1)[self.rank]
 
@@ -278,12 +278,21 @@ class MpiConnection:
             torch.add(rows[0], rows[1], out=own)
             for row in rows[2:]:
                 own.add_(row)
-            spare.append(received)
+            self._spare[room.data_ptr()] = room
             return self._second.Iallgather(in_place, self._shards(ready(flat)))
 
         return self.start(
             "all_reduce", lambda: self._first.Ialltoall(send, into), [flat, received], sum_and_gather, after
         )
+
+    def _take_room(self, flat: Tensor) -> Tensor:
+        """Bytes to receive `flat` in: of those that are spare the smallest that do, or new ones for the largest."""
+        spare = sorted(((room.numel(), at) for at, room in list(self._spare.items()) if room.device == flat.device))
+        fits = [at for nbytes, at in spare if nbytes >= flat.nbytes]
+        room = self._spare.pop(fits[0] if fits else spare[-1][1], None) if spare else None
+        if room is None or room.numel() < flat.nbytes:
+            return torch.empty(flat.nbytes, dtype=torch.uint8, device=flat.device)
+        return room
 
     def _shards(self, wire: Tensor) -> list[Any]:
         return [load_mpi().memory.fromaddress(wire.data_ptr(), wire.nbytes), *_unit(wire.nbytes // self.size)]
@@ -374,12 +383,14 @@ def _finalize(mpi: Any, ours: bool) -> None:
         os._exit(1)
 
 
-@cache
 def _unit(nbytes: int) -> tuple[int, Any]:
     """Count and MPI datatype of `nbytes` bytes."""
+    return (nbytes, load_mpi().BYTE) if nbytes <= BLOCK else (1, _large(nbytes))
+
+
+@cache
+def _large(nbytes: int) -> Any:
     byte = load_mpi().BYTE
-    if nbytes <= BLOCK:
-        return nbytes, byte
     blocks, rest = divmod(nbytes, BLOCK)
     block = byte.Create_contiguous(BLOCK)
-    return 1, block.Create_struct([blocks, rest], [0, blocks * BLOCK], [block, byte]).Commit()
+    return block.Create_struct([blocks, rest], [0, blocks * BLOCK], [block, byte]).Commit()

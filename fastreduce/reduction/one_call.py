@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
 
 from ..compression import Compression
-from ..errors import NotInitializedError, SettingError, TensorError
+from ..errors import NotInitializedError, SettingError, TensorError, TransportError
 from ..policy import single
 from ..transports import Transport, make_transport
 from . import saved_residuals
@@ -312,5 +314,16 @@ def transport_of(
         raise NotInitializedError(call)
     made = _transports.setdefault(group, {})
     if (device, asked) not in made:
+        _drop_destroyed()
         made[device, asked] = make_transport(group, device, asked)
     return made[device, asked]
+
+
+def _drop_destroyed() -> None:
+    """Close what belongs to groups that were destroyed, which it keeps alive, with connections and buffers."""
+    for group in [each for each in _transports if each not in _world.pg_map]:
+        for transport in _transports.pop(group).values():
+            _reductions.pop(transport, None)
+            _owners.pop(transport, None)
+            with suppress(TransportError):
+                transport.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.each_setting import EACH_SETTING
 from tests.support.models import assert_same_bits, batch, mlp
 from tests.support.ranks import OVER_HOSTS, RankPool
 from tests.support.thread_ranks import in_threads
+from tests.support.threads import threads_of_all
 
 
 def make_tensors(rank: int) -> list[Tensor]:
@@ -209,6 +211,30 @@ def test_under_error_feedback_lists_without_residuals_are_not_kept_for_ever(rank
         assert all_of_them == 150
         assert most <= 10 + 6 + 1, "the last ones, and those where residuals lie"
         assert_same_bits(averages, expected)
+
+
+def _destroyed_groups(rank: int, world_size: int, transport: str) -> tuple[int, int, bool]:
+    """Groups with transports, descriptors and threads beside those of the first one; and whether averages are right."""
+    right, counts = True, []
+    for setting in 8 * ["fp16", FEEDBACK]:
+        group = dist.new_group([0, 1])
+        parameter = nn.Parameter(torch.zeros(8))
+        parameter.grad = torch.full((8,), rank + 1.0)
+        all_reduce_gradients([parameter], setting, group, transport)
+        right = right and torch.equal(parameter.grad, torch.full((8,), 1.5))
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append((len(one_call._transports), len(os.listdir("/proc/self/fd")), threads_of_all()))
+    return counts[-1][0] - counts[0][0], max(b - a for a, b in zip(counts[1], counts[-1], strict=True)), right
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_connections_and_buffers_end_with_their_group(ranks2: RankPool, transport: str):
+    for groups, more, right in ranks2.run(_destroyed_groups, transport):
+        assert right
+        assert groups == 0
+        assert more <= 4, "descriptors or threads, of 15 groups; what a thread has not yet let go of"
 
 
 def test_nothing_to_average_is_fine(ranks2: RankPool):

@@ -3,7 +3,7 @@
 Each compiled signature has a file that is named after all that it depends on. By itself Numba numbers files, and an
 index says which is whose: two processes that compile at once, or one that is killed, can leave an index by which a
 signature gets the code of another. A file whose bytes are not those that were written is compiled anew: a machine that
-went down can leave it empty or full of zeros. A folder that cannot be written, full say, costs compiling in every process.
+went down can leave it empty or full of zeros. A folder that cannot be written, full say, costs compiling each time.
 """
 
 from __future__ import annotations

@@ -290,8 +290,8 @@ class DistributedDataParallel(TorchDDP):
                 raise
             raise TransportError(
                 f"rank {self._distributed_rank} of {self._transport.world_size}: broadcasting the module's buffers "
-                f"before a forward failed: {error}. Every rank runs each forward of the wrapper, those without gradients "
-                "too: to evaluate on one rank alone, call ddp.module(…)"
+                f"before a forward failed: {error}. Every rank runs each forward of the wrapper, those without "
+                "gradients too: to evaluate on one rank alone, call ddp.module(…)"
             ) from error
 
     @_disable_dynamo

@@ -175,7 +175,7 @@ def all_reduce_gradients(
     """Average gradients over the ranks, in place, between backward and the optimizer's step.
 
     Parameters, and other leaves that require gradients, are averaged in their `.grad`: None counts as
-    zeros, and stays None where every rank has None. Other tensors are averaged themselves. Call it on
+    zeros, and stays None where every rank has None. Other tensors are averaged themselves; what is there twice, once. Call it on
     every rank with the same shapes in the same order; a list of shapes that is new is compared between
     ranks. Buffers are kept for the 256 lists of shapes that came last. Under error feedback residuals are kept for each
     parameter, tensor or array as long as it lives: pass parameters, and not their `.grad`, which lives for one step.
@@ -198,7 +198,8 @@ def all_reduce_gradients(
         MismatchError: on every rank, if shapes, dtypes or settings differ between ranks.
         NotInitializedError: if torch.distributed is not initialised and no transport is given.
     """
-    arrays = list(tensors_or_parameters)
+    found = list(tensors_or_parameters)
+    arrays = list({id(array): array for array in found}.values())  # a sum of sums would count it once more
     reduce_owned(arrays, arrays, compression, group, transport, op)
 
 

@@ -382,3 +382,21 @@ def test_calls_on_several_streams_of_a_gpu_take_turns_in_the_memory_that_they_sh
     for _ in range(2):
         all_reduce_gradients([torch.ones(3)], "fp16", transport=transport)
     assert seen == ["cpu", "run"] * 2
+
+
+def test_a_parameter_that_is_there_twice_counts_once(ranks2: RankPool):
+    """In another bucket than the first time it was summed again: twice the sum, on two ranks."""
+    assert ranks2.run(_twice) == [(3.0, 3.0)] * 2
+
+
+def _twice(rank: int, world_size: int) -> tuple[float, float]:
+    first, between = (nn.Parameter(torch.zeros(5)) for _ in range(2))
+    for parameter in (first, between):
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    before, one_call.BUCKET_BYTES = one_call.BUCKET_BYTES, 16
+    try:
+        all_reduce_gradients([first, between, first], op="sum")
+    finally:
+        one_call.BUCKET_BYTES = before
+    assert first.grad is not None and between.grad is not None
+    return first.grad[4].item(), between.grad[4].item()

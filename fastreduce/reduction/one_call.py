@@ -175,12 +175,12 @@ def all_reduce_gradients(
     """Average gradients over the ranks, in place, between backward and the optimizer's step.
 
     Parameters, and other leaves that require gradients, are averaged in their `.grad`: None counts as
-    zeros, and stays None where every rank has None. Other tensors are averaged themselves; what is there twice, once. Call it on
-    every rank with the same shapes in the same order; a list of shapes that is new is compared between
-    ranks. Buffers are kept for the 256 lists of shapes that came last. Under error feedback residuals are kept for each
-    parameter, tensor or array as long as it lives: pass parameters, and not their `.grad`, which lives for one step.
-    Under stochastic rounding bits follow from the number of earlier calls in this process with such a list, while its
-    buffers are kept.
+    zeros, and stays None where every rank has None. Other tensors are averaged themselves; what is
+    there twice, once. Call it on every rank with the same shapes in the same order; a list of shapes that is new is
+    compared between ranks. Buffers are kept for the 256 lists of shapes that came last. Under error feedback residuals
+    are kept for each parameter, tensor or array as long as it lives: pass parameters, and not their `.grad`, which
+    lives for one step. Under stochastic rounding bits follow from the number of earlier calls in this process with
+    such a list, while its buffers are kept.
 
     Args:
         tensors_or_parameters: parameters, or dense floating-point or complex tensors; NumPy and CuPy arrays

@@ -100,7 +100,7 @@ def checked(told: Iterable[Any], check: Callable[[Any], T], what: str) -> list[T
         try:
             found.append(check(value))
         except (ValueError, TypeError) as error:
-            raise TransportError(f"rank {rank} sent no {what}: {error}") from error
+            raise TransportError(f"rank {rank} is in another call: it sent no {what} ({error}).") from error
     return found
 
 

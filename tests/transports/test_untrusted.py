@@ -141,7 +141,7 @@ def test_sizes_and_shapes_are_checked():
         gather_bytes(b"", lambda mine: [mine, torch.tensor([-1])])
     told: Any
     for told in ([0, 5], [0, 0], [-1], "01", [True], [1.0], None):
-        with pytest.raises(TransportError, match="rank 1 sent no order of its parameters"):
+        with pytest.raises(TransportError, match="rank 1 is in another call: it sent no order of its parameters"):
             checked([[0], told], lambda value: numbers(value, 5), "order of its parameters")
     assert checked([[3, 1]], lambda value: numbers(value, 5), "order") == [[3, 1]]
     for told in (["x"], ["x", 1.5], None, {"x": 1}):

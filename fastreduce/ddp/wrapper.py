@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from types import NoneType
@@ -244,7 +245,7 @@ class DistributedDataParallel(TorchDDP):
                 f"set_compression({setting!r}) within join(), or behind one that an exception has left: ranks that "
                 "have joined cannot take part; call it before, with at=step"
             )
-        size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
+        size = bucket_cap_mb * 1024 * 1024 if isinstance(bucket_cap_mb, numbers.Real) else bucket_cap_mb
         self.reducer.set_compression(setting, at, size)
 
     def compression_by_parameter(self) -> dict[str, str]:

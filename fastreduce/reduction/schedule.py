@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from ..policy import AnySetting, Policy, chooses_by_parameter
 
 Setting = AnySetting | Policy | Callable[[int], Any]
 
+_CALLABLE = "callable "
 AHEAD = 1000  # steps for which a callable is asked at once
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class Stretch:
     def __str__(self) -> str:
         if isinstance(self.source, (Compression, Policy)):
             return str(self.source)
-        return f"callable {getattr(self.source, '__qualname__', type(self.source).__name__)}"
+        return f"{_CALLABLE}{getattr(self.source, '__qualname__', type(self.source).__name__)}"
 
 
 class Schedule:
@@ -171,12 +173,15 @@ class Schedule:
         Raises:
             SettingError: if it is no setting, or no size, or the step has been already.
         """
-        if not isinstance(at, int) or at < self.step:
-            raise SettingError(f"at={at!r}: {self.step} steps have been reduced; allowed: {self.step} and later ones")
+        if isinstance(at, bool) or not isinstance(at, numbers.Integral) or at < self.step:
+            raise SettingError(
+                f"at={brief(at)}: {self.step} steps have been reduced; allowed: whole numbers from {self.step} on"
+            )
+        at = int(at)
         before = [stretch for stretch in self._stretches if stretch.start < at]
         if bucket_bytes is None:
             size = [None, *(stretch.bucket_bytes for stretch in self._stretches if stretch.start <= at)][-1]
-        elif isinstance(bucket_bytes, (int, float)) and 0 <= bucket_bytes < math.inf:
+        elif isinstance(bucket_bytes, numbers.Real) and 0 <= bucket_bytes < math.inf:
             size = int(bucket_bytes)
         else:
             raise SettingError(f"buckets of {brief(bucket_bytes)} bytes; allowed: finite numbers from 0 on")
@@ -219,7 +224,14 @@ def _source(text: str, own: Mapping[str, Any]) -> Any:
     Raises:
         SettingError: for a callable that is not among `own`.
     """
-    return own[text] if text in own else Policy.of(text)
+    if text in own:
+        return own[text]
+    if text.startswith(_CALLABLE):
+        raise SettingError(
+            f"the {text}, which a snapshot holds by name, was set by set_compression before it was saved: set it "
+            "again, before loading"
+        )
+    return Policy.of(text)
 
 
 def _as_source(setting: Any) -> Compression | Policy | Callable[[int], Any]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from fastreduce import FastreduceError, SettingError, load_checkpoint, save_checkpoint
+from fastreduce import FastreduceError, SettingError, TransportError, load_checkpoint, save_checkpoint
 from tests.support.models import assert_same_bits, batch, grads_of, mlp, wrap
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, run_ranks
 from tests.support.snapshots import FEEDBACK, Training, switch_and_resume
 
 PAIRS = [
@@ -343,3 +345,84 @@ def _in_buckets(rank: int, world_size: int, cap: float, new: str) -> list[Any]:
 def test_after_a_switch_too_results_do_not_tell_where_shards_lay(ranks2: RankPool, new: str):
     small, large = (ranks2.run(_in_buckets, cap, new) for cap in (0.001, 25.0))
     assert_same_bits(small, large)
+
+
+def _given(rank: int, world_size: int) -> list[str]:
+    ddp = wrap("ours", mlp(), compression="none", bucket_cap_mb=1)
+    _train(ddp, rank, 1)
+    said = []
+    for options in ({"at": np.int64(4)}, {"bucket_cap_mb": np.float32(0.5)}):
+        ddp.set_compression("int8", **options)
+        said.append(ddp.reducer.schedule.description(["a"], [])["compression"])
+    for options in ({"at": True}, {"at": 5.0}, {"at": "5"}, {"bucket_cap_mb": "1"}, {"bucket_cap_mb": {}}):
+        try:
+            ddp.set_compression("int8", **(options if rank else {}))
+        except FastreduceError as error:
+            said.append(str(error).replace("rank 1 could not be set up: SettingError: ", ""))
+    return said
+
+
+def test_numbers_of_numpy_are_numbers_and_what_is_none_is_named_on_every_rank(ranks2: RankPool):
+    """A bucket size of "1" was told as a million ones, and one that cannot be multiplied to one rank alone."""
+    first, second = ranks2.run(_given)
+    assert first == second
+    assert first == [
+        "none, from step 4 on int8",
+        "int8 in buckets of 524288 B",
+        "at=True: 1 steps have been reduced; allowed: whole numbers from 1 on",
+        "at=5.0: 1 steps have been reduced; allowed: whole numbers from 1 on",
+        "at='5': 1 steps have been reduced; allowed: whole numbers from 1 on",
+        "buckets of '1' bytes; allowed: finite numbers from 0 on",
+        "buckets of {} bytes; allowed: finite numbers from 0 on",
+    ]
+
+
+def _alone(rank: int, world_size: int) -> str:
+    ddp = wrap("ours", mlp(), transport="gloo")
+    ddp(batch(rank, 0, 6, 20)).square().mean().backward()
+    try:
+        if rank:
+            ddp.set_compression("fp16")
+        ddp(batch(rank, 0, 6, 20)).square().mean().backward()
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_alone_sets_one_in_the_first_step_is_told_so():
+    """It was told that the other had sent no digest, and that one that it had sent no order: not that calls differ."""
+    first, second = run_ranks(_alone, 2, check_exit=False)
+    assert first.startswith("rank 1 is in another call: it sent no order of its parameters")
+    assert second.startswith("rank 0 is in another call: it sent no digest of its settings")
+    assert "). Settings are compared where set_compression is called, which every rank does" in second
+
+
+def _set_again(rank: int, world_size: int, path: Path, again: bool) -> tuple[str, list[str]]:
+    def later(step: int) -> str:
+        return FEEDBACK if step > 1 else "none"
+
+    saved = wrap("ours", mlp(), compression="none")
+    saved.set_compression(later)
+    _train(saved, rank, 4)
+    save_checkpoint(path, model=saved)
+    loaded = wrap("ours", mlp(), compression="none")
+    if again:
+        loaded.set_compression(later)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastreduce.checkpoint").addHandler(handler)
+    try:
+        load_checkpoint(path, model=loaded)
+    finally:
+        logging.getLogger("fastreduce.checkpoint").removeHandler(handler)
+    return str(loaded.compression), said
+
+
+def test_a_callable_that_is_not_there_when_it_is_loaded_is_named_with_what_helps(ranks2: RankPool, tmp_path: Path):
+    """The warning said that it was no rule of a policy."""
+    for setting, (said,) in ranks2.run(_set_again, tmp_path / "a.pt", False):
+        assert setting == "none"
+        assert "the callable _set_again.<locals>.later, which a snapshot holds by name, was set by" in said
+        assert said.endswith("set it again, before loading")
+    assert ranks2.run(_set_again, tmp_path / "a.pt", True) == [(FEEDBACK, [])] * 2

@@ -351,6 +351,7 @@ def _given(rank: int, world_size: int) -> list[str]:
     ddp = wrap("ours", mlp(), compression="none", bucket_cap_mb=1)
     _train(ddp, rank, 1)
     said = []
+    options: Any
     for options in ({"at": np.int64(4)}, {"bucket_cap_mb": np.float32(0.5)}):
         ddp.set_compression("int8", **options)
         said.append(ddp.reducer.schedule.description(["a"], [])["compression"])

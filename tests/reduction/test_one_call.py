@@ -393,10 +393,8 @@ def _twice(rank: int, world_size: int) -> tuple[float, float]:
     first, between = (nn.Parameter(torch.zeros(5)) for _ in range(2))
     for parameter in (first, between):
         parameter.grad = torch.full_like(parameter, 1.0 + rank)
-    before, one_call.BUCKET_BYTES = one_call.BUCKET_BYTES, 16
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_call, "BUCKET_BYTES", 16)
         all_reduce_gradients([first, between, first], op="sum")
-    finally:
-        one_call.BUCKET_BYTES = before
     assert first.grad is not None and between.grad is not None
     return first.grad[4].item(), between.grad[4].item()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import is_lazy
 
 from .. import ops
-from ..compression import NoCompression
+from ..compression import NoCompression, brief
 from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, SettingError
 from ..reduction.agreement import describe_tensor
 from ..reduction.gradients import Gradients
@@ -35,7 +38,7 @@ def group_asked_for(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessG
     if mesh is not None:
         found: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
         return found
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     if group is None:
         raise NotInitializedError("DistributedDataParallel")
     if not isinstance(group, dist.ProcessGroup):
@@ -79,9 +82,7 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         if kind not in ("cpu", "cuda"):
             raise BackendUnavailableError(f"parameter {name!r} is on {device}; allowed: cpu, cuda")
         ops.choose(device)
-    caps = arguments.get("bucket_cap_mb_list") or ()
-    if any(cap < 0 for cap in caps):
-        raise TypeError(f"bucket_cap_mb_list={caps!r}: a bucket's size in MiB cannot be negative")
+    _check_arguments(arguments)
     for name, child in module.named_modules():
         if isinstance(child, TorchDDP):
             inner = set(map(id, child._module_parameters))
@@ -92,6 +93,41 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
                     "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
                     stacklevel=3,
                 )
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise what torch's class would raise behind the exchange, where other ranks wait, or in words of its own.
+
+    Raises:
+        AttributeError, TypeError, ValueError: as torch's class.
+    """
+    caps = arguments.get("bucket_cap_mb_list")
+    if caps is not None and not (isinstance(caps, Sequence) and all(_is_size(cap) and cap >= 0 for cap in caps)):
+        raise TypeError(
+            f"bucket_cap_mb_list={brief(caps)} of {type(caps).__name__}; allowed: a list of finite numbers of MiB, from "
+            "0 on, or None"
+        )
+    cap = arguments.get("bucket_cap_mb")
+    if cap is not None and not _is_size(cap):
+        raise SettingError(f"bucket_cap_mb={brief(cap)}; allowed: a finite number of MiB, or None")
+    precision = arguments.get("mixed_precision")
+    if precision is not None and not isinstance(precision, _MixedPrecision):
+        raise AttributeError(
+            f"mixed_precision={brief(precision)}; allowed: None, or torch's _MixedPrecision(param_dtype=torch.bfloat16)"
+        )
+    device_ids = arguments.get("device_ids")
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            f"device_ids can only be None or contain a single element, got {brief(device_ids)}; settings are "
+            "compression=…"
+        )
+    names = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+    if (arguments.get(names[0]) is None) != (arguments.get(names[1]) is None):
+        raise ValueError(f"{names[0]} and {names[1]} need to be set at the same time.")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def check_reduced_here(schedule: Schedule) -> None:

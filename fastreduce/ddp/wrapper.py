@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..compression import Compression
+from ..compression import Compression, brief
 from ..environment.stacks import dump_at_signal
 from ..environment.variables import folder_asked_for, this_rank
 from ..errors import ReducerError, SettingError, TransportError
@@ -101,6 +101,10 @@ class DistributedDataParallel(TorchDDP):
         elastic: bool = False,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise AttributeError(
+                f"module={brief(module)}, a {type(module).__name__!r} object; allowed: a torch.nn.Module"
+            )
         if device_ids is not None and all(device is None for device in device_ids):
             device_ids = None
         on_cpu = all(p.device.type == "cpu" for p in module.parameters())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 
-from ..compression import Compression
+from ..compression import Compression, brief
 from ..errors import NotInitializedError, SettingError, TensorError, TransportError
 from ..policy import single
 from ..transports import Transport, make_transport
@@ -252,7 +252,7 @@ def _reduction_for(
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
     error = setting = None
     try:
-        if op not in OPERATIONS:
+        if not isinstance(op, str) or op not in OPERATIONS:
             raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
         setting = single(compression, "all_reduce_gradients")
         if setting.error_feedback:
@@ -310,9 +310,11 @@ def transport_of(
     Raises:
         NotInitializedError: if there is no group.
     """
-    group = group or dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     if group is None:
         raise NotInitializedError(call)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{call}: group={brief(group)}; allowed: a ProcessGroup, as new_group makes, or None")
     made = _transports.setdefault(group, {})
     if (device, asked) not in made:
         _drop_destroyed()

@@ -319,3 +319,68 @@ def _evaluate_alone(rank: int, world_size: int) -> str:
     finally:
         dist.barrier()
     return ""
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a size that is text": (
+        {"bucket_cap_mb": "25"},
+        "SettingError: bucket_cap_mb='25'; allowed: a finite number of MiB",
+    ),
+    "a size that is infinite": ({"bucket_cap_mb": float("inf")}, "SettingError: bucket_cap_mb=inf; allowed"),
+    "a list of sizes that are text": (
+        {"bucket_cap_mb_list": ["1"]},
+        "TypeError: bucket_cap_mb_list=['1'] of list; allowed",
+    ),
+    "a dtype": (
+        {"mixed_precision": torch.bfloat16},
+        "AttributeError: mixed_precision=torch.bfloat16; allowed: None, or",
+    ),
+    "two devices": ({"device_ids": [0, 1]}, "ValueError: device_ids can only be None or contain a single element, got"),
+    "half a delay": ({"delay_all_reduce_named_params": []}, "ValueError: delay_all_reduce_named_params and"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_an_argument_that_is_none_on_one_rank_is_told_to_all(ranks2: RankPool, case: str):
+    """torch's class raised behind the exchange, and the others waited; or errors named no argument."""
+    first, second = ranks2.run(_with_argument, case)
+    assert second.startswith(ARGUMENTS[case][1]), second
+    assert first.startswith(f"MismatchError: rank 1 could not be set up: {ARGUMENTS[case][1]}"), first
+
+
+def _with_argument(rank: int, world_size: int, case: str) -> str:
+    try:
+        fastreduce.DistributedDataParallel(_layer(), **(ARGUMENTS[case][0] if rank else {}))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_is_no_module_or_group_is_named(ranks2: RankPool):
+    for said in ranks2.run(_with_others):
+        assert said == [
+            "module=None, a 'NoneType' object; allowed: a torch.nn.Module",
+            "device_ids can only be None or contain a single element, got 'fp16'; settings are compression=…",
+            "process_group must be a ProcessGroup, e.g. from torch.distributed.new_group; got 0",
+            "all_reduce_gradients: group='gloo'; allowed: a ProcessGroup, as new_group makes, or None",
+            "all_reduce_gradients: group=0; allowed: a ProcessGroup, as new_group makes, or None",
+            "all_reduce_gradients: unknown op ['mean']; allowed: mean, sum",
+        ]
+
+
+def _with_others(rank: int, world_size: int) -> list[str]:
+    ddp: Any = fastreduce.DistributedDataParallel
+    reduce: Any = fastreduce.all_reduce_gradients
+    said = []
+    for call in (
+        lambda: ddp(None),
+        lambda: ddp(_layer(), "fp16"),
+        lambda: ddp(_layer(), process_group=0),
+        lambda: reduce([torch.ones(2)], group="gloo"),
+        lambda: reduce([torch.ones(2)], group=0),
+        lambda: reduce([torch.ones(2)], op=["mean"]),
+    ):
+        with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
+            call()
+        said.append(str(caught.value))
+    return said

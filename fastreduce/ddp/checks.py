@@ -104,8 +104,8 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     caps = arguments.get("bucket_cap_mb_list")
     if caps is not None and not (isinstance(caps, Sequence) and all(_is_size(cap) and cap >= 0 for cap in caps)):
         raise TypeError(
-            f"bucket_cap_mb_list={brief(caps)} of {type(caps).__name__}; allowed: a list of finite numbers of MiB, from "
-            "0 on, or None"
+            f"bucket_cap_mb_list={brief(caps)} of {type(caps).__name__}; allowed: a list of finite numbers of MiB, "
+            "from 0 on, or None"
         )
     cap = arguments.get("bucket_cap_mb")
     if cap is not None and not _is_size(cap):

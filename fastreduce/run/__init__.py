@@ -10,7 +10,6 @@ import importlib
 import os
 import subprocess
 import sys
-import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
@@ -60,9 +59,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         _fail(f"there is no script {script[0]!r}")
     if sys.flags.ignore_environment or sys.flags.no_site:
         _fail("Python's options -I, -E and -S keep ours from the script: start without them")
-    record, name = tempfile.mkstemp(prefix="fastreduce-run-")
-    os.close(record)
-    os.environ.update(replacement.environment(name, owner=os.getpid()))
+    os.environ.update(replacement.environment(replacement.record_in_memory(), owner=os.getpid()))
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     os.execv(sys.executable, [sys.executable, *options, str(WORKER), kind, *script])
 

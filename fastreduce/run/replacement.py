@@ -40,6 +40,7 @@ NONE_WRAPPED = (
 )
 HOW = {"wrapped": "wrapped by fastreduce", "sharded": "sharded by FSDP2 and reduced by fastreduce"}
 NOT_OURS = {"wrapped": "wrapped by torch's class", "sharded": "sharded by FSDP2 and left as they are"}
+MEMORY = "fastreduce-run"  # name of a record that is in memory
 OURS = "_transport_argument"  # an attribute that our __init__ sets before it calls torch's
 
 _record = ""  # the file that wrappings are noted in; "": nobody wants to know
@@ -57,6 +58,24 @@ def environment(record: str, owner: int = 0) -> dict[str, str]:
     entries = [entry for entry in before.split(os.pathsep) if entry != STARTUP] if before else []
     run = {"prefix": os.path.realpath(sys.prefix), "owner": owner, "record": record}
     return {"PYTHONPATH": os.pathsep.join([STARTUP, *entries]), RUN: json.dumps(run)}
+
+
+def record_in_memory() -> str:
+    """A new record that ends with this process, whatever ends it, and is there for what it executes: its path."""
+    return f"/proc/{os.getpid()}/fd/{os.memfd_create(MEMORY, 0)}"
+
+
+def _open(record: str, flags: int) -> int:
+    """Open a record.
+
+    Raises:
+        OSError: if it is not there any more.
+    """
+    file = os.open(record, flags | os.O_NONBLOCK)
+    if record.startswith("/proc/") and not os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{MEMORY}"):
+        os.close(file)  # a file of the script's, which has closed the record
+        raise OSError(f"the script has closed {record}")
+    return file
 
 
 def join_run() -> None:
@@ -273,7 +292,7 @@ def write_down(how: str, what: str, name: str, setting: str, why: str, rank: int
         print(f"fastreduce: {name} is {HOW[how]}, compression {setting}", file=sys.stderr, flush=True)
     line = json.dumps({"pid": os.getpid(), "how": how, "what": what, "setting": setting, "why": why})
     try:
-        file = os.open(_record, os.O_WRONLY | os.O_APPEND)
+        file = _open(_record, os.O_WRONLY | os.O_APPEND)
     except OSError:  # nobody wants to know, or the run is over
         return
     with contextlib.suppress(OSError):
@@ -284,7 +303,8 @@ def write_down(how: str, what: str, name: str, setting: str, why: str, rank: int
 def summary(record: Path) -> str:
     """One line: how many modules were wrapped by us, under which setting, and which by torch's class and why; or ""."""
     try:
-        lines = [json.loads(line) for line in record.read_text().splitlines() if line.endswith("}")]
+        with open(_open(str(record), os.O_RDONLY), encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file if line.endswith("}\n")]
     except OSError as error:  # long runs outlive temporary files
         return f"what was wrapped is not known: {error}"
     torchs = Counter((line["how"], line["what"], line["why"]) for line in lines if line["why"])
@@ -310,8 +330,6 @@ def _modules(count: int) -> str:
 def _say_summary(owner: int) -> None:
     if os.getpid() != owner:  # a fork that ends as Python does
         return
-    record = Path(_record)
-    text = summary(record) or NONE_WRAPPED
-    record.unlink(missing_ok=True)
+    text = summary(Path(_record)) or NONE_WRAPPED
     if os.environ.get("RANK", "0") == "0" or ", because " in text:
         print(f"fastreduce run: {text}", file=sys.stderr, flush=True)

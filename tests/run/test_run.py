@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fastreduce.cli import main
 from fastreduce.run import replacement
-from tests.support.commands import INSTALLED, TORCHRUN, finish, run, started
+from tests.support.commands import INSTALLED, TORCHRUN, finish, run, started, with_environment
 from tests.support.run_scripts import MODULE, RUN, said
 
 BOTH_WAYS = pytest.mark.parametrize("command", [RUN, pytest.param(MODULE, marks=pytest.mark.long)], ids=["run", "-m"])
@@ -38,6 +38,28 @@ def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, lau
         "fastreduce: Linear is wrapped by fastreduce, compression bf16",
         f"fastreduce run: {processes} wrapped by fastreduce, compression bf16",
     ]
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "os._exit(3)", "os.kill(os.getpid(), 15)"])
+def test_no_file_stays_however_the_script_ends(script: Path, tmp_path: Path, end: str):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    script.write_text(f"import os\n{end}\n")
+    done = run(*MODULE, script, env={**with_environment(), "TMPDIR": str(folder)})
+    assert done.returncode == (0 if not end else -15 if "kill" in end else 3), done.stderr
+    assert [path.name for path in folder.iterdir() if path.name.startswith("fastreduce")] == []
+
+
+def test_a_file_that_has_the_place_of_a_closed_record_is_left_alone(script: Path, tmp_path: Path):
+    script.write_text(
+        "import os\nos.closerange(3, 100)\nfiles = [open(f'mine{i}', 'w') for i in range(20)]\n"
+        + script.read_text().replace("import sys\n", "import sys\nsys.path.insert(0, os.path.dirname(__file__))\n")
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = run(*MODULE, script, env={**with_environment(), **place}, cwd=tmp_path)
+    assert done.returncode == 0 and "CLASS fastreduce.ddp" in done.stdout, done.stderr
+    assert "what was wrapped is not known: the script has closed" in done.stderr
+    assert [path.read_text() for path in tmp_path.glob("mine*")] == 20 * [""]
 
 
 @BOTH_WAYS

@@ -11,9 +11,11 @@ CPU tensors stand for CUDA tensors: their addresses are passed as they are.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from importlib.util import find_spec
@@ -64,6 +66,7 @@ def build(folder: Path) -> ctypes.CDLL:
 def activate() -> ctypes.CDLL:
     """Build the stub and make it Triton's driver; returns the library, whose `fastreduce_launches` counts launches."""
     folder = Path(tempfile.mkdtemp(prefix="cuda_stub_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     library = build(folder)
     from triton.backends.compiler import GPUTarget

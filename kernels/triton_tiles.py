@@ -128,6 +128,7 @@ class Launch(NamedTuple):
             run_compiled(programs, 1, 1, stream, function, metadata, None, None, None, *passed)
 
 
+MOST = 4096  # kept kernels: numbers that change, such as sizes, make ever new ones
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 _runtime = knobs.runtime
 
@@ -160,6 +161,8 @@ def launch(kernel: Any, programs: int, device: torch.device, *arguments: Any, **
             compiled = kernel[(programs,)](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
         if compiled is None:  # as it is by the interpreter
             return None
+        if len(_compiled) >= MOST:
+            _compiled.clear()  # Triton still has them
         kept = _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
     compiled, of_signature = kept
     handles = compiled.run, compiled.function, compiled.packed_metadata

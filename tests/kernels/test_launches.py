@@ -36,6 +36,7 @@ from tests.support.commands import run
     [
         "check_each_operation",
         "check_that_warming_up_compiles_all",
+        "check_that_ever_new_sizes_are_not_kept_for_ever",
         *(
             pytest.param(check, marks=pytest.mark.long)
             for check in ("check_that_nothing_stale_is_launched", "check_each_format")
@@ -47,6 +48,23 @@ def test_a_kept_kernel_is_launched_as_triton_launched_it(check: str):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = run(sys.executable, "-c", code, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_that_ever_new_sizes_are_not_kept_for_ever() -> None:
+    from tests.support import cuda_stub
+
+    library = cuda_stub.activate()
+    from fastreduce.kernels import triton_fp16, triton_tiles
+
+    launched = ctypes.c_long.in_dll(library, "fastreduce_launches")
+    with patch.object(triton_tiles, "MOST", 10):
+        for blocks in range(1, 51):
+            nbytes = fp16_shard_bytes(blocks)
+            received, shard = (torch.zeros(*shape, dtype=torch.uint8) for shape in ((2, nbytes), (nbytes,)))
+            for _ in range(2):
+                triton_fp16.reduce_fp16(received, shard, 0.5)
+    assert launched.value == 100
+    assert 0 < len(triton_tiles._compiled) <= 10, len(triton_tiles._compiled)
 
 
 def check_that_nothing_stale_is_launched() -> None:

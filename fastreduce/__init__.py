@@ -1,8 +1,12 @@
 """fastreduce averages gradients across the ranks of a data-parallel job with its own kernels."""
 
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+if sys.platform != "linux":
+    raise ImportError(f"fastreduce runs on Linux, not on {sys.platform}: it reads /proc, and asks its kernel for more")
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .compression import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD, TopK

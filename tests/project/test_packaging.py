@@ -95,3 +95,10 @@ def test_another_package_named_kernels_wins_over_the_folder(tmp_path: Path):
     other.touch()
     found = _run(sys.executable, "-c", "import kernels; print(kernels.__file__)", cwd=ROOT, pythonpath=tmp_path)
     assert Path(found.strip()) == other
+
+
+def test_a_system_other_than_linux_is_told_on_import():
+    code = "import sys; sys.platform = 'darwin'; import fastreduce"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: fastreduce runs on Linux, not on darwin")

@@ -88,9 +88,10 @@ def _largest(
 ) -> ir.Value:  # fmt: skip
     """The largest magnitude's bits in each of 16 parts of a block times `scale`, plus residuals, which go to `values`.
 
-    `signed`, the last of the bits is 1 if an element with a plus has that magnitude, but for the last bit, else 0.
+    `signed`, they are less by one, without which their last bit is 1 if an element with a plus has that magnitude, but
+    for the last bit, else 0.
     """
-    largest = cgutils.alloca_once_value(builder, ir.Constant(_OF_BLOCKS, None))
+    largest = cgutils.alloca_once_value(builder, ir.Constant(_OF_BLOCKS, [-(2**31)] * BLOCKS))
 
     def gather(index: ir.Value, with_old: bool) -> None:
         for line in range(0, LANES * MEMORY[tag][1], LINE):
@@ -103,8 +104,7 @@ def _largest(
         bits = builder.bitcast(value, _INTEGERS)
         key = builder.and_(bits, ir.Constant(_INTEGERS, [0x7FFFFFFE if signed else 0x7FFFFFFF] * LANES))
         if signed:
-            plus = builder.lshr(builder.not_(bits), ir.Constant(_INTEGERS, [31] * LANES))
-            key = builder.or_(key, plus)
+            key = builder.add(key, builder.ashr(bits, ir.Constant(_INTEGERS, [31] * LANES)))
         for half in (0, BLOCKS):
             builder.store(larger(builder, part(builder, key, half, BLOCKS), builder.load(largest)), largest)
 
@@ -154,12 +154,14 @@ def _rounded(builder: ir.IRBuilder, value: ir.Value, inverse: ir.Value) -> ir.Va
 
 
 def _units(builder: ir.IRBuilder, largest: ir.Value, signed: bool) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The scales of 16 blocks, 1 over each, and which are not finite: these have NaN and 0."""
+    """The scales of 16 blocks, of what `_largest` finds; 1 over each; and which are not finite: these have NaN and 0."""
 
     def all_of(number: Any, kind: ir.Type = _I32) -> ir.Constant:
         return ir.Constant(ir.VectorType(kind, BLOCKS), [number] * BLOCKS)
 
     floats = ir.VectorType(_FLOAT, BLOCKS)
+    if signed:
+        largest = builder.add(largest, all_of(1))
     odd = builder.icmp_signed(">=", largest, all_of(INFINITY_BITS))
     tiny = builder.icmp_signed("<", largest, all_of(TINY_BITS))
     one = all_of(1.0, _FLOAT)

@@ -31,7 +31,7 @@ TAGS: dict[torch.dtype, Any] = {
 # quarter to two fifths of the traffic. Less output may still lie in L2 when its reader comes.
 STREAM_BYTES = 1 << 20
 LINE = 64
-# Bytes to prefetch: the hardware by itself fetched too few, and quantizing took 1.5 times as long; with half, 1.07 times.
+# Bytes to prefetch: the hardware by itself fetched too few, and quantizing took 1.5 times as long; with half, 1.07.
 AHEAD = 2048
 BLOCK_LANES = 16  # the least block, but for INT4
 ANYWHERE = 1  # what loads and stores take for granted of an address: it may be no multiple of an element

@@ -154,7 +154,7 @@ def _rounded(builder: ir.IRBuilder, value: ir.Value, inverse: ir.Value) -> ir.Va
 
 
 def _units(builder: ir.IRBuilder, largest: ir.Value, signed: bool) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The scales of 16 blocks, of what `_largest` finds; 1 over each; and which are not finite: these have NaN and 0."""
+    """The scales of 16 blocks by what `_largest` finds, 1 over each, and which are not finite: these get NaN and 0."""
 
     def all_of(number: Any, kind: ir.Type = _I32) -> ir.Constant:
         return ir.Constant(ir.VectorType(kind, BLOCKS), [number] * BLOCKS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from .errors import SettingError, TensorError, TransportError
+from .errors import MismatchError, SettingError, TensorError, TransportError
+
+FIRST_CHANNELS = 256  # as many as a rank's first message has room for: those of layers with more take two
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -42,6 +44,7 @@ class SyncBatchNorm(_BatchNorm):
     Raises:
         TensorError: if the input has fewer than two dimensions, or not as many channels as the layer.
         ValueError: on every rank, if there is one value per channel in all batches together (as BatchNorm).
+        MismatchError: on every rank, if ranks run layers of different numbers of channels at the same time.
         TransportError: if a rank does not come within the timeout.
     """
 
@@ -160,17 +163,41 @@ def _statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor
     """Mean and variance (FP64, the same bits on every rank) and number of values per channel over all ranks."""
     channels = input.size(1)
     count = input.numel() // channels
-    mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    # gloo ends the process that gets a longer message than it waits for: all have one size until ranks know their own
+    size = max(2 + 2 * channels, first := 2 + 2 * FIRST_CHANNELS)
+    mine = torch.zeros(size, dtype=torch.float64)
+    mine[0], mine[1] = channels, count
     if count:
         mean, variance = torch.batch_norm_update_stats(input.to(_dtype_of_statistics(input)), None, None, 0.0)
-        torch.cat([mean, variance, torch.tensor([count])], out=mine)
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    _together(dist.all_gather, rows, mine, group=group, channels=channels)
-    means, variances, counts = torch.stack(rows).split([channels, channels, 1], dim=1)
+        torch.cat([mean, variance], out=mine[2 : 2 + 2 * channels])
+    rows = mine.new_empty(dist.get_world_size(group), size)
+    _gather(rows[:, :first], mine[:first], group, channels)
+    _check_channels(rows[:, 0].tolist(), group)
+    if size > first:
+        _gather(rows[:, first:], mine[first:], group, channels)
+    counts, means, variances = rows[:, 1 : 2 + 2 * channels].split([1, channels, channels], dim=1)
     total = int(counts.sum())
     shares = counts / max(total, 1)
     overall = (means * shares).sum(0)
     return overall, ((variances + (means - overall) ** 2) * shares).sum(0), total
+
+
+def _gather(rows: Tensor, mine: Tensor, group: dist.ProcessGroup, channels: int) -> None:
+    """Fill each row with what its rank has in `mine`."""
+    told = [torch.empty_like(mine) for _ in rows]
+    _together(dist.all_gather, told, mine, group=group, channels=channels)
+    torch.stack(told, out=rows)
+
+
+def _check_channels(channels: Sequence[float], group: dist.ProcessGroup) -> None:
+    others = [i for i, each in enumerate(channels) if each != channels[0]]
+    if others:
+        ranks = dist.get_process_group_ranks(group)
+        raise MismatchError(
+            f"ranks differ in the SyncBatchNorm that they run: rank {ranks[0]} has one of {channels[0]:g} channels, "
+            f"rank {ranks[others[0]]} one of {channels[others[0]]:g}. In training every rank must run the same layers, "
+            "in the same order"
+        )
 
 
 def _together(collective: Callable[..., Any], *args: Any, group: dist.ProcessGroup, channels: int) -> None:

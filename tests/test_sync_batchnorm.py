@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fastreduce import SettingError, SyncBatchNorm, TensorError, TransportError
+from fastreduce import MismatchError, SettingError, SyncBatchNorm, TensorError, TransportError
+from fastreduce.sync_batchnorm import FIRST_CHANNELS
 from tests.support import tolerances
 from tests.support.models import assert_same_bits, batch, grads_of, wrap
 from tests.support.ranks import RankPool, run_ranks
@@ -421,3 +422,33 @@ def _other_channels(rank: int, world_size: int) -> str:
         SyncBatchNorm(3, process_group=group)(torch.zeros(4, 5 if rank else 3))
     dist.barrier()
     return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_layers_of_other_sizes_in_another_order_are_an_error_on_every_rank():
+    """gloo ends a process that receives a longer message than it waits for."""
+    few, more, many = 3, 5, FIRST_CHANNELS + 1
+    for sizes in ((few, more), (more, few), (few, many), (many, few), (many, many + 1)):
+        for text in run_ranks(_other_order, 2, sizes):
+            assert text.startswith("ranks differ in the SyncBatchNorm that they run: "), f"{sizes}: {text}"
+            assert f"rank 0 has one of {sizes[0]} channels, rank 1 one of {sizes[1]}" in text
+
+
+def _other_order(rank: int, world_size: int, sizes: tuple[int, int]) -> str:
+    with pytest.raises(MismatchError) as caught:
+        SyncBatchNorm(sizes[rank])(torch.zeros(2, sizes[rank]))
+    return str(caught.value)
+
+
+def test_a_layer_with_more_channels_than_the_first_message_takes(ranks2: RankPool):
+    for channels in (FIRST_CHANNELS, FIRST_CHANNELS + 1, 3 * FIRST_CHANNELS):
+        whole = nn.BatchNorm1d(channels, dtype=torch.float64)
+        expected = whole(torch.cat([batch(rank, 0, 4, channels).double() for rank in range(2)]))
+        for rank, (output, mean) in enumerate(ranks2.run(_many_channels, channels)):
+            assert torch.allclose(output, expected[4 * rank : 4 * rank + 4], rtol=1e-12, atol=1e-12), channels
+            assert torch.allclose(mean, whole.running_mean, rtol=1e-12, atol=1e-12), channels
+
+
+def _many_channels(rank: int, world_size: int, channels: int) -> tuple[Tensor, Tensor]:
+    layer = SyncBatchNorm(channels, dtype=torch.float64)
+    output = layer(batch(rank, 0, 4, channels).double())
+    return output.detach(), layer.running_mean

@@ -238,6 +238,8 @@ def _listen(options: Namespace) -> socket.socket | None:
         nodes = torchrun.parse_min_max_nnodes(options.nnodes)[1]
     except (RuntimeError, ValueError):
         fail(f"--nnodes {options.nnodes}: give a number, or a range as in 1:4")
+    if options.rdzv_backend == "static" and not options.standalone and not 0 <= options.node_rank < nodes:
+        fail(f"--node-rank {options.node_rank} with --nnodes {nodes}: give 0 to {nodes - 1}, which of them this is")
     alone = options.standalone or (nodes == 1 and options.rdzv_backend == "static" and not options.rdzv_endpoint)
     if alone:
         return open_port(options.master_addr.strip("[]"), 0 if options.standalone else options.master_port or 0)

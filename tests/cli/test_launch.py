@@ -407,6 +407,9 @@ def test_a_node_that_is_done_earlier_is_not_missed(tmp_path: Path, slow: int):
         (["--nproc-per-node", "1", "--node-rank", "1", "SCRIPT"], "--node-rank 1 with --nnodes 1: give 0 to 0"),
         (["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "2", "SCRIPT"], "with --nnodes 2: give 0 to 1"),
         (["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "-1", "SCRIPT"], "--node-rank -1 with --nnodes 2"),
+        (["--nproc-per-node", "1", "--master-port", "70000", "SCRIPT"], "--master-port 70000: give 0 to 65535"),
+        (["--nproc-per-node", "1", "--monitor-interval", "nan", "SCRIPT"], "--monitor-interval nan: give seconds"),
+        (["--nproc-per-node", "1", "--monitor-interval", "0", "SCRIPT"], "--monitor-interval 0.0: give seconds"),
         (["--nproc-per-node", "2", "--master-port", "PORT", "SCRIPT"], "127.0.0.1, port PORT is in use"),
         (["--nproc-per-node", "1", "--redirects", "3", "SCRIPT"], "say where with --log-dir"),
     ],
@@ -418,6 +421,12 @@ def test_bad_input_is_an_error_before_anything_starts(script: Path, arguments: l
     assert done.exit_code in (1, 2)
     assert done.stdout == ""
     assert done.stderr.startswith("fastreduce launch: ") and message.replace("PORT", words["PORT"]) in done.stderr
+
+
+def test_a_rendezvous_that_is_none_is_one_line(script: Path):
+    done = _run(*LAUNCH, "--nproc-per-node", "1", "--rdzv-backend", "none-such", script)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch("fastreduce launch: .*'none-such'.*\n", done.stderr), done.stderr
 
 
 def test_a_limit_that_is_no_number_is_an_error(script: Path, monkeypatch: pytest.MonkeyPatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import shutil
 import signal
@@ -69,6 +70,8 @@ def start(options: Namespace) -> int:
     """
     _check_environment()
     _check_script(options)
+    if not 0 < options.monitor_interval < math.inf:
+        fail(f"--monitor-interval {options.monitor_interval}: give seconds, more than 0")
     ranks = _decide_ranks(options)
     listener = _listen(options)
     with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
@@ -123,7 +126,7 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
         say(f"{received.name}: all ranks were ended")
         Ranks.leave(f"it received {received.name}")
         return 128 + received
-    except (OSError, RuntimeError) as error:  # a rendezvous that failed, or a node that is gone
+    except (OSError, RuntimeError, ValueError) as error:  # a rendezvous that is none or failed, or a node that is gone
         Ranks.leave(str(error).splitlines()[0])
         fail(str(error).splitlines()[0], code=1)
     Ranks.leave()
@@ -238,6 +241,8 @@ def _listen(options: Namespace) -> socket.socket | None:
         nodes = torchrun.parse_min_max_nnodes(options.nnodes)[1]
     except (RuntimeError, ValueError):
         fail(f"--nnodes {options.nnodes}: give a number, or a range as in 1:4")
+    if options.master_port is not None and not 0 <= options.master_port < 1 << 16:
+        fail(f"--master-port {options.master_port}: give 0 to {(1 << 16) - 1}; 0 is a free one, on one node")
     if options.rdzv_backend == "static" and not options.standalone and not 0 <= options.node_rank < nodes:
         fail(f"--node-rank {options.node_rank} with --nnodes {nodes}: give 0 to {nodes - 1}, which of them this is")
     alone = options.standalone or (nodes == 1 and options.rdzv_backend == "static" and not options.rdzv_endpoint)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
+from ..errors import SettingError
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.residuals.factors import Factor
 from ..reduction.residuals.notices import multiplied
@@ -38,6 +39,7 @@ def clip_(
 
     Raises:
         TypeError: if `max_norm` is no number, as where parameters are given in its place.
+        SettingError: if it is negative or NaN, or `norm_type` is NaN.
         RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; nothing has been clipped then.
     """
     try:
@@ -48,6 +50,13 @@ def clip_(
             "wrapper's own parameters, and takes none"
         ) from error
     norm_type = float(norm_type)
+    if not max_norm >= 0:
+        raise SettingError(
+            f"max_norm={max_norm:g}; allowed: 0 and more, where inf clips nothing: gradients would have another sign, "
+            "or be NaN"
+        )
+    if math.isnan(norm_type):
+        raise SettingError("norm_type=nan; allowed: a number, such as 2 or inf")
     grads = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     if not grads:
         return torch.tensor(0.0)

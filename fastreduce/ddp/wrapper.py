@@ -375,6 +375,7 @@ class DistributedDataParallel(TorchDDP):
 
         Raises:
             TypeError: if `max_norm` is no number, as where parameters are given in its place.
+            SettingError: if it is negative, where torch would turn gradients round, or NaN, or `norm_type` is NaN.
             RuntimeError: if the norm is not finite and `error_if_nonfinite` is set, with the parameters, their buckets
                 and how many of their elements are not finite. Nothing has been clipped then.
             ReducerError: if averages are to be stored by `finalize_backward()` first (torch 2.15 and later).

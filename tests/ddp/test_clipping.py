@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastreduce import all_reduce_gradients
+from fastreduce import SettingError, all_reduce_gradients
 from fastreduce.ddp import clipping
 from fastreduce.ddp.clipping import known_slots
 from tests.support import tolerances
@@ -388,6 +389,16 @@ def test_parameters_in_the_place_of_the_norm_are_an_error_that_says_so():
     model = mlp()
     with pytest.raises(TypeError, match=r"max_norm must be a number, got generator: ddp\.clip_grad_norm_\(max_norm\)"):
         clipping.clip_(dict(model.named_parameters()), [], model.parameters(), 1.0, False, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(-1.0, 2.0), (math.nan, 2.0), (1.0, math.nan)])
+def test_a_norm_that_turns_gradients_round_or_makes_them_nan_is_an_error(max_norm: float, norm_type: float):
+    model = mlp()
+    model(batch(0, 0, 2, 20)).sum().backward()
+    before = {name: grad.clone() for name, grad in grads_of(model).items()}
+    with pytest.raises(SettingError, match=r"(max_norm=(-1|nan)|norm_type=nan); allowed: "):
+        clipping.clip_(dict(model.named_parameters()), [], max_norm, norm_type, False, None)
+    assert_same_bits(grads_of(model), before)
 
 
 def test_clipping_does_not_wait_for_the_device(ranks2: RankPool):

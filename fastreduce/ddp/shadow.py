@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..compression import Compression, OfWholeParameters, PowerSGD
+from ..compression import Compression, OfWholeParameters, PowerSGD, brief
 from ..errors import SettingError
 from ..policy import AnySetting, Policy, assigned, match
 from ..reduction import clocks
@@ -70,8 +70,8 @@ class Shadow:
         seconds: that measuring has taken on this rank, in all.
 
     Raises:
-        SettingError: if a setting is none, a parameter matches no key, torch reduces all gradients of this
-            wrapper, or its ranks may be lost.
+        SettingError: if `ddp` is no wrapper, a setting is none, a parameter matches no key, torch reduces all gradients
+            of this wrapper, or its ranks may be lost.
         MismatchError: on every rank, if ranks differ in settings, steps or groups.
     """
 
@@ -82,6 +82,10 @@ class Shadow:
         every: int = 100,
         groups: Sequence[str] | None = None,
     ) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise SettingError(
+                f"ddp={brief(ddp)}; allowed: a fastreduce.DistributedDataParallel, which has wrapped a module"
+            )
         if ddp._delay_all_reduce_all_params:
             raise SettingError("Shadow and delay_all_reduce_named_params of all parameters: torch reduces them")
         if ddp._elastic:
@@ -94,6 +98,8 @@ class Shadow:
         try:
             if not isinstance(every, int) or every < 1:
                 raise SettingError(f"every={every!r}: give a number of steps, 1 or more")
+            if not isinstance(settings, Iterable):
+                raise SettingError(f"settings={brief(settings)}; allowed: a list of settings, such as ['int8', 'fp16']")
             for given in [settings] if isinstance(settings, str) else settings:
                 setting = Policy.of(given)
                 self._settings[str(setting)] = [_of_one_step(each) for each in assigned(setting, names, parameters)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -90,10 +91,12 @@ def make_allreduce_cb(
 
     Raises:
         NotInitializedError: if there is no process group.
-        SettingError: for another `reduce_method`, or if `compression` is no setting.
+        SettingError: for another `reduce_method`, or if `compression` is no setting, or `bucket_bytes` no number.
     """
     found = group_or_default("make_allreduce_cb", group)
     if reduce_method not in OPERATIONS:
         raise SettingError(f"make_allreduce_cb: unknown method {reduce_method!r}; allowed: {', '.join(OPERATIONS)}")
+    if not isinstance(bucket_bytes, numbers.Real):
+        raise SettingError(f"make_allreduce_cb: bucket_bytes={bucket_bytes!r}; allowed: a number of bytes")
     setting = single(compression, "make_allreduce_cb")
     return AllReduceCallback(reduce_method, found, setting, bucket_bytes)

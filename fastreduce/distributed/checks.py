@@ -32,7 +32,9 @@ def check_rank(call: str, name: str, rank: int, group: dist.ProcessGroup) -> Non
     ranks = ranks_of(group)
     if rank not in ranks:
         allowed = f"0 to {len(ranks) - 1}" if ranks == list(range(len(ranks))) else ", ".join(map(str, ranks))
-        raise SettingError(f"{call} on rank {dist.get_rank()}: {name}={rank} is not in the group; its ranks: {allowed}")
+        raise SettingError(
+            f"{call} on rank {dist.get_rank()}: {name}={rank!r} is not in the group; its ranks: {allowed}"
+        )
 
 
 def check_peer(call: str, name: str, rank: int, group: dist.ProcessGroup) -> None:

@@ -182,9 +182,15 @@ def barrier(
 
     Raises:
         NotInitializedError: if there is no default group.
+        SettingError: if `timeout` is something else.
         TransportError: naming the ranks that have not come within the timeout.
     """
     group = group_or_default("barrier", group)
+    if not (timeout is None or isinstance(timeout, timedelta)):
+        raise SettingError(
+            f"barrier on rank {dist.get_rank()}: timeout={timeout!r}; allowed: a datetime.timedelta, as "
+            "timedelta(seconds=3), or None"
+        )
     if async_op:
         work: dist.Work = dist.barrier(group, async_op=True, device_ids=device_ids)
         return work

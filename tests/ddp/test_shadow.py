@@ -228,6 +228,18 @@ def test_alone_and_wrong(alone: None):
     shadow.close()
 
 
+def test_what_is_no_wrapper_or_no_list_is_named(alone: None):
+    model = mlp(96, 2)
+    ddp = wrap("ours", model)
+    for no_wrapper, settings, message in (
+        (None, ["int8"], "ddp=None; allowed: a fastreduce.DistributedDataParallel"),
+        (model, ["int8"], "ddp=Sequential.*; allowed: a fastreduce"),
+        (ddp, 3, "settings=3; allowed: a list of settings"),
+    ):
+        with pytest.raises(SettingError, match=f"(?s){message}"):
+            Shadow(no_wrapper, settings)  # type: ignore[arg-type]
+
+
 def test_groups_are_modules():
     assert modules_of(["0.weight", "0.bias", "scale", "head.fc.weight"]) == ["0", "0", "scale", "head.fc"]
     names = [f"blocks.{i}.{part}.{kind}" for i in range(20) for part in ("qkv", "fc1") for kind in ("weight", "bias")]

@@ -147,6 +147,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "op": (lambda: dist.all_reduce(torch.ones(1), "sum"), SettingError, "unknown op 'sum'; allowed: ReduceOp.SUM"),
     "no op": (lambda: dist.reduce(torch.ones(1), 0, 7), SettingError, "unknown op 7"),
     "src": (lambda: dist.broadcast(torch.ones(1), 2), SettingError, "src=2 is not in the group; its ranks: 0 to 0"),
+    "src that is text": (lambda: dist.broadcast(torch.ones(1), "0"), SettingError, "src='0' is not in the group"),
+    "timeout": (lambda: dist.barrier(timeout=3), SettingError, "barrier on rank 0: timeout=3; allowed: a datetime"),
     "dst": (lambda: dist.reduce(torch.ones(1), -1), SettingError, "dst=-1"),
     "itself": (lambda: dist.send(torch.ones(1), 0), SettingError, "dst=0 is this rank itself"),
     "from itself": (lambda: dist.recv(torch.ones(1), 0), SettingError, "src=0 is this rank itself"),
@@ -175,6 +177,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "remote": (lambda: dist.remote_send(torch.ones(1), 0), SettingError, "remote_send on rank 0: dest_rank=0"),
     "list src": (lambda: dist.bcast_list_([torch.ones(1)], src=3), SettingError, "bcast_list_ on rank 0: src=3"),
     "method": (lambda: dist.make_allreduce_cb("max"), SettingError, "'max'; allowed: mean, sum"),
+    "size": (lambda: dist.make_allreduce_cb(bucket_bytes="1"), SettingError, "bucket_bytes='1'; allowed: a number"),
 }
 
 
@@ -184,7 +187,7 @@ def test_a_mistake_is_an_error_that_names_call_and_rank(group_of_one: None, case
     with pytest.raises(kind) as caught:
         call()
     assert says in str(caught.value)
-    assert "rank 0" in str(caught.value) or case == "method"
+    assert "rank 0" in str(caught.value) or case in ("method", "size")
 
 
 def test_one_process_alone_runs_the_same_code(group_of_one: None):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 
 from ..compression import Compression, brief
-from ..errors import NotInitializedError, SettingError, TensorError, TransportError
+from ..errors import DeviceError, NotInitializedError, SettingError, TensorError, TransportError
 from ..policy import single
 from ..transports import Transport, make_transport
 from . import saved_residuals
@@ -195,7 +195,8 @@ def all_reduce_gradients(
         SettingError: if `compression` is no setting, `op` no operation, or `transport` no name of one.
         BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
         TensorError: if a tensor or array cannot be averaged in place.
-        MismatchError: on every rank, if shapes, dtypes or settings differ between ranks.
+        MismatchError: on every rank, if shapes, dtypes or settings differ between ranks; on others, if one raises the
+            above in its first call with such a list.
         NotInitializedError: if torch.distributed is not initialised and no transport is given.
     """
     found = list(tensors_or_parameters)
@@ -212,21 +213,31 @@ def reduce_owned(
     op: str,
 ) -> None:
     """`all_reduce_gradients`, with the objects whose residuals error feedback keeps, one for each array."""
-    tensors = [as_tensor(array) for array in arrays]
-    leaves = [t if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf) else _as_owner(t) for t in tensors]
+    leaves, kept, error = list[Tensor](), list[Any](), None
+    for i, (array, owner) in enumerate(zip(arrays, owners, strict=True)):
+        try:
+            leaves.append(_as_leaf(as_tensor(array), i))
+            kept.append(owner)
+        except TensorError as found:  # which other ranks must be told
+            error = error or found
     for kind in sorted({leaf.device.type for leaf in leaves}) or ["cpu"]:
         if isinstance(transport, Transport):
             chosen = _told_of(transport, group)
         else:
             chosen = transport_of(group, "all_reduce_gradients", kind, transport)
         here = [i for i, leaf in enumerate(leaves) if leaf.device.type == kind]
-        _average([leaves[i] for i in here], [owners[i] for i in here], chosen, compression, op)
+        _average([leaves[i] for i in here], [kept[i] for i in here], chosen, compression, op, error)
 
 
 def _average(
-    leaves: list[Tensor], owners: list[Any], transport: Transport, compression: Compression | str | None, op: str
+    leaves: list[Tensor],
+    owners: list[Any],
+    transport: Transport,
+    compression: Compression | str | None,
+    op: str,
+    error: TensorError | None,
 ) -> None:
-    reduction = _reduction_for(leaves, owners, transport, compression, op)
+    reduction = _reduction_for(leaves, owners, transport, compression, op, error)
     gradients = Gradients(leaves, _names(leaves))
     used = [leaf.grad is not None for leaf in leaves]
     with torch.no_grad():
@@ -246,12 +257,20 @@ def _average(
 
 
 def _reduction_for(
-    tensors: list[Tensor], owners: list[Any], transport: Transport, compression: Compression | str | None, op: str
+    tensors: list[Tensor],
+    owners: list[Any],
+    transport: Transport,
+    compression: Compression | str | None,
+    op: str,
+    wrong: TensorError | None,
 ) -> _Reduction:
     known = _reductions.setdefault(transport, {})
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
-    error = setting = None
+    error: Exception | None = None
+    setting = None
     try:
+        if wrong is not None:
+            raise wrong
         if not isinstance(op, str) or op not in OPERATIONS:
             raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
         setting = single(compression, "all_reduce_gradients")
@@ -262,7 +281,7 @@ def _reduction_for(
             found = known.pop((setting, op, layout), None)
             if found is not None:  # the last ones stay
                 known[setting, op, layout] = found
-    except SettingError as refused:
+    except (SettingError, TensorError) as refused:
         found, error = None, refused
     if found is None:
         names = _names(tensors)
@@ -282,8 +301,12 @@ def _reduction_for(
     return found
 
 
-def _as_owner(tensor: Tensor) -> Tensor:
-    """A leaf whose `.grad` is `tensor`."""
+def _as_leaf(tensor: Tensor, place: int) -> Tensor:
+    """What has the gradient in its `.grad`: `tensor`, the one at `place`, itself where it is a leaf, or a new leaf."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"all_reduce_gradients: tensor {place} is on {tensor.device}; allowed: cpu, cuda")
+    if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+        return tensor
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError("a lazy conjugate or negative cannot be averaged in place: call resolve_conj() first")
     if tensor.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import itertools
 import os
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastreduce
-from fastreduce import SettingError, TensorError, all_reduce_gradients
+from fastreduce import DeviceError, SettingError, TensorError, all_reduce_gradients
 from fastreduce.reduction import one_call
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.reduction.shared_buffers import Turns
@@ -296,8 +297,27 @@ def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
         alone(torch.ones(3, dtype=torch.complex64).conj())
     with pytest.raises(TensorError, match="detach"):
         alone(torch.ones(3, requires_grad=True) * 2)
+    with pytest.raises(DeviceError, match="tensor 1 is on meta; allowed: cpu, cuda"):
+        alone(torch.ones(3), torch.ones(3, device="meta"))
     with pytest.raises(SettingError, match="int9"):
         alone(torch.ones(3), setting="int9")
+
+
+def test_what_one_rank_cannot_average_is_told_to_the_others(ranks2: RankPool):
+    for how in ("text", "meta", "computed"):
+        told, raised = ranks2.run(_one_that_cannot, how)
+        assert told == f"MismatchError: rank 1 could not be set up: {raised}"
+        assert raised.startswith(("TensorError: ", "DeviceError: ")), raised
+
+
+def _one_that_cannot(rank: int, world_size: int, how: str) -> str:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    wrong = {"text": "a", "meta": torch.ones(3, device="meta"), "computed": torch.ones(3, requires_grad=True) * 2}
+    try:
+        all_reduce_gradients([torch.ones(2), wrong[how] if rank else torch.ones(3)], group=group)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 # Error feedback belongs to a parameter

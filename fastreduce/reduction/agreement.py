@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import ops
-from ..errors import MismatchError
+from ..errors import MismatchError, TransportError
 from ..transports import Transport
 from ..transports.messages import checked, of_types
 
@@ -36,7 +36,12 @@ def check_agreement(transport: Transport, description: Description, error: Excep
         MismatchError: on every rank alike, naming the first difference, or another rank's error.
     """
     digest = hashlib.sha256(repr(list(description.items())).encode()).hexdigest()
-    told = transport.exchange([digest, None if error is None else f"{type(error).__name__}: {error}"])
+    try:
+        told = transport.exchange([digest, None if error is None else f"{type(error).__name__}: {error}"])
+    except TransportError as failed:
+        if error is not None:  # other ranks may not have come here, of which this one is the cause
+            raise error from failed
+        raise
     if error is not None:
         raise error
     told = checked(told, lambda value: of_types(value, str, (str, type(None))), "digest of its settings")

@@ -195,8 +195,8 @@ def all_reduce_gradients(
         SettingError: if `compression` is no setting, `op` no operation, or `transport` no name of one.
         BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
         TensorError: if a tensor or array cannot be averaged in place.
-        MismatchError: on every rank, if shapes, dtypes or settings differ between ranks; on others, if one raises the
-            above in its first call with such a list.
+        MismatchError: on every rank, if shapes, dtypes or settings differ between ranks; on the others, if one raises
+            the above in the first call.
         NotInitializedError: if torch.distributed is not initialised and no transport is given.
     """
     found = list(tensors_or_parameters)
@@ -265,6 +265,8 @@ def _reduction_for(
     wrong: TensorError | None,
 ) -> _Reduction:
     known = _reductions.setdefault(transport, {})
+    if wrong is not None and (known or _owners.get(transport)):
+        raise wrong  # at once: where others know their list, they exchange nothing
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
     error: Exception | None = None
     setting = None

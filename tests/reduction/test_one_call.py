@@ -310,6 +310,29 @@ def test_what_one_rank_cannot_average_is_told_to_the_others(ranks2: RankPool):
         assert raised.startswith(("TensorError: ", "DeviceError: ")), raised
 
 
+def test_a_rank_that_cannot_average_has_its_own_error_where_others_know_their_list(ranks2: RankPool):
+    for how, own in (
+        ("tensor", "TensorError: a builtins.str is no array"),
+        ("op", "SettingError: all_reduce_gradients: un"),
+    ):
+        others, raised = ranks2.run(_later_one_that_cannot, how)
+        assert raised.startswith(own), raised
+        assert others.startswith("TransportError: rank 0 of 2: "), others
+
+
+def _later_one_that_cannot(rank: int, world_size: int, how: str) -> str:
+    group, tensors = dist.new_group(timeout=datetime.timedelta(seconds=2)), [torch.ones(3)]
+    all_reduce_gradients(tensors, group=group)
+    try:
+        wrong = how == "tensor" and rank == 1
+        all_reduce_gradients(["a"] if wrong else tensors, group=group, op="max" if how == "op" and rank else "mean")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+    return ""
+
+
 def _one_that_cannot(rank: int, world_size: int, how: str) -> str:
     group = dist.new_group(timeout=datetime.timedelta(seconds=20))
     wrong = {"text": "a", "meta": torch.ones(3, device="meta"), "computed": torch.ones(3, requires_grad=True) * 2}

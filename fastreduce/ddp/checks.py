@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import warnings
@@ -21,6 +22,7 @@ from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, 
 from ..reduction.agreement import describe_tensor
 from ..reduction.gradients import Gradients
 from ..reduction.schedule import Schedule
+from ..transports import make_transport
 
 T = TypeVar("T", bound=Tensor)
 
@@ -49,6 +51,27 @@ def group_asked_for(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessG
             f"process_group must be a ProcessGroup, e.g. from torch.distributed.new_group; got {group!r}{outside}"
         )
     return group
+
+
+def tell_others(error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let the other ranks know why this one wraps nothing, where its own arguments say who they are.
+
+    Args:
+        error: the reason.
+        args: those of torch's class behind the third, by position.
+        kwargs: those by name; some may be unknown.
+
+    Raises:
+        Exception: `error`, if others have been told.
+    """
+    signature = inspect.signature(TorchDDP)
+    known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    try:
+        arguments = signature.bind_partial(None, None, None, *args, **known).arguments
+        group = group_asked_for(arguments.get("process_group"), arguments.get("device_mesh"))
+    except Exception:  # nobody knows who the others are
+        return
+    make_transport(group, error=error)
 
 
 def _managed(named: Iterable[tuple[str, T]], module: nn.Module) -> dict[str, T]:

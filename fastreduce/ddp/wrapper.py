@@ -33,7 +33,7 @@ from ..reduction.telemetry.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from ..transports.ranks import client_of, timeout_of
-from .checks import check_module, check_reduced_here, describe_wrapping, group_asked_for, module_device
+from .checks import check_module, check_reduced_here, describe_wrapping, group_asked_for, module_device, tell_others
 from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
 from .logger import TorchLogger, environment
@@ -101,26 +101,30 @@ class DistributedDataParallel(TorchDDP):
         elastic: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise AttributeError(
-                f"module={brief(module)}, a {type(module).__name__!r} object; allowed: a torch.nn.Module"
-            )
-        if device_ids is not None and all(device is None for device in device_ids):
-            device_ids = None
-        on_cpu = all(p.device.type == "cpu" for p in module.parameters())
-        if on_cpu and (device_ids or output_device is not None) and len(device_ids or ()) <= 1:
-            warnings.warn(
-                f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
-                stacklevel=2,
-            )
-            device_ids = output_device = None
-        bound = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = bound.arguments
+        try:
+            if not isinstance(module, nn.Module):
+                raise AttributeError(
+                    f"module={brief(module)}, a {type(module).__name__!r} object; allowed: a torch.nn.Module"
+                )
+            if device_ids is not None and all(device is None for device in device_ids):
+                device_ids = None
+            on_cpu = all(p.device.type == "cpu" for p in module.parameters())
+            if on_cpu and (device_ids or output_device is not None) and len(device_ids or ()) <= 1:
+                warnings.warn(
+                    f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
+                    stacklevel=2,
+                )
+                device_ids = output_device = None
+            bound = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs)
+            bound.apply_defaults()
+            arguments = bound.arguments
+            if elastic:
+                check_elastic(module, arguments, transport)
+                group_of_one()
+        except Exception as refused:  # whatever it is, other ranks must not wait
+            tell_others(refused, args, kwargs)
+            raise
         self._transport_argument, self._elastic = transport, elastic
-        if elastic:
-            check_elastic(module, arguments, transport)
-            group_of_one()
         group = group_asked_for(arguments["process_group"], arguments["device_mesh"])
         self._transport = make_transport(group, module_device(module), transport)
         error, description = None, dict[str, str]()

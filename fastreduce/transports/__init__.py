@@ -71,6 +71,7 @@ def make_transport(
     device: torch.device | str = "cpu",
     asked: Transport | str | None = None,
     alone: bool = False,
+    error: Exception | None = None,
 ) -> Transport:
     """What moves wires on `device` between the ranks of `group`.
 
@@ -84,6 +85,7 @@ def make_transport(
         device: where the tensors are.
         asked: a transport, on every rank then, or the name of one.
         alone: no other rank calls it: for the CPU what was chosen last, or gloo.
+        error: why this rank cannot go on, of which the others are told; it is raised.
 
     Raises:
         SettingError: if no transport has that name, or `asked` is something else.
@@ -91,13 +93,13 @@ def make_transport(
         MismatchError: on every rank, if ranks ask for different ones; on the others, if one raises the above here.
         TransportError: if ranks do not come within the timeout.
     """
-    if isinstance(asked, Transport) and (alone or dist.get_world_size(group) == 1):
+    if error is None and isinstance(asked, Transport) and (alone or dist.get_world_size(group) == 1):
         return asked
-    name, how, error = "", "", None
+    name, how = "", ""
     try:
         name, how = _asked_for(group, asked, torch.device(device))
     except FastreduceError as found:
-        error = found
+        error = error or found
     alone = alone or dist.get_world_size(group) == 1
     if error is not None and alone:
         raise error

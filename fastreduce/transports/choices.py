@@ -64,6 +64,8 @@ def agree(group: dist.ProcessGroup, transport: str, asked: str, error: Exception
     try:
         found = _told(group, mine)
     except TransportError as reason:
+        if error is not None:
+            raise error from reason
         why = str(reason)
         if isinstance(reason, AbsentError):
             why = f"No word from rank {reason.names}: it has exited, takes no part, or did not come within the timeout."

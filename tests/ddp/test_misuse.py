@@ -336,6 +336,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "AttributeError: mixed_precision=torch.bfloat16; allowed: None, or",
     ),
     "two devices": ({"device_ids": [0, 1]}, "ValueError: device_ids can only be None or contain a single element, got"),
+    "no module": ({"module": None}, "AttributeError: module=None, a 'NoneType' object; allowed: a torch.nn.Module"),
+    "an unknown name": ({"compresion": "fp16"}, "TypeError: got an unexpected keyword argument 'compresion'"),
+    "a number of devices": ({"device_ids": 3}, "TypeError: 'int' object is not iterable"),
+    "elastic in a group": ({"elastic": True}, "SettingError: elastic=True in a process group of 2 ranks"),
     "half a delay": ({"delay_all_reduce_named_params": []}, "ValueError: delay_all_reduce_named_params and"),
 }
 
@@ -350,7 +354,9 @@ def test_an_argument_that_is_none_on_one_rank_is_told_to_all(ranks2: RankPool, c
 
 def _with_argument(rank: int, world_size: int, case: str) -> str:
     try:
-        fastreduce.DistributedDataParallel(_layer(), **(ARGUMENTS[case][0] if rank else {}))
+        group = dist.new_group(timeout=timedelta(seconds=20)) if case != "elastic in a group" else None
+        given = {"module": _layer(), "process_group": group, **(ARGUMENTS[case][0] if rank else {})}
+        fastreduce.DistributedDataParallel(**given)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compression import Compression
+from .compression import Compression, brief
 from .environment.exits import Exit, at_exit
 from .errors import NotInitializedError, SettingError
 from .policy import single
@@ -30,6 +31,8 @@ from .reduction.sparse import average
 from .reduction.streams import Finish, Stream, make_stream
 from .reduction.wires.node_level import parts_of
 from .transports import Transport, make_transport
+
+NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives ranks outside, which use no state
 
 
 class _Averaged(NamedTuple):
@@ -47,6 +50,20 @@ class _Averaged(NamedTuple):
         return [i for i, place in places.items() if (grad := grads[i]) is None or grad.data_ptr() != place]
 
 
+def _names_of(named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
+    try:
+        names = {parameter: name for name, parameter in named}
+        wrong = not all(isinstance(p, Tensor) and isinstance(name, str) for p, name in names.items())
+    except (TypeError, ValueError):  # no iterable, or not of pairs
+        wrong = True
+    if wrong:
+        raise SettingError(
+            f"CompressState: named_parameters={brief(named)}; allowed: pairs of a name and a parameter, as "
+            "model.named_parameters() gives"
+        )
+    return names
+
+
 class CompressState:
     """What `compress` keeps between calls: the setting, buffers for each bucket, residuals by parameter name.
 
@@ -57,7 +74,7 @@ class CompressState:
             which the hook first sees them.
 
     Raises:
-        SettingError: if `compression` is no setting.
+        SettingError: if `compression` is no setting, `process_group` no group, or `named_parameters` are no pairs.
     """
 
     def __init__(
@@ -67,8 +84,13 @@ class CompressState:
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self.compression = single(compression, "CompressState")
+        if not isinstance(process_group, (dist.ProcessGroup, NoneType)) and process_group != NON_MEMBER:
+            raise SettingError(
+                f"CompressState: process_group={brief(process_group)}; allowed: a ProcessGroup, as new_group "
+                "makes, or None"
+            )
         self._group = process_group
-        self._names = {parameter: name for name, parameter in named_parameters}
+        self._names = _names_of(named_parameters)
         self._transport: Transport | None = None
         self._pipelines: dict[int, BucketPipeline] = {}
         self._kept: dict[str, SlotResiduals] = {}
@@ -235,10 +257,15 @@ class CompressState:
         """Go on from `state_dict`: this rank's own, or those of all ranks of another world size.
 
         Raises:
-            SettingError: if the state is of another compression, or ranks are missing.
+            SettingError: if the state is none, or of another compression, or ranks are missing.
         """
         ranks = self._ranks()
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = [state] if isinstance(state, Mapping) else list(state) if isinstance(state, Sequence) else [state]
+        if not all(isinstance(each, Mapping) and "compression" in each for each in states):
+            raise SettingError(
+                f"CompressState.load_state_dict: {brief(state)}; allowed: what state_dict() gave, or a list "
+                "of that of all ranks"
+            )
         chosen = saved_residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
         self._kept = saved_residuals.kept_in(chosen)
         saved_residuals.restore(self._kept, list(self._pipelines.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,29 @@ def _refuses(rank: int, world_size: int) -> str:
 
 def test_a_state_that_is_none_is_refused(ranks2):
     assert all("CompressState" in text for text in ranks2.run(_refuses))
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a name of a group": (lambda: CompressState("int8", "gloo"), "process_group='gloo'; allowed: a ProcessGroup"),  # type: ignore[arg-type]
+    "a module": (lambda: CompressState("int8", named_parameters=nn.Linear(1, 1)), "named_parameters=Linear"),  # type: ignore[arg-type]
+    "parameters": (lambda: CompressState("int8", named_parameters=nn.Linear(1, 1).parameters()), "allowed: pairs of a"),  # type: ignore[arg-type]
+    "a dict": (lambda: CompressState("int8", named_parameters={"ab": nn.Linear(1, 1).weight}), "allowed: pairs of a"),  # type: ignore[arg-type]
+    "an empty state": (
+        lambda: CompressState("int8").load_state_dict({}),
+        r"load_state_dict: \{\}; allowed: what",
+    ),
+    "no state": (
+        lambda: CompressState("int8").load_state_dict(None),
+        "load_state_dict: None; allowed: what",
+    ),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_arguments_that_are_none_are_named(ranks2, case: str):
+    ranks2.run(_named, case)
+
+
+def _named(rank: int, world_size: int, case: str) -> None:
+    with pytest.raises(SettingError, match=f"(?s)CompressState.*{WRONG[case][1]}"):
+        WRONG[case][0]()

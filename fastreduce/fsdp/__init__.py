@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..compression import brief
 from ..errors import NotInitializedError, SettingError
 from ..policy import AnySetting, Policy
 from .model import ShardedModel
@@ -88,6 +89,11 @@ def replicate(
                 f"mesh[{(*names, 'replicate')[0]!r}]"
             )
         over = over.get_group()
+    if not isinstance(over, dist.ProcessGroup):
+        raise SettingError(
+            f"fastreduce.fsdp.replicate: over={brief(over)}; allowed: a DeviceMesh of one dimension, such as "
+            "mesh['replicate'], or a ProcessGroup that this rank is in"
+        )
     found = _of(model, "replicate")
     found.replicate(over, compression, transport)
     return found
@@ -96,6 +102,10 @@ def replicate(
 def _of(model: nn.Module, call: str) -> ShardedModel:
     if not dist.is_initialized():
         raise NotInitializedError(f"fastreduce.fsdp.{call}")
+    if not isinstance(model, nn.Module):
+        raise SettingError(
+            f"fastreduce.fsdp.{call}: model={brief(model)}; allowed: a torch.nn.Module that fully_shard has sharded"
+        )
     found = getattr(model, _ATTRIBUTE, None) or ShardedModel(model)
     assert isinstance(found, ShardedModel)
     setattr(model, _ATTRIBUTE, found)

@@ -267,6 +267,8 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "hsdp": _said(SettingError, shard(network(), mesh=mesh), "int8"),
         "replicated": _said(SettingError, replicate(network()), "int8"),
         "not sharded": _said(SettingError, network(), "int8"),
+        "no module": _said(SettingError, None, "int8"),  # type: ignore[arg-type]
+        "swapped": _said(SettingError, "int8", shard(network())),  # type: ignore[arg-type]
         "wire": _said(SettingError, shard(network()), "fp16:accumulate=wire"),
         "warm-up": _said(SettingError, shard(network()), "int8:warm_up=10"),
         "in factors": _said(SettingError, shard(network()), "powersgd:rank=2"),
@@ -282,6 +284,16 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
+def test_what_replicas_are_averaged_over_is_named(ranks2: RankPool):
+    ranks2.run(_over_what)
+
+
+def _over_what(rank: int, world_size: int) -> None:
+    for over, said in ((None, "None"), ("replicate", "'replicate'"), (network(), "Sequential")):
+        with pytest.raises(SettingError, match=rf"replicate: over={said}(.|\n)*; allowed: a DeviceMesh"):
+            fastreduce.fsdp.replicate(shard(network()), over)  # type: ignore[arg-type]
+
+
 def test_what_is_refused_and_what_to_write_instead(ranks2: RankPool):
     for rank, said in enumerate(ranks2.run(_refusals)):
         assert "sharded and replicated over the 2-D mesh ('replicate', 'shard')" in said["hsdp"]
@@ -289,6 +301,8 @@ def test_what_is_refused_and_what_to_write_instead(ranks2: RankPool):
         assert "fastreduce.fsdp.replicate(model, mesh['replicate'], 'int8:error_feedback')" in said["hsdp"]
         assert "fastreduce.DistributedDataParallel(model, compression=…)" in said["replicated"]
         assert "no module of this Sequential is sharded: call torch.distributed.fsdp.fully_shard" in said["not sharded"]
+        assert said["no module"].startswith("fastreduce.fsdp.compress: model=None; allowed: a torch.nn.Module that")
+        assert said["swapped"].startswith("fastreduce.fsdp.compress: model='int8'; allowed: a torch.nn.Module that")
         assert "'fp16:accumulate=wire' is summed by the transport's all-reduce" in said["wire"]
         assert "counts no steps, so it takes no warm_up" in said["warm-up"]
         assert "counts no steps, so it takes no rounding=stochastic" in said["by chance"]

@@ -32,6 +32,7 @@ from .works import as_transport_error
 
 _HEADER, _DATA, _GRADIENT = range(3)
 _TAGS = 3  # of one message
+_NUMBERS = (1 << 31) // _TAGS  # of messages, after which they begin anew: torch's tags have 31 bits
 _MOST_BYTES = 64 << 20
 _EXIT_SECONDS = 10.0
 
@@ -196,7 +197,7 @@ def _receive(call: str, into: Tensor, src: int, tag: int, group: dist.ProcessGro
 
 
 def _tag(number: int, kind: int) -> int:
-    return number * _TAGS + kind
+    return number % _NUMBERS * _TAGS + kind
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

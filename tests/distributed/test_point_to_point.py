@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fastreduce.distributed as dist
 from fastreduce import SettingError, TensorError, TransportError
-from fastreduce.distributed import functional
+from fastreduce.distributed import functional, point_to_point
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 
@@ -55,6 +55,28 @@ def test_shape_dtype_and_requires_grad_come_with_the_data(ranks2: RankPool):
     for (came, requires_grad), sent in zip(seen, TENSORS, strict=True):
         assert_same_bits(came, sent.detach().resolve_conj().contiguous())
         assert requires_grad == sent.requires_grad
+
+
+def _after_many(rank: int, world_size: int) -> list[float]:
+    group = torch_dist.new_group()
+    wire = point_to_point._wires.setdefault(group, point_to_point._Wire())
+    (wire.received if rank else wire.sent)[1 - rank] = 2**31 // 3 - 2  # a backend's tag has 31 bits
+    seen = []
+    for i in range(4):
+        if rank == 0:
+            x = torch.full((2,), float(i), requires_grad=True)
+            dist.remote_send(x, 1, group).backward()
+            assert x.grad is not None
+            seen.append(float(x.grad[0]))
+        else:
+            came = dist.remote_recv(0, group=group)
+            (came.sum() * (i + 1)).backward()
+            seen.append(float(came[0]))
+    return seen
+
+
+def test_more_messages_than_a_tag_has_numbers(ranks2: RankPool):
+    assert ranks2.run(_after_many) == [[1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0]]
 
 
 def _halves(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Tensor]:

@@ -127,7 +127,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a name of a group": (lambda: CompressState("int8", "gloo"), "process_group='gloo'; allowed: a ProcessGroup"),  # type: ignore[arg-type]
     "a module": (lambda: CompressState("int8", named_parameters=nn.Linear(1, 1)), "named_parameters=Linear"),  # type: ignore[arg-type]
     "parameters": (lambda: CompressState("int8", named_parameters=nn.Linear(1, 1).parameters()), "allowed: pairs of a"),  # type: ignore[arg-type]
-    "a dict": (lambda: CompressState("int8", named_parameters={"ab": nn.Linear(1, 1).weight}), "allowed: pairs of a"),  # type: ignore[arg-type]
+    "a dict": (lambda: CompressState("int8", named_parameters={"ab": nn.Linear(1, 1).weight}), "allowed: pairs of a"),  # type: ignore[dict-item]
     "an empty state": (
         lambda: CompressState("int8").load_state_dict({}),
         r"load_state_dict: \{\}; allowed: what",

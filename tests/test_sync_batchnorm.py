@@ -451,4 +451,5 @@ def test_a_layer_with_more_channels_than_the_first_message_takes(ranks2: RankPoo
 def _many_channels(rank: int, world_size: int, channels: int) -> tuple[Tensor, Tensor]:
     layer = SyncBatchNorm(channels, dtype=torch.float64)
     output = layer(batch(rank, 0, 4, channels).double())
+    assert layer.running_mean is not None
     return output.detach(), layer.running_mean

@@ -8,18 +8,22 @@ import dataclasses
 import functools
 import json
 import os
+import platform
 import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llvmlite import binding
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
+from fastreduce.cli.compare import results
 from fastreduce.cli.doctor import choices, machine, self_tests, to_json
 from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
@@ -92,6 +96,14 @@ def test_a_name_service_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyP
     found = machine._name_service()
     assert isinstance(found, Row) and found.state == MISSING
     assert "no answer within 5.0 s" in found.value and "/etc/hosts" in found.help
+
+
+def test_a_processor_that_linux_does_not_name_as_on_arm_has_llvms_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "read_text", lambda _: "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
+    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "neoverse-n1")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert results.processor() == "neoverse-n1"
+    assert {row.name: row.value for row in machine.machine_rows()}["processor"] == "neoverse-n1, aarch64"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")

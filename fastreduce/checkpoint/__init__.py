@@ -25,6 +25,7 @@ from ..errors import CheckpointError, SettingError, TransportError
 from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.whereabouts import in_other_call
 from ..transports.messages import gather_bytes
+from ..transports.ranks import check_process
 from . import snapshot_file
 from .parts import load_into, refuse_sharded, state_of
 from .snapshot_file import OURS, State
@@ -241,6 +242,7 @@ def _on_all(doing: str, function: Callable[[], T], exchange: bool = True, own: b
 
 def _exchange(value: Any, doing: str) -> list[Any]:
     """Every rank's value, as a snapshot file holds it: plain data and tensors, nothing that executes."""
+    check_process(f"rank {_rank()} of {_world_size()}, {doing}: it was called")
     told = []
     with _all_come(doing):
         gathered = gather_bytes(snapshot_file.dump(value), _gather, MOST)

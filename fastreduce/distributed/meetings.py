@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..errors import NotInitializedError, SettingError, TransportError
 from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
-from ..transports.ranks import client_of, timeout_of
+from ..transports.ranks import check_process, client_of, timeout_of
 from ..transports.store_client import StoreClient
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
@@ -18,12 +18,20 @@ _exchanged: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, int,
 
 
 def group_or_default(call: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, or the default group for None; this rank is in it.
+    """`group`, or the default group for None; this rank is in it, and this process is that rank.
 
     Raises:
         NotInitializedError: if there is none.
         SettingError: if this rank is not in it.
+        TransportError: in a fork of the process that is the rank.
     """
+    found = known_group(call, group)
+    check_process(f"{call} on rank {dist.get_rank()} was called")
+    return found
+
+
+def known_group(call: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The same for calls that move nothing, which a fork may make too. Raises as above, but for forks."""
     default = dist.group.WORLD
     if default is None:
         raise NotInitializedError(call)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SettingError
-from .meetings import group_or_default
+from .meetings import known_group
 
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
@@ -58,7 +58,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
     Raises:
         NotInitializedError: if there is no default group.
     """
-    group_or_default("get_rank", None)
+    known_group("get_rank", None)
     return dist.get_rank(group)
 
 
@@ -68,7 +68,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     Raises:
         NotInitializedError: if there is no default group.
     """
-    group_or_default("get_world_size", None)
+    known_group("get_world_size", None)
     return dist.get_world_size(group)
 
 
@@ -79,7 +79,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
         NotInitializedError: if there is no default group.
         SettingError: if this rank is not in `group`.
     """
-    group = group_or_default("get_backend", group)
+    group = known_group("get_backend", group)
     if _made is not None and _made.group is group:
         return _made.backend
     by_device = dict(part.split(":") for part in dist.get_backend_config(group).split(","))

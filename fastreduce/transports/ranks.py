@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from ..environment.forks import Owner
 from .store_client import StoreClient, root_of
 
 
@@ -76,6 +78,28 @@ def timeout_of(ranks: Ranks) -> timedelta:
         with contextlib.suppress(RuntimeError, AttributeError):
             return ranks._get_backend(device).options._timeout
     return dist.default_pg_timeout
+
+
+_owners: weakref.WeakKeyDictionary[dist.ProcessGroup, Owner] = weakref.WeakKeyDictionary()  # of default groups
+
+
+def _before_fork() -> None:
+    if dist.group.WORLD is not None:
+        _owners.setdefault(dist.group.WORLD, Owner())
+
+
+os.register_at_fork(before=_before_fork)
+
+
+def check_process(what: str) -> None:
+    """Raise in a fork of the process that made the default group: torch would wait there for threads that it lacks.
+
+    Raises:
+        TransportError: saying what was called there.
+    """
+    group = dist.group.WORLD
+    if group is not None and group in _owners:
+        _owners[group].check(what)
 
 
 _clients: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreClient] = weakref.WeakKeyDictionary()

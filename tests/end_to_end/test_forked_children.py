@@ -105,3 +105,65 @@ def test_one_that_reduces_or_asks_the_store_is_told_at_once(tmp_path: Path):
     done = run(TORCHRUN, "--nproc-per-node", "2", script, env=with_environment(GLOO_SOCKET_IFNAME="lo"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == [f"child: {[True] * 5}", ""]
+
+
+CALL = """
+import datetime, os, sys, time
+import torch
+import torch.distributed as dist
+import fastreduce
+import fastreduce.distributed as ours
+from fastreduce.errors import TransportError
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+model, tensor = torch.nn.Linear(4, 4), torch.ones(4)
+ours.all_reduce(tensor)
+calls = {
+    "all_reduce": lambda: ours.all_reduce(tensor),
+    "send": lambda: ours.send(tensor, 1),
+    "all_gather": lambda: ours.functional.all_gather(tensor),
+    "remote_recv": lambda: ours.remote_recv(1),
+    "barrier": lambda: ours.barrier(async_op=True),
+    "new_group": lambda: ours.new_group([0, 1]),
+    "save_checkpoint": lambda: fastreduce.save_checkpoint(sys.argv[1], model=model),
+    "load_checkpoint": lambda: fastreduce.load_checkpoint(sys.argv[1], model=model),
+}
+fastreduce.save_checkpoint(sys.argv[1], model=model)
+if dist.get_rank() == 0:
+    for name, call in calls.items():
+        if not (child := os.fork()):
+            assert ours.get_rank() == 0 and ours.get_world_size() == 2 and ours.get_backend() == "gloo"
+            try:
+                call()
+            except TransportError as error:
+                os._exit(3 if "a fork of process" in str(error) else 4)
+            os._exit(5)
+        deadline = time.monotonic() + 15
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not ended[0]:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+        print(name, os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", flush=True)
+ours.all_reduce(tensor)
+assert tensor[0] == 4
+"""
+
+
+def test_one_that_calls_a_collective_of_the_parents_group_is_told_at_once(tmp_path: Path):
+    script = tmp_path / "call.py"
+    script.write_text(CALL)
+    env = with_environment(GLOO_SOCKET_IFNAME="lo")
+    done = run(TORCHRUN, "--nproc-per-node", "2", script, tmp_path / "snapshot.pt", env=env)
+    assert done.returncode == 0, done.stderr
+    calls = [
+        "all_reduce",
+        "send",
+        "all_gather",
+        "remote_recv",
+        "barrier",
+        "new_group",
+        "save_checkpoint",
+        "load_checkpoint",
+    ]
+    assert done.stdout.split("\n") == [*(f"{call} 3" for call in calls), ""]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..compression import brief
+from ..environment.signals import is_of_signal
 from ..errors import CheckpointError, SettingError, TransportError
 from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.whereabouts import in_other_call
@@ -265,6 +266,8 @@ def _all_come(doing: str) -> Iterator[None]:
     except TransportError:
         raise
     except RuntimeError as error:
+        if is_of_signal(error):
+            raise
         raise TransportError(
             f"rank {_rank()} of {_world_size()}, {doing}: {error}. Another rank has ended, is elsewhere, or did not "
             "come within the timeout: save_checkpoint and load_checkpoint are called by every rank, not by rank 0 alone"

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _A
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..compression import Compression, brief
+from ..environment.signals import is_of_signal
 from ..environment.stacks import dump_at_signal
 from ..environment.variables import folder_asked_for, this_rank
 from ..errors import ReducerError, SettingError, TransportError
@@ -295,7 +296,7 @@ class DistributedDataParallel(TorchDDP):
         try:
             super()._sync_buffers()
         except RuntimeError as error:
-            if isinstance(error, TransportError) or hasattr(self, "buffer_hook"):
+            if isinstance(error, TransportError) or hasattr(self, "buffer_hook") or is_of_signal(error):
                 raise
             raise TransportError(
                 f"rank {self._distributed_rank} of {self._transport.world_size}: broadcasting the module's buffers "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..environment.signals import is_of_signal
 from ..errors import TensorError, TransportError
 
 LOCAL = ("Invalid scalar type", "Cannot use ReduceOp")  # how errors of gloo begin for which no peer is to blame
@@ -95,7 +96,7 @@ class as_transport_error:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and str(error).startswith(LOCAL):
             raise TensorError(f"{self.call} on rank {dist.get_rank()} with {self.given} tensors: {error}") from error
-        if isinstance(error, RuntimeError) and not isinstance(error, TransportError):
+        if isinstance(error, RuntimeError) and not isinstance(error, TransportError) and not is_of_signal(error):
             raise TransportError(
                 f"{self.call} on rank {dist.get_rank()} failed: {error}. "
                 "A peer has exited, takes no part, or did not come within the timeout."

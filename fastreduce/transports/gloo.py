@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..environment.exits import Exit, at_exit
+from ..environment.signals import is_of_signal
 from ..errors import DeviceError, TransportError
 from . import messages
 from .base import Transport, Work
@@ -73,7 +74,8 @@ class GlooConnection:
         self._missing: list[int] = []
         self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
         self._tags = 0
-        self._gloo: Any = self._connect(group, f"fastreduce/{name}")
+        self._gloo: Any = None
+        self._gloo = self._connect(group, f"fastreduce/{name}")
 
     def _connect(self, group: Ranks, prefix: str) -> Any:
         """Meet, so that who is missing can be named; then gloo connects, in the background.
@@ -139,10 +141,18 @@ class GlooConnection:
         return messages.exchange(value, gather)
 
     def call(self, operation: str, function: Callable[..., Any], *args: Any, doing: str = "") -> Any:
-        """Call into gloo or the store; their errors come out as TransportError."""
+        """Call into gloo or the store; their errors come out as TransportError.
+
+        What a signal's handler raises comes out as it is, and ends the connection: nobody knows how far the call came.
+        """
         try:
             return function(*args)
-        except (RuntimeError, TimeoutError) as error:
+        except BaseException as error:
+            if is_of_signal(error):
+                self.abort()
+                raise
+            if not isinstance(error, (RuntimeError, TimeoutError)):
+                raise
             if isinstance(error, AbsentError):
                 self._missing = list(error.missing)
                 what, who = "", f"No word from rank {error.names}: it"

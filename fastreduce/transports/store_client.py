@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ..environment.exits import Exit, at_exit
 from ..environment.forks import Owner
+from ..environment.signals import is_of_signal
 from ..errors import TransportError
 
 T = TypeVar("T")
@@ -146,11 +147,15 @@ class _Caller:
             raise
         except TooLate as error:
             answer.cancel()
+            if is_of_signal(error):
+                raise
             self._line.silent_since = start if silent is None else silent
             raise TransportError(
                 f"{_holder()}, which holds the store, does not answer within {client.seconds:g} s"
             ) from error
         except RuntimeError as error:
+            if is_of_signal(error):
+                raise
             raise TransportError(f"the store is gone, and with it {_holder()}: {error}") from error
 
     def end(self) -> None:

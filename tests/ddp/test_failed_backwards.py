@@ -178,6 +178,44 @@ def test_after_an_interrupt_amid_a_collective_a_snapshot_can_be_saved(
     ranks2.run(_interrupted, transport, handler, str(tmp_path / "snapshot"), timeout=40)
 
 
+def _handler_of(kind: type[BaseException]) -> Any:
+    def handler(*_: object) -> None:
+        raise kind("of the handler")
+
+    return handler
+
+
+def _interrupted_amid_buckets(rank: int, world_size: int, transport: str, kind: type[BaseException]) -> None:
+    """Rank 0 waits in the exchange in which buckets are rebuilt when a signal comes, and goes on."""
+    ddp = wrap("ours", _Layers(), transport=transport)
+    ddp(X).sum().backward()
+    before = signal.signal(signal.SIGALRM, _handler_of(kind))
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(1)
+    with pytest.raises(
+        kind if rank == 0 else TransportError, match="of the handler" if rank == 0 else f"over {transport}"
+    ):
+        ddp(X)
+    signal.signal(signal.SIGALRM, before)
+    with pytest.raises(TransportError, match="closed|was ended here" if rank == 0 else "closed|failed"):
+        ddp(X).sum().backward()
+    ddp = wrap("ours", _Layers(), transport=transport)
+    (ddp(X).sum() * (rank + 1)).backward()
+    assert (ddp.module.layers[0].bias.grad == 1.5).all()
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [("gloo", KeyboardInterrupt), ("gloo", RuntimeError), ("gloo", TimeoutError), ("shm", KeyboardInterrupt)],
+)
+def test_an_interrupt_amid_an_exchange_ends_the_connection_and_comes_out_as_it_is(
+    ranks2: RankPool, transport: str, kind: type[BaseException]
+):
+    ranks2.run(_interrupted_amid_buckets, transport, kind, timeout=40)
+
+
 # A user's hook
 
 

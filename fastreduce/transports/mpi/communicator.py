@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...environment.exits import Exit, at_exit
+from ...environment.signals import is_of_signal
 from ...errors import BackendUnavailableError, TransportError
 from .. import messages
 from ..base import Work
@@ -146,10 +147,17 @@ class MpiConnection:
 
     @contextlib.contextmanager
     def _errors(self, operation: str) -> Iterator[None]:
-        """What MPI and the store raise, and reasons raised here, come out as TransportError with rank and operation."""
+        """What MPI and the store raise, and reasons raised here, come out as TransportError with rank and operation.
+
+        What a signal's handler raises comes out as it is, and ends the connection: nobody knows how far it has come.
+        """
         try:
             yield
-        except RuntimeError as error:
+        except BaseException as error:
+            if is_of_signal(error):
+                self.abort()
+            if is_of_signal(error) or not isinstance(error, RuntimeError):
+                raise
             self.failed = True
             failed_here.set()
             self._why = self._why or str(error)
@@ -167,6 +175,8 @@ class MpiConnection:
         """Start a collective on the tensors `keep`, and a second one, `then`, when it has ended; then call `after`."""
         work = PolledWork(self, operation, keep, after)
         with self._errors(operation), _GATE:
+            if self.failed:
+                raise TransportError(self._why or "it was aborted")
             self._started += 1
             work.number = self._started
             work.request, work.then = begin(), then

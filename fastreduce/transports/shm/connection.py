@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...environment.exits import Exit, at_exit
 from ...environment.forks import Owner
+from ...environment.signals import is_of_signal
 from ...errors import BackendUnavailableError, TransportError
 from ...kernels.numba_cpu_elements import addresses, stage
 from ...kernels.slots import Pieces, SlotTable
@@ -250,6 +251,10 @@ class ShmConnection:
                     self._finish(head)
                 except TransportError:
                     raise self._error(work.operation) from None  # of the one that was asked for
+                except BaseException as error:
+                    if is_of_signal(error):  # else the next collective would meet another one of the peers
+                        self.abort()
+                    raise
 
     def _finish(self, work: Collective) -> None:
         """Bring the first one to its end."""

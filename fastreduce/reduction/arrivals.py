@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .buckets import BucketPlan
 
@@ -55,7 +56,7 @@ class Arrivals:
         """
         hooks = zip(self._parameters, self._hooks, strict=True)
         self.attached = True
-        trained = [(get_gradient_edge(p).node, hook) for p, hook in hooks if p.requires_grad]
+        trained = [(accumulation_node(p), hook) for p, hook in hooks if p.requires_grad]
         # Nodes die with their last reference, and hooks with their node.
         self._nodes = [node for node, _ in trained]
         self._handles = [node.register_hook(hook) for node, hook in trained]
@@ -186,6 +187,12 @@ class Reached:
     def end(self) -> None:
         """The next gradient is the first of another backward."""
         self._told = False
+
+
+def accumulation_node(leaf: Tensor) -> Node:
+    """The AccumulateGrad node of a leaf, which dies with its last reference."""
+    with torch._C.DisableTorchFunctionSubclass():  # else, for a subclass, the node of a view
+        return get_gradient_edge(leaf).node
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

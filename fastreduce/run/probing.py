@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from ..errors import BackendUnavailableError
 from ..reduction import clocks
+from ..reduction.arrivals import accumulation_node
 from ..reduction.bucketed import BucketedGradients
 from ..reduction.clocks import Point
 from ..reduction.pipeline import BucketPipeline
@@ -230,7 +230,7 @@ class ArrivalTimes:
         self._times = [0.0] * len(parameters)
         self._kept: deque[tuple[int, list[float]]] = deque(maxlen=steps)
         for i, parameter in enumerate(parameters):
-            get_gradient_edge(parameter).node.register_hook(self._make_hook(i))
+            accumulation_node(parameter).register_hook(self._make_hook(i))
         reducer.recorder.on_step.append(self._keep)
 
     def _make_hook(self, i: int) -> Callable[..., None]:

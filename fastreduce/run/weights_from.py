@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from ..ddp import DistributedDataParallel
 from ..errors import SettingError
-from ..reduction.arrivals import weakly
+from ..reduction.arrivals import accumulation_node, weakly
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
 from ..reduction.residuals.applied import norms_of
@@ -56,7 +55,7 @@ class WeightsFrom:
         self._used: set[int] = set()  # since the last reduction
         self._due = False  # whether the next backward is to be reduced
         self._own.remove_hooks()
-        self._nodes = [get_gradient_edge(parameter).node for parameter in self._parameters]  # hooks die with them
+        self._nodes = [accumulation_node(parameter) for parameter in self._parameters]  # hooks die with them
         for i, node in enumerate(self._nodes):
             node.register_hook(partial(weakly(self._arrive), i))
         self._contestants = self._make_reducer(model)

@@ -123,6 +123,33 @@ def _channels_last(rank: int, world_size: int, views: bool) -> list[Grads]:
     return seen["ours"]
 
 
+class _Marked(Tensor):
+    """A subclass that nothing but its type tells from a tensor, as quantization and metadata libraries have them."""
+
+
+def test_parameters_of_a_subclass_of_tensor_are_averaged_as_in_torch(ranks2: RankPool, views: bool):
+    equal_on_all(ranks2.run(_marked, views))
+
+
+def _marked(rank: int, world_size: int, views: bool) -> list[Grads]:
+    seen = {}
+    for kind in ("torch", "ours"):
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+        body[0].weight = nn.Parameter(body[0].weight.detach().as_subclass(_Marked))
+        model = wrap(kind, body, gradient_as_bucket_view=views)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen[kind] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(rank, step, 4, 6)).square().mean().backward()
+            optimizer.step()
+            seen[kind].append({n: g.as_subclass(Tensor) for n, g in grads_of(model.module).items() if g is not None})
+    assert len(seen["ours"][0]) == 4
+    assert_same_bits(seen["ours"], seen["torch"], f"rank {rank}")
+    return seen["ours"]
+
+
 @OVER_HOSTS
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_buffers_go_the_way_they_go_in_torch(ranks: RankPool, broadcast: bool):

@@ -102,7 +102,7 @@ class Gradients:
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
 
     Raises:
-        TensorError: if a parameter is neither floating-point nor complex, or not strided.
+        TensorError: if a parameter is neither floating-point nor complex, not strided, or made of other tensors.
     """
 
     def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype | None = None) -> None:
@@ -116,6 +116,11 @@ class Gradients:
         self._layouts: list[Tensor] = []
         self._strides = [parameter.stride() for parameter in self.parameters]
         for name, parameter in zip(self.names, self.parameters, strict=True):
+            if hasattr(parameter, "__tensor_flatten__"):  # a tensor made of others, without memory of its own
+                raise TensorError(
+                    f"parameter {name!r} is a {type(parameter).__name__}, which holds other tensors and no memory of "
+                    "its own; allowed: plain tensors. Average those that it holds"
+                )
             real = _real(parameter)
             if real.dtype not in ops.FLOATS:
                 raise TensorError(

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastreduce
-from fastreduce import BackendUnavailableError, Compression, SettingError, TensorError
+from fastreduce import BackendUnavailableError, Compression, SettingError, TensorError, all_reduce_gradients
 from tests.support.each_setting import EACH_SETTING
 from tests.support.models import Grads, assert_same_bits, batch, grads_of, wrap
 from tests.support.ranks import RankPool
@@ -257,6 +258,18 @@ def test_triton_without_its_interpreter_is_unavailable_with_the_reason(alone: No
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendUnavailableError, match=r"FASTREDUCE_KERNELS=triton.*(TRITON_INTERPRET=1|pip install)"):
         wrap("ours", nn.Linear(2, 2))
+
+
+def test_a_parameter_that_is_made_of_other_tensors_is_refused_by_name(alone: None):
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+    with pytest.raises(TensorError, match=r"'weight' is a TwoTensor.*plain tensors"):
+        wrap("ours", layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TensorError, match=r"is a TwoTensor.*plain tensors"):
+        all_reduce_gradients(layer.parameters())
+    layer.weight.requires_grad_(False)  # a quantized base, say
+    wrap("ours", layer, init_sync=False)
 
 
 def test_a_lazy_module_is_refused(alone: None):

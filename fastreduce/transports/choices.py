@@ -96,7 +96,7 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
     here.add(mine.key, 1)
     try:
         meet(here, rank, ranks, seconds, encode(list(mine)).decode())
-    except TransportError:
+    except BaseException:
         with suppress(TransportError):
             here.at("", SOON_SECONDS).add(mine.key, -1)
         raise

@@ -81,7 +81,7 @@ def meet(
             absent = [r for i, r in enumerate(ranks) if i not in here]
         if absent:
             raise AbsentError(absent, seconds)
-    except TransportError:
+    except BaseException:  # an interrupt, too: who comes again is to be counted once
         with suppress(TransportError):
             soon = store.at("", SOON_SECONDS)
             soon.set(f"gone {rank}", "")

@@ -7,9 +7,10 @@ import socket
 import time
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from fastreduce.transports.meeting import clear, meet, notes, until_cleared
+from fastreduce.transports.meeting import AbsentError, clear, meet, notes, until_cleared
 from fastreduce.transports.ranks import client_of
 from fastreduce.transports.store_client import StoreClient
 from tests.support.ranks import RankPool
@@ -32,6 +33,18 @@ def _meet_often(rank: int, world_size: int, times: int) -> list[list[str]]:
 def test_the_next_meeting_begins_when_everybody_has_read_what_the_last_one_brought(ranks3: RankPool):
     expected = [[f"{number} of {rank}" for rank in range(3)] for number in range(100)]
     assert ranks3.run(_meet_often, len(expected)) == [expected] * 3
+
+
+def test_who_is_interrupted_while_it_waits_is_counted_once_when_it_comes_again():
+    store = StoreClient(dist.HashStore(), 20.0).at("interrupted")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        meet(store, 0, range(2), 20.0, look=interrupted)
+    with pytest.raises(AbsentError, match="rank 1 did not come"):
+        meet(store, 0, range(2), 0.1)
 
 
 def test_a_connection_is_told_from_what_other_threads_open_meanwhile():

@@ -102,7 +102,7 @@ class _Beside:
 
     def take(self, connect: Callable[[str], Any]) -> int:
         """The number of a connection that is free on every rank, or of a new one; every rank calls it at once."""
-        if self.control is None:
+        if self.control is None or self.control.failed:  # by an interrupt, say, and so on all ranks
             self.control = connect("control")
         self.free -= {n for n in list(self.free) if self.made[n].failed}  # since; and a lease may end at any moment
         told = self.control.exchange([sorted(self.free), len(self.made)], "connecting")

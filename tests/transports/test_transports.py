@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -297,6 +298,30 @@ def test_a_connection_is_leased_by_one_transport_at_a_time_until_it_has_failed(g
     again.close()
     drop_all("a test")
     assert lease().connection.name == "4" and second.connection.failed
+
+
+def _interrupted_amid_leasing(rank: int, world_size: int, kind: str) -> None:
+    """Rank 0 has come to the control connection, and a signal comes while it waits there for the free ones of rank 1."""
+    group = dist.new_group()
+    kept = KINDS[kind](group)
+    kept.all_reduce(torch.ones(3)).wait()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(1)
+    with pytest.raises(KeyboardInterrupt if rank == 0 else TransportError):
+        KINDS[kind](group).all_reduce(torch.ones(3)).wait()
+    signal.signal(signal.SIGALRM, before)
+    for transport in (kept, KINDS[kind](group)):
+        ours = torch.full((3,), rank + 1.0)
+        transport.all_reduce(ours).wait()
+        assert (ours == 3).all()
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shm"])
+def test_an_interrupt_while_a_connection_is_leased_leaves_the_next_one_a_way(ranks2: RankPool, kind: str):
+    ranks2.run(_interrupted_amid_leasing, kind, timeout=60)
 
 
 def test_a_lease_that_is_collected_while_another_looks_for_a_connection_gives_its_own_back(group_of_one: None):

@@ -10,7 +10,9 @@ import itertools
 import logging
 import random
 import re
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,35 @@ def _after_broken(rank: int, world_size: int, setting: str, path: Path) -> list[
     assert_same_bits(net.state_dict(), saved)
     assert not step(-1)
     return missed
+
+
+def test_handlers_that_save_while_averages_are_waited_for_leave_them_to_come(ranks2: RankPool, tmp_path: Path):
+    ranks2.run(_save_in_handlers, tmp_path / "snapshot.pt", timeout=60)
+
+
+class _Slow:
+    """What takes longer to save than a rank waits for averages until it asks whether they can come."""
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(3.0)
+        return {}
+
+
+def _save_in_handlers(rank: int, world_size: int, path: Path) -> None:
+    """All ranks get a signal: rank 0 waits in its backward for rank 1, which is late."""
+    net = nn.Linear(4, 4)
+    ddp = wrap("ours", net, transport="shm")
+    ddp(batch(rank, 0, 3, 4)).sum().backward()
+    before = signal.signal(signal.SIGALRM, lambda *_: save_checkpoint(path, model=ddp, slow=_Slow()))
+    ddp.zero_grad()
+    loss = (rank + 1) * ddp(torch.zeros(2, 4)).sum()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    if rank == 1:
+        time.sleep(1.0)
+    loss.backward()
+    signal.signal(signal.SIGALRM, before)
+    assert (net.bias.grad == 3.0).all()
+    assert_same_bits(torch.load(path)["model"], net.state_dict())
 
 
 @pytest.mark.parametrize("aside", [False, True], ids=["in a hook", "on another thread"])

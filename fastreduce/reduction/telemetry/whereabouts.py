@@ -237,8 +237,10 @@ class _Watch:
     def _meet(self, recorder: FlightRecorder, place: Whereabouts) -> None:
         """End what this rank waits for, where another one that is to bring it waits in another call."""
         call = self._call
-        if call is not None and call.tell():
-            place.tell(recorder.rank)
+        if call is not None:  # of a signal's handler it may be, while averages are waited for
+            if call.tell():
+                place.tell(recorder.rank)
+            return
         if ranks := self._question.ask(place.store, recorder):
             recorder.missing = tuple(ranks)
             self._give_up[recorder]()

@@ -284,7 +284,11 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
         assert launcher.returncode == expected
         assert launcher.stderr is not None
         told = "rank 1 was ended by SIGSEGV" if how == "rank" else f"{how.split()[0]}: all ranks were ended"
-        assert f"fastreduce launch: {told}\n" in launcher.stderr.read()
+        errors = launcher.stderr.read()
+        assert f"fastreduce launch: {told}\n" in errors
+        if how in ("SIGTERM", "rank"):  # which they ignore
+            killed = "rank 0, 1" if how == "SIGTERM" else "rank 0"
+            assert f"{killed} had not ended 2 s after SIGTERM, and was killed: --shutdown-timeout" in errors
 
 
 WAITS = """

@@ -159,6 +159,13 @@ class Ranks(SubprocessContext):
             self.nodes.note_end()
         try:
             super()._close(death_sig, self.grace_seconds)
+            ended = [(self.envs[rank]["RANK"], h.proc) for rank, h in self.subprocess_handlers.items()]
+            killed = [rank for rank, p in ended if p.pid in self._ended and p.poll() == -signal.SIGKILL]
+            if killed:
+                say(
+                    f"rank {', '.join(killed)} had not ended {self.grace_seconds} s after {death_sig.name}, and was "
+                    "killed: --shutdown-timeout gives more"
+                )
         finally:  # a second Ctrl-C comes here too
             for handler in handlers:
                 with contextlib.suppress(ProcessLookupError):

@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,20 +64,6 @@ EXITS = """
 import os, sys, threading
 if os.environ["RANK"] == "1":
     {end}
-threading.Event().wait()
-"""
-STUCK = """
-import os, signal, subprocess, sys, threading
-import torch.distributed as dist
-dist.init_process_group("gloo")
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "1000"])
-with open(os.environ["PIDS"], "a") as file:
-    file.write(f"{dist.get_rank()} {os.getpid()} {child.pid}\\n")
-dist.barrier()
-os.write(1, b"up\\n")
-if dist.get_rank() == 0:
-    dist.barrier()  # in C++, where no Python handler runs
 threading.Event().wait()
 """
 
@@ -235,60 +220,6 @@ def test_a_rank_that_was_interrupted_alone_tells_the_others_so(tmp_path: Path):
     path.write_text(INTERRUPTED)
     done = _run(*LAUNCH, "--nproc-per-node", "2", path)
     assert re.search("^Rank 1 has ended, .*: it raised KeyboardInterrupt", done.stdout, re.MULTILINE), done.stdout
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "SIGINT to the group",
-        pytest.param("SIGINT", marks=pytest.mark.long),
-        pytest.param("SIGTERM", marks=pytest.mark.long),
-        "SIGKILL",
-        pytest.param("rank", marks=pytest.mark.long),
-    ],
-)
-def test_nothing_is_left_behind(tmp_path: Path, how: str):
-    """Ranks that ignore SIGTERM or hang in C++, and what they started, end with the launcher or with each other."""
-    path, pids = tmp_path / "stuck.py", tmp_path / "pids"
-    path.write_text(STUCK)
-    with started(*LAUNCH, "--nproc-per-node", "2", path, env=with_environment(PIDS=str(pids))) as launcher:
-        assert launcher.stdout is not None
-        assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-        lines = sorted([int(word) for word in line.split()] for line in pids.read_text().splitlines())
-        processes = {pid: psutil.Process(pid) for _, *both in lines for pid in both}
-        ranks = [rank_pid for _, rank_pid, _ in lines]
-        if how != "SIGKILL":
-            listening = {
-                c.laddr.ip
-                for p in [psutil.Process(launcher.pid), *processes.values()]
-                for c in p.net_connections()
-                if c.status == psutil.CONN_LISTEN
-            }
-            assert listening == {"127.0.0.1"}
-        start = time.monotonic()
-        if how == "rank":
-            os.kill(ranks[1], signal.SIGSEGV)
-        elif how == "SIGINT to the group":
-            os.killpg(launcher.pid, signal.SIGINT)
-        else:
-            os.kill(launcher.pid, signal.Signals[how])
-        _, alive = psutil.wait_procs([processes[pid] for pid in ranks], timeout=30)
-        assert not alive and time.monotonic() - start < 25  # torch's launcher would wait for 30 s
-        launcher.wait(timeout=60)
-        if how == "SIGKILL":  # the ranks end; what they started themselves is out of its reach
-            for pid in set(processes) - set(ranks):
-                processes[pid].kill()
-            return
-        assert psutil.wait_procs(list(processes.values()), timeout=60)[1] == []
-        expected = {"rank": 128 + signal.SIGSEGV, "SIGTERM": 143}.get(how, 130)
-        assert launcher.returncode == expected
-        assert launcher.stderr is not None
-        told = "rank 1 was ended by SIGSEGV" if how == "rank" else f"{how.split()[0]}: all ranks were ended"
-        errors = launcher.stderr.read()
-        assert f"fastreduce launch: {told}\n" in errors
-        if how in ("SIGTERM", "rank"):  # which they ignore
-            killed = "rank 0, 1" if how == "SIGTERM" else "rank 0"
-            assert f"{killed} had not ended 2 s after SIGTERM, and was killed: --shutdown-timeout" in errors
 
 
 WAITS = """

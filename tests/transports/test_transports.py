@@ -301,7 +301,7 @@ def test_a_connection_is_leased_by_one_transport_at_a_time_until_it_has_failed(g
 
 
 def _interrupted_amid_leasing(rank: int, world_size: int, kind: str) -> None:
-    """Rank 0 has come to the control connection, and a signal comes while it waits there for the free ones of rank 1."""
+    """Rank 0 has come to the control connection, and a signal comes while it waits there for rank 1's free ones."""
     group = dist.new_group()
     kept = KINDS[kind](group)
     kept.all_reduce(torch.ones(3)).wait()

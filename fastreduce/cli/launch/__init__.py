@@ -40,7 +40,8 @@ HELP = {  # of torchrun's options that mean something else here
     "log_dir": "Folder for the ranks' output, which goes to rank.N/stdout and rank.N/stderr in it, N being the global "
     "rank, and after a restart to attempt_1/rank.N/...; to the console too, unless --redirects says otherwise.",
     "master_port": "Port of the first node where ranks meet; on one node a free one, on several 29500.",
-    "shutdown_timeout": "Seconds that ranks have to end after SIGTERM, before SIGKILL; without it 2.",
+    "shutdown_timeout": "Seconds that ranks have to end before SIGKILL; without it 30 after Ctrl-C or SIGTERM, "
+    "and 2 where one has failed.",
 }
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from .nodes import Nodes
 
 LOCAL = "fastreduce-local"
+BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
 
 command = "fastreduce launch"  # what the user has typed, which every message begins with
 
@@ -127,9 +129,13 @@ class Logs(LogsSpecs):
 
 
 class Ranks(SubprocessContext):
-    """torch's processes, which end within `grace_seconds` of a signal, and why they failed is said once."""
+    """torch's processes, and why they failed is said once.
 
-    grace_seconds: ClassVar[int] = 2
+    Where one has failed, or another node has, the others wait for averages that do not come, and have 2 seconds to end.
+    Where the launcher is told to end, they may be saving what they have, and have 30, as under torchrun.
+    """
+
+    grace_seconds: ClassVar[int | None] = None  # the user's
     watches_nodes: ClassVar[bool] = False
     nodes: ClassVar[Nodes | None] = None
     why: ClassVar[str] = ""  # the job has failed here
@@ -157,20 +163,33 @@ class Ranks(SubprocessContext):
             return  # what a rank that succeeded left running is its own affair
         if self.nodes is not None:
             self.nodes.note_end()
+        seconds = self.grace_seconds
+        if seconds is None:
+            broken = self._failures or (self.nodes is not None and self.nodes.lost)
+            seconds = BROKEN_SECONDS if broken else TOLD_SECONDS
+        still = threading.Timer(BROKEN_SECONDS, self._say_what_still_ends, [seconds - BROKEN_SECONDS])
+        if seconds > BROKEN_SECONDS:
+            still.start()
         try:
-            super()._close(death_sig, self.grace_seconds)
+            super()._close(death_sig, seconds)
             ended = [(self.envs[rank]["RANK"], h.proc) for rank, h in self.subprocess_handlers.items()]
             killed = [rank for rank, p in ended if p.pid in self._ended and p.poll() == -signal.SIGKILL]
             if killed:
                 say(
-                    f"rank {', '.join(killed)} had not ended {self.grace_seconds} s after {death_sig.name}, and was "
+                    f"rank {', '.join(killed)} had not ended {seconds} s after {death_sig.name}, and was "
                     "killed: --shutdown-timeout gives more"
                 )
         finally:  # a second Ctrl-C comes here too
+            still.cancel()
             for handler in handlers:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(handler.proc.pid, signal.SIGKILL)
                 handler.proc.wait()
+
+    def _say_what_still_ends(self, seconds: int) -> None:
+        ranks = [self.envs[rank]["RANK"] for rank, h in self.subprocess_handlers.items() if h.proc.poll() is None]
+        if ranks:
+            say(f"rank {', '.join(ranks)} has {seconds} s more to end; Ctrl-C once more kills at once")
 
     def _poll(self) -> RunProcsResult | None:
         result = super()._poll()

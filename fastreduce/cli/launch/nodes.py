@@ -70,6 +70,11 @@ class Nodes:
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
+    @property
+    def lost(self) -> bool:
+        """Whether another node has left or is silent."""
+        return bool(self._lost)
+
     def check(self) -> None:
         """Look at what the thread has heard; called often.
 

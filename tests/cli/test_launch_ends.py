@@ -1,0 +1,128 @@
+"""How `fastreduce launch` ends: by Ctrl-C, by SIGTERM, with a rank that failed; real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.commands import FASTREDUCE, run, started, with_environment
+
+LAUNCH = [FASTREDUCE, "launch"]
+STUCK = """
+import os, signal, subprocess, sys, threading
+import torch.distributed as dist
+dist.init_process_group("gloo")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"])
+with open(os.environ["PIDS"], "a") as file:
+    file.write(f"{dist.get_rank()} {os.getpid()} {child.pid}\\n")
+dist.barrier()
+os.write(1, b"up\\n")
+if dist.get_rank() == 0:
+    dist.barrier()  # in C++, where no Python handler runs
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "SIGINT to the group",
+        pytest.param("SIGINT", marks=pytest.mark.long),
+        pytest.param("SIGTERM", marks=pytest.mark.long),
+        "SIGKILL",
+        pytest.param("rank", marks=pytest.mark.long),
+    ],
+)
+def test_nothing_is_left_behind(tmp_path: Path, how: str):
+    """Ranks that ignore SIGTERM or hang in C++, and what they started, end with the launcher or with each other."""
+    path, pids = tmp_path / "stuck.py", tmp_path / "pids"
+    path.write_text(STUCK)
+    with started(*LAUNCH, "--nproc-per-node", "2", path, env=with_environment(PIDS=str(pids))) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        lines = sorted([int(word) for word in line.split()] for line in pids.read_text().splitlines())
+        processes = {pid: psutil.Process(pid) for _, *both in lines for pid in both}
+        ranks = [rank_pid for _, rank_pid, _ in lines]
+        if how != "SIGKILL":
+            listening = {
+                c.laddr.ip
+                for p in [psutil.Process(launcher.pid), *processes.values()]
+                for c in p.net_connections()
+                if c.status == psutil.CONN_LISTEN
+            }
+            assert listening == {"127.0.0.1"}
+        start = time.monotonic()
+        if how == "rank":
+            os.kill(ranks[1], signal.SIGSEGV)
+        elif how == "SIGINT to the group":
+            os.killpg(launcher.pid, signal.SIGINT)
+        else:
+            os.kill(launcher.pid, signal.Signals[how])
+        if how == "SIGTERM":  # which both ignore
+            assert launcher.stderr is not None
+            line = "fastreduce launch: rank 0, 1 has 28 s more to end; Ctrl-C once more kills at once\n"
+            assert launcher.stderr.readline() == line
+            os.kill(launcher.pid, signal.SIGINT)
+        _, alive = psutil.wait_procs([processes[pid] for pid in ranks], timeout=30)
+        assert not alive and time.monotonic() - start < 25  # torch's launcher would wait for 30 s
+        launcher.wait(timeout=60)
+        if how == "SIGKILL":  # the ranks end; what they started themselves is out of its reach
+            for pid in set(processes) - set(ranks):
+                processes[pid].kill()
+            return
+        assert psutil.wait_procs(list(processes.values()), timeout=60)[1] == []
+        assert launcher.returncode == 128 + (signal.SIGSEGV if how == "rank" else signal.SIGINT)
+        assert launcher.stderr is not None
+        told = "rank 1 was ended by SIGSEGV" if how == "rank" else "SIGINT: all ranks were ended"
+        assert f"fastreduce launch: {told}\n" in launcher.stderr.read()
+
+
+SAVES = """
+import os, pathlib, signal, sys, time
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+os.write(1, b"up\\n")
+while not told:
+    time.sleep(0.01)
+time.sleep(4)  # what is left of a step
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text("saved")
+"""
+
+
+def test_ranks_that_save_when_they_are_told_to_end_have_the_time(tmp_path: Path):
+    path = tmp_path / "saves.py"
+    path.write_text(SAVES)
+    with started(*LAUNCH, "--nproc-per-node", "2", path, tmp_path) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        os.kill(launcher.pid, signal.SIGTERM)
+        assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+        assert [(tmp_path / rank).read_text() for rank in "01"] == ["saved"] * 2
+        assert "had not ended" not in launcher.stderr.read()
+
+
+IGNORES = """
+import os, pathlib, signal, sys, threading, time
+ready = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    while not ready.exists():
+        time.sleep(0.01)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready.touch()
+threading.Event().wait()
+"""
+
+
+def test_ranks_that_outlast_one_that_failed_are_killed_by_name(tmp_path: Path):
+    path = tmp_path / "ignores.py"
+    path.write_text(IGNORES)
+    done = run(*LAUNCH, "--nproc-per-node", "2", path, tmp_path / "ready", env=with_environment())
+    assert done.returncode == 7
+    assert "rank 0 had not ended 2 s after SIGTERM, and was killed: --shutdown-timeout gives more\n" in done.stderr

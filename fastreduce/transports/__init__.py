@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, FastreduceError, SettingError
-from .base import SlotTransport, Transport, Work
+from .base import PieceTransport, SlotTransport, Transport, Work
 from .choices import agree, known_hosts
 from .gloo import GlooTransport, TorchProcessGroup
 from .hosts import nodes_of
@@ -30,6 +30,7 @@ __all__ = [
     "MpiTransport",
     "NcclTransport",
     "Nodes",
+    "PieceTransport",
     "ShmTransport",
     "SlotTransport",
     "TorchProcessGroup",

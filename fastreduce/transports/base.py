@@ -89,8 +89,20 @@ class Transport(ABC):
         """Give back what the transport made; collectives fail afterwards."""
 
 
-class SlotTransport(Transport):
-    """A transport that also sums tensors where they lie: no flat, and no wire."""
+class PieceTransport(Transport):
+    """A transport that also sums shards of tensors where they lie: no flat."""
+
+    @abstractmethod
+    def reduce_scatter(self, pieces: Pieces) -> Work:
+        """Average what `pieces` encodes, shard r on rank r, and decode it there: the first half of a two-shot.
+
+        Functions of `pieces` are called now or until the end of `Work.wait`. Every rank comes with as many blocks, of
+        as many bytes, as encode alike.
+        """
+
+
+class SlotTransport(PieceTransport):
+    """A transport that also averages tensors where they lie: no flat, and no wire."""
 
     @abstractmethod
     def all_reduce_slots(

@@ -9,13 +9,15 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import BackendUnavailableError, TransportError
-from .base import Transport, Work
+from ..kernels.slots import Pieces
+from .base import PieceTransport, Transport, Work
 from .local import LocalTransport
 from .meeting import wait_until
 from .messages import checked
@@ -229,7 +231,8 @@ class _Connecting:
 
     def _connected(self, transport: Transport) -> Transport:
         self._made.append(transport)
-        telling = _Telling(transport, self._explained)
+        kind = _TellingPieces if isinstance(transport, PieceTransport) else _Telling
+        telling = kind(transport, self._explained)
         telling.exchange(0)  # all connect now, in one order
         return telling
 
@@ -308,6 +311,12 @@ class _Telling(Transport):
             if explained is error:
                 raise
             raise explained from error
+
+
+class _TellingPieces(_Telling, PieceTransport):
+    def reduce_scatter(self, pieces: Pieces) -> Work:
+        assert isinstance(self._transport, PieceTransport)
+        return self._begun(partial(self._transport.reduce_scatter, pieces))
 
 
 class _TellingWork:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastreduce import Compression
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.wires.node_level import parts_of
 from fastreduce.transports import GlooTransport, ShmTransport, Transport
 from tests.support.models import TWO_SHOT, assert_same_bits
 from tests.support.ranks import RankPool
@@ -37,12 +38,13 @@ def _gradients(rank: int, number: int, dtype: torch.dtype) -> list[Tensor]:
     return found
 
 
-def _left(rank: int, transport: Transport, setting: str, dtype: torch.dtype) -> list[Any]:
+def left_behind(rank: int, transport: Transport, setting: str, dtype: torch.dtype) -> list[Any]:
     """What each step leaves: averages in place or elsewhere, flags, the verdict, residuals and statistics."""
     compression = Compression.parse(setting)
     specs = [ParameterSpec(str(i), size, dtype, torch.device("cpu")) for i, size in enumerate(SIZES)]
     order = [list(range(len(SIZES)))]
-    plan = build_plan(specs, order, alignment=compression.alignment, shards=transport.world_size)
+    parts = [parts_of(transport, compression)]
+    plan = build_plan(specs, order, alignment=compression.alignment, shards=transport.world_size, parts=parts)
     pipeline = BucketPipeline(plan.buckets[0], compression, transport)
     pipeline.launch_kernels([torch.zeros(size, dtype=dtype) for size in SIZES])
     seen: list[Any] = []
@@ -65,7 +67,7 @@ def _differences(rank: int, world_size: int, cases: list[tuple[str, torch.dtype]
     group: Any = dist.group.WORLD
     shm, gloo = ShmTransport(group), GlooTransport(group)
     for setting, dtype in cases:
-        found, expected = _left(rank, shm, setting, dtype), _left(rank, gloo, setting, dtype)
+        found, expected = left_behind(rank, shm, setting, dtype), left_behind(rank, gloo, setting, dtype)
         assert_same_bits(found, expected, f"{setting} of {dtype}, rank {rank} of {world_size}")
 
 

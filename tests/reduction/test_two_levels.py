@@ -26,6 +26,7 @@ from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.reduction.wires.node_level import parts_of
 from fastreduce.transports import Transport, TwoLevelTransport, make_transport, two_level
 from tests.reduction.residuals.test_applied import SETUPS, steps
+from tests.reduction.test_piecewise import PICKED, TIMEOUT, left_behind
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
@@ -298,6 +299,24 @@ def test_a_snapshot_holds_what_only_some_ranks_keep(nodes: RankPool, tmp_path: P
         assert_same_bits(loaded, saved)
     firsts = (0, 2)  # of each node
     assert [bool(saved) for saved, _ in found] == [rank in firsts for rank in range(len(found))]
+
+
+def _both_ways(rank: int, world_size: int, cases: Sequence[tuple[str, torch.dtype]]) -> None:
+    """Sums of a node piece by piece in shared memory, and whole, over gloo: everything they leave, by bits."""
+    pieces = make_transport(dist.new_group())
+    with patch.object(transports, "SPARE", 1 << 40):
+        whole = make_transport(dist.new_group())
+        assert isinstance(whole, TwoLevelTransport) and isinstance(pieces, TwoLevelTransport)
+        names = [each.levels.sums.within.name for each in (pieces, whole)]
+    assert names == (["shm", "gloo"] if len(pieces.nodes.here) > 1 else ["local"] * 2)
+    for setting, dtype in cases:
+        found, expected = (left_behind(rank, each, setting, dtype) for each in (pieces, whole))
+        assert_same_bits(found, expected, f"{setting} of {dtype}, rank {rank} of {world_size}")
+
+
+def test_nodes_sum_pieces_to_the_bits_of_whole_flats(nodes: RankPool):
+    dtypes = (("none", torch.float64), ("fp16", torch.bfloat16), ("int4", torch.float16))
+    nodes.run(_both_ways, [*((setting, torch.float32) for setting in ("none", *PICKED)), *dtypes], timeout=TIMEOUT)
 
 
 def _chosen(rank: int, world_size: int) -> dict[str, Any]:

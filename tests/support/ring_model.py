@@ -123,7 +123,12 @@ class Model:
         first = 0
         for kind, pieces in self.calls:
             at, part = [0, 0, 0, -1], UNIT
-            whole = {ring.ALL_REDUCE: part * self.ranks, ring.ALL_TO_ALL: part, ring.TWO_SHOT: 1}
+            whole = {
+                ring.ALL_REDUCE: part * self.ranks,
+                ring.ALL_TO_ALL: part,
+                ring.TWO_SHOT: 1,
+                ring.REDUCE_SCATTER: 1,
+            }
             tensor, total = TENSORS * (rank + 1), pieces * whole.get(kind, self._cell_bytes)
             tensors = ((tensor,), (tensor + TENSORS // 4,), (0,), (total,), 1, tensor + TENSORS // 2)
             arguments = (kind, first, pieces, tensors, total, UNIT, at)  # of a two-shot, the bytes of a block

@@ -170,8 +170,7 @@ class FlatWires(BucketWires):
         """Gradients and used-flags → wire."""
         tensors, slots = [*grads, used], self._bucket.table
         if self._node is not None:
-            self._node.flatten(tensors)
-            column = self._node.sum(self._sum_scale)
+            column = self._node.sum(tensors, self._sum_scale)
             if column is None:
                 if finite is not None:
                     finite.fill_(1)
@@ -292,9 +291,8 @@ class FlatWires(BucketWires):
         if self._node is None:
             self.compress(grads, used, finite)
         else:
-            self._node.flatten([*grads, used])
-            self._node.add_up(self._sum_scale)
-            self._compress([self._node.any_column()], self._node.table, finite)
+            column = self._node.launch_kernels([*grads, used], self._sum_scale)
+            self._compress([column], self._node.table, finite)
         if self.received is not None:
             self.reduce_shards(self.received)
         if self._gathered is not None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ... import ops
 from ...compression import Compression, OfWholeParameters
-from ...kernels.slots import SlotTable, spare
-from ...transports import Connected, Nodes, Transport, TwoLevelTransport, Work
+from ...kernels.slots import Pieces, SlotTable, spare
+from ...transports import Connected, Nodes, PieceTransport, Transport, TwoLevelTransport, Work
 from ..buckets import Bucket
 from ..residuals.error_feedback import Share, SlotResiduals
 from ..shared_buffers import SharedBuffers
@@ -43,7 +43,8 @@ class NodeLevel:
     """The level of a node, for one bucket.
 
     1. `sum`: tensors → flat in FP32 (FP64 for FP64); an all-to-all of the node's parts; our kernel sums the own one,
-       in rank order. Where the node has more ranks than there are columns, parts are gathered, too.
+       in rank order. In shared memory piece by piece, in which nothing is in the flat but the sum. Where the node has
+       more ranks than there are columns, parts are gathered, too.
     2. When the column has been compressed and reduced between nodes, `levels.gathers.within` makes the wire whole.
 
     Sums of a node are divided by `unit`, a power of two, as large as it takes for them not to overflow, and the same
@@ -90,26 +91,38 @@ class NodeLevel:
         """Sum in the wire: it is the flat, in the dtype of sums."""
         self._flat = wire
 
-    def flatten(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors → flat."""
-        self._kernels.flatten(tensors, self._bucket.table, self._flat, 1.0)
-
-    def sum(self, scale: float) -> Tensor | None:
-        """The flat of all ranks of the node → the own column of their sum times `scale`; None if this rank has none."""
+    def sum(self, tensors: Sequence[Tensor], scale: float) -> Tensor | None:
+        """Tensors of all ranks of the node → the own column of their sum times `scale`; None if this rank has none."""
         within = self._transport.levels.sums.within
-        within.all_to_all(self._received.view(len(self.nodes.here), -1), self._flat).wait()
-        self.add_up(scale)
+        if isinstance(within, PieceTransport) and (pieces := self._pieces(tensors, scale)) is not None:
+            within.reduce_scatter(pieces).wait()
+        else:
+            self._flatten(tensors)
+            within.all_to_all(self._received.view(len(self.nodes.here), -1), self._flat).wait()
+            self._add_up(scale)
         return self._column(within)
 
-    def add_up(self, scale: float) -> None:
+    def launch_kernels(self, tensors: Sequence[Tensor], scale: float) -> Tensor:
+        """Launch every kernel of `sum` once, in either way; returns a column, whatever is in it."""
+        self._pieces(tensors, scale)
+        self._flatten(tensors)
+        self._add_up(scale)
+        return self._flat.view(self.nodes.columns, -1)[0]
+
+    def _flatten(self, tensors: Sequence[Tensor]) -> None:
+        self._kernels.flatten(tensors, self._bucket.table, self._flat, 1.0)
+
+    def _pieces(self, tensors: Sequence[Tensor], scale: float) -> Pieces | None:
+        """What sums tensors piece by piece into the flat, where kernels can."""
+        if self._kernels.pieces is None:
+            return None
+        return self._kernels.pieces(tensors, self._bucket.table, self._flat, self.dtype, len(self.nodes.here), scale)
+
+    def _add_up(self, scale: float) -> None:
         """The parts that have been received → their sum, in the own part of the flat."""
         ranks = len(self.nodes.here)
         own = self._flat.view(ranks, -1)[self.nodes.local_rank]
         self._kernels.reduce_shards(self._received.view(ranks, -1), own, scale)
-
-    def any_column(self) -> Tensor:
-        """One of the flat's columns, whatever is in it."""
-        return self._flat.view(self.nodes.columns, -1)[0]
 
     def _column(self, within: Transport) -> Tensor | None:
         if len(self.nodes.here) > self.nodes.columns:

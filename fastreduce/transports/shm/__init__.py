@@ -81,6 +81,10 @@ class ShmTransport(SlotTransport):
         """Encoded into the ring, averaged out of it, and decoded from there, while a piece is in the cache: no wire."""
         return self._lease.connection.two_shot(pieces)
 
+    def reduce_scatter(self, pieces: Pieces) -> Work:
+        """Encoded into the ring, and summed out of it while a piece is in the cache: no flat."""
+        return self._lease.connection.reduce_scatter(pieces)
+
     @property
     def piece_bytes(self) -> int:
         """Nearly a rank's part of a cell."""

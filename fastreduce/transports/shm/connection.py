@@ -195,10 +195,17 @@ class ShmConnection:
 
     def two_shot(self, pieces: Pieces) -> Work:
         """Averages that `pieces` makes, block by block: a piece is as many of each shard as fit a part of a cell."""
+        return self._in_pieces("all_reduce", ring.TWO_SHOT, pieces)
+
+    def reduce_scatter(self, pieces: Pieces) -> Work:
+        """The same for the own shard alone."""
+        return self._in_pieces("reduce_scatter", ring.REDUCE_SCATTER, pieces)
+
+    def _in_pieces(self, operation: str, kind: int, pieces: Pieces) -> Work:
         told, terms = np.array(pieces[:4], np.int64), np.zeros(self.size, np.int64)
         places = (told, terms, _NOWHERE, _NOWHERE, 1.0)
-        arguments = (ring.TWO_SHOT, places, pieces.blocks, pieces.block_bytes)
-        return self._start("all_reduce", arguments, self._part // pieces.block_bytes, [pieces.keep])
+        arguments = (kind, places, pieces.blocks, pieces.block_bytes)
+        return self._start(operation, arguments, self._part // pieces.block_bytes, [pieces.keep])
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Row r of `received` from rank r's own shard of bytes."""

@@ -7,7 +7,8 @@ that fit a cell, numbered on from the collective before, and every rank goes thr
     sum    (if it reduces) the own part of everybody's piece      needs: every rank has sent the piece
     take   copy what others hold for this rank                    needs: every rank has sent it, or summed it
 
-In a two-shot functions of others (`kernels.slots.Pieces`) encode what is sent, average, and decode what is taken.
+In a two-shot functions of others (`kernels.slots.Pieces`) encode what is sent, average, and decode what is taken. A
+reduce-scatter is its first half: what is taken is summed, and nobody else reads the sum.
 
 Behind each stage a rank counts up the word of that name. The oldest piece goes first, so that a piece is taken while
 it is still in the cache, and later ones are sent only where a rank would wait else.
@@ -21,7 +22,7 @@ from .flags import compiled, fall_asleep, load_acquire, pause, sleep, stay_awake
 from .segments import ASLEEP, BEAT, DATA, FAILED, SENT, SUMMED, TAG_BYTES, TAGS, TAKEN
 
 # Kinds of collectives.
-ALL_REDUCE, ONE_SHOT, ALL_TO_ALL, ALL_GATHER, TWO_SHOT = 1, 2, 3, 4, 5
+ALL_REDUCE, ONE_SHOT, ALL_TO_ALL, ALL_GATHER, TWO_SHOT, REDUCE_SCATTER = 1, 2, 3, 4, 5, 6
 # What `advance` returns.
 DONE, BLOCKED, FAILED_RANK, OTHER_CALL = 0, 1, 2, 3
 
@@ -100,7 +101,7 @@ def _send(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dty
             if other != rank:
                 start, count = _part(number, total, part, ranks, other)
                 _flatten(to + other * part, sources, offsets, lengths, start, count, scale, dtype)
-    elif kind == TWO_SHOT:
+    elif kind in (TWO_SHOT, REDUCE_SCATTER):
         start, count = _blocks(number, total, part, dtype)
         for other in range(ranks):
             if other != rank:
@@ -118,7 +119,7 @@ def _send(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dty
 def _sum(bases, rank, cell, kind, number, tensors, total, part, dtype):
     sources, targets, offsets, lengths, scale, scratch = tensors
     at = cell + rank * part
-    if kind == TWO_SHOT:
+    if kind in (TWO_SHOT, REDUCE_SCATTER):
         first, count = _blocks(number, total, part, dtype)
         encode(sources, rank, first, count, scratch)
         average(sources, first, count, targets, bases, rank, at, scratch, bases[rank] + at)
@@ -136,6 +137,9 @@ def _sum(bases, rank, cell, kind, number, tensors, total, part, dtype):
 def _take(bases, rank, cell, kind, number, tensors, total, cell_bytes, part, dtype):
     sources, targets, offsets, lengths, _, scratch = tensors
     ranks = len(bases)
+    if kind == REDUCE_SCATTER:
+        _sum(bases, rank, cell, kind, number, tensors, total, part, dtype)
+        return
     if kind == ONE_SHOT:
         first = number * cell_bytes
         length = min(cell_bytes, total - first)

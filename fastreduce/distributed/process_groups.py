@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _world
 from ..environment.variables import check_environment
 from ..errors import MismatchError, SettingError, TransportError
 from ..transports.hosts import this_host
-from ..transports.meeting import meet, notes
+from ..transports.meeting import AbsentError, meet, new_place, notes
 from ..transports.ranks import timeout_of
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
@@ -86,7 +86,7 @@ def init_process_group(
     address = "store://" if store is not None else find_address(init_method, size)
     found = store or open_store(address, rank, size, timeout)
     if store is None:
-        _join(found, address, f"backend {chosen}, world size {size}", rank, size, timeout)
+        found = _join(found, address, f"backend {chosen}, world size {size}", rank, size, timeout)
     if "nccl" in chosen:
         _choose_device()
     try:
@@ -98,16 +98,21 @@ def init_process_group(
     remember(Made(group_or_default("init_process_group", None), chosen, address))
 
 
-def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, timeout: timedelta) -> None:
+def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Come together on the store, before the backend connects: who is missing or different can be named here.
 
     A rank with another job than the first to come ends the meeting with what differs, for those too that come later.
+    Returns the store as these processes alone use it.
     """
     call = f"init_process_group on rank {rank} at {address}"
     mine, seconds = f"rank {rank} has {job}", timeout.total_seconds()
     store = StoreClient(opened, seconds)
     try:
+        place = new_place(store, rank, size, seconds)
+        store = store.at(place)
         first = store.set_first("job", mine)
+    except AbsentError as error:
+        raise failed_meeting(f"init_process_group at {address}", size, error, seconds, rank) from error
     except TransportError as error:
         raise TransportError(f"{call}: {error}") from error
     if first.partition(" has ")[2] != job:
@@ -129,6 +134,7 @@ def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, time
     if different:
         raise _mismatch(call, address, different)
     count_on_host(hosts, rank)
+    return dist.PrefixStore(place, opened) if place else opened
 
 
 def _mismatch(call: str, address: str, different: str) -> MismatchError:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..environment.engines import translate
 from ..errors import SettingError, TransportError
 from ..transports.deadlines import GRACE_SECONDS, in_background
+from ..transports.store_client import held_by_agent
 
 FIXED_PORT = 29413
 """On localhost, where nobody gives an address."""
@@ -127,8 +128,7 @@ def open_store(address: str, rank: int, world_size: int, timeout: timedelta) -> 
         _stores[address] = _open(address, rank, world_size, timeout)
     store = _stores[address]
     store.set_timeout(timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"fastreduce/{attempt}/{_generations[address]}", store)
+    return dist.PrefixStore(f"fastreduce/{_generations[address]}", store)
 
 
 def count_initialisation(address: str) -> None:
@@ -147,8 +147,7 @@ def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.
             raise TransportError(f"init_process_group on rank {rank}: {address}: {error}") from error
     host, port = url.hostname, url.port
     assert host is not None and port is not None
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not by_agent
+    serves = rank == 0 and not held_by_agent()
     listening = _listen(host, port) if serves and _is_loopback(host) else None
 
     def connect() -> dist.Store:

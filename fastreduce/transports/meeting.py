@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..errors import TransportError
-from .store_client import SOON_SECONDS, StoreClient
+from .store_client import SOON_SECONDS, StoreClient, held_by_agent
 
 LOOK_SECONDS = 0.5  # of waiting, after which a rank looks whether it waits in vain
 SHORTEST, LONGEST = 0.0005, 0.25  # pauses between two looks at the store
@@ -118,3 +119,44 @@ def clear(store: StoreClient, ranks: Sequence[int], *more: str) -> None:
     if store.add("read", 1) == len(ranks):
         keys = [f"{kind} {rank}" for kind in ("note of", "gone") for rank in ranks]
         store.delete(*keys, *more, "count", "complete", "read")
+
+
+def new_place(store: StoreClient, rank: int, size: int, seconds: float) -> str:
+    """A prefix that these processes share, and that none has used in whose place they are; every rank calls it.
+
+    torchrun's agents keep a store when they start ranks again, with all that is in it, and each counts by itself how
+    often it has. So rank 0 lists the processes that it finds, until all of them have seen themselves in the list.
+    Without an agent it is no prefix: nobody comes again.
+
+    Raises:
+        AbsentError: naming the ranks that do not come within `seconds`.
+        TransportError: if the store is gone, or its holder does not answer.
+    """
+    if not held_by_agent():
+        return ""
+    mine = uuid.uuid4().hex
+    store.set(f"process of {rank}", mine)
+
+    def told(store: StoreClient, what: str) -> list[str]:
+        keys = [f"{what} {each}" for each in range(size)]
+        absent = set(store.absent(keys))
+        texts = iter(store.read_all([key for i, key in enumerate(keys) if i not in absent]))
+        return ["-" if i in absent else next(texts) for i in range(size)]
+
+    def agreed(store: StoreClient) -> bool:
+        if rank == 0:
+            store.set("processes", " ".join(told(store, "process of")))
+        processes = store.read("processes") or ""
+        if mine not in processes.split():
+            return False
+        store.set(f"seen by {rank}", processes)
+        if rank == 0 and set(told(store, "seen by")) == {processes}:
+            store.set("agreed", processes)
+        return store.read("agreed") == processes
+
+    if not wait_until(store, agreed, seconds):
+        soon = store.at("", SOON_SECONDS)
+        processes = soon.read("processes") or ""
+        seen = told(soon, "seen by") if mine in processes.split() else []
+        raise AbsentError([r for r, text in enumerate(seen) if text != processes] or [0], seconds)
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, store.read("agreed") or ""))

@@ -217,8 +217,13 @@ def _sockets() -> set[int]:
     return found
 
 
+def held_by_agent() -> bool:
+    """Whether a launcher holds the store that the environment names, which outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _holder() -> str:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if held_by_agent():
         return f"the launcher on {os.environ.get('MASTER_ADDR', 'the first node')}"
     return "rank 0's process (or the launcher that started the ranks)"
 

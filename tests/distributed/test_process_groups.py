@@ -20,7 +20,7 @@ from torch import nn
 import fastreduce
 import fastreduce.distributed as dist
 from fastreduce import BackendUnavailableError, NotInitializedError, SettingError, TransportError
-from fastreduce.distributed import functional
+from fastreduce.distributed import functional, rendezvous
 from fastreduce.distributed.rendezvous import FIXED_PORT
 from tests.support.commands import free_port
 from tests.support.ranks import RankPool, message, with_time
@@ -288,6 +288,40 @@ def test_ranks_that_come_as_the_same_rank_are_told(bare2: RankPool, tmp_path: Pa
         assert "rank 1 did not arrive" in told[0] + told[1]
 
     with_time(test, 1.0)
+
+
+def _start_again(rank: int, world_size: int, port: int, seconds: float) -> list[Any]:
+    """Initialise as three processes of torchrun's, each in the place of the one before; agents count apart."""
+    found = []
+    for attempt in range(3):
+        rendezvous._stores.clear()  # what a new process does not have
+        rendezvous._generations.clear()
+        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt * rank)}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in agent.items():
+                patch.setenv(name, value)
+            numbers = {"world_size": world_size, "rank": rank}
+            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=timedelta(seconds=seconds), **numbers)
+        total = torch.ones(1)
+        torch_dist.all_reduce(total)
+        found.append(total.item())
+        torch_dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_ranks_start_again_where_agents_keep_the_store_and_count_restarts_apart(bare2: RankPool):
+    store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert bare2.run(_start_again, store.port, 60.0) == [[2.0] * 3] * 2
+
+
+def test_the_ranks_that_do_not_start_again_are_named(monkeypatch: pytest.MonkeyPatch):
+    store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for rank, absent in ((0, "rank 1, 2"), (1, "rank 0")):
+        with pytest.raises(TransportError, match=f"on rank {rank}: of 3 ranks, {absent} did not arrive within 1 s"):
+            address = f"tcp://127.0.0.1:{store.port}"
+            dist.init_process_group("gloo", address, world_size=3, rank=rank, timeout=SECOND)
 
 
 def test_the_device_is_the_local_rank_bounded_by_the_visible_ones(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, TransportError
 from .hosts import DIGITS, this_host
-from .meeting import AbsentError, clear, meet, notes, until_cleared
+from .meeting import AbsentError, clear, meet, new_place, notes, until_cleared
 from .messages import decode, encode, of_types
 from .ranks import client_of, timeout_of
 from .store_client import SOON_SECONDS
@@ -20,6 +20,7 @@ from .store_client import SOON_SECONDS
 NAMED = 8  # ranks that an error names of those that ask for the same
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 class Choice(NamedTuple):
@@ -92,6 +93,10 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
     """What each rank asks for; nothing where it is known that all ask for the same."""
     here, seconds = client_of(group).at("fastreduce/choices"), timeout_of(group).total_seconds()
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+    place = _places.get(group)
+    if place is None:  # a process that was killed while it waited here has left a note
+        place = new_place(here, rank, len(ranks), seconds)
+    here = here.at(place)
     until_cleared(here, seconds)
     here.add(mine.key, 1)
     try:
@@ -100,6 +105,7 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
         with suppress(TransportError):
             here.at("", SOON_SECONDS).add(mine.key, -1)
         raise
+    _places[group] = place
     found = []
     if group not in _hosts or here.add(mine.key, 0) < len(ranks):
         found = [decode(note, other, _choice) for other, note in enumerate(notes(here, ranks))]

@@ -15,6 +15,8 @@ from torch import nn
 from fastreduce import all_reduce_gradients, transports
 from fastreduce.transports import GlooTransport, ShmTransport, choices, make_transport
 from fastreduce.transports.hosts import nodes_of
+from fastreduce.transports.messages import encode
+from fastreduce.transports.ranks import client_of
 from tests.support.models import wrap
 from tests.support.ranks import RankPool, message, with_time
 
@@ -175,3 +177,22 @@ def test_who_does_not_come_or_sends_something_else_is_named(ranks2: RankPool):
             assert "which is no message of fastreduce: '../../etc' is no host" in garbled, garbled
 
     with_time(test, 2.0)
+
+
+def _start_again(rank: int, world_size: int) -> list[list[bool]]:
+    """Choose twice, in the place of processes of which rank 0 was killed while it waited for the others."""
+    group: Any = dist.new_group(timeout=datetime.timedelta(seconds=20))
+    mine = choices.Choice("", "", "", choices.this_host())  # type: ignore[attr-defined]
+    if rank == 0:
+        left = client_of(group).at("fastreduce/choices")
+        left.add(mine.key, 1)
+        left.set("note of 0", encode(list(mine)).decode())
+        left.add("count", 1)
+    dist.barrier()
+    with patch.dict(os.environ, TORCHELASTIC_USE_AGENT_STORE="True"):
+        time.sleep(0.5 * rank)  # rank 0 waits
+        return [[host == mine.host for host in choices.agree(group, "", "")] for _ in range(2)]
+
+
+def test_what_a_killed_process_has_left_is_not_taken_for_a_rank_that_comes(ranks2: RankPool):
+    assert ranks2.run(_start_again) == [[[True] * 2] * 2] * 2

@@ -24,7 +24,8 @@ from ..compression import brief
 from ..environment.signals import is_of_signal
 from ..errors import CheckpointError, SettingError, TransportError
 from ..reduction.reducer import GradientReducer
-from ..reduction.telemetry.whereabouts import in_other_call
+from ..reduction.telemetry.flight_recorder import all_recorders
+from ..reduction.telemetry.whereabouts import explain_elsewhere, in_other_call
 from ..transports.messages import gather_bytes
 from ..transports.ranks import check_process
 from . import snapshot_file
@@ -268,10 +269,12 @@ def _all_come(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if is_of_signal(error):
             raise
-        raise TransportError(
+        told = TransportError(
             f"rank {_rank()} of {_world_size()}, {doing}: {error}. Another rank has ended, is elsewhere, or did not "
             "come within the timeout: save_checkpoint and load_checkpoint are called by every rank, not by rank 0 alone"
-        ) from error
+        )
+        of_all = [each for each in all_recorders() if each.world_size == _world_size()]  # else they number ranks anew
+        raise explain_elsewhere(told, of_all[-1] if of_all else None) from error
 
 
 def _gather(mine: Tensor) -> list[Tensor]:

@@ -30,7 +30,7 @@ from ..reduction.telemetry.counter_files import VARIABLE as COUNTERS
 from ..reduction.telemetry.flight_record import Phase
 from ..reduction.telemetry.flight_recorder import all_flights, answer_debug_server
 from ..reduction.telemetry.trace import VARIABLE as TRACE
-from ..reduction.telemetry.whereabouts import Whereabouts
+from ..reduction.telemetry.whereabouts import Whereabouts, explain_elsewhere
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from ..transports.ranks import client_of, timeout_of
@@ -298,11 +298,14 @@ class DistributedDataParallel(TorchDDP):
         except RuntimeError as error:
             if isinstance(error, TransportError) or hasattr(self, "buffer_hook") or is_of_signal(error):
                 raise
-            raise TransportError(
+            told = TransportError(
                 f"rank {self._distributed_rank} of {self._transport.world_size}: broadcasting the module's buffers "
                 f"before a forward failed: {error}. Every rank runs each forward of the wrapper, those without "
                 "gradients too: to evaluate on one rank alone, call ddp.module(…)"
-            ) from error
+            )
+            # None in torch's own reducer, or where there is none.
+            recorder = getattr(getattr(self, "reducer", None), "recorder", None)
+            raise explain_elsewhere(told, recorder) from error
 
     @_disable_dynamo
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:

@@ -73,6 +73,10 @@ class StoreClient:
         """What is at keys that are all there."""
         return self.call(lambda store: [_text(key, store.get(key)) for key in keys])
 
+    def read_each(self, keys: Sequence[str]) -> list[str | None]:
+        """What is at each key, or None."""
+        return self.call(lambda store: [_text(key, store.get(key)) if store.check([key]) else None for key in keys])
+
     def has(self, key: str) -> bool:
         """Whether something is there."""
         return self.call(lambda store: bool(store.check([key])))

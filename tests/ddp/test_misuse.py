@@ -296,11 +296,11 @@ def test_parameters_frozen_for_some_steps_are_unused_as_with_torchs_search(ranks
 
 
 def test_an_evaluation_on_one_rank_alone_is_told_to_call_the_module_inside():
-    """torch broadcasts buffers in each forward of a wrapper; gloo's error names neither that nor a rank."""
+    """torch broadcasts buffers in each forward of a wrapper; gloo's error does not name that."""
     said = run_ranks(_evaluate_alone, 2, check_exit=False)
     assert any("of 2: broadcasting the module's buffers before a forward failed: " in text for text in said)
     assert all(text.startswith("TransportError: rank ") for text in said)
-    assert any(text.endswith("to evaluate on one rank alone, call ddp.module(…)") for text in said)
+    assert any("to evaluate on one rank alone, call ddp.module(…)" in text for text in said)
 
 
 def _evaluate_alone(rank: int, world_size: int) -> str:

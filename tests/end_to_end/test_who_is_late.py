@@ -93,6 +93,27 @@ def _check(folder: Path, cases: list[tuple[str, str]], timeout: float) -> None:
             assert re.search(TOLD[what], text), f"{what}: {text}"
 
 
+OF_TORCH = {
+    "buffers": r"rank 0 of 2: broadcasting the module's buffers .*\nRank 0 was waiting for .* in step 20\.\n"
+    + TOLD["loader"],
+    "snapshot": r"rank 0 of 2, collecting .*/snapshot\.pt: .*\nRank 0 was between .* in step 20\.\n" + TOLD["killed"],
+}
+
+
+def test_so_does_the_error_of_a_collective_of_torchs(tmp_path: Path):
+    def test(seconds: float) -> None:
+        with ExitStack() as stack:
+            folder = tmp_path / f"{seconds:g} s"
+            folder.mkdir()
+            groups = {what: _start(folder / what, stack, what, "gloo", seconds) for what in OF_TORCH}
+            for what, ranks in groups.items():
+                code = ranks[0].poll(seconds + LIMIT)
+                text = (folder / what / "0.out").read_text().replace("[rank0]: ", "")
+                assert code == 1 and re.search(OF_TORCH[what], text), f"{what}: {text}"
+
+    with_time(test, TIMEOUT)
+
+
 def test_those_who_wait_for_a_rank_that_saves_are_told_at_once(tmp_path: Path):
     """One rank has caught what its loader raised, and saves: it waits for the others there, and they for it."""
     with ExitStack() as stack:

@@ -3,7 +3,8 @@
 Rank 1 trains until step 20, or raises soon, before the first one. By WHAT it then loads data for ever, stops or kills
 itself, raises or comes to its end, raises and saves, hangs in its own hook in backward, calls another collective, or
 reduces another module than the others; or it leaves out a reduction, or the backward of one, or runs it in no_sync
-alone, and when it has run all steps the others lack one.
+alone, and when it has run all steps the others lack one. The others may wait for it in a collective of torch's: for
+buffers, or in a snapshot.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 STEPS, LATE, SOON = 30, 20, 0
-SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
+SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL, "snapshot": signal.SIGKILL}
 
 
 def load_batch(what: str) -> Tensor:
-    if what == "loader":
+    if what in ("loader", "buffers"):
         time.sleep(1000)
     if what in SIGNALS:
         os.kill(os.getpid(), SIGNALS[what])
@@ -53,6 +54,8 @@ def main() -> None:
     from fastreduce import DistributedDataParallel, save_checkpoint
 
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    if what == "buffers":
+        model.register_buffer("count", torch.zeros(1))
     group = dist.new_group(timeout=timedelta(seconds=float(seconds)))
     ddp = DistributedDataParallel(model, compression="int8", bucket_cap_mb=0.03, process_group=group)
     if what == "other":
@@ -70,6 +73,8 @@ def main() -> None:
                 print(f"saves at {time.time()}", flush=True)
                 save_checkpoint(os.environ["SNAPSHOT"], model=ddp, optimizer=optimizer)
             raise
+        if what == "snapshot" and step == LATE:
+            save_checkpoint(os.environ["SNAPSHOT"], model=ddp, optimizer=optimizer)
         if late and what == "backward":
             model[2].weight.register_hook(hang_in_backward)
         if late and what == "other":

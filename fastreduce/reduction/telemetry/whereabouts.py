@@ -7,6 +7,7 @@
 4. Who has waited in vain reads what the missing ranks have told. One that is stopped, or was killed, tells nothing: its
    process id is in the store since the first look, and on the same host the system knows what has become of it; of
    another host it is looked whether it can be reached.
+   Collectives of torch's name nobody: there, those are looked for that have ended, are stopped or do something else.
 5. A rank that waits in another call, where all ranks meet, tells that at once (`other_call.py`), and those that wait
    for its gradients do so no longer.
 """
@@ -29,11 +30,12 @@ from ...environment.fates import fate, introduction
 from ...environment.hosts import addresses, why_out_of_reach
 from ...environment.stacks import OURS, collective_under_way, python_stacks
 from ...errors import TransportError
-from ...transports.meeting import clear, meet
+from ...transports.meeting import clear, meet, wait_until
 from ...transports.messages import decode, of_types
 from ...transports.store_client import SOON_SECONDS, StoreClient
 from .. import clocks
-from .flight_recorder import Counts, FlightRecorder, all_recorders
+from .flight_record import Phase
+from .flight_recorder import DOING, Counts, FlightRecorder, all_recorders
 from .other_call import LOOK_SECONDS, Call, Question
 
 SHORTEST, LONGEST = 0.5, 30.0  # seconds without a change after which a rank tells where it is
@@ -142,6 +144,38 @@ class Whereabouts:
             f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{within}{apart} Its Python stacks:\n{stacks.rstrip()}"
         )
 
+    def elsewhere(self, mine: FlightRecorder) -> list[int]:
+        """Ranks that are known to have ended, to be stopped, or to do something else than this one; raises nothing."""
+        ranks = [rank for rank in range(mine.world_size) if rank != mine.rank]
+        waits, call, found = _waits(mine.doing()), _name(collective_under_way()), list[int]()
+
+        def look(store: StoreClient) -> bool:
+            told = [store.read_each([f"{key} {r}" for r in ranks]) for key in ("process of", "end of", "rank")]
+            found[:] = [rank for rank, *texts in zip(ranks, *told, strict=True) if is_elsewhere(rank, *texts)]
+            return bool(found)
+
+        def is_elsewhere(rank: int, process: str | None, end: str | None, told: str | None) -> bool:
+            known: list[Any] = []
+            with suppress(TransportError):
+                if process is not None:
+                    *known, _ = decode(process, rank, lambda message: of_types(message, str, int, str, str))
+                if end is not None:
+                    ended, text = decode(end, rank, lambda message: of_types(message, list, str))
+                    if ended == known:
+                        return f": {TransportError.__name__}: " not in text  # which is another rank's matter
+                if known and _fate(known):
+                    return True
+                if told is not None:
+                    types = str, float, int, list, str, str
+                    doing, _, step, _, collective, _ = decode(told, rank, lambda message: of_types(message, *types))
+                    apart = waits or _name(collective) != call
+                    return bool(step == mine.row.step and not _waits(doing) and apart)
+            return False
+
+        with suppress(TransportError):
+            wait_until(self.store, look, SOON_SECONDS)  # a process that ends closes its connections first
+        return found
+
     def about_store(self) -> str:
         """Where the store does not answer, whether its host can be reached, as a sentence."""
         try:
@@ -150,6 +184,15 @@ class Whereabouts:
             why = why_out_of_reach(self._holder)
             return f"As to the store: {why}." if why else ""
         return ""
+
+
+def _waits(doing: str) -> bool:
+    return doing.startswith(DOING[Phase.WAITING])
+
+
+def _name(collective: str) -> str:
+    """Without the line where it was called."""
+    return collective.partition(" (")[0]
 
 
 def _apart(counted: list[Any], mine: FlightRecorder) -> str:
@@ -245,6 +288,9 @@ class _Watch:
             recorder.missing = tuple(ranks)
             self._give_up[recorder]()
 
+    def place_of(self, recorder: FlightRecorder) -> Whereabouts | None:
+        return self._places.get(recorder)
+
     def after_fork(self) -> None:
         """A fork has no such thread, nor anybody who would give back the lock; its wrappers are those that it makes."""
         self.__init__()  # type: ignore[misc]
@@ -338,3 +384,11 @@ def explain(error: TransportError, recorder: FlightRecorder, place: Whereabouts 
     if place is not None:
         lines += [place.ask(rank, recorder) for rank in missing[:NAMED]] or [place.about_store()]
     return TransportError("\n".join(filter(None, lines)), missing)
+
+
+def explain_elsewhere(error: TransportError, recorder: FlightRecorder | None) -> TransportError:
+    """The error of a collective of torch's, which names nobody, with what is known of ranks that do not come to it."""
+    place = None if recorder is None else _watch.place_of(recorder)
+    if recorder is None or place is None:
+        return error
+    return explain(TransportError(str(error), place.elsewhere(recorder)), recorder, place)

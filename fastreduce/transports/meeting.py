@@ -138,10 +138,7 @@ def new_place(store: StoreClient, rank: int, size: int, seconds: float) -> str:
     store.set(f"process of {rank}", mine)
 
     def told(store: StoreClient, what: str) -> list[str]:
-        keys = [f"{what} {each}" for each in range(size)]
-        absent = set(store.absent(keys))
-        texts = iter(store.read_all([key for i, key in enumerate(keys) if i not in absent]))
-        return ["-" if i in absent else next(texts) for i in range(size)]
+        return [text or "-" for text in store.read_each([f"{what} {each}" for each in range(size)])]
 
     def agreed(store: StoreClient) -> bool:
         if rank == 0:

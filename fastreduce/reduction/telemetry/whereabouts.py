@@ -313,8 +313,8 @@ class _Watch:
         before: list[tuple[int, int]] = []
         met: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
         since = told = clocks.now()
-        patience = SHORTEST
-        while not stop.wait(min(patience / 2, LOOK_SECONDS)):
+        pause = 0.0  # a process that is killed in its first step is to be known
+        while not stop.wait(pause):
             with self._lock:
                 if not self._places:
                     stop.set()
@@ -323,6 +323,7 @@ class _Watch:
                 changes = sorted((id(recorder), recorder.changes) for recorder in self._places)
                 only = list(self._places.items()) if len(self._places) == 1 else []
             patience = min((place.patience for place in ranks), default=SHORTEST)
+            pause = min(patience / 2, LOOK_SECONDS)
             at = clocks.now()
             if changes != before:
                 before, since, told = changes, at, 0.0

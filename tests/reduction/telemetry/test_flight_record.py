@@ -263,6 +263,24 @@ def test_who_waits_in_another_call_is_named_while_its_gradients_are_missing(monk
     assert found() == [] and not missing.tell()
 
 
+def test_a_process_is_known_from_its_wrapping_on(monkeypatch: pytest.MonkeyPatch):
+    class There(Whereabouts):
+        def __init__(self) -> None:
+            self.group = self.store = self  # type: ignore[assignment]
+            self.patience, self.asked = 1000.0, threading.Event()
+
+        def introduce(self, rank: int) -> None:
+            self.asked.set()
+
+    monkeypatch.setattr(whereabouts, "LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(whereabouts, "SHORTEST", 1000.0)
+    place, recorder, watch = There(), FlightRecorder(0, 2, [], []), whereabouts._Watch()
+    watch.add(recorder, place, lambda: None)
+    assert place.asked.wait(20.0)
+    watch.remove(recorder)
+    watch.end()
+
+
 def test_nobody_is_told_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
     class Gone(Whereabouts):
         def __init__(self) -> None:

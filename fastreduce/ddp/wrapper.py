@@ -287,8 +287,13 @@ class DistributedDataParallel(TorchDDP):
                 self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
         self.reducer.backward.check_ended()
+        before = recorder.phase
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared
-        given = _before_forward(self, *inputs, **kwargs)
+        try:
+            given = _before_forward(self, *inputs, **kwargs)
+        except BaseException:  # an interrupt, say: it waits no more
+            recorder.enter(before)
+            raise
         recorder.enter_forward(self.require_backward_grad_sync)
         return given
 

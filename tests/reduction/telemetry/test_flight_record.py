@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from fastreduce import SettingError, TransportError
 from fastreduce.environment import fates
@@ -261,6 +262,27 @@ def test_who_waits_in_another_call_is_named_while_its_gradients_are_missing(monk
     recorder.enter(Phase.WAITING)
     missing.end()
     assert found() == [] and not missing.tell()
+
+
+def _interrupted(rank: int, world_size: int) -> list[str]:
+    """What a rank does behind an interrupt in the broadcast of buffers."""
+    ddp = wrap("ours", nn.BatchNorm1d(4))
+    ddp(torch.ones(3, 4)).sum().backward()
+    recorder, found = ddp.reducer.recorder, []
+
+    def interrupt(_: object, buffers: object) -> None:
+        found.append(recorder.doing())
+        raise KeyboardInterrupt
+
+    ddp._register_buffer_comm_hook(None, interrupt, _BufferCommHookLocation.PRE_FORWARD)
+    with pytest.raises(KeyboardInterrupt):
+        ddp(torch.ones(3, 4))
+    return [*found, recorder.doing()]
+
+
+def test_who_was_interrupted_where_buffers_are_broadcast_waits_no_more(ranks2: RankPool):
+    for waits, then in ranks2.run(_interrupted):
+        assert waits.startswith("waiting for other ranks") and then.startswith("after its last averages")
 
 
 def test_a_process_is_known_from_its_wrapping_on(monkeypatch: pytest.MonkeyPatch):

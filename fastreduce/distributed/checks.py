@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..environment.variables import switch
-from ..errors import DeviceError, MismatchError, SettingError, TensorError
+from ..errors import DeviceError, FastreduceError, MismatchError, SettingError, TensorError
 from ..transports.messages import decode, of_types
 from .meetings import exchange_notes, find_sender, meet_in, ranks_of
 
@@ -116,6 +117,17 @@ def agree(call: str, group: dist.ProcessGroup, description: str) -> None:
     if len(by_text) > 1:
         each = "; ".join(f"rank {', '.join(ranks)} has {text}" for text, ranks in by_text.items())
         raise MismatchError(f"ranks differ in a collective: {each}")
+
+
+@contextmanager
+def tell_of_errors(call: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """In debug mode: let the others, who wait in `agree`, know of an error in what this rank was given for `call`."""
+    try:
+        yield
+    except FastreduceError as error:
+        with suppress(FastreduceError):  # theirs
+            agree(call, group, f"{type(error).__name__}: {error}")
+        raise
 
 
 def agree_on_parts(call: str, group: dist.ProcessGroup, sent: Sequence[Tensor], taken: Sequence[Tensor]) -> None:

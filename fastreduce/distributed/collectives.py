@@ -7,13 +7,14 @@ returns a Work, else None. Tensors may have any strides. All of them raise:
     SettingError          for an unknown op, or a rank that is not in the group
     TensorError           for a list of the wrong length, or shapes and dtypes that do not fit
     DeviceError           for a tensor on a device whose tensors the backend does not move
-    MismatchError         with FASTREDUCE_DEBUG=1: if ranks differ in call, op, shape or dtype
+    MismatchError         with FASTREDUCE_DEBUG=1: if ranks differ in call, op, shape or dtype, or one raises the above
     TransportError        if a peer is gone, or does not come within the timeout
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .checks import (
     check_peer,
     check_rank,
     check_tensors,
+    tell_of_errors,
     text_of,
 )
 from .meetings import group_or_default
@@ -46,16 +48,25 @@ class _Call:
     def __init__(self, name: str, group: Group, tensors: Sequence[Tensor], op: Any = None, **ranks: int) -> None:
         self.name, self.group, self.op, self._ranks = name, group_or_default(name, group), op, ranks
         self._last_steps: list[Callable[[], Any]] = []
-        for argument, rank in ranks.items():
-            check_rank(name, argument, rank, self.group)
-        if op is not None:
-            check_op(name, op)
-        check_tensors(name, tensors, self.group)
+        with self.telling():
+            self._check(tensors)
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Around checks: in debug mode the others are told of their errors. A message has one other, who is not."""
+        return nullcontext() if self.name in ("send", "recv") else tell_of_errors(self.name, self.group)
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        for argument, rank in self._ranks.items():
+            check_rank(self.name, argument, rank, self.group)
+        if self.op is not None:
+            check_op(self.name, self.op)
+        check_tensors(self.name, tensors, self.group)
         self._given = " and ".join(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
-        linear = op in (None, ReduceOp.SUM, ReduceOp.AVG)
+        linear = self.op in (None, ReduceOp.SUM, ReduceOp.AVG)
         for tensor in tensors:
-            if (tensor.is_complex() and not linear) or (tensor.dtype is torch.bool and op == ReduceOp.AVG):
-                raise TensorError(f"{name} on rank {dist.get_rank()}: no {_name(op)} of {tensor.dtype} tensors")
+            if (tensor.is_complex() and not linear) or (tensor.dtype is torch.bool and self.op == ReduceOp.AVG):
+                what = f"no {_name(self.op)} of {tensor.dtype} tensors"
+                raise TensorError(f"{self.name} on rank {dist.get_rank()}: {what}")
 
     def agree(self, tensor: Tensor | None, also: str = "") -> None:
         """In debug mode, compare with the other ranks."""
@@ -142,7 +153,8 @@ def all_gather(
 ) -> Work | None:
     """Fill `tensor_list`, in the group's order, with every rank's `tensor`."""
     call = _Call("all_gather", group, [tensor, *tensor_list])
-    check_alike(call.name, tensor_list, tensor, call.group)
+    with call.telling():
+        check_alike(call.name, tensor_list, tensor, call.group)
     call.agree(tensor)
     into = [call.write(t) for t in tensor_list]
     return call.start(dist.all_gather, into, call.read(tensor), async_op=async_op)
@@ -157,7 +169,8 @@ def gather(
 ) -> Work | None:
     """Fill rank `dst`'s `gather_list` with every rank's `tensor`; other ranks pass no list."""
     call = _Call("gather", group, [tensor, *(gather_list or ())], dst=dst)
-    _check_list(call, "gather_list", gather_list, dst, tensor)
+    with call.telling():
+        _check_list(call, "gather_list", gather_list, dst, tensor)
     call.agree(tensor)
     into = None if gather_list is None else [call.write(t) for t in gather_list]
     return call.start(dist.gather, call.read(tensor), into, dst, async_op=async_op)
@@ -172,7 +185,8 @@ def scatter(
 ) -> Work | None:
     """Fill every rank's `tensor` with its entry of rank `src`'s `scatter_list`; other ranks pass no list."""
     call = _Call("scatter", group, [tensor, *(scatter_list or ())], src=src)
-    _check_list(call, "scatter_list", scatter_list, src, tensor)
+    with call.telling():
+        _check_list(call, "scatter_list", scatter_list, src, tensor)
     call.agree(tensor)
     out = None if scatter_list is None else [call.read(t) for t in scatter_list]
     return call.start(dist.scatter, call.write(tensor), out, src, async_op=async_op)
@@ -183,7 +197,8 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduce `input_list` over the ranks entry by entry, and put this rank's entry into `output`."""
     call = _Call("reduce_scatter", group, [output, *input_list], op=op)
-    check_alike(call.name, input_list, output, call.group)
+    with call.telling():
+        check_alike(call.name, input_list, output, call.group)
     call.agree(output)
     out = [call.read(t) for t in input_list]
     return call.start(dist.reduce_scatter, call.write(output), out, call.chosen_op, async_op=async_op)
@@ -195,16 +210,16 @@ def all_to_all(
     """Entry i of `input_list` goes to rank i of the group; entry i of `output_list` comes from it. Any shapes."""
     call = _Call("all_to_all", group, [*output_list, *input_list])
     size = dist.get_world_size(call.group)
-    for name, tensors in (("output_list", output_list), ("input_list", input_list)):
-        if len(tensors) != size:
+    with call.telling():
+        for name, tensors in (("output_list", output_list), ("input_list", input_list)):
+            if len(tensors) != size:
+                what = f"{name} has {len(tensors)} tensors for a group of {size} ranks"
+                raise TensorError(f"all_to_all on rank {dist.get_rank()}: {what}")
+        if len(dtypes := {str(tensor.dtype) for tensor in input_list}) > 1:
             raise TensorError(
-                f"all_to_all on rank {dist.get_rank()}: {name} has {len(tensors)} tensors for a group of {size} ranks"
+                f"all_to_all on rank {dist.get_rank()}: input_list has tensors of {' and '.join(sorted(dtypes))}; they "
+                "must be of one dtype"
             )
-    if len(dtypes := {str(tensor.dtype) for tensor in input_list}) > 1:
-        raise TensorError(
-            f"all_to_all on rank {dist.get_rank()}: input_list has tensors of {' and '.join(sorted(dtypes))}; they "
-            "must be of one dtype"
-        )
     call.agree(None, f"{input_list[0].dtype}")
     agree_on_parts(call.name, call.group, input_list, output_list)
     # As one tensor each: gloo takes lists only of equal sizes.

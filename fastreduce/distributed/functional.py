@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from ..errors import SettingError, TensorError
 from . import collectives
-from .checks import agree, check_rank, group_device
+from .checks import agree, check_rank, group_device, tell_of_errors
 from .collectives import Group, ReduceOp
 from .headers import NUMEL, Header
 from .meetings import group_or_default, ranks_of
@@ -91,18 +91,24 @@ def scatter(inp: Tensor | None, group: Group = None, axis: int = 0, *, src: int 
 
 def _apply(function: type[Function], name: str, inp: Tensor, group: Group, *args: Any) -> Tensor:
     group = group_or_default(name, group)
-    if not isinstance(inp, Tensor):
-        raise TensorError(f"{name} on rank {dist.get_rank()}: the input is a {type(inp).__name__}, not a torch tensor")
+    with tell_of_errors(name, group):
+        _check_input(name, inp)
     if torch.is_grad_enabled():
         agree(name, group, f"{'requires grad' if inp.requires_grad else 'requires no grad'}")
     result: Tensor = function.apply(inp, group, *args)
     return result
 
 
+def _check_input(name: str, inp: Any) -> None:
+    if not isinstance(inp, Tensor):
+        raise TensorError(f"{name} on rank {dist.get_rank()}: the input is a {type(inp).__name__}, not a torch tensor")
+
+
 def _root(call: str, name: str, rank: int | None, group: Group) -> int:
     group = group_or_default(call, group)
     rank = ranks_of(group)[0] if rank is None else rank
-    check_rank(call, name, rank, group)
+    with tell_of_errors(call, group):
+        check_rank(call, name, rank, group)
     return rank
 
 
@@ -115,9 +121,11 @@ def _from_root(
     device = group_device(group)
     header = torch.zeros(NUMEL, dtype=torch.int64, device=device)
     if dist.get_rank() == src:
-        if inp is None:
-            raise SettingError(f"{name} on rank {src}: the input is None on the rank that it comes from")
-        header = Header.of(f"{name} on rank {src}", inp).encode(device)
+        with tell_of_errors(name, group):
+            if inp is None:
+                raise SettingError(f"{name} on rank {src}: the input is None on the rank that it comes from")
+            _check_input(name, inp)
+            header = Header.of(f"{name} on rank {src}", inp).encode(device)
     collectives.broadcast(header, src, group)
     told = Header.decode(f"{name} on rank {dist.get_rank()}", src, header)
     if dist.get_rank() != src and told.requires_grad:
@@ -133,11 +141,12 @@ def _from_root(
 def _parts(name: str, tensor: Tensor, group: dist.ProcessGroup, axis: int) -> list[Tensor]:
     """Equal parts of `tensor` along `axis`, one for each rank."""
     size = dist.get_world_size(group)
-    if not -tensor.dim() <= axis < tensor.dim() or tensor.shape[axis] % size:
-        raise TensorError(
-            f"{name} on rank {dist.get_rank()}: shape {tuple(tensor.shape)} does not divide along axis {axis} "
-            f"into {size} equal parts"
-        )
+    with tell_of_errors(name, group):
+        if not -tensor.dim() <= axis < tensor.dim() or tensor.shape[axis] % size:
+            raise TensorError(
+                f"{name} on rank {dist.get_rank()}: shape {tuple(tensor.shape)} does not divide along axis {axis} "
+                f"into {size} equal parts"
+            )
     return [part.contiguous() for part in tensor.split([tensor.shape[axis] // size] * size, axis)]
 
 

@@ -19,7 +19,7 @@ from ..transports.meeting import AbsentError, meet, new_place, notes
 from ..transports.ranks import timeout_of
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
-from .checks import agree
+from .checks import agree, tell_of_errors
 from .meetings import failed_meeting, group_or_default, meet_in
 from .queries import Made, count_on_host, get_backend, get_local_device, made_here, remember
 from .rendezvous import count_initialisation, find_address, find_numbers, open_store
@@ -228,12 +228,13 @@ def new_group(
     default = group_or_default("new_group", None)
     size = dist.get_world_size()
     chosen = list(range(size)) if ranks is None else [int(rank) for rank in ranks]
-    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
-        raise SettingError(
-            f"new_group on rank {dist.get_rank()}: ranks={chosen}; allowed: different ranks from 0 to {size - 1}"
-        )
-    if backend is not None:
-        backends.check_available(set(backends.parse(backend).values()))
+    with tell_of_errors("new_group", default):
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
+            raise SettingError(
+                f"new_group on rank {dist.get_rank()}: ranks={chosen}; allowed: different ranks from 0 to {size - 1}"
+            )
+        if backend is not None:
+            backends.check_available(set(backends.parse(backend).values()))
     agree("new_group", default, f"ranks {sorted(chosen)}, backend {backend}")
     made: dist.ProcessGroup = dist.new_group(chosen, timeout or timeout_of(default), backend, pg_options)
     if dist.get_rank(made) >= 0:

@@ -62,6 +62,50 @@ def test_debug_mode_lets_everything_pass_that_is_right(ranks: RankPool):
     ranks.run(_debugged)
 
 
+WRONG: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "op": (lambda: dist.all_reduce(torch.ones(2), "sum"), lambda: dist.all_reduce(torch.ones(2)), "unknown op 'sum'"),
+    "src": (lambda: dist.broadcast(torch.ones(2), 7), lambda: dist.broadcast(torch.ones(2)), "src=7 is not in"),
+    "tensor": (lambda: dist.all_reduce(None), lambda: dist.all_reduce(torch.ones(2)), "tensor 0 is a NoneType"),  # type: ignore[arg-type]
+    "length": (
+        lambda: dist.all_gather([torch.ones(1)], torch.ones(1)),
+        lambda: dist.all_gather([torch.ones(1)] * 2, torch.ones(1)),
+        "1 tensors for a group of 2 ranks",
+    ),
+    "no list": (
+        lambda: dist.scatter(torch.ones(1), [torch.ones(1)] * 2, 0),
+        lambda: dist.scatter(torch.ones(1), [torch.ones(1)] * 2, 0),
+        "scatter_list is [tensor([1.]), tensor([1.])]; rank 0 passes one",
+    ),
+    "ranks": (lambda: dist.new_group([0, 7]), lambda: dist.new_group([0, 1]), "ranks=[0, 7]; allowed"),
+    "an input": (
+        lambda: functional.all_reduce_sum(None),  # type: ignore[arg-type]
+        lambda: functional.all_reduce_sum(torch.ones(2)),
+        "the input is a NoneType",
+    ),
+    "parts": (
+        lambda: functional.reduce_scatter_sum(torch.ones(3)),
+        lambda: functional.reduce_scatter_sum(torch.ones(4)),
+        "shape (3,) does not divide along axis 0 into 2 equal parts",
+    ),
+}
+
+
+def _wrong(rank: int, world_size: int, case: str) -> str:
+    os.environ["FASTREDUCE_DEBUG"] = "1"
+    said = message(WRONG[case][0 if rank else 1])
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0, 2.0]
+    return said
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_on_one_rank_is_told_to_the_others(ranks2: RankPool, case: str):
+    other, wrong = ranks2.run(_wrong, case)
+    assert wrong.startswith(("SettingError: ", "TensorError: ")) and WRONG[case][2] in wrong, wrong
+    assert other.startswith("MismatchError: ") and f"Error: {wrong.partition(': ')[2]}" in other, other
+
+
 # Messages between two ranks, and parts of an all_to_all, which may differ in size between pairs of ranks.
 
 SENDS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str]] = {

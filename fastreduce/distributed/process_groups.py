@@ -19,7 +19,7 @@ from ..transports.meeting import AbsentError, meet, new_place, notes
 from ..transports.ranks import timeout_of
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
-from .checks import agree, tell_of_errors
+from .checks import DEBUG_VARIABLE, agree, debugging, tell_of_errors
 from .meetings import failed_meeting, group_or_default, meet_in
 from .queries import Made, count_on_host, get_backend, get_local_device, made_here, remember
 from .rendezvous import count_initialisation, find_address, find_numbers, open_store
@@ -58,7 +58,8 @@ def init_process_group(
         SettingError: for an unknown backend or init_method, numbers that are missing or out of range, a group that
             exists with other arguments, or an environment variable of ours that holds what it may not.
         BackendUnavailableError: if the backend cannot run here; nothing is initialised then.
-        MismatchError: on every rank, if one asks for another backend or world size; it names both.
+        MismatchError: on every rank, if one asks for another backend or world size, or has FASTREDUCE_DEBUG=1 and
+            another has not; it names both.
         TransportError: if the port is in use, or not all ranks come within the timeout (it names them).
     """
     if timeout is not None and not isinstance(timeout, timedelta):
@@ -86,7 +87,8 @@ def init_process_group(
     address = "store://" if store is not None else find_address(init_method, size)
     found = store or open_store(address, rank, size, timeout)
     if store is None:
-        found = _join(found, address, f"backend {chosen}, world size {size}", rank, size, timeout)
+        job = f"backend {chosen}, world size {size}" + (f", {DEBUG_VARIABLE}=1" if debugging() else "")
+        found = _join(found, address, job, rank, size, timeout)
     if "nccl" in chosen:
         _choose_device()
     try:

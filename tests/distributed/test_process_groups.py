@@ -254,10 +254,13 @@ def _clash(rank: int, world_size: int, method: str, what: str, seconds: float) -
     elif rank == 1 and what == "world size":
         numbers["world_size"] = 3
     elif rank == 1:
-        backend = "cpu:gloo"
+        backend = "cpu:gloo" if what == "backend" else backend
+    if rank == 1 and what == "debug mode":
+        os.environ["FASTREDUCE_DEBUG"] = "1"
     start = time.monotonic()
     said = [message(lambda: dist.init_process_group(backend, method, timeout=timedelta(seconds=seconds), **numbers))]
     assert what == "rank" or time.monotonic() - start < seconds
+    os.environ.pop("FASTREDUCE_DEBUG", None)
     if what != "rank":  # all were told, so all may try again
         dist.init_process_group("gloo", method, timeout=timedelta(seconds=seconds), world_size=2, rank=rank)
         torch_dist.barrier()  # gloo connects in turn: who leaves at once cuts the other's connection
@@ -270,6 +273,7 @@ def _clash(rank: int, world_size: int, method: str, what: str, seconds: float) -
     [
         ("world size", "backend gloo, world size 2", "backend gloo, world size 3"),
         ("backend", "backend gloo, world size 2", "backend cpu:gloo, world size 2"),
+        ("debug mode", "backend gloo, world size 2", "backend gloo, world size 2, FASTREDUCE_DEBUG=1"),
     ],
 )
 def test_ranks_that_ask_for_different_groups_are_told_on_every_rank(

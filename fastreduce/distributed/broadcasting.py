@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..errors import TensorError
+from ..errors import SettingError, TensorError
 from ..kernels.slots import SlotTable
 from ..reduction.agreement import check_agreement, describe_tensor
-from ..reduction.arrays import as_tensor
+from ..reduction.arrays import as_tensor, listed
 from ..reduction.bucketed import BUCKET_BYTES
 from ..reduction.buckets import ParameterSpec, group_by_size
 from ..reduction.one_call import transport_of
@@ -45,12 +45,12 @@ def bcast_list_(tensors: Iterable[Any], group: dist.ProcessGroup | None = None, 
     """
     group = group_or_default("bcast_list_", group)
     src = ranks_of(group)[0] if src is None else src
-    check_rank("bcast_list_", "src", src, group)
     found: list[Tensor] = []
-    error = None
+    error: SettingError | TensorError | None = None
     try:
-        found = [_writable(array) for array in tensors]
-    except TensorError as wrong:
+        check_rank("bcast_list_", "src", src, group)
+        found = [_writable(array) for array in listed(tensors)]
+    except (SettingError, TensorError) as wrong:
         error = wrong
     description = {"src": str(src), **{f"tensor {i}": describe_tensor(t) for i, t in enumerate(found)}}
     check_agreement(transport_of(group, "bcast_list_"), description, error)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..compression import brief
 from ..errors import DeviceError, TensorError
 
 _IMMUTABLE = ("jax", "jaxlib", "tensorflow")
@@ -47,6 +48,19 @@ def as_tensor(array: Any) -> Tensor:
         f"a {name} is no array; allowed: torch tensors, NumPy arrays, and what has __dlpack__ or "
         "__cuda_array_interface__ (CuPy and others)"
     )
+
+
+def listed(arrays: Any) -> list[Any]:
+    """What an iterable of arrays gives.
+
+    Raises:
+        TensorError: if it is none.
+    """
+    try:
+        each = iter(arrays)
+    except TypeError as error:
+        raise TensorError(f"{brief(arrays)} is no list of tensors; allowed: a list, or what else gives them") from error
+    return list(each)
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:

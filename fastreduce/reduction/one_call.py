@@ -18,7 +18,7 @@ from ..policy import single
 from ..transports import Transport, make_transport
 from . import saved_residuals
 from .agreement import check_agreement, describe_tensor
-from .arrays import as_tensor
+from .arrays import as_tensor, listed
 from .arrivals import Reached
 from .averaging import CompressedAveraging
 from .bucketed import BUCKET_BYTES
@@ -199,9 +199,13 @@ def all_reduce_gradients(
             the above in the first call.
         NotInitializedError: if torch.distributed is not initialised and no transport is given.
     """
-    found = list(tensors_or_parameters)
+    found, error = list[Any](), None
+    try:
+        found = listed(tensors_or_parameters)
+    except TensorError as wrong:
+        error = wrong
     arrays = list({id(array): array for array in found}.values())  # a sum of sums would count it once more
-    reduce_owned(arrays, arrays, compression, group, transport, op)
+    reduce_owned(arrays, arrays, compression, group, transport, op, error)
 
 
 def reduce_owned(
@@ -211,9 +215,13 @@ def reduce_owned(
     group: dist.ProcessGroup | None,
     transport: Transport | str | None,
     op: str,
+    error: TensorError | None = None,
 ) -> None:
-    """`all_reduce_gradients`, with the objects whose residuals error feedback keeps, one for each array."""
-    leaves, kept, error = list[Tensor](), list[Any](), None
+    """`all_reduce_gradients`, with the objects whose residuals error feedback keeps, one for each array.
+
+    An `error` in what it was given is raised, once other ranks have been told.
+    """
+    leaves, kept = list[Tensor](), list[Any]()
     for i, (array, owner) in enumerate(zip(arrays, owners, strict=True)):
         try:
             leaves.append(_as_leaf(as_tensor(array), i))

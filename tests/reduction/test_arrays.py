@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,25 @@ def test_ranks_that_differ_get_one_error_each(ranks2: RankPool, call: str, case:
     assert first.startswith("MismatchError: ") and says in first
     own = case in ("no array", "bad setting", "bad op")  # an error of that rank alone
     assert says in second and (own or first == second)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "src": ({"src": 7}, "SettingError: bcast_list_ on rank 1: src=7 is not in the group; its ranks: 0 to 1"),
+    "no list": ({"tensors": None}, "TensorError: None is no list of tensors; allowed: "),
+}
+
+
+def _wrong(rank: int, world_size: int, case: str) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    given: dict[str, Any] = {"tensors": [torch.ones(1)], "src": None}
+    return message(lambda: dist.bcast_list_(**given | (WRONG[case][0] if rank else {}), group=group))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_of_bcast_list_is_told_to_the_others(ranks2: RankPool, case: str):
+    told, raised = ranks2.run(_wrong, case)
+    assert raised.startswith(WRONG[case][1]), raised
+    assert told == f"MismatchError: rank 1 could not be set up: {raised}"
 
 
 # A callback

@@ -304,7 +304,7 @@ def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
 
 
 def test_what_one_rank_cannot_average_is_told_to_the_others(ranks2: RankPool):
-    for how in ("text", "meta", "computed"):
+    for how in ("text", "meta", "computed", "no list"):
         told, raised = ranks2.run(_one_that_cannot, how)
         assert told == f"MismatchError: rank 1 could not be set up: {raised}"
         assert raised.startswith(("TensorError: ", "DeviceError: ")), raised
@@ -337,7 +337,8 @@ def _one_that_cannot(rank: int, world_size: int, how: str) -> str:
     group = dist.new_group(timeout=datetime.timedelta(seconds=20))
     wrong = {"text": "a", "meta": torch.ones(3, device="meta"), "computed": torch.ones(3, requires_grad=True) * 2}
     try:
-        all_reduce_gradients([torch.ones(2), wrong[how] if rank else torch.ones(3)], group=group)
+        given: Any = None if how == "no list" and rank else [torch.ones(2), wrong.get(how) if rank else torch.ones(3)]
+        all_reduce_gradients(given, group=group)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from ..compression import brief
 from ..errors import NotInitializedError, SettingError, TransportError
 from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
 from ..transports.ranks import check_process, client_of, timeout_of
@@ -35,9 +37,19 @@ def known_group(call: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     default = dist.group.WORLD
     if default is None:
         raise NotInitializedError(call)
+    check_group(call, group)
     if dist.get_rank(group) < 0:
         raise SettingError(f"{call} on rank {dist.get_rank()}: this rank is not in the group")
     return group or default
+
+
+def check_group(call: str, group: Any) -> None:
+    """Raise SettingError unless `group` is one, or None, or what `new_group` gives to ranks that are not in it."""
+    if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
+        raise SettingError(
+            f"{call} on rank {dist.get_rank()}: group={brief(group)}; allowed: a ProcessGroup, as new_group makes, or "
+            "None"
+        )
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

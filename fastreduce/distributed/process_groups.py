@@ -20,7 +20,7 @@ from ..transports.ranks import timeout_of
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
 from .checks import DEBUG_VARIABLE, agree, debugging, tell_of_errors
-from .meetings import failed_meeting, group_or_default, meet_in
+from .meetings import check_group, failed_meeting, group_or_default, meet_in
 from .queries import Made, count_on_host, get_backend, get_local_device, made_here, remember
 from .rendezvous import count_initialisation, find_address, find_numbers, open_store
 
@@ -254,6 +254,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         TransportError: if messages of `remote_send` are not received within the timeout.
     """
     if group is not None and group is not dist.group.WORLD:
+        check_group("destroy_process_group", group)
         _destroy([group] if dist.get_rank(group) >= 0 else [])
         return
     made = made_here()

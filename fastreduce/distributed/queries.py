@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import SettingError
-from .meetings import known_group
+from .meetings import check_group, known_group
 
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
@@ -59,6 +59,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
         NotInitializedError: if there is no default group.
     """
     known_group("get_rank", None)
+    check_group("get_rank", group)
     return dist.get_rank(group)
 
 
@@ -69,6 +70,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
         NotInitializedError: if there is no default group.
     """
     known_group("get_world_size", None)
+    check_group("get_world_size", group)
     return dist.get_world_size(group)
 
 

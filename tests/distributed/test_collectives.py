@@ -150,6 +150,21 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "src that is text": (lambda: dist.broadcast(torch.ones(1), "0"), SettingError, "src='0' is not in the group"),
     "timeout": (lambda: dist.barrier(timeout=3), SettingError, "barrier on rank 0: timeout=3; allowed: a datetime"),
     "dst": (lambda: dist.reduce(torch.ones(1), -1), SettingError, "dst=-1"),
+    **{
+        f"group of {name}": (
+            lambda call=call: call("world"),
+            SettingError,
+            f"{name} on rank 0: group='world'; allowed: ",
+        )
+        for name, call in {
+            "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+            "barrier": lambda group: dist.barrier(group),
+            "bcast_list_": lambda group: dist.bcast_list_([torch.ones(1)], group),
+            "get_rank": lambda group: dist.get_rank(group),
+            "get_world_size": lambda group: dist.get_world_size(group),
+            "destroy_process_group": lambda group: dist.destroy_process_group(group),
+        }.items()
+    },
     "itself": (lambda: dist.send(torch.ones(1), 0), SettingError, "dst=0 is this rank itself"),
     "from itself": (lambda: dist.recv(torch.ones(1), 0), SettingError, "src=0 is this rank itself"),
     "device": (lambda: dist.all_reduce(torch.ones(1, device="meta")), DeviceError, "tensor 0 is on meta"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from ..compression import brief
 from ..environment.variables import check_environment
 from ..errors import MismatchError, SettingError, TransportError
 from ..transports.hosts import this_host
@@ -190,15 +192,11 @@ def barrier(
 
     Raises:
         NotInitializedError: if there is no default group.
-        SettingError: if `timeout` is something else.
+        SettingError: if `timeout` is something else, or not more than 0.
         TransportError: naming the ranks that have not come within the timeout.
     """
     group = group_or_default("barrier", group)
-    if not (timeout is None or isinstance(timeout, timedelta)):
-        raise SettingError(
-            f"barrier on rank {dist.get_rank()}: timeout={timeout!r}; allowed: a datetime.timedelta, as "
-            "timedelta(seconds=3), or None"
-        )
+    _check_timeout("barrier", timeout)
     if async_op:
         work: dist.Work = dist.barrier(group, async_op=True, device_ids=device_ids)
         return work
@@ -206,6 +204,14 @@ def barrier(
         torch.cuda.synchronize()
     meet_in(group, "barrier", timeout=timeout)
     return None
+
+
+def _check_timeout(call: str, timeout: Any) -> None:
+    if not (timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))):
+        raise SettingError(
+            f"{call} on rank {dist.get_rank()}: timeout={timeout!r}; allowed: a datetime.timedelta of more than 0, as "
+            "timedelta(seconds=3), or None"
+        )
 
 
 def new_group(
@@ -224,17 +230,23 @@ def new_group(
 
     Raises:
         NotInitializedError: if there is no default group.
-        SettingError: if a rank does not exist or is there twice, or for an unknown backend.
+        SettingError: if a rank does not exist or is there twice, for an unknown backend, or if `timeout` is no
+            timedelta of more than 0.
         BackendUnavailableError: if the backend cannot run here.
     """
     default = group_or_default("new_group", None)
     size = dist.get_world_size()
-    chosen = list(range(size)) if ranks is None else [int(rank) for rank in ranks]
     with tell_of_errors("new_group", default):
+        try:
+            chosen = list(range(size)) if ranks is None else [operator.index(rank) for rank in ranks]
+        except TypeError:
+            chosen = []
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
             raise SettingError(
-                f"new_group on rank {dist.get_rank()}: ranks={chosen}; allowed: different ranks from 0 to {size - 1}"
+                f"new_group on rank {dist.get_rank()}: ranks={brief(ranks)}; allowed: different ranks from 0 to "
+                f"{size - 1}"
             )
+        _check_timeout("new_group", timeout)
         if backend is not None:
             backends.check_available(set(backends.parse(backend).values()))
     agree("new_group", default, f"ranks {sorted(chosen)}, backend {backend}")

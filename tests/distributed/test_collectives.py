@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -149,6 +150,12 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "src": (lambda: dist.broadcast(torch.ones(1), 2), SettingError, "src=2 is not in the group; its ranks: 0 to 0"),
     "src that is text": (lambda: dist.broadcast(torch.ones(1), "0"), SettingError, "src='0' is not in the group"),
     "timeout": (lambda: dist.barrier(timeout=3), SettingError, "barrier on rank 0: timeout=3; allowed: a datetime"),
+    "timeout of 0": (lambda: dist.barrier(timeout=timedelta(0)), SettingError, "barrier on rank 0: timeout="),
+    "a group's timeout": (lambda: dist.new_group(timeout=5), SettingError, "new_group on rank 0: timeout=5; allowed: "),
+    "a group's past": (lambda: dist.new_group(timeout=timedelta(-1)), SettingError, "of more than 0"),
+    "ranks": (lambda: dist.new_group(0), SettingError, "new_group on rank 0: ranks=0; allowed: different ranks from 0"),
+    "no ranks": (lambda: dist.new_group([None]), SettingError, "ranks=[None]; allowed: different ranks from 0"),
+    "half ranks": (lambda: dist.new_group([0.5]), SettingError, "ranks=[0.5]; allowed: different ranks from 0"),
     "dst": (lambda: dist.reduce(torch.ones(1), -1), SettingError, "dst=-1"),
     **{
         f"group of {name}": (

@@ -45,6 +45,20 @@ def check_peer(call: str, name: str, rank: int, group: dist.ProcessGroup) -> Non
         raise SettingError(f"{call} on rank {rank}: {name}={rank} is this rank itself; it must be another one")
 
 
+def check_tag(call: str, tag: Any) -> None:
+    """Raise SettingError unless `tag` is one of a message."""
+    if not isinstance(tag, int) or not 0 <= tag < 1 << 31:
+        raise SettingError(f"{call} on rank {dist.get_rank()}: tag={tag!r}; allowed: 0 to {(1 << 31) - 1}")
+
+
+def check_axis(call: str, axis: Any, tensor: Tensor) -> None:
+    """Raise TensorError unless `axis` is one of `tensor`'s."""
+    if not isinstance(axis, int) or not -tensor.dim() <= axis < tensor.dim():
+        allowed = f"{-tensor.dim()} to {tensor.dim() - 1}" if tensor.dim() else "none"
+        what = f"axis {axis!r} of a tensor of shape {tuple(tensor.shape)}; allowed: {allowed}"
+        raise TensorError(f"{call} on rank {dist.get_rank()}: {what}")
+
+
 def group_device_types(group: dist.ProcessGroup) -> list[str]:
     """Types of the devices whose tensors `group` moves."""
     return sorted({device.type for device in group._device_types})

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..compression import brief
 from ..errors import SettingError, TensorError
 from .checks import (
     agree,
@@ -31,6 +32,7 @@ from .checks import (
     check_op,
     check_peer,
     check_rank,
+    check_tag,
     check_tensors,
     tell_of_errors,
     text_of,
@@ -45,15 +47,22 @@ Group = dist.ProcessGroup | None
 class _Call:
     """One collective: its checks, and contiguous tensors in the place of those that are not."""
 
-    def __init__(self, name: str, group: Group, tensors: Sequence[Tensor], op: Any = None, **ranks: int) -> None:
+    def __init__(self, name: str, group: Group, *lists: Any, op: Any = None, **ranks: int) -> None:
         self.name, self.group, self.op, self._ranks = name, group_or_default(name, group), op, ranks
         self._last_steps: list[Callable[[], Any]] = []
         with self.telling():
-            self._check(tensors)
+            self._check([tensor for each in lists for tensor in self._listed(each)])
 
     def telling(self) -> AbstractContextManager[None]:
         """Around checks: in debug mode the others are told of their errors. A message has one other, who is not."""
         return nullcontext() if self.name in ("send", "recv") else tell_of_errors(self.name, self.group)
+
+    def _listed(self, tensors: Any) -> list[Tensor]:
+        try:
+            return [tensors[i] for i in range(len(tensors))]
+        except (TypeError, LookupError) as error:
+            what = f"{brief(tensors)} is no list of tensors"
+            raise TensorError(f"{self.name} on rank {dist.get_rank()}: {what}") from error
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         for argument, rank in self._ranks.items():
@@ -152,7 +161,7 @@ def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Fill `tensor_list`, in the group's order, with every rank's `tensor`."""
-    call = _Call("all_gather", group, [tensor, *tensor_list])
+    call = _Call("all_gather", group, [tensor], tensor_list)
     with call.telling():
         check_alike(call.name, tensor_list, tensor, call.group)
     call.agree(tensor)
@@ -168,7 +177,7 @@ def gather(
     async_op: bool = False,
 ) -> Work | None:
     """Fill rank `dst`'s `gather_list` with every rank's `tensor`; other ranks pass no list."""
-    call = _Call("gather", group, [tensor, *(gather_list or ())], dst=dst)
+    call = _Call("gather", group, [tensor], () if gather_list is None else gather_list, dst=dst)
     with call.telling():
         _check_list(call, "gather_list", gather_list, dst, tensor)
     call.agree(tensor)
@@ -184,7 +193,7 @@ def scatter(
     async_op: bool = False,
 ) -> Work | None:
     """Fill every rank's `tensor` with its entry of rank `src`'s `scatter_list`; other ranks pass no list."""
-    call = _Call("scatter", group, [tensor, *(scatter_list or ())], src=src)
+    call = _Call("scatter", group, [tensor], () if scatter_list is None else scatter_list, src=src)
     with call.telling():
         _check_list(call, "scatter_list", scatter_list, src, tensor)
     call.agree(tensor)
@@ -196,7 +205,7 @@ def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Reduce `input_list` over the ranks entry by entry, and put this rank's entry into `output`."""
-    call = _Call("reduce_scatter", group, [output, *input_list], op=op)
+    call = _Call("reduce_scatter", group, [output], input_list, op=op)
     with call.telling():
         check_alike(call.name, input_list, output, call.group)
     call.agree(output)
@@ -208,7 +217,7 @@ def all_to_all(
     output_list: Sequence[Tensor], input_list: Sequence[Tensor], group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Entry i of `input_list` goes to rank i of the group; entry i of `output_list` comes from it. Any shapes."""
-    call = _Call("all_to_all", group, [*output_list, *input_list])
+    call = _Call("all_to_all", group, output_list, input_list)
     size = dist.get_world_size(call.group)
     with call.telling():
         for name, tensors in (("output_list", output_list), ("input_list", input_list)):
@@ -236,6 +245,7 @@ def send(tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
     """Send `tensor` to rank `dst`, which calls `recv` with a tensor of the same shape and dtype; blocks."""
     call = _Call("send", group, [tensor], dst=dst)
     check_peer(call.name, "dst", dst, call.group)
+    check_tag(call.name, tag)
     agree_with_receiver(tensor, dst, tag, call.group)
     with as_transport_error(call.name):
         dist.send(call.read(tensor), dst, call.group, tag)
@@ -244,6 +254,7 @@ def send(tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
 def recv(tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0) -> int:
     """Fill `tensor` with what rank `src` sends (None means any rank); blocks. Returns the sender."""
     call = _Call("recv", group, [tensor])
+    check_tag(call.name, tag)
     if src is not None:
         check_peer(call.name, "src", src, call.group)
     src = agree_with_sender(tensor, src, tag, call.group)

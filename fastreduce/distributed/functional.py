@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from ..errors import SettingError, TensorError
 from . import collectives
-from .checks import agree, check_rank, group_device, tell_of_errors
+from .checks import agree, check_axis, check_rank, group_device, tell_of_errors
 from .collectives import Group, ReduceOp
 from .headers import NUMEL, Header
 from .meetings import group_or_default, ranks_of
@@ -138,11 +138,17 @@ def _from_root(
     return result
 
 
+def _check_axis(name: str, axis: Any, inp: Tensor, group: dist.ProcessGroup) -> None:
+    with tell_of_errors(name, group):
+        check_axis(name, axis, inp)
+
+
 def _parts(name: str, tensor: Tensor, group: dist.ProcessGroup, axis: int) -> list[Tensor]:
     """Equal parts of `tensor` along `axis`, one for each rank."""
     size = dist.get_world_size(group)
     with tell_of_errors(name, group):
-        if not -tensor.dim() <= axis < tensor.dim() or tensor.shape[axis] % size:
+        check_axis(name, axis, tensor)
+        if tensor.shape[axis] % size:
             raise TensorError(
                 f"{name} on rank {dist.get_rank()}: shape {tuple(tensor.shape)} does not divide along axis {axis} "
                 f"into {size} equal parts"
@@ -182,6 +188,7 @@ class _AllReduceExtreme(Function):
 class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, group: dist.ProcessGroup, axis: int) -> Tensor:
+        _check_axis("all_gather", axis, inp, group)
         ctx.group, ctx.axis = group, axis
         parts = [torch.empty_like(inp) for _ in range(dist.get_world_size(group))]
         collectives.all_gather(parts, inp, group)
@@ -210,6 +217,7 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, group: dist.ProcessGroup, split_axis: int, concat_axis: int) -> Tensor:
         ctx.group, ctx.axes = group, (concat_axis, split_axis)
+        _check_axis("all_to_all", concat_axis, inp, group)
         parts = _parts("all_to_all", inp, group, split_axis)
         came = [torch.empty_like(parts[0]) for _ in parts]
         collectives.all_to_all(came, parts, group)
@@ -236,6 +244,7 @@ class _ReduceSum(Function):
 class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, group: dist.ProcessGroup, axis: int, dst: int) -> Tensor:
+        _check_axis("gather", axis, inp, group)
         ctx.group, ctx.axis, ctx.dst = group, axis, dst
         parts = [torch.zeros_like(inp) for _ in range(dist.get_world_size(group))]
         collectives.gather(inp, parts if dist.get_rank() == dst else None, dst, group)

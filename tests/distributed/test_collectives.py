@@ -16,7 +16,7 @@ import fastreduce.distributed as dist
 from fastreduce import DeviceError, DistributedDataParallel, FastreduceError, SettingError, TensorError
 from fastreduce.distributed import ReduceOp, functional
 from tests.support.collective_cases import DTYPES, all_kinds, check_all_kinds, data
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankPool, message
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "a group's timeout": (lambda: dist.new_group(timeout=5), SettingError, "new_group on rank 0: timeout=5; allowed: "),
     "a group's past": (lambda: dist.new_group(timeout=timedelta(-1)), SettingError, "of more than 0"),
     "ranks": (lambda: dist.new_group(0), SettingError, "new_group on rank 0: ranks=0; allowed: different ranks from 0"),
-    "no ranks": (lambda: dist.new_group([None]), SettingError, "ranks=[None]; allowed: different ranks from 0"),
-    "half ranks": (lambda: dist.new_group([0.5]), SettingError, "ranks=[0.5]; allowed: different ranks from 0"),
+    "no ranks": (lambda: dist.new_group([None]), SettingError, "ranks=[None]; allowed"),  # type: ignore[list-item]
+    "half ranks": (lambda: dist.new_group([0.5]), SettingError, "ranks=[0.5]; allowed"),  # type: ignore[list-item]
     "dst": (lambda: dist.reduce(torch.ones(1), -1), SettingError, "dst=-1"),
     **{
         f"group of {name}": (
@@ -192,7 +192,29 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "no list": (lambda: dist.gather(torch.ones(1)), SettingError, "gather_list is None; rank 0 passes one"),
     "lists": (lambda: dist.all_to_all([], [torch.ones(1)]), TensorError, "output_list has 0 tensors"),
     "bool average": (lambda: dist.all_reduce(torch.ones(1).bool(), ReduceOp.AVG), TensorError, "bool"),
-    "axis": (lambda: functional.reduce_scatter_sum(torch.ones(3), axis=1), TensorError, "(3,) does not divide"),
+    "axis": (
+        lambda: functional.reduce_scatter_sum(torch.ones(3), axis=1),
+        TensorError,
+        "reduce_scatter_sum on rank 0: axis 1 of a tensor of shape (3,); allowed: -1 to 0",
+    ),
+    "axis of none": (lambda: functional.all_gather(torch.ones(())), TensorError, "shape (); allowed: none"),
+    "axis that is text": (
+        lambda: functional.gather(torch.ones(1), axis="0"),
+        TensorError,
+        "gather on rank 0: axis '0' of",
+    ),
+    "concat_axis": (
+        lambda: functional.all_to_all(torch.ones(1), concat_axis=3),
+        TensorError,
+        "all_to_all on rank 0: axis 3 of a tensor of shape (1,); allowed: -1 to 0",
+    ),
+    "None for a list": (lambda: dist.all_gather(None, torch.ones(1)), TensorError, "None is no list of tensors"),
+    "number for a list": (
+        lambda: dist.gather(torch.ones(1), 3),
+        TensorError,
+        "gather on rank 0: 3 is no list of tensors",
+    ),
+    "lists that are none": (lambda: dist.all_to_all(None, [torch.ones(1)]), TensorError, "None is no list of tensors"),
     "root": (lambda: functional.gather(torch.ones(1), dst=4), SettingError, "dst=4"),
     "nothing": (lambda: functional.scatter(None), SettingError, "None on the rank that it comes from"),
     "array": (lambda: functional.all_reduce_sum([1.0]), TensorError, "a list, not a torch tensor"),
@@ -233,3 +255,14 @@ def test_one_process_alone_runs_the_same_code(group_of_one: None):
     model = dist.DistributedDataParallel(nn.Linear(2, 1), device_ids=[None], find_unused_parameters=True)
     model(tensor[None]).sum().backward()
     assert model.module.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def _tags(rank: int, world_size: int) -> list[str]:
+    call = dist.recv if rank else dist.send
+    return [message(lambda tag=tag: call(torch.ones(1), 1 - rank, tag=tag)) for tag in ("a", -1, 1 << 31)]
+
+
+def test_a_tag_that_is_none_is_no_peers_fault(ranks2: RankPool):
+    for rank, said in enumerate(ranks2.run(_tags)):
+        names = [f"SettingError: {('send', 'recv')[rank]} on rank {rank}: tag={tag}" for tag in ("'a'", -1, 1 << 31)]
+        assert said == [f"{name}; allowed: 0 to 2147483647" for name in names]

@@ -338,7 +338,16 @@ def test_a_node_that_is_done_earlier_is_not_missed(tmp_path: Path, slow: int):
         (["--nproc-per-node", "2", "missing.py"], "there is no script 'missing.py'"),
         (["--nproc-per-node", "2", "-m", "missing.module"], "there is no module 'missing.module'"),
         (["--gpus", "2", "--nproc-per-node", "2", "SCRIPT"], "give one of them"),
-        (["--nproc-per-node", "0", "SCRIPT"], "0 ranks: at least 1 is needed"),
+        (["--nproc-per-node", "0", "SCRIPT"], "0 ranks: give 1 to 4096 on one machine"),
+        (["--nproc-per-node", "5000", "SCRIPT"], "5000 ranks: give 1 to 4096 on one machine"),
+        (["--nproc-per-node", "2", "FOLDER"], "FOLDER' is a folder without a __main__.py: give the script in it"),
+        (["--nproc-per-node", "2", "--script", ""], "there is no script ''"),
+        (
+            ["--nproc-per-node", "1", "--event-log-handler", "bogus", "SCRIPT"],
+            "--event-log-handler bogus: give null, or",
+        ),
+        (["--nproc-per-node", "2", "--local-ranks-filter", "0,2", "SCRIPT"], "--local-ranks-filter 0,2: there is no 2"),
+        (["--nproc-per-node", "1", "--nnodes", "0", "SCRIPT"], "--nnodes 0: give a number, or a range as in 1:4"),
         (["--nproc-per-node", "1", "--node-rank", "1", "SCRIPT"], "--node-rank 1 with --nnodes 1: give 0 to 0"),
         (["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "2", "SCRIPT"], "with --nnodes 2: give 0 to 1"),
         (["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", "-1", "SCRIPT"], "--node-rank -1 with --nnodes 2"),
@@ -351,11 +360,12 @@ def test_a_node_that_is_done_earlier_is_not_missed(tmp_path: Path, slow: int):
 )
 def test_bad_input_is_an_error_before_anything_starts(script: Path, arguments: list[str], message: str):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        words = {"SCRIPT": str(script), "PORT": str(taken.getsockname()[1])}
+        words = {"SCRIPT": str(script), "PORT": str(taken.getsockname()[1]), "FOLDER": str(script.parent)}
         done = CliRunner().invoke(main, ["launch", *[words.get(a, a) for a in arguments]])
     assert done.exit_code in (1, 2)
     assert done.stdout == ""
-    assert done.stderr.startswith("fastreduce launch: ") and message.replace("PORT", words["PORT"]) in done.stderr
+    message = message.replace("PORT", words["PORT"]).replace("FOLDER", words["FOLDER"])
+    assert done.stderr.startswith("fastreduce launch: ") and message in done.stderr
 
 
 def test_a_rendezvous_that_is_none_is_one_line(script: Path):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.elastic.multiprocessing as elastic_processes
 import typer
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -30,7 +31,7 @@ from typer.core import TyperCommand
 from ...run import worker
 from . import elastic
 from .each_for_itself import EachForItself
-from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
+from .elastic import LOCAL, MOST_RANKS, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
 from .nodes import limit_seconds
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
@@ -74,9 +75,13 @@ def start(options: Namespace) -> int:
     if not 0 < options.monitor_interval < math.inf:
         fail(f"--monitor-interval {options.monitor_interval}: give seconds, more than 0")
     ranks = _decide_ranks(options)
+    try:
+        get_logging_handler(options.event_log_handler)
+    except KeyError:
+        fail(f"--event-log-handler {options.event_log_handler}: give null, or console")
     listener = _listen(options)
     with tempfile.TemporaryDirectory(prefix="fastreduce-launch-") as scratch:
-        logs = Logs(options, Path(scratch))
+        logs = Logs(options, ranks, Path(scratch))
         _set_up_process(options, ranks, alone=listener is not None)
         options.log_dir = os.devnull  # else torch makes folders of its own
         try:
@@ -205,8 +210,10 @@ def _check_script(options: Namespace) -> None:
     elif options.no_python:
         if shutil.which(name) is None:
             fail(f"there is no program {name!r}")
-    elif not Path(name).exists():
+    elif not name or not Path(name).exists():
         fail(f"there is no script {name!r}")
+    elif Path(name).is_dir() and not (Path(name) / "__main__.py").exists():
+        fail(f"{name!r} is a folder without a __main__.py: give the script in it")
 
 
 def _decide_ranks(options: Namespace) -> int:
@@ -230,8 +237,8 @@ def _decide_ranks(options: Namespace) -> int:
         ranks: int = torchrun.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         fail(f"--nproc-per-node: {error}")
-    if ranks < 1:
-        fail(f"{ranks} ranks: at least 1 is needed")
+    if not 1 <= ranks <= MOST_RANKS:
+        fail(f"{ranks} ranks: give 1 to {MOST_RANKS} on one machine")
     options.nproc_per_node = str(ranks)
     return ranks
 
@@ -241,6 +248,8 @@ def _listen(options: Namespace) -> socket.socket | None:
     try:
         nodes = torchrun.parse_min_max_nnodes(options.nnodes)[1]
     except (RuntimeError, ValueError):
+        nodes = 0
+    if nodes < 1:
         fail(f"--nnodes {options.nnodes}: give a number, or a range as in 1:4")
     if options.master_port is not None and not 0 <= options.master_port < 1 << 16:
         fail(f"--master-port {options.master_port}: give 0 to {(1 << 16) - 1}; 0 is a free one, on one node")

@@ -27,6 +27,8 @@ from .nodes import Nodes
 
 LOCAL = "fastreduce-local"
 BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
+# Of one machine: torch's launcher makes objects for each, which for a number like 10^9 fill the memory.
+MOST_RANKS = 4096
 
 command = "fastreduce launch"  # what the user has typed, which every message begins with
 
@@ -77,12 +79,14 @@ class LocalRendezvous(StaticTCPRendezvous):
 class Logs(LogsSpecs):
     """Where the ranks write: `LOG_DIR/rank.N/stdout` and `stderr`, by global rank; after a restart in `attempt_1/`."""
 
-    def __init__(self, options: Namespace, scratch: Path) -> None:
+    def __init__(self, options: Namespace, ranks: int, scratch: Path) -> None:
         try:
             redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
             shown = {int(rank) for rank in options.local_ranks_filter.split(",") if rank}
         except ValueError as error:
             fail(f"--redirects, --tee or --local-ranks-filter: {error}")
+        if absent := sorted(shown - set(range(ranks))):
+            fail(f"--local-ranks-filter {options.local_ranks_filter}: there is no {absent[0]}; give 0 to {ranks - 1}")
         if options.log_dir and not redirects and not tee:
             tee = Std.ALL
         if redirects and not options.log_dir:

@@ -83,6 +83,16 @@ def test_what_stands_behind_the_script_is_the_scripts(
             ["--train", "whole", "--metric-line", "a", SCRIPT],
             "one pair of parentheses says where",
         ),
+        (["--target", "nan", SCRIPT], "--target nan: give a number"),
+        (["--train", "whole", "--metric-file", "", SCRIPT], "--metric-file '': give a file, as in metrics.json:loss"),
+        (["--train", "whole", "--metric-file", ":loss", SCRIPT], "--metric-file ':loss': give a file"),
+        (["--weights-from", "", SCRIPT], "unknown compression ''"),
+        (
+            ["--seed", "4294967294", "--seeds", "3", "--train", "9", SCRIPT],
+            "--seed 4294967294 --seeds 3: the last one is 4294967296; allowed: up to 4294967295",
+        ),
+        ([""], "there is no script ''"),
+        (["tests"], "'tests' is a folder without a __main__.py: give the script in it"),
         (["--width", "8", "--device", "cpu", SCRIPT], "--device, --width: for the built-in network only"),
     ],
 )

@@ -13,6 +13,7 @@ from ...policy import Policy
 from ..compare import PLAIN_WIDTH, starting
 from ..compare.ending import fail, make_folder, need
 from ..compare.script.plan import BASE, read_words
+from ..launch.elastic import MOST_RANKS
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
 ROUNDS = 8
@@ -34,13 +35,17 @@ def advise(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Processes on this machine; 1 is one process, which may start ranks itself.", show_default="2"
+            min=1,
+            max=MOST_RANKS,
+            help="Processes on this machine; 1 is one process, which may start ranks itself.",
+            show_default="2",
         ),
     ] = None,
     rounds: Annotated[
         int,
         typer.Option(
             min=0,
+            max=starting.MOST_ROUNDS,
             help="Rounds in which the best predicted settings are really run beside none; from 6 on, ratios have an "
             "interval. 0: the advice is a prediction.",
         ),

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 from ... import FastreduceError
 from ...policy import Policy
 from ...run.contestants import TORCHS
+from ..launch.elastic import MOST_RANKS
 from . import digits, starting
 from .ending import fail, make_folder
 from .script.plan import ROUNDS, make_plan
@@ -80,6 +81,7 @@ def compare(
         int | None,
         typer.Option(
             min=1,
+            max=MOST_RANKS,
             help="Processes on this machine. Of a script: 1 is one process, which may start ranks itself.",
             show_default="one a GPU; without GPUs 2",
         ),
@@ -88,6 +90,7 @@ def compare(
         int | None,
         typer.Option(
             min=0,
+            max=starting.MOST_ROUNDS,
             help="Rounds; from 6 on, ratios have an interval. Of a script: 0 takes no times.",
             show_default="40; of a script 20",
         ),
@@ -109,7 +112,7 @@ def compare(
             rich_help_panel=SCRIPT,
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds, for --train.", rich_help_panel=SCRIPT)] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds, for --train.", rich_help_panel=SCRIPT)] = 3,
     margin: Annotated[
         float,
         typer.Option(

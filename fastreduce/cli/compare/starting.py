@@ -47,6 +47,7 @@ MasterPortOption = Annotated[
     typer.Option(min=1, max=65535, envvar="PET_MASTER_PORT", help="A free port of it.", rich_help_panel=PANEL),
 ]
 MASTER_PORT = 29500
+MOST_ROUNDS = 100_000  # their turns are listed beforehand
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -127,7 +128,7 @@ def make_plan(
     words, module = read_words(words)
     try:
         specs = [canonical(name) for name in settings]
-        weights_from = weights_from and canonical(weights_from)
+        weights_from = None if weights_from is None else canonical(weights_from)
     except FastreduceError as error:
         fail(str(error))
     named = [BASE, *([AGAIN] if specs.count(BASE) > 1 else []), *(name for name in specs if name != BASE)]
@@ -139,8 +140,14 @@ def make_plan(
         fail("--weights-from is for speed: --rounds 0 takes no times")
     if train is not None and train != "whole" and not (train.isdecimal() and int(train) > 0):
         fail(f"--train {train}: give a number of steps, or whole")
+    if target is not None and math.isnan(target):
+        fail("--target nan: give a number")
+    if seed + seeds > 1 << 32:
+        fail(f"--seed {seed} --seeds {seeds}: the last one is {seed + seeds - 1}; allowed: up to {(1 << 32) - 1}")
     if rounds == 0 and train is None:
         fail("--rounds 0 takes no times: then give --train, for losses")
+    if metric_file is not None and not metric_file.partition(":")[0]:
+        fail(f"--metric-file {metric_file!r}: give a file, as in metrics.json:loss")
     if (metric_line or metric_file) and train != "whole":
         fail("--metric-line and --metric-file need --train whole: a training that is cut off ends with no metric")
     if metric_line and metric_file:
@@ -177,8 +184,10 @@ def read_words(words: Sequence[str], command: str = "compare") -> tuple[tuple[st
         fail("-m needs the name of a module", command=command)
     if module and PathFinder.find_spec(words[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:
         fail(f"there is no module {words[0]!r}", command=command)
-    if not module and not Path(words[0]).exists():
+    if not module and not (words[0] and Path(words[0]).exists()):
         fail(f"there is no script {words[0]!r}", command=command)
+    if not module and Path(words[0]).is_dir() and not (Path(words[0]) / "__main__.py").exists():
+        fail(f"{words[0]!r} is a folder without a __main__.py: give the script in it", command=command)
     return tuple(words), module
 
 

@@ -61,7 +61,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         **parts: `model=ddp, optimizer=optimizer, scaler=scaler, epoch=epoch`, or any other names.
 
     Raises:
-        SettingError: if a part is called `fastreduce`, or `path` names no file; on the others a CheckpointError.
+        SettingError: if a part is called `fastreduce`, or `path` names no file, or a device; on the others a
+            CheckpointError.
         CheckpointError: on every rank, if one could not write, if a part is sharded, or if a value is of a type that
             `torch.load(weights_only=True)` refuses. What was on disk is still there.
         TransportError: if another rank does not call it within the timeout of the default group, or has ended.

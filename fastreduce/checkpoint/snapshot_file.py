@@ -22,7 +22,7 @@ def check_name(path: object) -> None:
     """Raise if no file can have this name.
 
     Raises:
-        SettingError: saying what was given.
+        SettingError: saying what was given, also where something stands there that is no file, as a device or a pipe.
         IsADirectoryError: if there is a folder of that name.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -31,6 +31,8 @@ def check_name(path: object) -> None:
         raise SettingError(f"path={str(path)!r} names no file")
     if Path(path).is_dir():
         raise IsADirectoryError(errno.EISDIR, "this is a folder, and a file's name is needed", str(path))
+    if Path(path).exists() and not Path(path).is_file():  # whose place a snapshot would take
+        raise SettingError(f"path={str(path)!r} is a device, a pipe or a socket, and a file's name is needed")
 
 
 def previous_of(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -323,6 +324,15 @@ def test_a_folder_is_no_snapshot_and_nothing_is_left_beside_it(ranks2: RankPool,
     for saved in ranks2.run(_save_as_given, tmp_path, folder, {}, on):
         assert re.match(r"CheckpointError: rank \d, collecting .*this is a folder, and a file's name is needed", saved)
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_snapshot_does_not_take_the_place_of_what_is_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as here:
+        here.bind("here")  # as /dev/null, of which a whole machine would be bereft
+        with pytest.raises(SettingError, match=r"'here' is a device, a pipe or a socket, and a file's name is needed"):
+            save_checkpoint("here", epoch=1)
+    assert Path("here").is_socket() and list(tmp_path.iterdir()) == [tmp_path / "here"]
 
 
 def test_a_snapshot_that_cannot_take_its_name_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -351,6 +352,36 @@ class _Refusing:
 
     def load_state_dict(self, state: Any) -> None:
         raise KeyError("mine")
+
+
+class _Stop(Exception):
+    """What a handler raises, so that a script may end where it catches it."""
+
+
+class _Signalled:
+    def state_dict(self) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGALRM)
+        return {}
+
+
+def _stopped(rank: int, world_size: int, path: Path) -> str:
+    def stop(*_: Any) -> None:
+        raise _Stop("mine")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        save_checkpoint(path, part=_Signalled() if rank else {})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return "nothing"
+
+
+def test_what_a_signals_handler_raises_amid_a_save_comes_out_as_it_is(ranks2: RankPool, tmp_path: Path):
+    told, own = ranks2.run(_stopped, tmp_path / "a.pt")
+    assert own == "_Stop: mine"
+    assert re.fullmatch(r"CheckpointError: rank 1, collecting .*a\.pt: _Stop: mine", told), told
 
 
 def test_what_one_rank_alone_was_given_is_an_error_on_all(ranks2: RankPool, tmp_path: Path):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compression import Compression
+from ..compression import Compression, brief
 from ..environment.exits import Exit, at_exit
 from ..errors import SettingError
 from ..policy import Policy
@@ -317,8 +319,11 @@ class GradientReducer:
         divided out of gradients in place looks like clipping: `note_applied` after each step tells that it is none.
 
         Raises:
-            SettingError: called in a backward, whose buckets may be under way.
+            SettingError: called in a backward, whose buckets may be under way, or if `factor` is no finite number above
+                0.
         """
+        if not (isinstance(factor, (Real, Tensor)) and 0 < float(factor) < math.inf):
+            raise SettingError(f"rescale_residuals: factor={brief(factor)}; allowed: a finite number above 0")
         if self.backward.has_raised:
             self.drop_broken_backward()
         if self.backward.running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -147,6 +148,11 @@ def test_residuals_are_not_rescaled_in_a_backward_and_are_after_one_that_raised(
     with pytest.raises(SettingError, match="rescale_residuals in a backward: call it between"):
         _step(reducer, model, 2)
     reducer.rescale_residuals(2.0)
+    assert_same_bits(reducer.state_dict()["residuals"].values(), [2 * each for each in before.values()])
+    wrong: list[Any] = [math.nan, math.inf, 0.0, -1.0, "2", None]
+    for factor in wrong:  # which averages were made of, or the next backward ended by
+        with pytest.raises(SettingError, match=r"rescale_residuals: factor=.*; allowed: a finite number above 0"):
+            reducer.rescale_residuals(factor)
     assert_same_bits(reducer.state_dict()["residuals"].values(), [2 * each for each in before.values()])
     reducer.close()
 

@@ -64,8 +64,8 @@ def init_process_group(
             another has not; it names both.
         TransportError: if the port is in use, or not all ranks come within the timeout (it names them).
     """
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise SettingError(f"init_process_group: timeout={timeout!r} is no datetime.timedelta")
+    if not (timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))):
+        raise SettingError(f"init_process_group: timeout={timeout!r} is no datetime.timedelta of more than 0")
     world_size, rank = (None if number == -1 else number for number in (world_size, rank))
     check_environment(rank)
     if dist.is_initialized():

@@ -218,6 +218,8 @@ def test_what_works_without_a_process_group():
         ({"world_size": 2}, "RANK not set"),
         ({}, "WORLD_SIZE not set"),
         ({"world_size": 1, "timeout": 30}, "timedelta"),
+        ({"world_size": 1, "rank": 0, "timeout": timedelta(seconds=-5)}, "is no datetime.timedelta of more than 0"),
+        ({"world_size": 1, "rank": 0, "timeout": timedelta(0)}, "is no datetime.timedelta of more than 0"),
     ],
 )
 def test_bad_arguments_are_setting_errors(options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch):

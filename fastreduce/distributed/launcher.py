@@ -19,11 +19,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from ..compression import brief
 from ..errors import SettingError
 from .processes import Group, run_ranks
 
 Function = Callable[..., Any]
 START_METHODS = ("spawn", "forkserver", "fork")
+MOST_RANKS = 4096  # of one machine: objects for each of 10^9 fill the memory
 
 _calls = itertools.count(1)  # of this process, each of which starts ranks
 _reached = ""  # the call at which this rank's import of the script ended
@@ -202,8 +204,8 @@ def _call_with_rank(number: int, function: Function, args: tuple[Any, ...]) -> A
 
 def _ranks_here(given: int | None, world_size: int | None, name: str = "n_gpus") -> int:
     ranks = given or torch.cuda.device_count() or world_size
-    if given is not None and given < 1:
-        raise SettingError(f"{name}={given}: at least 1 rank is needed")
+    if not (given is None or (isinstance(given, int) and 1 <= given <= MOST_RANKS)):
+        raise SettingError(f"{name}={brief(given)}: at least 1 rank is needed, a whole number up to {MOST_RANKS}")
     if not ranks:
         raise SettingError(f"this machine has no GPU: say how many ranks to start, as in {name}=2")
     return ranks

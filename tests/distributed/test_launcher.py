@@ -317,6 +317,8 @@ def test_without_gpus_the_number_of_ranks_must_be_given():
     ("options", "message"),
     [
         ({"n_gpus": 0}, "n_gpus=0: at least 1"),
+        ({"n_gpus": "2"}, "n_gpus='2': at least 1 rank is needed, a whole number up to 4096"),
+        ({"n_gpus": 5000}, "n_gpus=5000: at least 1 rank is needed, a whole number up to 4096"),
         ({"n_gpus": 1, "world_size": 2, "rank_start": 1}, "rank_start=1 needs the port"),
         ({"n_gpus": 1, "world_size": 2}, r"1 of 2 ranks run here: the others need a port="),
         ({"n_gpus": 2, "world_size": 2, "rank_start": 1, "port": 1}, "ranks 1 to 2 .* do not fit into world_size=2"),

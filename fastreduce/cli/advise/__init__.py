@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 
 from ... import Compression, FastreduceError, TopK
+from ...distributed.launcher import MOST_RANKS
 from ...policy import Policy
 from ..compare import PLAIN_WIDTH, starting
 from ..compare.ending import fail, make_folder, need
 from ..compare.script.plan import BASE, read_words
-from ..launch.elastic import MOST_RANKS
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
 ROUNDS = 8

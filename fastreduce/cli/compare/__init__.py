@@ -12,9 +12,9 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from ... import FastreduceError
+from ...distributed.launcher import MOST_RANKS
 from ...policy import Policy
 from ...run.contestants import TORCHS
-from ..launch.elastic import MOST_RANKS
 from . import digits, starting
 from .ending import fail, make_folder
 from .script.plan import ROUNDS, make_plan

@@ -28,10 +28,11 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 from typer.core import TyperCommand
 
+from ...distributed.launcher import MOST_RANKS
 from ...run import worker
 from . import elastic
 from .each_for_itself import EachForItself
-from .elastic import LOCAL, MOST_RANKS, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
+from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
 from .nodes import limit_seconds
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word

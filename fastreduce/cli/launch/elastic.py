@@ -27,8 +27,6 @@ from .nodes import Nodes
 
 LOCAL = "fastreduce-local"
 BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
-# Of one machine: torch's launcher makes objects for each, which for a number like 10^9 fill the memory.
-MOST_RANKS = 4096
 
 command = "fastreduce launch"  # what the user has typed, which every message begins with
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..environment.signals import is_of_signal
 from ..errors import TensorError, TransportError
+from ..transports.meeting import no_word_from
 
 LOCAL = ("Invalid scalar type", "Cannot use ReduceOp")  # how errors of gloo begin for which no peer is to blame
 
@@ -98,6 +99,5 @@ class as_transport_error:
             raise TensorError(f"{self.call} on rank {dist.get_rank()} with {self.given} tensors: {error}") from error
         if isinstance(error, RuntimeError) and not isinstance(error, TransportError) and not is_of_signal(error):
             raise TransportError(
-                f"{self.call} on rank {dist.get_rank()} failed: {error}. "
-                "A peer has exited, takes no part, or did not come within the timeout."
+                f"{self.call} on rank {dist.get_rank()} failed: {error}. {no_word_from([])}"
             ) from error

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, TransportError
 from .hosts import DIGITS, this_host
-from .meeting import AbsentError, clear, meet, new_place, notes, until_cleared
+from .meeting import AbsentError, clear, meet, new_place, no_word_from, notes, until_cleared
 from .messages import decode, encode, of_types
 from .ranks import client_of, timeout_of
 from .store_client import SOON_SECONDS
@@ -67,9 +67,7 @@ def agree(group: dist.ProcessGroup, transport: str, asked: str, error: Exception
     except TransportError as reason:
         if error is not None:
             raise error from reason
-        why = str(reason)
-        if isinstance(reason, AbsentError):
-            why = f"No word from rank {reason.names}: it has exited, takes no part, or did not come within the timeout."
+        why = no_word_from(reason.missing) if isinstance(reason, AbsentError) else str(reason)
         me = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
         raise TransportError(f"{me}: choosing a transport failed. {why}", reason.missing) from reason
     if error is not None:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from . import messages
 from .base import Transport, Work
 from .connections import ALL, Lease, drop_all, failed_here
 from .deadlines import GRACE_SECONDS, in_background
-from .meeting import SHORTEST, AbsentError, clear, look_for, meet, notes, wait_until
+from .meeting import SHORTEST, AbsentError, clear, look_for, meet, no_word_from, notes, wait_until
 from .ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from .store_client import SOON_SECONDS, StoreClient
 
@@ -70,7 +70,7 @@ class GlooConnection:
         self.seconds = timeout_of(group).total_seconds()
         self.failed = False
         self._gone = who_is_gone(group)
-        self._asking, self._told = threading.Lock(), "A peer"
+        self._asking, self._told = threading.Lock(), no_word_from([])
         self._missing: list[int] = []
         self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
         self._tags = 0
@@ -155,17 +155,15 @@ class GlooConnection:
                 raise
             if isinstance(error, AbsentError):
                 self._missing = list(error.missing)
-                what, who = "", f"No word from rank {error.names}: it"
+                what, who = "", no_word_from(error.missing)
             elif isinstance(error, TransportError):  # the store's
-                what, who = "", f"{error}. A peer"
+                what, who = "", f"{error}. {no_word_from([])}"
             else:
                 what, who = f": {error}", self._culprit("timed out" in str(error).lower())
             self.failed = True
             failed_here.set()
             raise TransportError(
-                f"{self.me}: {operation} over gloo failed{doing}{what}. "
-                f"{who} has exited, takes no part, or did not come within the timeout.",
-                self._missing,
+                f"{self.me}: {operation} over gloo failed{doing}{what}. {who}", self._missing
             ) from error
 
     def _culprit(self, timed_out: bool) -> str:
@@ -183,7 +181,7 @@ class GlooConnection:
         """
         if self._gone is not None:
             self._missing = list(self._gone())
-            return _named(self._missing)
+            return no_word_from(self._missing)
         silent = [name for name in self.names if name != self.names[self.rank]]
 
         def all_told(store: StoreClient) -> bool:
@@ -199,13 +197,9 @@ class GlooConnection:
                 self._hang_up(self._gloo)
             wait_until(self._failures, all_told, patience)
         except TransportError as error:
-            return f"Nobody can be asked who is missing: {error}. A peer"
+            return f"Nobody can be asked who is missing: {error}. {no_word_from([])}"
         self._missing = silent
-        return _named(silent)
-
-
-def _named(missing: Sequence[int]) -> str:
-    return f"No word from rank {', '.join(map(str, missing))}: it" if missing else "A peer"
+        return no_word_from(silent)
 
 
 class _Works:

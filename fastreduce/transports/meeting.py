@@ -23,6 +23,12 @@ class AbsentError(TransportError):
         super().__init__(f"rank {self.names} did not come within {seconds:g} s", ranks)
 
 
+def no_word_from(ranks: Sequence[int]) -> str:
+    """As a sentence, that ranks are missing; without any, that one of the others is."""
+    who = f"No word from rank {', '.join(map(str, ranks))}: it" if ranks else "A peer"
+    return f"{who} has exited, takes no part, or did not come within the timeout."
+
+
 def look_for(gone: Callable[[], Sequence[int]] | None) -> Callable[[], None]:
     """What to call while ranks are waited for, where somebody knows at once which of them are gone: it raises then."""
 

@@ -19,7 +19,7 @@ from ..errors import BackendUnavailableError, TransportError
 from ..kernels.slots import Pieces
 from .base import PieceTransport, Transport, Work
 from .local import LocalTransport
-from .meeting import wait_until
+from .meeting import no_word_from, wait_until
 from .messages import checked
 from .ranks import Subgroup, client_of, timeout_of
 from .shm import ShmTransport
@@ -256,8 +256,8 @@ class _Connecting:
         if not self._gone or error.missing == self._gone:
             return error
         return TransportError(
-            f"rank {self._whole.rank} of {self._whole.world_size}: a reduction in two levels failed. No word from rank "
-            f"{', '.join(map(str, self._gone))}: it has exited, takes no part, or did not come within the timeout.",
+            f"rank {self._whole.rank} of {self._whole.world_size}: a reduction in two levels failed. "
+            f"{no_word_from(self._gone)}",
             self._gone,
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...environment.exits import Exit, at_exit
 from ...errors import TransportError
 from ..deadlines import in_background
-from ..meeting import AbsentError, clear, look_for, meet, notes
+from ..meeting import AbsentError, clear, look_for, meet, no_word_from, notes
 from ..messages import checked, decode, encode
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from ..store_client import SOON_SECONDS
@@ -121,7 +121,7 @@ class NcclConnection:
             try:
                 return self._meet(value)
             except TransportError as error:
-                why = _no_word_from(error.names) if isinstance(error, AbsentError) else str(error)
+                why = no_word_from(error.missing) if isinstance(error, AbsentError) else str(error)
                 raise TransportError(f"{self._me}: {operation} over NCCL's store failed. {why}") from error
 
     def _meet(self, value: Any) -> list[Any]:
@@ -305,15 +305,11 @@ class NcclConnection:
         try:
             while missing := [r for r in missing if self._progress(communicator, r) < entry.number]:
                 if time.monotonic() > deadline:
-                    return _no_word_from(", ".join(str(self._names[rank]) for rank in missing))
+                    return no_word_from([self._names[rank] for rank in missing])
                 time.sleep(0.05)
         except TransportError as error:
             return f"Nobody can be asked who is missing: {error}."
         return "All ranks had come to it."
-
-
-def _no_word_from(ranks: str) -> str:
-    return f"No word from rank {ranks}: it has exited, takes no part, or did not come within the timeout."
 
 
 def _identifier(value: Any) -> bytes | tuple[int, ...]:

@@ -29,7 +29,7 @@ from .. import messages
 from ..base import Work
 from ..connections import failed_here
 from ..hosts import boot
-from ..meeting import AbsentError, clear, look_for, meet, notes, until_cleared
+from ..meeting import AbsentError, clear, look_for, meet, no_word_from, notes, until_cleared
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from ..store_client import StoreClient
 from . import ring
@@ -108,7 +108,7 @@ class ShmConnection:
         except AbsentError as error:
             raise self._fail("connecting", error.missing) from error
         except TransportError as error:  # the store's
-            raise self._fail("connecting", (), f"{error}. {_no_word([])}") from error
+            raise self._fail("connecting", (), f"{error}. {no_word_from([])}") from error
         self._bases = np.array([segment.address for segment in self._segments], np.int64)
         self._scratch = stage(max(ring.BLOCK, self._part) // 8)
         self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
@@ -326,7 +326,7 @@ class ShmConnection:
     def _fail(self, operation: str, missing: Sequence[int], why: str = "", how: int = GAVE_UP) -> TransportError:
         """Nothing goes on, here and on the peers; returns the error, by default that ranks are missing."""
         if not self.failed:
-            self.failed, self._why, self._missing = True, why or _no_word(missing), tuple(missing)
+            self.failed, self._why, self._missing = True, why or no_word_from(missing), tuple(missing)
             if how != ENDED:
                 failed_here.set()
             if self._segments and self._owner.is_here:
@@ -400,8 +400,3 @@ def _sum(rows: Tensor) -> Tensor:
 
 def _list(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _no_word(ranks: Sequence[int]) -> str:
-    who = f"No word from rank {_list(ranks)}: it" if ranks else "A peer"
-    return f"{who} has exited, takes no part, or did not come within the timeout."

@@ -137,7 +137,6 @@ def single(setting: Any, where: str) -> Compression:
     Raises:
         SettingError: if it is none, or a policy, or has a warm-up.
     """
-    check_environment()
     found = Policy.of(setting) if setting is None or isinstance(setting, str) else Compression.resolve(setting)
     if isinstance(found, Policy):
         raise SettingError(f"{str(found)!r}: {where} knows no names of parameters, so it takes no policy")

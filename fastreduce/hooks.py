@@ -260,7 +260,7 @@ class CompressState:
             SettingError: if the state is none, or of another compression, or ranks are missing.
         """
         ranks = self._ranks()
-        states = [state] if isinstance(state, Mapping) else list(state) if isinstance(state, Sequence) else [state]
+        states = list(state) if isinstance(state, Sequence) else [state]
         if not all(isinstance(each, Mapping) and "compression" in each for each in states):
             raise SettingError(
                 f"CompressState.load_state_dict: {brief(state)}; allowed: what state_dict() gave, or a list "

@@ -56,7 +56,7 @@ def one_by_one(device: torch.device, transport: Transport) -> bool:
 
 def make_stream(device: torch.device, transport: Transport) -> Stream:
     """What buckets on `device` are reduced on."""
-    if device.type == "cuda" and one_by_one(device, transport):
+    if one_by_one(device, transport):
         return CudaStream(device, None)
     thread = ThreadStream(apart=isinstance(transport, TwoLevelTransport))
     return CudaStream(device, thread) if device.type == "cuda" else thread

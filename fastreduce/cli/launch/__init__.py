@@ -23,7 +23,7 @@ import typer
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 from typer.core import TyperCommand
@@ -32,7 +32,7 @@ from ...distributed.launcher import MOST_RANKS
 from ...run import worker
 from . import elastic
 from .each_for_itself import EachForItself
-from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, fail, open_port, say
+from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, exit_code_of, fail, open_port, say
 from .nodes import limit_seconds
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
@@ -127,7 +127,8 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
         if Ranks.nodes is not None and (node := Ranks.nodes.suspect()):
             say(node)
         Ranks.leave(Ranks.why)
-        return _exit_code(cause(error.failures.values()))
+        code = exit_code_of(cause(error.failures.values()))
+        return 128 - code if code < 0 else code
     except (SignalException, KeyboardInterrupt) as error:
         received = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         say(f"{received.name}: all ranks were ended")
@@ -263,8 +264,3 @@ def _listen(options: Namespace) -> socket.socket | None:
     if options.rdzv_backend == "static" and not options.rdzv_endpoint and options.node_rank == 0:
         open_port("", options.master_port).close()  # torch's own message is long
     return None
-
-
-def _exit_code(failure: ProcessFailure) -> int:
-    code: int = failure.error_file_data.get("exit_code", failure.exitcode)
-    return 128 - code if code < 0 else code

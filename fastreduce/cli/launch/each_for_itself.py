@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from contextlib import suppress
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from .elastic import Ranks, say, traceback_of
+from .elastic import Ranks, fate_of, say, traceback_of
 
 
 class EachForItself(Ranks):
@@ -56,11 +55,9 @@ class EachForItself(Ranks):
         """Whether it does."""
         env = self.envs[local_rank]
         failure = ProcessFailure(local_rank, pid, code, env["TORCHELASTIC_ERROR_FILE"])
-        code = failure.error_file_data.get("exit_code", code)
-        fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         again = self._left > 0
         more = f"starts again, {self._left - 1} restart(s) left" if again else "stays away (--max-restarts)"
-        say(f"rank {env['RANK']} {fate}; the others go on, and it {more}\n{traceback_of(failure)}".rstrip())
+        say(f"rank {env['RANK']} {fate_of(failure)}; the others go on, and it {more}\n{traceback_of(failure)}".rstrip())
         if not again:
             return False
         with suppress(FileNotFoundError):

@@ -210,9 +210,7 @@ class Ranks(SubprocessContext):
                     file.write(traceback_of(failure))
         first = cause(failures.values())
         env = self.envs[first.local_rank]
-        code = first.error_file_data.get("exit_code", first.exitcode)
-        fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        Ranks.why = f"rank {env['RANK']} {fate}"
+        Ranks.why = f"rank {env['RANK']} {fate_of(first)}"
         say(f"{self.why}\n{traceback_of(first)}".rstrip())
         others = [self.envs[rank]["RANK"] for rank in failures if rank != first.local_rank]
         if others:
@@ -220,6 +218,18 @@ class Ranks(SubprocessContext):
         restarts, most = int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["TORCHELASTIC_MAX_RESTARTS"])
         if restarts < most:
             say(f"all ranks start again: restart {restarts + 1} of {most}")
+
+
+def exit_code_of(failure: ProcessFailure) -> int:
+    """The exit code that a rank has left, or the process's own; below 0 a signal."""
+    code: int = failure.error_file_data.get("exit_code", failure.exitcode)
+    return code
+
+
+def fate_of(failure: ProcessFailure) -> str:
+    """How a rank ended, as a clause."""
+    code = exit_code_of(failure)
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
 
 
 def traceback_of(failure: ProcessFailure) -> str:

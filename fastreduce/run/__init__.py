@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from importlib.machinery import PathFinder
@@ -53,15 +54,26 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         translate()
     except ValueError as error:
         _fail(str(error))
-    if kind == "module" and PathFinder.find_spec(script[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        _fail(f"there is no module {script[0]!r}")
-    if kind == "script" and not Path(script[0]).exists():
-        _fail(f"there is no script {script[0]!r}")
+    if why := why_not_found(kind, script[0]):
+        _fail(why)
     if sys.flags.ignore_environment or sys.flags.no_site:
         _fail("Python's options -I, -E and -S keep ours from the script: start without them")
     os.environ.update(replacement.environment(replacement.record_in_memory(), owner=os.getpid()))
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     os.execv(sys.executable, [sys.executable, *options, str(WORKER), kind, *script])
+
+
+def why_not_found(kind: str, name: str) -> str:
+    """That there is no script, module or program of this name, where there is none; else ""."""
+    if kind == "module":
+        found = PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is not None
+    elif kind == "program":
+        found = shutil.which(name) is not None
+    else:
+        found = bool(name) and Path(name).exists()
+        if found and Path(name).is_dir() and not (Path(name) / "__main__.py").exists():
+            return f"{name!r} is a folder without a __main__.py: give the script in it"
+    return "" if found else f"there is no {kind} {name!r}"
 
 
 def _parse(arguments: list[str]) -> tuple[str | None, str, list[str]]:

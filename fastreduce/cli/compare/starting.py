@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 
 from ... import FastreduceError
 from ...environment.engines import find_place
+from ...run import why_not_found
 from .ending import fail
 
 PANEL = "Where else ranks run"
@@ -88,8 +88,8 @@ def read_launch(launch: str | None, ranks: int | None, nodes: Nodes | None, comm
     if ranks is not None or nodes is not None:
         other = "--ranks" if nodes is None else "--nnodes"
         fail(f"--launch and {other} both say what is started: give one of them", command=command)
-    if not found or shutil.which(found[0]) is None:
-        fail(f"--launch {launch}: there is no program {(found or ('',))[0]!r}", command=command)
+    if why := why_not_found("program", found[0] if found else ""):
+        fail(f"--launch {launch}: {why}", command=command)
     return found
 
 

@@ -6,14 +6,12 @@ import inspect
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from torch.distributed.launcher.api import elastic_launch
 from typer.core import TyperCommand
 
 from ...distributed.launcher import MOST_RANKS
-from ...run import worker
+from ...run import why_not_found, worker
 from . import elastic
 from .each_for_itself import EachForItself
 from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, exit_code_of, fail, open_port, say
@@ -72,7 +70,9 @@ def start(options: Namespace) -> int:
         typer.Exit: with a message, if the options or the environment are wrong; nothing has started.
     """
     _check_environment()
-    _check_script(options)
+    kind = "module" if options.module else "program" if options.no_python else "script"
+    if why := why_not_found(kind, options.training_script):
+        fail(why)
     if not 0 < options.monitor_interval < math.inf:
         fail(f"--monitor-interval {options.monitor_interval}: give seconds, more than 0")
     ranks = _decide_ranks(options)
@@ -95,7 +95,6 @@ def start(options: Namespace) -> int:
             local = LocalRendezvous(listener)
             rendezvous_handler_registry.register(LOCAL, lambda _: local)
             config.rdzv_backend = LOCAL
-        kind = "program" if options.no_python else "module" if options.module else "script"
         python = sys.executable if options.no_python else python
         arguments = ["-u", worker.__file__, kind, options.training_script, *options.training_script_args]
         return _run(elastic_launch(config, python), arguments)
@@ -201,21 +200,6 @@ def _check_environment() -> None:
         limit_seconds()
     except ValueError as error:
         fail(str(error))
-
-
-def _check_script(options: Namespace) -> None:
-    name = options.training_script
-    if options.module:
-        package = name.partition(".")[0]
-        if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
-            fail(f"there is no module {name!r}")
-    elif options.no_python:
-        if shutil.which(name) is None:
-            fail(f"there is no program {name!r}")
-    elif not name or not Path(name).exists():
-        fail(f"there is no script {name!r}")
-    elif Path(name).is_dir() and not (Path(name) / "__main__.py").exists():
-        fail(f"{name!r} is a folder without a __main__.py: give the script in it")
 
 
 def _decide_ranks(options: Namespace) -> int:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch
 
 from .... import FastreduceError
+from ....run import why_not_found
 from ....run.contestants import NO_REDUCTION, TORCHS, canonical
 from ..ending import fail, need
 from ..starting import Nodes, read_launch
@@ -182,12 +180,8 @@ def read_words(words: Sequence[str], command: str = "compare") -> tuple[tuple[st
     words = words[1:] if module else words
     if not words:
         fail("-m needs the name of a module", command=command)
-    if module and PathFinder.find_spec(words[0].partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        fail(f"there is no module {words[0]!r}", command=command)
-    if not module and not (words[0] and Path(words[0]).exists()):
-        fail(f"there is no script {words[0]!r}", command=command)
-    if not module and Path(words[0]).is_dir() and not (Path(words[0]) / "__main__.py").exists():
-        fail(f"{words[0]!r} is a folder without a __main__.py: give the script in it", command=command)
+    if why := why_not_found("module" if module else "script", words[0]):
+        fail(why, command=command)
     return tuple(words), module
 
 

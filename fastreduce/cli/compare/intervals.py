@@ -26,6 +26,14 @@ class Estimate:
         """Whether the interval leaves out 1: a ratio that is a real difference."""
         return self.low > 1 or self.high < 1
 
+    @property
+    def bounds(self) -> str:
+        """The interval behind a figure, as in " (0.78–0.84)"; "" where there is none."""
+        return "" if np.isnan(self.low) else f" ({self.low:.2f}–{self.high:.2f})"
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}{self.bounds}"
+
 
 def estimate_median(values: Sequence[float] | Floats) -> Estimate:
     """The median and its 95 % interval: order statistics, valid for any distribution, from 6 values on."""
@@ -35,5 +43,4 @@ def estimate_median(values: Sequence[float] | Floats) -> Estimate:
 
 def say_ratio(ratio: Estimate, of: str = "") -> str:
     """As in 0.81× none (0.78–0.84)."""
-    interval = "" if np.isnan(ratio.low) else f" ({ratio.low:.2f}–{ratio.high:.2f})"
-    return f"{ratio.median:.2f}× {of}".rstrip() + interval
+    return f"{ratio.median:.2f}× {of}".rstrip() + ratio.bounds

@@ -233,8 +233,7 @@ def _medians(c: Comparison) -> dict[str, dict[int, float]]:
 def _ratio(found: Estimate) -> Cell:
     if found.low == found.high == 1:  # to itself
         return Cell("1", 1)
-    interval = "" if math.isnan(found.low) else f" ({found.low:.2f}–{found.high:.2f})"
-    return Cell(f"{found.median:.2f}{interval}", found.median)
+    return Cell(str(found), found.median)
 
 
 def _decimal(value: float) -> Cell:

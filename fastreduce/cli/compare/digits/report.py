@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -65,14 +64,9 @@ def _make_table(figures: Sequence[Figures], headers: Sequence[str], rows: Mappin
 
 
 def _row(f: Figures) -> list[str]:
-    ratio = f"{f.ratio.median:.2f}"
-    if f.name == "none":
-        ratio = "1"
-    elif not np.isnan(f.ratio.low):
-        ratio += f" ({f.ratio.low:.2f}–{f.ratio.high:.2f})"
     return [
         f"{f.step:.1f} ({f.quartiles[0]:.0f}–{f.quartiles[1]:.0f})",
-        ratio,
+        "1" if f.name == "none" else str(f.ratio),
         f"{f.exposed:.1f}",
         *(f"{f.stages[stage]:.1f}" if f.stages else "–" for stage in STAGES),
         f"{f.sent_bytes / 1e6:.3g}",

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import results
-from ..intervals import Estimate
 from ..settings_table import make_table, print_table
 from . import quality, speed
 from .equivalence import Equivalence
@@ -94,7 +93,7 @@ def warnings(summary: Summary) -> list[str]:
     control = summary.speeds.get(AGAIN)
     if control is not None and control.ratio.differs:
         return [
-            f"Warning: none differs from itself: none again takes {_ratio(control.ratio)} of none. Something besides "
+            f"Warning: none differs from itself: none again takes {control.ratio} of none. Something besides "
             "the settings moves the times; a setting counts as faster here only beyond that."
         ]
     return []
@@ -104,11 +103,11 @@ def _speed_table(summary: Summary) -> Table:
     table = make_table(["step, ms\n(quartiles)", "over none\n(95 %)", "over torch\n(95 %)"])
     verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
     for name, found in summary.speeds.items():
-        torch = "–" if found.ratio_to_torch is None else "1" if name == "torch" else _ratio(found.ratio_to_torch)
+        torch = "–" if found.ratio_to_torch is None else "1" if name == "torch" else str(found.ratio_to_torch)
         table.add_row(
             Text(name),
             f"{found.step:.1f} ({found.quartiles[0]:.0f}–{found.quartiles[1]:.0f})",
-            "1" if name == BASE else _ratio(found.ratio),
+            "1" if name == BASE else str(found.ratio),
             torch,
             style=_style(name, verbs),
         )
@@ -149,11 +148,6 @@ def _difference(test: Equivalence | None) -> str:
     if not math.isfinite(test.low):
         return percent(test.difference)
     return f"{percent(test.difference)} ({percent(test.low)} to {percent(test.high)})"
-
-
-def _ratio(ratio: Estimate) -> str:
-    interval = "" if math.isnan(ratio.low) else f" ({ratio.low:.2f}–{ratio.high:.2f})"
-    return f"{ratio.median:.2f}{interval}"
 
 
 def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Findings, summary: Summary) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from ....run.contestants import NO_REDUCTION, TORCHS
 from ..intervals import WORTHLESS, Estimate
 from .equivalence import MOST_SEEDS, Equivalence
@@ -89,7 +87,7 @@ def _judge(
     word = _word(faster, same, name in TORCHS)
     parts = []
     if speed is not None:
-        parts.append(f"step {_say_estimate(speed.ratio)} of none")
+        parts.append(f"step {speed.ratio} of none")
         if faster == "undecided" and word == "is undecided":
             few = math.isnan(speed.ratio.low)
             parts[-1] += ", which decides nothing: " + ("intervals need 6 rounds" if few else more)
@@ -155,7 +153,3 @@ def percent(fraction: float) -> str:
     if value == 0 or abs(value) >= 100:
         return f"{value:+.0f}" if value else "0"
     return f"{value:+.2f}" if abs(value) >= 0.01 else f"{value:+.1g}"
-
-
-def _say_estimate(ratio: Estimate) -> str:
-    return f"{ratio.median:.2f}" + ("" if np.isnan(ratio.low) else f" ({ratio.low:.2f}–{ratio.high:.2f})")

@@ -11,7 +11,7 @@ from ..compare.intervals import Estimate
 from ..compare.script.equivalence import Equivalence
 from ..compare.script.plan import BASE
 from ..compare.script.quality import Quality
-from ..compare.script.verdicts import percent
+from ..compare.script.verdicts import say_difference
 from .reading import Comparison
 from .tables import Cell, Table, csv_link
 from .traces import (
@@ -36,7 +36,7 @@ def draw_differences(c: Comparison) -> Figure:
     """Final losses beside none's, and the margin."""
     tested = {name: quality.loss for name, quality in c.qualities.items() if quality.loss is not None}
     data = [
-        interval(c, name, _in_percent(test), test.verdict, f"{_say_difference(test)} %: {test.verdict}")
+        interval(c, name, _in_percent(test), test.verdict, f"{say_difference(test)} %: {test.verdict}")
         if math.isfinite(test.difference)
         else make_trace(c, name) | {"x": [0], "y": [0], "mode": "text", "text": ["not finite"]}
         for name, test in tested.items()
@@ -51,7 +51,7 @@ def draw_differences(c: Comparison) -> Figure:
         for base in c.qualities[BASE].outcomes
         if base.seed == outcome.seed
     ]
-    said = "; ".join(f"{name} {_say_difference(test)} %, {test.verdict}" for name, test in tested.items())
+    said = "; ".join(f"{name} {say_difference(test)} %, {test.verdict}" for name, test in tested.items())
     return Figure(
         name="differences",
         title="Is the loss equal?",
@@ -159,9 +159,4 @@ def _in_percent(test: Equivalence) -> Estimate:
 
 
 def _difference(test: Equivalence | None) -> Cell:
-    return Cell("–") if test is None else Cell(_say_difference(test), test.difference)
-
-
-def _say_difference(test: Equivalence) -> str:
-    interval = "" if math.isnan(test.low) else f" ({percent(test.low)} to {percent(test.high)})"
-    return percent(test.difference) + interval
+    return Cell("–") if test is None else Cell(say_difference(test), test.difference)

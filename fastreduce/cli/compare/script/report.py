@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from .plan import AGAIN, BASE, Plan
 from .quality import GradientErrors, Outcome, Quality
 from .speed import Flight, Speed, Turn
 from .trainings import Line
-from .verdicts import Verdict, judge, percent
+from .verdicts import Verdict, judge, say_difference
 
 TIMES = (
     "step: ms, the slowest rank's median, with quartiles. over none: median of the ratios to none round by round, with "
@@ -143,11 +142,7 @@ def _losses(plan: Plan, found: Quality) -> list[str]:
 
 
 def _difference(test: Equivalence | None) -> str:
-    if test is None:
-        return "–"
-    if not math.isfinite(test.low):
-        return percent(test.difference)
-    return f"{percent(test.difference)} ({percent(test.low)} to {percent(test.high)})"
+    return "–" if test is None else say_difference(test)
 
 
 def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Findings, summary: Summary) -> None:

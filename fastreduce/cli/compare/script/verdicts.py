@@ -133,8 +133,7 @@ def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
         return "equal", f"{what} equal to the last bit"
     if not math.isfinite(test.difference):
         return test.verdict, f"{what} not finite"
-    interval = "" if math.isnan(test.low) else f" ({percent(test.low)} to {percent(test.high)})"
-    differs = f"{percent(test.difference)} %{interval}"
+    differs = say_difference(test, " %")
     if test.verdict == "equal":
         return "equal", f"{what} equal within {margin}: {differs}"
     if test.verdict != "undecided":
@@ -143,6 +142,12 @@ def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
         return "undecided", f"{what} {differs}: one seed shows no scatter, give --seeds 3 or more"
     many = f"more than {MOST_SEEDS}" if test.seeds > MOST_SEEDS else f"about {test.seeds}"
     return "undecided", f"{what} {differs} against a margin of {margin}: {many} seeds would decide"
+
+
+def say_difference(test: Equivalence, unit: str = "") -> str:
+    """In percent, with its interval where there is one: +0.12 (-0.03 to +0.27)."""
+    interval = f" ({percent(test.low)} to {percent(test.high)})" if math.isfinite(test.low) else ""
+    return f"{percent(test.difference)}{unit}{interval}"
 
 
 def percent(fraction: float) -> str:

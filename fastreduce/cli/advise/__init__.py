@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ... import Compression, FastreduceError, TopK
 from ...distributed.launcher import MOST_RANKS
 from ...policy import Policy
-from ..compare import PLAIN_WIDTH, starting
+from ..compare import starting
 from ..compare.ending import fail, make_folder, need
+from ..compare.progress import make_console
 from ..compare.script.plan import BASE, read_words
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
@@ -101,13 +101,10 @@ def advise(
     from .prediction import Link
 
     make_folder(out, "advise")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
     link = None if nodes is None or gbits is None else Link(nodes, gbits)
     started = 0 if command else ranks or 2
     plan = measure.make_plan(script, module, chosen, started, rounds, out, timeout, command, here)
-    measure.run(plan, link, console)
+    measure.run(plan, link, make_console())
 
 
 def _is_gathered(setting: Compression | Policy) -> bool:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from ... import FastreduceError
@@ -17,10 +16,10 @@ from ...policy import Policy
 from ...run.contestants import TORCHS
 from . import digits, starting
 from .ending import fail, make_folder
+from .progress import make_console
 from .script.plan import ROUNDS, make_plan
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]
-PLAIN_WIDTH = 118  # where output goes to a file or a CI log
 SCRIPT, BUILT_IN = "Of a script", "Of the built-in network"
 
 
@@ -208,9 +207,7 @@ def compare(
     if wrong:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         fail(f"{named}: for {'the built-in network' if words else 'a script'} only")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = make_console()
     if words:
         plan = make_plan(
             words,

@@ -1,9 +1,17 @@
-"""The progress bar of a comparison, on a terminal."""
+"""Where commands print, and the progress bar of a comparison, on a terminal."""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+PLAIN_WIDTH = 118  # where output goes to a file, an issue or a CI log
+
+
+def make_console() -> Console:
+    """Of the terminal's width, or of a fixed one where output is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def make_bar(console: Console, *count: ProgressColumn) -> Progress:

@@ -13,13 +13,13 @@ from rich.text import Text
 
 from ...elastic.times import TIMEOUT, Times
 from ...ops import backends
+from ..compare.progress import make_console
 from .choices import CPU, CUDA, kernel_rows, transport_rows, works
 from .machine import gpu_rows, library_rows, machine_rows, variable_rows
 from .rows import FAILED, MISSING, OK, Row, rows
 from .self_tests import kernel_test, transport_test
 
 MARKS = {OK: ("✓", "green"), MISSING: ("–", "yellow"), FAILED: ("✗", "bold red")}
-PLAIN_WIDTH = 118  # where output goes to a file or an issue
 Sections = dict[str, list[Row]]
 
 
@@ -97,9 +97,7 @@ def to_json(sections: Sections, failed: list[str]) -> dict[str, object]:
 
 def show(sections: Sections, failed: list[str]) -> None:
     """Print the report."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = make_console()
     wide = max(len(r.name) for found in sections.values() for r in found)
     for section, found in sections.items():
         console.print(Text(section, style="bold"))

@@ -27,7 +27,7 @@ from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.flight_recorder import all_recorders
 from ..reduction.telemetry.whereabouts import explain_elsewhere, in_other_call
 from ..transports.messages import gather_bytes
-from ..transports.ranks import check_process
+from ..transports.ranks import check_process, group_device
 from . import snapshot_file
 from .parts import load_into, refuse_sharded, state_of
 from .snapshot_file import OURS, State
@@ -289,10 +289,8 @@ def _gather(mine: Tensor) -> list[Tensor]:
 
 def _device() -> torch.device:
     """Where tensors that the default group moves are."""
-    group = dist.group.WORLD
-    assert group is not None
-    on_cpu = any(device.type == "cpu" for device in group._device_types)
-    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+    assert dist.group.WORLD is not None
+    return group_device(dist.group.WORLD)
 
 
 def _broadcast_file(path: Path) -> bytes:

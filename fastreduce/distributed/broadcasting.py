@@ -19,8 +19,9 @@ from ..reduction.arrays import as_tensor, listed
 from ..reduction.bucketed import BUCKET_BYTES
 from ..reduction.buckets import ParameterSpec, group_by_size
 from ..reduction.one_call import transport_of
+from ..transports.ranks import group_device, group_device_types
 from . import collectives
-from .checks import check_rank, group_device, group_device_types
+from .checks import check_rank
 from .meetings import group_or_default, ranks_of
 from .works import count_as_written
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..environment.variables import switch
 from ..errors import DeviceError, FastreduceError, MismatchError, SettingError, TensorError
 from ..transports.messages import decode, of_types
+from ..transports.ranks import group_device_types
 from .meetings import exchange_notes, find_sender, meet_in, ranks_of
 
 DEBUG_VARIABLE = "FASTREDUCE_DEBUG"
@@ -57,18 +58,6 @@ def check_axis(call: str, axis: Any, tensor: Tensor) -> None:
         allowed = f"{-tensor.dim()} to {tensor.dim() - 1}" if tensor.dim() else "none"
         what = f"axis {axis!r} of a tensor of shape {tuple(tensor.shape)}; allowed: {allowed}"
         raise TensorError(f"{call} on rank {dist.get_rank()}: {what}")
-
-
-def group_device_types(group: dist.ProcessGroup) -> list[str]:
-    """Types of the devices whose tensors `group` moves."""
-    return sorted({device.type for device in group._device_types})
-
-
-def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors that `group` moves can be made: the CPU if it moves those, else the current GPU."""
-    if "cpu" in group_device_types(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def check_tensors(call: str, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:

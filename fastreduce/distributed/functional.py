@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..errors import SettingError, TensorError
+from ..transports.ranks import group_device
 from . import collectives
-from .checks import agree, check_axis, check_rank, group_device, tell_of_errors
+from .checks import agree, check_axis, check_rank, tell_of_errors
 from .collectives import Group, ReduceOp
 from .headers import NUMEL, Header
 from .meetings import group_or_default, ranks_of

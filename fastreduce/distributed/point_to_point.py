@@ -25,7 +25,8 @@ from torch.autograd import Function
 
 from ..environment.exits import Exit, at_exit
 from ..errors import TensorError, TransportError
-from .checks import check_peer, group_device
+from ..transports.ranks import group_device
+from .checks import check_peer
 from .headers import NUMEL, Header
 from .meetings import group_or_default
 from .works import as_transport_error

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
@@ -78,6 +79,18 @@ def timeout_of(ranks: Ranks) -> timedelta:
         with contextlib.suppress(RuntimeError, AttributeError):
             return ranks._get_backend(device).options._timeout
     return dist.default_pg_timeout
+
+
+def group_device_types(group: dist.ProcessGroup) -> list[str]:
+    """Types of the devices whose tensors `group` moves."""
+    return sorted({device.type for device in group._device_types})
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors that `group` moves can be made: the CPU if it moves those, else the current GPU."""
+    if "cpu" in group_device_types(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 _owners: weakref.WeakKeyDictionary[dist.ProcessGroup, Owner] = weakref.WeakKeyDictionary()  # of default groups

@@ -15,7 +15,8 @@ FastreduceError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable
 
 
 class FastreduceError(Exception):
@@ -75,3 +76,9 @@ class TransportError(FastreduceError, RuntimeError):
 
 class CheckpointError(FastreduceError, RuntimeError):
     """A snapshot that could not be written, or is not whole; raised on every rank."""
+
+
+def listed(names: Collection[object], most: int = 8) -> str:
+    """Names in a sentence, of many the first ones."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, itertools.islice(names, most))) + more

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from ..errors import SettingError
+from ..errors import SettingError, listed
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.residuals.factors import Factor
 from ..reduction.residuals.notices import multiplied
@@ -163,5 +163,4 @@ def _what_is_not_finite(grads: Mapping[str, Tensor], named: Mapping[str, Tensor]
             found[name] = f"{name} ({count}{f', bucket {at[0].bucket.index}' if at else ''})"
     if not found:
         return "every element is finite, but their squares overflow"
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-    return "not finite are elements of " + ", ".join([*found.values()][:8]) + more
+    return f"not finite are elements of {listed(found.values())}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..errors import ReducerError, SettingError
+from ..errors import ReducerError, SettingError, listed
 from ..transports import Transport
 from .torch_names import PLACE  # they are there
 
@@ -106,8 +106,7 @@ class Group:
     @property
     def listed(self) -> str:
         """Names of its parameters, of many the first ones."""
-        names = [member.name for member in self.members]
-        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return listed([member.name for member in self.members])
 
     @property
     def trained(self) -> list[int]:

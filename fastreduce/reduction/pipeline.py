@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compression import Compression, PowerSGD, TopK
-from ..errors import TransportError
+from ..errors import TransportError, listed
 from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import Point, Seconds, make_clock
@@ -77,9 +77,7 @@ class BucketPipeline:
     ) -> None:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self.clock = make_clock(bucket.device, len(Point))
-        names = [slot.name for slot in bucket.slots]
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        self.about = f"Bucket {bucket.index} holds {', '.join(names[:8])}{more}."
+        self.about = f"Bucket {bucket.index} holds {listed([slot.name for slot in bucket.slots])}."
         self._naming = Naming(self.about)
         ranks, staging = transport.world_size, staging or SharedBuffers()
         self.wires: BucketWires

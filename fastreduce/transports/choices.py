@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..errors import MismatchError, TransportError
+from ..errors import MismatchError, TransportError, listed
 from .hosts import DIGITS, this_host
 from .meeting import AbsentError, clear, meet, new_place, no_word_from, notes, until_cleared
 from .messages import decode, encode, of_types
 from .ranks import client_of, timeout_of
 from .store_client import SOON_SECONDS
-
-NAMED = 8  # ranks that an error names of those that ask for the same
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -123,7 +121,4 @@ def _listed(found: Sequence[Choice]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, choice in enumerate(found):
         ranks.setdefault(choice.asked, []).append(rank)
-    return "; ".join(
-        f"{asked} on rank {', '.join(map(str, of[:NAMED]))}{f' and {len(of) - NAMED} more' if len(of) > NAMED else ''}"
-        for asked, of in ranks.items()
-    )
+    return "; ".join(f"{asked} on rank {listed(of)}" for asked, of in ranks.items())

@@ -87,8 +87,7 @@ def test_ranks_that_ask_for_others_are_told_what_all_ask_for(ranks3: RankPool):
 
 
 def _many(rank: int, world_size: int) -> str:
-    with patch.object(choices, "NAMED", 2):
-        return message(lambda: make_transport(dist.group.WORLD, "cpu", "shm" if rank == 2 else "gloo"))
+    return message(lambda: make_transport(dist.group.WORLD, "cpu", "shm" if rank == 2 else "gloo"))
 
 
 def test_long_lists_of_ranks_are_cut(ranks3: RankPool):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ...errors import listed
 from ...transports import Transport
 from ...transports.messages import checked, numbers
 from .flight_recorder import Counts, FlightRecorder
@@ -75,13 +76,8 @@ class Evenness:
         """What is frozen on a rank and on hardly any other."""
         count = {i: sum(i in each for each in frozen) for i in frozen[rank]}
         here = [repr(self._names[i]) for i, ranks in count.items() if 2 * ranks <= len(frozen)]
-        more = f" and {len(here) - NAMED} more" if len(here) > NAMED else ""
-        return (
-            f"rank {rank} has frozen {', '.join(here[:NAMED])}{more}, which other ranks train: it counts as zeros in "
-            "their averages"
-            if here
-            else ""
-        )
+        what = f"rank {rank} has frozen {listed(here, NAMED)}, which other ranks train"
+        return f"{what}: it counts as zeros in their averages" if here else ""
 
 
 def _uneven(each: Sequence[Did]) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...environment.exits import Exit, at_exit
+from ...errors import listed
 from ...transports import Transport
 from ...transports.messages import checked, of_types
 from .. import clocks
@@ -155,8 +156,7 @@ class Trace:
     def _take_plan(self, plan: BucketPlan, events: list[str]) -> None:
         self._plan, self._about = plan, []
         for bucket in plan.buckets:
-            names = [slot.name for slot in bucket.slots]
-            held = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            held = listed([slot.name for slot in bucket.slots], 3)
             self._about.append(f'"bytes":{bucket.nbytes},"holds":{json.dumps(held)}')
             events.append(
                 self._named("thread_name", self._track + 1 + bucket.index, f"{self._label}bucket {bucket.index}")

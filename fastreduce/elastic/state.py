@@ -17,6 +17,7 @@ from ..checkpoint.parts import load_into, state_of, unwrapped
 from ..ddp import DistributedDataParallel
 from ..environment.stacks import OURS
 from ..errors import SettingError, TransportError
+from ..reduction.buckets import round_up
 from ..transports import Transport
 from ..transports.messages import checked, of_types
 from .times import LOOK_SECONDS
@@ -165,7 +166,7 @@ def _broadcast(data: bytes, size: int, transport: Transport, source: int) -> byt
     """Rank `source`'s bytes, so many, on every rank: each gets a shard of them, and passes it on to all."""
     ranks = transport.world_size
     chunk = SHARD_BYTES * ranks
-    whole = torch.zeros(-(-size // ranks) * ranks, dtype=torch.uint8)
+    whole = torch.zeros(round_up(size, ranks), dtype=torch.uint8)
     if data:
         whole[:size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     for wire in whole.split(chunk):

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..compression import Compression
 from ..kernels.slots import SlotTable
-from ..reduction.buckets import Bucket, Slot
+from ..reduction.buckets import Bucket, Slot, round_up
 from ..reduction.residuals.error_feedback import ErrorFeedback, Share
 
 
@@ -49,7 +49,7 @@ class RowWire:
         slots, end, alignment = [], 0, compression.alignment
         for member, name, piece in zip(members, names, pieces, strict=True):
             slots.append(Slot(member, name, end, piece))
-            end += -(-piece // alignment) * alignment
+            end += round_up(piece, alignment)
         self.row = Bucket(0, torch.float32, device, tuple(slots), end, end)
         offsets = np.array([[r * end + slot.offset for slot in slots] for r in range(ranks)], dtype=np.int64)
         numels = np.array([[slot.numel for slot in slots]] * ranks, dtype=np.int64)

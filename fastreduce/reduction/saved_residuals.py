@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..compression import Compression
 from ..errors import SettingError
-from .buckets import BucketPlan, ParameterSpec
+from .buckets import BucketPlan, ParameterSpec, round_up
 from .pipeline import BucketPipeline
 from .residuals.error_feedback import SlotResiduals
 
@@ -171,7 +171,7 @@ def _by_name(flat: Tensor, state: Mapping[str, Any], index: int, alignment: int)
     for name in state["buckets"][index]:
         numel = state["residuals"][name].numel()
         found[name] = flat[start : start + numel]
-        start += -(-numel // alignment) * alignment
+        start += round_up(numel, alignment)
     return found
 
 
@@ -186,9 +186,7 @@ def fold_moved(state: Mapping[str, Any], pipelines: Sequence[BucketPipeline]) ->
         if len(shard) and nodes[index] != pipelines[index].wires.nodes:
             flat = shard.new_zeros((_shard_of(state, index) + 1) * len(shard))
             flat[-len(shard) :] = shard
-            size = sum(
-                -(-residuals[name].numel() // alignment[index]) * alignment[index] for name in state["buckets"][index]
-            )
+            size = sum(round_up(residuals[name].numel(), alignment[index]) for name in state["buckets"][index])
             flat = torch.nn.functional.pad(flat, (0, max(0, size - len(flat))))
             for name, part in _by_name(flat, state, index, alignment[index]).items():
                 residuals[name] = residuals[name] + part * state["world_size"]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
 from ..errors import SettingError, TensorError
-from ..kernels.slots import SlotTable
 from ..reduction.agreement import check_agreement, describe_tensor
 from ..reduction.arrays import as_tensor, listed
 from ..reduction.bucketed import BUCKET_BYTES
-from ..reduction.buckets import ParameterSpec, group_by_size
+from ..reduction.buckets import ParameterSpec, group_by_size, table_of
 from ..reduction.one_call import transport_of
 from ..transports.ranks import group_device, group_device_types
 from . import collectives
@@ -79,8 +76,7 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) ->
     like = tensors[0]
     packed = like.dtype in ops.FLOATS  # the kernel computes: other dtypes are moved as they are
     if packed:
-        numels = [t.numel() for t in tensors]
-        table = SlotTable(np.array([0, *accumulate(numels)][:-1]), np.array(numels), sum(numels))
+        table = table_of([t.numel() for t in tensors], 1)
         wire = torch.empty(table.total, dtype=like.dtype, device=like.device)
         ops.choose(like.device).flatten(tensors, table, wire, 1.0)
     else:

@@ -18,7 +18,7 @@ from ...distributed.processes import Group, run_ranks
 from ...errors import RanksFailedError
 from ...kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, SlotTable, shard_bytes
 from ...ops import backends
-from ...reduction.buckets import round_up
+from ...reduction.buckets import round_up, table_of
 from .rows import FAILED, MISSING, Row, one_line
 
 NUMELS = (1, 127, 1000, 4099)
@@ -54,10 +54,9 @@ def _different_bits(name: str, device: torch.device) -> list[str]:
 
 def _round_trips(kernels: backends.Backend, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     """The bytes after each operation."""
-    sizes = [round_up(tensor.numel(), BLOCK) for tensor in tensors]
-    total = round_up(sum(sizes), BLOCK * SHARDS)
-    offsets = np.cumsum([0, *sizes[:-1]], dtype=np.int64)
-    slots = SlotTable(offsets, np.array([tensor.numel() for tensor in tensors], np.int64), total)
+    packed = table_of([tensor.numel() for tensor in tensors], BLOCK)
+    total = round_up(packed.total, BLOCK * SHARDS)
+    slots = SlotTable(packed.offsets, packed.numels, total)
     device = tensors[0].device
     steps: dict[str, Tensor] = {}
     for dtype in (torch.float16, torch.bfloat16):

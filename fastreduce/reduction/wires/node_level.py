@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ... import ops
 from ...compression import Compression, OfWholeParameters
-from ...kernels.slots import Pieces, SlotTable, spare
+from ...kernels.slots import Pieces, spare
 from ...transports import Connected, Nodes, PieceTransport, Transport, TwoLevelTransport, Work
-from ..buckets import Bucket
+from ..buckets import Bucket, table_of
 from ..residuals.error_feedback import Share, SlotResiduals
 from ..shared_buffers import SharedBuffers
 
@@ -66,7 +65,7 @@ class NodeLevel:
         self.nodes: Nodes = transport.nodes
         self._bucket, self._transport, self._kernels = bucket, transport, ops.choose(bucket.device)
         self.elements = bucket.total // self.nodes.columns
-        self.table = SlotTable(np.array([0]), np.array([self.elements]), self.elements)
+        self.table = table_of([self.elements], 1)
         self.unit = spare(max(map(len, self.nodes.ranks)))
         self.dtype = torch.float64 if bucket.dtype is torch.float64 else torch.float32
         self._flat = staging.take("flat", bucket.total, self.dtype, bucket.device)

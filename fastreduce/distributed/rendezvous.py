@@ -63,7 +63,7 @@ def _tcp(address: str) -> str:
 
 
 def find_numbers(
-    init_method: str | None, world_size: int | None, rank: int | None, store: dist.Store | None = None
+    init_method: str | None, world_size: int | None, rank: int | None, store: dist.Store | None
 ) -> tuple[int, int]:
     """World size and rank: as given, as in `tcp://host:port?rank=0&world_size=2`, or as in the environment.
 

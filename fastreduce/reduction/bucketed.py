@@ -116,18 +116,13 @@ class BucketedGradients:
                     warm_up(dtype, device, setting, self.transport, self.keeps_statistics)
                 self._warm.add(setting)
 
-    def pipelines_under(
-        self,
-        setting: Compression | Policy | str,
-        caps: Sequence[int] | None = None,
-        transport: Transport | None = None,
-    ) -> list[BucketPipeline]:
+    def pipelines_under(self, setting: str, caps: Sequence[int] | None, transport: Transport) -> list[BucketPipeline]:
         """What would average the same gradients under another setting; nothing of what is in force changes.
 
         Args:
-            setting: as at construction, or its spec string.
+            setting: a spec string.
             caps: bytes of buckets; None means those in force.
-            transport: what moves the wires, among the same ranks; None means the one in force.
+            transport: what moves the wires, among the same ranks.
 
         Raises:
             SettingError: if it is no setting, or a policy does not fit the parameters.
@@ -135,7 +130,7 @@ class BucketedGradients:
         settings = self.assign(Policy.of(setting))
         self.warm_up([Policy.of(setting)])
         averaging, groups = CompressedAveraging(settings, self._steps), self._groups(settings, caps)
-        return averaging.make_pipelines(self.gradients, groups, transport or self.transport, as_views=False)[1]
+        return averaging.make_pipelines(self.gradients, groups, transport, as_views=False)[1]
 
     # Layout
 

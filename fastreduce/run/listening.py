@@ -42,7 +42,7 @@ def listen(listener: Listener) -> None:
     TorchDDP._post_forward = post_forward  # type: ignore[method-assign]
 
 
-def loss_of(roots: Any, gradients: Any = None) -> float:
+def loss_of(roots: Any, gradients: Any) -> float:
     """The sum of what `backward` was called on, without a GradScaler's scale; NaN if that is no number.
 
     Of a root of several elements it is their sum, weighed by the gradient that backward was given for it.

@@ -24,7 +24,7 @@ WARM_UP_STEPS = 5
 SETTLE_STEPS = 3  # a new reducer's first step learns the order of gradients, its second lays the buckets out anew
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A comparison.
 
@@ -55,14 +55,14 @@ class Plan:
     rounds: int
     steps: int
     out: Path
-    trains: bool
-    length: int
-    seeds: tuple[int, ...]
-    margin: float
-    target: float | None
+    trains: bool = False
+    length: int = 0
+    seeds: tuple[int, ...] = (0,)
+    margin: float = 0.0
+    target: float | None = None
     timeout: float
-    metric_line: str | None
-    metric_file: str | None
+    metric_line: str | None = None
+    metric_file: str | None = None
     weights_from: str = ""
     launch: tuple[str, ...] = ()
     nodes: Nodes | None = None

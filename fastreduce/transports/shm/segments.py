@@ -97,25 +97,15 @@ class Segment:
             file = os.open(path, flags, 0o600)
             try:
                 os.posix_fallocate(file, 0, geometry.nbytes)  # else a full folder is SIGBUS, later
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 segment = cls(file, geometry.nbytes)
             except OSError:
                 os.close(file)
                 path.unlink(missing_ok=True)
                 raise
-            with cls._unlinked(path):
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         header = _HEADER.pack(b"fastred\0", VERSION, rank, ranks, *geometry)
         ctypes.memmove(segment.address + MAGIC, header, len(header))
         return segment
-
-    @staticmethod
-    @contextlib.contextmanager
-    def _unlinked(path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
 
     @classmethod
     def open(cls, path: Path, rank: int, ranks: int, geometry: Geometry) -> Segment:

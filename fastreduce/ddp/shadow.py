@@ -21,6 +21,7 @@ from ..reduction.buckets import ParameterSpec, Slot, build_plan
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
 from ..transports import LocalTransport
+from ..transports.base import gather_rows
 from .wrapper import DistributedDataParallel
 
 ALL = "all"  # the group of all parameters together
@@ -186,12 +187,11 @@ class Shadow:
         if reducer is None or not self._due(reduction):
             return
         start, transport, device = clocks.now(), reducer.transport, reducer.wire_device
-        rows = torch.stack([torch.zeros_like(self._squares_on(device))] * transport.world_size)
+        mine = torch.zeros_like(self._squares_on(device))
         for squares in self._squares.values():
-            rows[transport.rank] += squares.to(device)
+            mine += squares.to(device)
         self._squares.clear()
-        transport.all_gather(rows.view(-1)).wait()
-        whole, *lost = rows.sum(0).tolist()
+        whole, *lost = gather_rows(transport, mine).sum(0).tolist()
         errors = {name: self._errors(whole, each) for name, each in zip(self._settings, lost, strict=True)}
         self.last = Measurement(step, errors)
         reducer.note_errors(errors)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import TransportError
 from ..transports import Transport
+from ..transports.base import gather_rows
 
 _DENSE, _SPARSE, _NOTHING = 2, 1, 0  # what a rank brings; with `_USED` where a backward reached the parameter
 _USED = 4
@@ -76,7 +77,7 @@ def average(
     parts = [None if grad is None else grad / divisor for grad in grads]
     parts = [part.coalesce() if part is not None and part.is_sparse else part for part in parts]
     described = [_describe(part, flag) for part, flag in zip(parts, used, strict=True)]
-    brought = _gather_rows(transport, torch.tensor(described, device=like[0].device))
+    brought = gather_rows(transport, torch.tensor(described, device=like[0].device))
     _check(brought.tolist(), like)
     averages: list[Tensor | None] = []
     for i, (part, parameter) in enumerate(zip(parts, like, strict=True)):
@@ -127,8 +128,8 @@ def _gather_sparse(transport: Transport, part: Tensor, rows: list[int]) -> Tenso
     if longest == 0:
         return part
     sparse_dim, width = indices.shape[0], math.prod(values.shape[1:])
-    all_indices = _gather_rows(transport, _padded(indices.t(), longest))
-    all_values = _gather_rows(transport, _padded(values.reshape(-1, width), longest))
+    all_indices = gather_rows(transport, _padded(indices.t(), longest))
+    all_values = gather_rows(transport, _padded(values.reshape(-1, width), longest))
     kept = [(all_indices[rank, :n], all_values[rank, :n]) for rank, n in enumerate(rows)]
     return torch.sparse_coo_tensor(
         torch.cat([i for i, _ in kept]).t().reshape(sparse_dim, -1),
@@ -142,12 +143,3 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     padded = rows.new_zeros(count, rows.shape[1])
     padded[: len(rows)] = rows
     return padded
-
-
-def _gather_rows(transport: Transport, mine: Tensor) -> Tensor:
-    """Every rank's tensor, stacked in rank order."""
-    everybody = mine.new_empty(transport.world_size, *mine.shape)
-    everybody[transport.rank] = mine
-    if mine.numel():
-        transport.all_gather(everybody.view(-1)).wait()
-    return everybody

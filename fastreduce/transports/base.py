@@ -89,6 +89,15 @@ class Transport(ABC):
         """Give back what the transport made; collectives fail afterwards."""
 
 
+def gather_rows(transport: Transport, mine: Tensor) -> Tensor:
+    """Every rank's tensor of the same shape and dtype, stacked in rank order; blocks."""
+    everybody = mine.new_empty(transport.world_size, *mine.shape)
+    everybody[transport.rank] = mine
+    if mine.numel():
+        transport.all_gather(everybody.view(-1)).wait()
+    return everybody
+
+
 class PieceTransport(Transport):
     """A transport that also sums shards of tensors where they lie: no flat."""
 

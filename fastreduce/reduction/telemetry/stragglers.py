@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...transports import Transport
+from ...transports.base import gather_rows
 from .. import clocks
 from .evenness import DID, Did, Evenness
 from .flight_record import Phase, StepRow
@@ -153,10 +154,7 @@ class Stragglers:
             TransportError: if the collective fails.
         """
         mine = [*_figures(self._recorder.last_rows(EVERY)), *self._evenness.did()]
-        rows = torch.zeros(transport.world_size, len(mine), dtype=torch.float64)
-        rows[transport.rank] = torch.tensor(mine, dtype=torch.float64)
-        transport.all_gather(rows.view(-1)).wait()
-        told = rows.tolist()
+        told = gather_rows(transport, torch.tensor(mine, dtype=torch.float64)).tolist()
         self.last = self._judge(step, [row[:-DID] for row in told])
         differ = self._evenness.compare([Did(*map(int, row[-DID:])) for row in told], transport)
         if self.last is None:

@@ -12,6 +12,7 @@ from ... import ops
 from ...compression import Compression, OfWholeParameters
 from ...kernels.slots import Pieces, spare
 from ...transports import Connected, Nodes, PieceTransport, Transport, TwoLevelTransport, Work
+from ...transports.base import gather_rows
 from ..buckets import Bucket, table_of
 from ..residuals.error_feedback import Share, SlotResiduals
 from ..shared_buffers import SharedBuffers
@@ -152,7 +153,9 @@ class NodeLevel:
     def _sum_of_parts(self, parts: Mapping[int, SlotResiduals], scale: float, here: slice) -> dict[int, SlotResiduals]:
         nothing = torch.zeros(0)
         slots = [parts.get(i, SlotResiduals(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
-        told = self._told([(part.unit, float(part.base is not None)) for part in slots])
+        mine = [(part.unit, float(part.base is not None)) for part in slots]
+        within, device = self._transport.levels.moves, self._bucket.device
+        told = gather_rows(within, torch.tensor(mine, dtype=torch.float64, device=device))
         units, with_base = told.nan_to_num(-math.inf).amax(0).unbind(1)
         sums = self._moved([part.residual for part in slots], scale, here)
         bases = self._moved([part.residual if part.base is None else part.base for part in slots], scale, here)
@@ -164,14 +167,6 @@ class NodeLevel:
             unit = math.nan if unit == -math.inf else unit
             found[i] = SlotResiduals(sums[place], bases[place] if has_base else None, unit)
         return found
-
-    def _told(self, rows: Sequence[Sequence[float]]) -> Tensor:
-        """What each rank of the node tells, FP64 `[ranks, rows, numbers]`."""
-        mine = torch.tensor(rows, dtype=torch.float64, device=self._bucket.device)
-        everybody = mine.new_empty(len(self.nodes.here), *mine.shape)
-        everybody[self.nodes.local_rank] = mine
-        self._transport.levels.moves.all_gather(everybody.view(-1)).wait()
-        return everybody
 
     def _moved(self, slots: Sequence[Tensor], scale: float, here: slice) -> Tensor:
         """Residuals that the ranks of the node hold, one 1-D tensor a slot → their sum times `scale`, as far as `here`.

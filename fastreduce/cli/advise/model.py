@@ -29,11 +29,6 @@ class Stages:
     reduce: float
     decompress: float
 
-    @property
-    def kernels(self) -> float:
-        """Without transfers."""
-        return self.compress + self.sum + self.decompress
-
 
 @dataclass(frozen=True)
 class Step:

@@ -70,7 +70,7 @@ class Membership:
         self._description["backwards"] = str(backwards)
         told = [asked, *self._description.items()]
         digest = hashlib.sha256(repr(told).encode()).hexdigest()
-        self._digest, self._place = digest, place
+        self._digest = digest
         times = Times(timeout.total_seconds())
         self._presence = Presence(store, times, place, digest, asked or "", weakly(self._on_loss))
         self._end = weakref.finalize(self, self._presence.leave)

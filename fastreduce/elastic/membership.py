@@ -14,7 +14,7 @@ import torch
 
 from ..ddp import DistributedDataParallel
 from ..ddp.elastic_reducer import ElasticReducer
-from ..environment.exits import Exit, at_exit
+from ..environment.exits import Exit, each_at_exit
 from ..errors import BackendUnavailableError, MismatchError, SettingError, TransportError
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
@@ -347,9 +347,4 @@ def trains() -> bool:
     return any(not membership._left for membership in _alive)
 
 
-def _leave_all() -> None:
-    for membership in list(_alive):
-        membership.leave()
-
-
-at_exit(Exit.REDUCERS, _leave_all, _alive)
+each_at_exit(Exit.REDUCERS, Membership.leave, _alive)

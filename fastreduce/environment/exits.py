@@ -11,6 +11,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import wraps
 from typing import Any, Protocol
 
 
@@ -50,6 +51,17 @@ def at_exit(step: Exit, end: Callable[[], object], of: Kept | None = None) -> No
         of: what it ends. Where nothing is in it, `end` is not called; a fork of the process begins with nothing.
     """
     _ends[step].append((end, of))
+
+
+def each_at_exit(step: Exit, end: Callable[[Any], object], of: Kept) -> None:
+    """Call `end` with each of them, likewise."""
+
+    @wraps(end)
+    def end_each() -> None:
+        for each in list(of):
+            end(each)
+
+    at_exit(step, end_each, of)
 
 
 @atexit.register

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..compression import KINDS, Compression, NoCompression, OfWholeParameters
-from ..environment.exits import Exit, at_exit
+from ..environment.exits import Exit, each_at_exit
 from ..errors import SettingError
 from ..ops import FLOATS
 from ..policy import AnySetting, Policy, assigned
@@ -295,11 +295,4 @@ def _close(transports: list[Transport]) -> None:
 
 
 _alive: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for model in list(_alive):
-        model.close()
-
-
-at_exit(Exit.REDUCERS, _close_all, _alive)
+each_at_exit(Exit.REDUCERS, ShardedModel.close, _alive)

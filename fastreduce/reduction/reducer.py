@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compression import Compression, brief
-from ..environment.exits import Exit, at_exit
+from ..environment.exits import Exit, each_at_exit
 from ..errors import SettingError
 from ..policy import Policy
 from ..transports import Transport
@@ -508,11 +508,4 @@ def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> N
 
 
 _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for reducer in list(_alive):
-        reducer._close()
-
-
-at_exit(Exit.REDUCERS, _close_all, _alive)
+each_at_exit(Exit.REDUCERS, lambda reducer: reducer._close(), _alive)

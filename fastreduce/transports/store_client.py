@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..environment.exits import Exit, at_exit
+from ..environment.exits import Exit, each_at_exit
 from ..environment.forks import Owner
 from ..environment.signals import is_of_signal
 from ..errors import TransportError
@@ -240,9 +240,4 @@ def root_of(store: Any) -> Any:
     return getattr(store, "_underlying_non_prefix_store", store)
 
 
-def _end_all() -> None:
-    for caller in list(_alive):
-        caller.end()
-
-
-at_exit(Exit.STORE, _end_all, _alive)
+each_at_exit(Exit.STORE, _Caller.end, _alive)

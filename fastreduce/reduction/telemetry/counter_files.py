@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ...environment.exits import Exit, at_exit
+from ...environment.exits import Exit, each_at_exit
 from ..arrivals import weakly
 from .counters import Counters, to_prometheus
 from .flight_record import StepRow
@@ -84,9 +84,4 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _close_all() -> None:
-    for files in list(_open):
-        files.close()
-
-
-at_exit(Exit.TRACES, _close_all, _open)
+each_at_exit(Exit.TRACES, CounterFiles.close, _open)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ...environment.exits import Exit, at_exit
+from ...environment.exits import Exit, each_at_exit
 from ...errors import listed
 from ...transports import Transport
 from ...transports.messages import checked, of_types
@@ -213,9 +213,4 @@ class Trace:
             logger.warning("rank %d: the traces in %s are not merged: %s", self._rank, self._folder, error)
 
 
-def _close_all() -> None:
-    for trace in list(_open):
-        trace.close()
-
-
-at_exit(Exit.TRACES, _close_all, _open)
+each_at_exit(Exit.TRACES, Trace.close, _open)

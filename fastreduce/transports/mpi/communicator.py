@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...environment.exits import Exit, at_exit
+from ...environment.exits import Exit, at_exit, each_at_exit
 from ...environment.signals import is_of_signal
 from ...errors import BackendUnavailableError, TransportError
 from .. import messages
@@ -354,13 +354,7 @@ def _late(seconds: float) -> str:
     return f"did not come within {seconds:g} s"
 
 
-def _leave_all() -> None:
-    """At exit: nobody waits for a rank that is gone."""
-    for communicator in list(_alive):
-        communicator.tell_end()
-
-
-at_exit(Exit.TELL, _leave_all, _alive)
+each_at_exit(Exit.TELL, MpiConnection.tell_end, _alive)  # nobody waits for a rank that is gone
 
 
 def end_within(seconds: float) -> None:

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...environment.exits import Exit, at_exit
+from ...environment.exits import Exit, each_at_exit
 from ...environment.forks import Owner
 from ...environment.signals import is_of_signal
 from ...errors import BackendUnavailableError, TransportError
@@ -381,14 +381,7 @@ class ShmConnection:
 
 
 _alive: weakref.WeakSet[ShmConnection] = weakref.WeakSet()
-
-
-def _leave_all() -> None:
-    for connection in list(_alive):
-        connection.tell_end()
-
-
-at_exit(Exit.TELL, _leave_all, _alive)
+each_at_exit(Exit.TELL, ShmConnection.tell_end, _alive)
 
 
 def _sum(rows: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ..errors import ReducerError
 from ..reduction.buckets import Bucket, BucketPlan, build_plan
 from ..reduction.gradients import Gradients
 from ..reduction.pipeline import BucketPipeline
+from ..reduction.residuals.factors import to_device
 from ..reduction.streams import Begin, Begun, Pending, Stream
 from ..transports import LocalTransport, Transport, Work
 
@@ -100,8 +101,7 @@ class UserHook:
         if not self._members:  # all gradients are sparse
             return
         device = self._members[0][1].device
-        flags = torch.tensor(list(self._used), dtype=torch.float32, pin_memory=device.type == "cuda")
-        flags = flags.to(device, non_blocking=True)
+        flags = to_device(torch.tensor(list(self._used), dtype=torch.float32), device)
         self._transport.all_reduce(flags).wait()
         for pipeline, indices in self._members:
             pipeline.used_by_any.copy_(flags[indices])

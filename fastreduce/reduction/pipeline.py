@@ -14,6 +14,7 @@ from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import Point, Seconds, make_clock
 from .residuals.applied import norms_of
 from .residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
+from .residuals.factors import to_device
 from .shared_buffers import SharedBuffers
 from .statistics import Statistics
 from .streams import Finish
@@ -195,7 +196,7 @@ class BucketPipeline:
         mark = self.clock.mark
         mark(_START)
         if unused:
-            self.used.index_fill_(0, self._on_device(unused), 0)
+            self.used.index_fill_(0, to_device(torch.tensor(list(unused)), self.used.device), 0)
         direct = self._goes_direct(grads, averaged)
         in_wire = self._kept_in_wire  # once: a hook may ask for statistics meanwhile
         if not direct:
@@ -225,11 +226,6 @@ class BucketPipeline:
         if self.kept is not None:  # where nothing tells, the verdict of an earlier step is over
             self.kept.finite = torch.ones_like(self.kept.finite) if self.finite is None else self.finite
         mark(_END)
-
-    def _on_device(self, positions: Sequence[int]) -> Tensor:
-        """Positions as an index, for which the host does not wait."""
-        host = torch.tensor(list(positions), pin_memory=self.used.is_cuda)
-        return host.to(self.used.device, non_blocking=True)
 
     def compress(self, grads: Sequence[Tensor]) -> None:
         """Gradients and `used` → wire."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .factors import ONE, Factor, known_to_be, products
+from .factors import ONE, Factor, known_to_be, products, to_device
 from .notices import is_optimized, leave, listen
 
 MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
@@ -207,8 +207,7 @@ class Applied:
             return [1.0 for _ in positions]
         then = magnitudes()
         if len(positions) < len(self._parameters):
-            places = torch.tensor(list(positions), pin_memory=then.is_cuda)  # for which no host waits
-            then = then.index_select(1, places.to(then.device, non_blocking=True))
+            then = then.index_select(1, to_device(torch.tensor(list(positions)), then.device))
         for column, i in enumerate(positions):
             if i in self._older:
                 then[:, column] = self._older[i]

@@ -35,9 +35,7 @@ class CompressedAllGather:
         self._group, self._transport = group, transport
         self._naming = Naming(f"FSDP gathers {group}, with {group.listed}.")
         self._pieces = [member.piece for member in group.members]
-        by_setting: dict[Compression, list[int]] = {}
-        for i, member in enumerate(group.members):
-            by_setting.setdefault(settings[member.name], []).append(i)
+        by_setting = group.by_setting(settings, range(len(group.members)))
         self._wires = [self._make_wires(chosen, setting) for setting, chosen in by_setting.items()]
 
     def _make_wires(self, chosen: Sequence[int], setting: Compression) -> tuple[RowWire, RowWire]:

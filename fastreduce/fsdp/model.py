@@ -45,7 +45,7 @@ class ShardedModel:
     def __init__(self, model: nn.Module) -> None:
         self._groups = groups_of(model)
         self._model = weakref.ref(model)
-        self._names = [member.name for group in self._groups for member in group.members]
+        self._members = [member for group in self._groups for member in group.members]
         self._scatters: list[CompressedReduceScatter] = []
         self._averages: list[ReplicaAverage] = []
         self._transports: list[Transport] = []
@@ -161,9 +161,10 @@ class ShardedModel:
                 raise SettingError(
                     f"fastreduce.fsdp.{call}: {str(setting)!r}: it counts no steps, so it takes no warm_up"
                 )
-            parameters = [member.parameter for group in self._groups for member in group.members]
-            settings = dict(zip(self._names, assigned(setting, self._names, parameters), strict=True))
-            for member in (member for group in self._groups for member in group.members):
+            names = [member.name for member in self._members]
+            chosen = assigned(setting, names, [member.parameter for member in self._members])
+            settings = dict(zip(names, chosen, strict=True))
+            for member in self._members:
                 if member.parameter.requires_grad and member.parameter.is_complex():
                     raise SettingError(
                         f"fastreduce.fsdp.{call}: parameter {member.name!r} is {member.parameter.dtype}, and what "

@@ -57,9 +57,6 @@ class CompressedReduceScatter:
 
     def _lay_out(self, positions: Sequence[int]) -> None:
         members = self._group.members
-        by_setting: dict[Compression, list[int]] = {}
-        for i in positions:
-            by_setting.setdefault(self._settings[members[i].name], []).append(i)
         self.wires = [
             RowWire(
                 chosen,
@@ -69,7 +66,7 @@ class CompressedReduceScatter:
                 self._transport.world_size,
                 self._group.device,
             )
-            for setting, chosen in by_setting.items()
+            for setting, chosen in self._group.by_setting(self._settings, positions).items()
         ]
         self._follower.remove(self._followed)
         self._followed = [

@@ -49,9 +49,7 @@ class ReplicaAverage:
     def _lay_out(self, positions: Sequence[int], dtype: torch.dtype) -> None:
         members, ranks = self._group.members, self._transport.world_size
         specs = [ParameterSpec(member.name, member.piece, dtype, self._group.device) for member in members]
-        by_setting: dict[Compression, list[int]] = {}
-        for i in positions:
-            by_setting.setdefault(self._settings[members[i].name], []).append(i)
+        by_setting = self._group.by_setting(self._settings, positions)
         kept = saved_residuals.collect(self.pipelines)
         alignment = [setting.alignment for setting in by_setting]
         plan = build_plan(specs, by_setting.values(), alignment=alignment, shards=ranks)

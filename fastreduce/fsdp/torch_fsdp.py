@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..compression import Compression
 from ..errors import ReducerError, SettingError, listed
 from ..transports import Transport
 from .torch_names import PLACE  # they are there
@@ -107,6 +108,13 @@ class Group:
     def listed(self) -> str:
         """Names of its parameters, of many the first ones."""
         return listed([member.name for member in self.members])
+
+    def by_setting(self, settings: Mapping[str, Compression], positions: Iterable[int]) -> dict[Compression, list[int]]:
+        """Positions of members by their setting, which `settings` has by name."""
+        found: dict[Compression, list[int]] = {}
+        for i in positions:
+            found.setdefault(settings[self.members[i].name], []).append(i)
+        return found
 
     @property
     def trained(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,8 +79,7 @@ class CompressedReduceScatter:
 
     def kept(self) -> list[Kept]:
         """What error feedback keeps, for each wire that has any, of all that is trained now; every rank calls it."""
-        if not self._known.issuperset(trained := self._group.trained):
-            self._learn(trained)
+        self._learn(self._group.trained)
         members = self._group.members
         return [
             KeptOfRows(wire.feedback, wire.row.slots, [members[i] for i in wire.members], self._transport)
@@ -127,8 +126,7 @@ class CompressedReduceScatter:
             return
         present = list(self._group.present)
         self._check(input_tensor, output_tensor, present)
-        if not self._known.issuperset(found := {*present, *self._group.trained}):
-            self._learn(found)
+        self._learn({*present, *self._group.trained})
         self._turns.use_here(input_tensor.device)
         self._follower.begin(self._followed, present)
         self._reduce(output_tensor, input_tensor, scale, present)
@@ -221,8 +219,10 @@ class CompressedReduceScatter:
                 found.append(parts[0].new_zeros(slot.numel) if i is None else parts[r * count + i])
         return found
 
-    def _learn(self, found: Iterable[int]) -> None:
-        """Parameters have begun to require gradients: lay wires out for them too; residuals move along."""
+    def _learn(self, found: Collection[int]) -> None:
+        """Where parameters have begun to require gradients: lay wires out for them too; residuals move along."""
+        if self._known.issuperset(found):
+            return
         self._follower.end()
         self._follower.look()
         before = {

@@ -156,7 +156,7 @@ def average_taken(
         PlacesError: if places do not ascend within `into`.
     """
     ranks, flat = len(messages), messages.view(-1)
-    total, small = torch.empty(2, CHUNK, device="cpu").unbind()
+    total, small = torch.empty(2, CHUNK, dtype=torch.float32, device="cpu").unbind()
     limit = FP16_INFINITE if into.dtype is torch.float16 else np.inf
     found, wrong = _average_taken(
         flat.numpy(),

@@ -40,7 +40,7 @@ def average_taken(
     where = messages.view(torch.int32)[:, places : places + count].long()
     if not messages.is_cuda:
         _check(where, numel)
-    total = torch.zeros(numel, device=into.device)
+    total = torch.zeros(numel, dtype=torch.float32, device=into.device)
     small = torch.zeros_like(total)
     for values, at in zip(messages[:, first : first + count], where, strict=True):
         total.index_copy_(0, at, total[at] + values)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fastreduce
 from tests.support import tolerances
@@ -22,6 +23,7 @@ from tests.support.models import (
     assert_same_bits,
     batch,
     equal_on_all,
+    grads_of,
     in_memory_order,
     local_grads,
     mlp,
@@ -152,6 +154,37 @@ def test_the_reference_kernels_train_to_the_same_bits(ranks2: RankPool, setting:
 def _train_with_kernels(rank: int, world_size: int, kernels: str, model: str, options: dict[str, Any]) -> list[Grads]:
     os.environ["FASTREDUCE_KERNELS"] = kernels
     return train("ours", MODELS[model], rank, **options)
+
+
+@pytest.mark.parametrize("spec", ["powersgd:rank=2", "topk:ratio=0.2,min_numel=1", "int8:error_feedback"])
+def test_the_default_dtype_changes_no_bit_of_fp32_gradients(ranks2: RankPool, spec: str):
+    expected = ranks2.run(_under_default_dtype, torch.float32, spec)
+    for dtype in (torch.float64, torch.bfloat16):
+        assert_same_bits(ranks2.run(_under_default_dtype, dtype, spec), expected, f"{dtype}")
+
+
+def _under_default_dtype(rank: int, world_size: int, dtype: torch.dtype, spec: str) -> list[Any]:
+    """Gradients and states of trainings with a state that is loaded and a setting that is changed."""
+    torch.set_default_dtype(dtype)
+    try:
+        found = []
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 24, dtype=torch.float32), nn.Linear(24, 24, dtype=torch.float32))
+        inputs = torch.arange(48, dtype=torch.float32).view(2, 24).sin() + rank
+        for new in (spec, "int8:block=16,error_feedback", spec):
+            ddp = fastreduce.DistributedDataParallel(model, compression=spec)
+            if found:
+                ddp.reducer.load_state_dict(found[-1])
+            for step in range(4):
+                if step == 2:
+                    ddp.set_compression(new)
+                ddp.zero_grad()
+                ddp(inputs * (step + 1)).square().sum().backward()
+                found.append(grads_of(ddp))
+            found.append(ddp.reducer.state_dict())
+        return found
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # World size 1

@@ -204,7 +204,7 @@ class ErrorFeedback:
         self.look()
         self.commit()
         for row in (int(self.turn), BASE):
-            whole = torch.zeros(self._bucket.total, device=self.turn.device)
+            whole = torch.zeros(self._bucket.total, dtype=torch.float32, device=self.turn.device)
             if row != BASE or self._second.base is not None:
                 whole[self._share.second] = self._second.read(row)
                 self._second.clear(row)
@@ -237,7 +237,7 @@ class ErrorFeedback:
 
     def _folded(self, i: int, read: Callable[[Rows, slice], Tensor]) -> Tensor:
         start, slot = self._place(i)[0], self._bucket.slots[i]
-        found = torch.zeros(*self._first.shape[:-1], slot.numel, device=self.turn.device)
+        found = torch.zeros(*self._first.shape[:-1], slot.numel, dtype=torch.float32, device=self.turn.device)
         for rows, count in ((self._first, self._share.unit), (self._second, self._share.ranks)):
             part = rows.part(start, start + slot.numel)
             offset = part.start + rows.first - start

@@ -53,7 +53,7 @@ class Rows:
 
     def zeros(self) -> Tensor:
         """FP32 of the shape of a row."""
-        return torch.zeros(self.shape, device=self._turn.device)
+        return torch.zeros(self.shape, dtype=torch.float32, device=self._turn.device)
 
     def part(self, start: int, stop: int) -> slice:
         """Elements `start` to `stop` of the bucket, as far as they are here."""

@@ -78,7 +78,7 @@ class LowRank(BucketWires):
         self._table = table_of([*(bucket.slots[i].numel for i in self._small), len(bucket.slots)], setting.alignment)
         start = round_up(rows * self._rank, setting.alignment)
         end = start + self._table.total
-        self.wire = torch.zeros(end + columns * self._rank, device=bucket.device)
+        self.wire = torch.zeros(end + columns * self._rank, dtype=torch.float32, device=bucket.device)
         self._first, self._second = self.wire[:end], self.wire[end:]
         self._left = self.wire[: rows * self._rank].view(rows, self._rank)
         self._right = self._second.view(self._rank, columns)
@@ -102,10 +102,10 @@ class LowRank(BucketWires):
 
     def _draw(self, bucket: Bucket, columns: int) -> Tensor:
         """The first right factors, `[columns, rank]`, small: by name of the parameter alone."""
-        drawn = torch.zeros(columns, self._rank)
+        drawn = torch.zeros(columns, self._rank, dtype=torch.float32)
         for matrix in self._matrices:
             generator = torch.Generator().manual_seed(int(bucket.table.keys[matrix.position]))
-            numbers = torch.randn(matrix.shape[1], self._rank, generator=generator)
+            numbers = torch.randn(matrix.shape[1], self._rank, dtype=torch.float32, generator=generator)
             drawn[matrix.right] = numbers * (STIR * matrix.shape[1] ** -0.5)
         return drawn.to(bucket.device)
 

@@ -151,7 +151,7 @@ class NodeLevel:
         return self._sum_of_parts(parts, 1.0, slice(0, 0 if self.nodes.local_rank else self._bucket.total))
 
     def _sum_of_parts(self, parts: Mapping[int, SlotResiduals], scale: float, here: slice) -> dict[int, SlotResiduals]:
-        nothing = torch.zeros(0)
+        nothing = torch.zeros(0, dtype=torch.float32)
         slots = [parts.get(i, SlotResiduals(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
         mine = [(part.unit, float(part.base is not None)) for part in slots]
         within, device = self._transport.levels.moves, self._bucket.device
@@ -174,7 +174,7 @@ class NodeLevel:
         An empty one stands for zeros. The rest of the `[total]` tensor is zeros.
         """
         within, ranks = self._transport.levels.moves, len(self.nodes.here)
-        flat = torch.zeros(self._bucket.total, device=self._bucket.device)
+        flat = torch.zeros(self._bucket.total, dtype=torch.float32, device=self._bucket.device)
         for slot, values in zip(self._bucket.slots, slots, strict=True):
             flat[slot.offset : slot.offset + len(values)] = values
         received = torch.empty_like(flat).view(ranks, -1)

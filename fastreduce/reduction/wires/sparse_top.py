@@ -69,7 +69,7 @@ class SparseTop(BucketWires):
         self._sparse, self._small, end = _divide(bucket, setting)
         start = round_up(end, setting.alignment)
         self._table = table_of([*(bucket.slots[i].numel for i in self._small), len(bucket.slots)], setting.alignment)
-        self.wire = torch.zeros(ranks * (start + self._table.total), device=bucket.device)
+        self.wire = torch.zeros(ranks * (start + self._table.total), dtype=torch.float32, device=bucket.device)
         self._messages = self.wire.view(ranks, -1)
         own = self._messages[transport.rank]
         numbers = own.view(torch.int32)
@@ -141,7 +141,7 @@ class SparseTop(BucketWires):
     def launch_kernels(self, grads: Sequence[Tensor], used: Tensor, finite: Tensor | None, in_wire: bool) -> None:
         """Launch both kernels once, where no slot need be large."""
         self.compress(grads, used, finite)
-        numbers = torch.zeros(2, device=self._bucket.device)
+        numbers = torch.zeros(2, dtype=torch.float32, device=self._bucket.device)
         self._kernels.take_largest(numbers.clone(), numbers[:1], numbers[1:].view(torch.int32))
         into = torch.zeros(1, dtype=self._bucket.dtype, device=self._bucket.device)
         self._kernels.average_taken(numbers[None], 0, 1, 1, 1.0, into)

@@ -125,4 +125,4 @@ def test_ranks_that_outlast_one_that_failed_are_killed_by_name(tmp_path: Path):
     path.write_text(IGNORES)
     done = run(*LAUNCH, "--nproc-per-node", "2", path, tmp_path / "ready", env=with_environment())
     assert done.returncode == 7
-    assert "rank 0 had not ended 2 s after SIGTERM, and was killed: --shutdown-timeout gives more\n" in done.stderr
+    assert "rank 0 had not ended 2 s after SIGTERM, and was killed" in done.stderr

@@ -108,8 +108,8 @@ def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # what went wrong is said here
-    if (seconds := getattr(options, "shutdown_timeout", None)) is not None:  # torch's option, in its newer versions
-        Ranks.grace_seconds = seconds
+    if hasattr(options, "shutdown_timeout"):  # in newer versions of torch
+        Ranks.grace_seconds, Ranks.hint = options.shutdown_timeout, ": --shutdown-timeout gives more"
     least, most = torchrun.parse_min_max_nnodes(options.nnodes)
     # Where nodes may come and go or ranks start again, the rendezvous deals with it.
     Ranks.watches_nodes = least == most > 1 and options.max_restarts == 0 and not options.elastic

@@ -138,6 +138,7 @@ class Ranks(SubprocessContext):
     """
 
     grace_seconds: ClassVar[int | None] = None  # the user's
+    hint: ClassVar[str] = ""  # which option gives more of them, where torch has it
     watches_nodes: ClassVar[bool] = False
     nodes: ClassVar[Nodes | None] = None
     why: ClassVar[str] = ""  # the job has failed here
@@ -177,10 +178,8 @@ class Ranks(SubprocessContext):
             ended = [(self.envs[rank]["RANK"], h.proc) for rank, h in self.subprocess_handlers.items()]
             killed = [rank for rank, p in ended if p.pid in self._ended and p.poll() == -signal.SIGKILL]
             if killed:
-                say(
-                    f"rank {', '.join(killed)} had not ended {seconds} s after {death_sig.name}, and was "
-                    "killed: --shutdown-timeout gives more"
-                )
+                names, told = ", ".join(killed), death_sig.name
+                say(f"rank {names} had not ended {seconds} s after {told}, and was killed{self.hint}")
         finally:  # a second Ctrl-C comes here too
             still.cancel()
             for handler in handlers:

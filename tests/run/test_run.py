@@ -102,10 +102,11 @@ def test_help_says_it_all_in_words_that_hold_here():
         "fastreduce run [--compression SPEC] [--trace DIR] [options of torchrun] [--gpus N] script.py [its arguments]"
         in text
     )
-    assert "--shutdown-timeout" in text and "without it 2." in text
+    assert "--shutdown-timeout" in text and "without it 30 after Ctrl-C or SIGTERM" in text
     assert "Ranks on this machine; without it one." in text
     other = " ".join(CliRunner().invoke(main, ["launch", "--help"]).stdout.split())
-    assert "fastreduce launch [options of torchrun] [--gpus N] script.py" in other and "without it 2." in other
+    assert "fastreduce launch [options of torchrun] [--gpus N] script.py" in other
+    assert "and 2 where one has failed." in other
     for wrong in ("30 seconds", "sub-directory", "job-level"):
         assert wrong not in text and wrong not in other
 

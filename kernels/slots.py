@@ -137,7 +137,7 @@ class PlacesError(ValueError):
 
 
 class Pieces(NamedTuple):
-    """How the averages of a two-shot are made, in pieces of some blocks of a shard, by three compiled functions.
+    """How a two-shot averages, or a reduce-scatter sums, in pieces of some blocks of a shard: three compiled functions.
 
     Each is a C function of five 64-bit integers, the first of which is `told`:
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import ops
 from ..errors import BackendUnavailableError, TransportError
 from ..kernels.slots import Pieces
 from .base import PieceTransport, Transport, Work
@@ -231,9 +233,11 @@ class _Connecting:
 
     def _connected(self, transport: Transport) -> Transport:
         self._made.append(transport)
-        kind = _TellingPieces if isinstance(transport, PieceTransport) else _Telling
-        telling = kind(transport, self._explained)
-        telling.exchange(0)  # all connect now, in one order
+        telling = _Telling(transport, self._explained)
+        can = ops.choose(torch.device("cpu")).pieces is not None  # a rank may have been told to take other kernels
+        told = telling.exchange(can)  # all connect now, in one order
+        if isinstance(transport, PieceTransport) and all(each is True for each in told):
+            return _TellingPieces(transport, self._explained)
         return telling
 
     def _explained(self, error: TransportError) -> TransportError:

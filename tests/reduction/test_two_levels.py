@@ -30,7 +30,7 @@ from tests.reduction.test_piecewise import PICKED, TIMEOUT, left_behind
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
-from tests.support.models import SETTINGS, assert_same_bits, batch, wrap
+from tests.support.models import SETTINGS, assert_same_bits, batch, grads_of, wrap
 from tests.support.ranks import RankPool, message, with_time
 from tests.support.thread_ranks import backward_of_step, in_threads, make_reducer, on_nodes, seeded
 
@@ -317,6 +317,21 @@ def _both_ways(rank: int, world_size: int, cases: Sequence[tuple[str, torch.dtyp
 def test_nodes_sum_pieces_to_the_bits_of_whole_flats(nodes: RankPool):
     dtypes = (("none", torch.float64), ("fp16", torch.bfloat16), ("int4", torch.float16))
     nodes.run(_both_ways, [*((setting, torch.float32) for setting in ("none", *PICKED)), *dtypes], timeout=TIMEOUT)
+
+
+def _with_other_kernels_on_rank_0(rank: int, world_size: int) -> list[Any]:
+    other = {"FASTREDUCE_KERNELS": "reference"} if rank == 0 else {}
+    with patch.dict(os.environ, other):
+        ddp = wrap("ours", nn.Linear(40, 40), compression="int8")
+        ddp(batch(rank, 0, 4, 40)).square().mean().backward()
+    return [ddp.reducer.transport.name, *grads_of(ddp)]
+
+
+def test_a_rank_with_other_kernels_sums_with_those_of_its_node(nodes: RankPool):
+    found = nodes.run(_with_other_kernels_on_rank_0)
+    assert found[0][0] == "two_level"
+    for of_rank in found:
+        assert_same_bits(of_rank[1:], found[0][1:])
 
 
 def _chosen(rank: int, world_size: int) -> dict[str, Any]:

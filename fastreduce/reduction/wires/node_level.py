@@ -94,7 +94,9 @@ class NodeLevel:
     def sum(self, tensors: Sequence[Tensor], scale: float) -> Tensor | None:
         """Tensors of all ranks of the node → the own column of their sum times `scale`; None if this rank has none."""
         within = self._transport.levels.sums.within
-        if isinstance(within, PieceTransport) and (pieces := self._pieces(tensors, scale)) is not None:
+        if len(self.nodes.here) == 1:  # the flat is the sum
+            self._kernels.flatten(tensors, self._bucket.table, self._flat, scale)
+        elif isinstance(within, PieceTransport) and (pieces := self._pieces(tensors, scale)) is not None:
             within.reduce_scatter(pieces).wait()
         else:
             self._flatten(tensors)

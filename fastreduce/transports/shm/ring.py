@@ -210,10 +210,10 @@ def advance(bases, rank, cells, cell_bytes, futex, spins, limit, kind, first, pi
         first: the number of its first piece.
         pieces: their number.
         tensors: addresses of what is read and of what is written, where each begins in the flat that is summed and how
-            long it is there, in bytes, by what they are multiplied first, and the address of scratch for a part; of a
-            two-shot in the place of addresses the first words of a `Pieces`, and room for a word of each rank.
-        total: bytes of the flat, or of a shard of the wire; of a two-shot, blocks of a shard.
-        dtype: its number, for `add`; of a two-shot, bytes of a block.
+            long it is there, in bytes, by what they are multiplied first, and the address of scratch for a part; of
+            what goes by a `Pieces` in the place of addresses its first words, and room for a word of each rank.
+        total: bytes of the flat, or of a shard of the wire; of what goes by a `Pieces`, blocks of a shard.
+        dtype: its number, for `add`; of what goes by a `Pieces`, bytes of a block.
         at: how many pieces have been sent, summed and taken, and the rank that came with another call.
     """
     part = part_bytes(cell_bytes, len(bases))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import threading
 import uuid
@@ -12,11 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import ops
 from ..errors import BackendUnavailableError, TransportError
 from ..kernels.slots import Pieces
 from .base import PieceTransport, Transport, Work
@@ -29,6 +28,7 @@ from .store_client import SOON_SECONDS
 
 logger = logging.getLogger(__name__)
 
+KERNELS = "FASTREDUCE_KERNELS"  # which a rank has been told to take
 PATIENCE_SECONDS = 2.0  # until something has failed for the other ranks, too
 
 
@@ -234,11 +234,10 @@ class _Connecting:
     def _connected(self, transport: Transport) -> Transport:
         self._made.append(transport)
         telling = _Telling(transport, self._explained)
-        can = ops.choose(torch.device("cpu")).pieces is not None  # a rank may have been told to take other kernels
-        told = telling.exchange(can)  # all connect now, in one order
-        if isinstance(transport, PieceTransport) and all(each is True for each in told):
+        kernels = telling.exchange(os.environ.get(KERNELS, ""))  # all connect now, in one order
+        if isinstance(transport, PieceTransport) and all(each == kernels[0] for each in kernels):
             return _TellingPieces(transport, self._explained)
-        return telling
+        return telling  # others' kernels may know no pieces
 
     def _explained(self, error: TransportError) -> TransportError:
         """The error of one level, with the ranks that all levels wait for.

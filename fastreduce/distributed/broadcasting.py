@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import SettingError, TensorError
 from ..reduction.agreement import check_agreement, describe_tensor
-from ..reduction.arrays import as_tensor, listed
+from ..reduction.arrays import as_list, as_tensor
 from ..reduction.bucketed import BUCKET_BYTES
 from ..reduction.buckets import ParameterSpec, group_by_size, table_of
 from ..reduction.one_call import transport_of
@@ -47,7 +47,7 @@ def bcast_list_(tensors: Iterable[Any], group: dist.ProcessGroup | None = None, 
     error: SettingError | TensorError | None = None
     try:
         check_rank("bcast_list_", "src", src, group)
-        found = [_writable(array) for array in listed(tensors)]
+        found = [_writable(array) for array in as_list(tensors)]
     except (SettingError, TensorError) as wrong:
         error = wrong
     description = {"src": str(src), **{f"tensor {i}": describe_tensor(t) for i, t in enumerate(found)}}

@@ -64,7 +64,7 @@ def init_process_group(
             another has not; it names both.
         TransportError: if the port is in use, or not all ranks come within the timeout (it names them).
     """
-    if not (timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))):
+    if not _is_timeout(timeout):
         raise SettingError(f"init_process_group: timeout={timeout!r} is no datetime.timedelta of more than 0")
     world_size, rank = (None if number == -1 else number for number in (world_size, rank))
     check_environment(rank)
@@ -206,8 +206,12 @@ def barrier(
     return None
 
 
+def _is_timeout(timeout: Any) -> bool:
+    return timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))
+
+
 def _check_timeout(call: str, timeout: Any) -> None:
-    if not (timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))):
+    if not _is_timeout(timeout):
         raise SettingError(
             f"{call} on rank {dist.get_rank()}: timeout={timeout!r}; allowed: a datetime.timedelta of more than 0, as "
             "timedelta(seconds=3), or None"

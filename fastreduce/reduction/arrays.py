@@ -50,7 +50,7 @@ def as_tensor(array: Any) -> Tensor:
     )
 
 
-def listed(arrays: Any) -> list[Any]:
+def as_list(arrays: Any) -> list[Any]:
     """What an iterable of arrays gives.
 
     Raises:

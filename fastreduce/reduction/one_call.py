@@ -18,7 +18,7 @@ from ..policy import single
 from ..transports import Transport, make_transport
 from . import saved_residuals
 from .agreement import check_agreement, describe_tensor
-from .arrays import as_tensor, listed
+from .arrays import as_list, as_tensor
 from .arrivals import Reached
 from .averaging import CompressedAveraging
 from .bucketed import BUCKET_BYTES
@@ -201,7 +201,7 @@ def all_reduce_gradients(
     """
     found, error = list[Any](), None
     try:
-        found = listed(tensors_or_parameters)
+        found = as_list(tensors_or_parameters)
     except TensorError as wrong:
         error = wrong
     arrays = list({id(array): array for array in found}.values())  # a sum of sums would count it once more

@@ -32,13 +32,18 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
 }
 
 
-def _different(rank: int, world_size: int, case: str) -> str:
+def _said(call: Callable[[], Any]) -> str:
+    """What a call says in debug mode, behind which ranks go on."""
     os.environ["FASTREDUCE_DEBUG"] = "1"
-    said = message(lambda: DIFFERENT[case][0](rank))
+    said = message(call)
     total = torch.ones(2)
     dist.all_reduce(total)
     assert total.tolist() == [2.0, 2.0]
     return said
+
+
+def _different(rank: int, world_size: int, case: str) -> str:
+    return _said(lambda: DIFFERENT[case][0](rank))
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
@@ -91,12 +96,7 @@ WRONG: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 def _wrong(rank: int, world_size: int, case: str) -> str:
-    os.environ["FASTREDUCE_DEBUG"] = "1"
-    said = message(WRONG[case][0 if rank else 1])
-    total = torch.ones(2)
-    dist.all_reduce(total)
-    assert total.tolist() == [2.0, 2.0]
-    return said
+    return _said(WRONG[case][0 if rank else 1])
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -119,12 +119,10 @@ class Whereabouts:
         fate = ""
         with suppress(TransportError):
             if process is not None:
-                *known, address = decode(process, rank, lambda message: of_types(message, str, int, str, str))
+                known, address = _introduced(process, rank)
                 fate = _fate(known)
-                if end is not None:
-                    ended, text = decode(end, rank, lambda message: of_types(message, list, str))
-                    if ended == known:
-                        return f"Rank {rank} has ended{text.rstrip()}"
+                if (last := _last_words(end, rank, known)) is not None:
+                    return f"Rank {rank} has ended{last.rstrip()}"
                 fate = fate or why_out_of_reach(address)
         fate += NO_LAST_WORD if fate.endswith("has ended") else ""
         if told is None:
@@ -135,7 +133,7 @@ class Whereabouts:
             return f"{error}."
 
     def _sentence(self, rank: int, told: Any, fate: str, mine: FlightRecorder) -> str:
-        doing, at, step, counted, collective, stacks = of_types(told, str, float, int, list, str, str)
+        doing, at, step, counted, collective, stacks = of_types(told, *_TOLD)
         age = max(0.0, time.time() - at)
         silent = f" It has told nothing since: {fate or UNKNOWN}." if fate or age > 3 * self.patience else ""
         within = f" It was in {collective}, while this rank averages gradients." if collective else ""
@@ -158,16 +156,13 @@ class Whereabouts:
             known: list[Any] = []
             with suppress(TransportError):
                 if process is not None:
-                    *known, _ = decode(process, rank, lambda message: of_types(message, str, int, str, str))
-                if end is not None:
-                    ended, text = decode(end, rank, lambda message: of_types(message, list, str))
-                    if ended == known:
-                        return f": {TransportError.__name__}: " not in text  # which is another rank's matter
+                    known, _ = _introduced(process, rank)
+                if (last := _last_words(end, rank, known)) is not None:
+                    return f": {TransportError.__name__}: " not in last  # which is another rank's matter
                 if known and _fate(known):
                     return True
                 if told is not None:
-                    types = str, float, int, list, str, str
-                    doing, _, step, _, collective, _ = decode(told, rank, lambda message: of_types(message, *types))
+                    doing, _, step, _, collective, _ = decode(told, rank, lambda message: of_types(message, *_TOLD))
                     apart = waits or _name(collective) != call
                     return bool(step == mine.row.step and not _waits(doing) and apart)
             return False
@@ -184,6 +179,23 @@ class Whereabouts:
             why = why_out_of_reach(self._holder)
             return f"As to the store: {why}." if why else ""
         return ""
+
+
+_TOLD = str, float, int, list, str, str  # doing, at, step, counts, collective, stacks
+
+
+def _introduced(process: str, rank: int) -> tuple[list[Any], str]:
+    """What a rank's process has introduced itself as, and the address of its host."""
+    *known, address = decode(process, rank, lambda message: of_types(message, str, int, str, str))
+    return known, address
+
+
+def _last_words(end: str | None, rank: int, known: list[Any]) -> str | None:
+    """What a process that is known has said at its end."""
+    if end is None:
+        return None
+    ended, text = decode(end, rank, lambda message: of_types(message, list, str))
+    return str(text) if ended == known else None
 
 
 def _waits(doing: str) -> bool:

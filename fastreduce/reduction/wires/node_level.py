@@ -95,11 +95,11 @@ class NodeLevel:
         """Tensors of all ranks of the node → the own column of their sum times `scale`; None if this rank has none."""
         within = self._transport.levels.sums.within
         if len(self.nodes.here) == 1:  # the flat is the sum
-            self._kernels.flatten(tensors, self._bucket.table, self._flat, scale)
+            self._flatten(tensors, scale)
         elif isinstance(within, PieceTransport) and (pieces := self._pieces(tensors, scale)) is not None:
             within.reduce_scatter(pieces).wait()
         else:
-            self._flatten(tensors)
+            self._flatten(tensors, 1.0)
             within.all_to_all(self._received.view(len(self.nodes.here), -1), self._flat).wait()
             self._add_up(scale)
         return self._column(within)
@@ -107,12 +107,12 @@ class NodeLevel:
     def launch_kernels(self, tensors: Sequence[Tensor], scale: float) -> Tensor:
         """Launch every kernel of `sum` once, in either way; returns a column, whatever is in it."""
         self._pieces(tensors, scale)
-        self._flatten(tensors)
+        self._flatten(tensors, 1.0)
         self._add_up(scale)
         return self._flat.view(self.nodes.columns, -1)[0]
 
-    def _flatten(self, tensors: Sequence[Tensor]) -> None:
-        self._kernels.flatten(tensors, self._bucket.table, self._flat, 1.0)
+    def _flatten(self, tensors: Sequence[Tensor], scale: float) -> None:
+        self._kernels.flatten(tensors, self._bucket.table, self._flat, scale)
 
     def _pieces(self, tensors: Sequence[Tensor], scale: float) -> Pieces | None:
         """What sums tensors piece by piece into the flat, where kernels can."""

@@ -42,6 +42,7 @@ STATISTICS = {
     "unflatten fp16": "unflatten_with_statistics-resnet50-dtype=fp16-scale=0.5",
     "unflatten bf16": "unflatten_with_statistics-resnet50-dtype=bf16-scale=0.5",
     "dequantize": "dequantize_with_statistics-resnet50",
+    "dequantize int4": "dequantize_with_statistics-resnet50-compression=int4",
 }
 ALLOCATING = ("cat, cast, divide", "cast, divide, copy_")
 NOT_PLAIN = ("numba_cpu", "triton", "numba_cuda", "reference", "copy", WITHOUT, TO_NEAREST)

@@ -31,7 +31,7 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
-from .numba_cpu_int4 import decode_int4, encode_int4, run_of
+from .numba_cpu_int4 import decode_int4, decode_int4_and_sum, encode_int4, run_of
 from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, flags_of, zero
@@ -197,15 +197,20 @@ def dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, t
     width, stop, slot = block * bits_of(code) // 8, start + blocks * block, slot_at(offsets, start)
     while slot < len(tensors) and offsets[slot] < stop:
         first, end = max(start, offsets[slot]), min(stop, offsets[slot] + numels[slot])
-        for place in range(first, end, block):
+        place = first
+        while place < end:
             number = (place - start) // block
-            scale = load(payload + blocks * width, number, scale_tag)
-            _note(finite, scale)
-            to, count = tensors[slot] + (place - offsets[slot]) * size_of(tag), min(block, end - place)
+            scale_at = payload + blocks * width + number * size_of(scale_tag)
+            run = -((place - end) // block) if bits_of(code) == 4 else 1
+            for index in range(run):
+                _note(finite, load(scale_at, index, scale_tag))
+            to, count = tensors[slot] + (place - offsets[slot]) * size_of(tag), min(run * block, end - place)
             if bits_of(code) == 4:
-                decode_int4(to, tag, payload + number * width, count, block, scale, stream)
+                decode_int4(to, tag, payload + number * width, scale_at, count, block, stream)
             else:
+                scale = load(scale_at, 0, scale_tag)
                 convert(to, tag, payload + number * width, byte_of(code), count, scale, stream)
+            place += count
         slot += 1
 
 
@@ -228,20 +233,24 @@ def _dequantize_and_sum(
     for slot in range(len(tensors)):
         for first in range(0, numels[slot], tile):
             end = min(first + tile, numels[slot])
-            for start in range(first, end, block):
+            start = first
+            while start < end:
                 shard, number = divmod((offsets[slot] + start) // block, blocks)
+                run = min(-((start - end) // block), blocks - number) if bits_of(code) == 4 else 1
                 payload = wire + shard * shard_size
-                scale = load(payload + blocks * width, number, scale_tag)
-                _note(finite, scale)
-                to = tensors[slot] + start * size_of(tag)
-                count = min(block, end - start)
+                scale_at = payload + blocks * width + number * size_of(scale_tag)
+                payload += number * width
+                for index in range(run):
+                    _note(finite, load(scale_at, index, scale_tag))
+                to, count = tensors[slot] + start * size_of(tag), min(run * block, end - start)
                 if bits_of(code) == 4:
-                    decode_int4(values, FP32, payload + number * width, block, block, scale, False)
-                    convert_and_sum(to, tag, values, FP32, count, ONE, stream, sums, sum_tag)
+                    decode_int4_and_sum(
+                        to, tag, payload, scale_at, run, count, block, stream, values, sums, sum_tag
+                    )  # fmt: skip
                 else:
-                    convert_and_sum(
-                        to, tag, payload + number * width, byte_of(code), count, scale, stream, sums, sum_tag
-                    )
+                    scale = load(scale_at, 0, scale_tag)
+                    convert_and_sum(to, tag, payload, byte_of(code), count, scale, stream, sums, sum_tag)
+                start += count
             end_tile(tensors[slot] + first * size_of(tag), tag, end - first, sums, sum_tag, statistics)
             statistics += 2 * size_of(sum_tag)
     fence()

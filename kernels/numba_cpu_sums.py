@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .numba_cpu_elements import TAGS, add_to_block, bits_of, byte_of, convert_block, inlined, kernel, load, store
-from .numba_cpu_int4 import INT4, add_int4, decode_int4, load_int4
+from .numba_cpu_int4 import INT4, add_int4, load_int4, put_int4
 from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT
 
 CHUNK = 256  # small enough that reading ahead and writing out overlap
@@ -62,7 +62,7 @@ def add_block(total, payload, block, unit, code, first):
     """Decode a block to FP32 sums, or add it to them."""
     if bits_of(code) == 4:
         if first:
-            decode_int4(total, FP32, payload, block, block, unit, False)
+            put_int4(total, payload, block, unit)
         else:
             add_int4(total, payload, block, unit)
     elif first:

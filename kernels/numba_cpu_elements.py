@@ -115,15 +115,12 @@ def widen(builder: ir.IRBuilder, value: ir.Value, tag: types.Type) -> ir.Value:
     if tag == types.int8:
         return builder.sitofp(value, _like(value, _FLOAT))
     if tag == types.uint8:
-        byte = builder.zext(value, _like(value, _I32))
-        code = builder.and_(byte, _constant(byte, 0x7F))
-        bits = builder.add(builder.shl(code, _constant(byte, 20)), _constant(byte, 120 << 23))
-        kind = _like(value, _FLOAT)
-        tiny = builder.fmul(builder.sitofp(code, kind), _constant(builder.bitcast(bits, kind), 2.0**-9))
-        normal = builder.icmp_signed(">=", code, _constant(byte, 8))
-        bits = builder.select(normal, bits, builder.bitcast(tiny, bits.type))
-        sign = builder.shl(builder.and_(byte, _constant(byte, 0x80)), _constant(byte, 24))
-        return builder.bitcast(builder.or_(bits, sign), kind)
+        # Its bits in FP16's places are the number times 2^-8, those below the smallest normal one too.
+        byte = builder.zext(value, _like(value, _I16))
+        sign = builder.shl(builder.and_(byte, _constant(byte, 0x80)), _constant(byte, 8))
+        bits = builder.or_(builder.shl(builder.and_(byte, _constant(byte, 0x7F)), _constant(byte, 7)), sign)
+        number = builder.fpext(builder.bitcast(bits, _like(value, _HALF)), _like(value, _FLOAT))
+        return builder.fmul(number, _constant(number, 2.0**8))
     return value
 
 
@@ -132,14 +129,11 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: ty
     if tag == types.int8:
         return builder.trunc(value, _like(value, _I8))
     if tag == types.uint8:
-        bits = builder.bitcast(value, _like(value, _I32))
-        size = builder.and_(bits, _constant(bits, 0x7FFFFFFF))
-        code = builder.sub(builder.lshr(size, _constant(bits, 20)), _constant(bits, 120 << 3))
-        kind = value.type
-        tiny = builder.fptosi(builder.fmul(builder.bitcast(size, kind), _constant(value, 2.0**9)), size.type)
-        normal = builder.icmp_signed(">=", size, _constant(bits, 121 << 23))
-        sign = builder.and_(builder.lshr(bits, _constant(bits, 24)), _constant(bits, 0x80))
-        return builder.trunc(builder.or_(builder.select(normal, code, tiny), sign), _like(value, _I8))
+        half = builder.fptrunc(builder.fmul(value, _constant(value, 2.0**-8)), _like(value, _HALF))
+        bits = builder.bitcast(half, _like(value, _I16))
+        code = builder.and_(builder.lshr(bits, _constant(bits, 7)), _constant(bits, 0x7F))
+        sign = builder.and_(builder.lshr(bits, _constant(bits, 8)), _constant(bits, 0x80))
+        return builder.trunc(builder.or_(code, sign), _like(value, _I8))
     if computed == types.float32 and tag == types.float64:
         return builder.fpext(value, _like(value, _DOUBLE))
     if computed == types.float64 and tag != types.float64:

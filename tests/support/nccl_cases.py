@@ -28,6 +28,7 @@ class OnHost:
 
     directory: str
     timeout: float = 5.0  # seconds, where ranks do not come; what comes has to be done by then, too
+    starts: float = 0.0  # or as often as long as a further communicator takes to start
     device = torch.device("cpu")
 
     def installed(self) -> Any:
@@ -44,7 +45,7 @@ class OnGpu:
     """CUDA tensors on the first GPU."""
 
     device = torch.device("cuda", 0)
-    timeout = 15.0  # the start of a further communicator counts too, with several ranks on one GPU
+    timeout, starts = 8.0, 4.0  # a further communicator starts meanwhile, with several ranks on one GPU
 
     def installed(self) -> Any:
         return torch.cuda.device(self.device)
@@ -69,9 +70,19 @@ def world() -> Any:
 
 
 def short_group(place: Place) -> Any:
-    """A group with a short timeout, in which the first start of CUDA and NCCL does not count: it takes a while."""
-    works_again(world(), dist.get_world_size(), place)
-    return dist.new_group(timeout=datetime.timedelta(seconds=place.timeout))
+    """A group with a short timeout, in which the first start of CUDA and NCCL does not count: it takes a while.
+
+    The start of its own communicator does count, and how long that takes is seen first, with another one.
+    """
+    size, seconds = dist.get_world_size(), place.timeout
+    works_again(world(), size, place)
+    if place.starts:
+        start = time.monotonic()
+        works_again(dist.new_group(), size, place)
+        longest = torch.tensor(time.monotonic() - start)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        seconds = max(seconds, place.starts * longest.item())
+    return dist.new_group(timeout=datetime.timedelta(seconds=seconds))
 
 
 def caught(call: Callable[[], object]) -> str:

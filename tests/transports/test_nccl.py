@@ -35,7 +35,7 @@ from fastreduce.transports.nccl import library
 from tests.support import nccl_cases as cases
 from tests.support import nccl_stand_in as stand_in
 from tests.support import random_models
-from tests.support.nccl_cases import OnHost, caught, run_case, short_group, world
+from tests.support.nccl_cases import OnGpu, OnHost, caught, run_case, short_group, world
 from tests.support.random_models import Block, Program
 from tests.support.ranks import RankError, RankPool, run_ranks, with_time
 
@@ -228,9 +228,9 @@ def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks3: RankPool, t
     in_time(check, tmp_path)
 
 
-def _slow_to_start(rank: int, size: int, place: OnHost) -> str:
-    """What is told of the absent rank where the first communicator of a process takes longer than the timeout."""
-    start, first = stand_in.NcclCommunicator.__init__, [place.timeout + 1.0]
+def _slow_to_start(rank: int, size: int, place: OnHost, often: int) -> str:
+    """What is told of the absent rank where the first communicators of a process take longer than the timeout."""
+    start, first = stand_in.NcclCommunicator.__init__, often * [place.timeout + 1.0]
 
     def slowly(*args: Any) -> None:
         time.sleep(first.pop() if first else 0.0)
@@ -242,9 +242,14 @@ def _slow_to_start(rank: int, size: int, place: OnHost) -> str:
 
 def test_how_long_nccl_takes_to_start_does_not_count_where_ranks_are_absent(ranks2: RankPool, tmp_path: Path):
     def check(place: OnHost) -> None:
-        assert "No word from rank 1: " in ranks2.run(run_case, _slow_to_start, place)[0]
+        assert "No word from rank 1: " in ranks2.run(run_case, _slow_to_start, place, 1)[0]
 
     in_time(check, tmp_path)
+
+
+def test_nor_does_each_start_where_ranks_share_a_gpu(ranks2: RankPool, tmp_path: Path):
+    place = OnHost(str(tmp_path), timeout=0.5, starts=OnGpu.starts)
+    assert "all_gather (collective 2, " in ranks2.run(run_case, _slow_to_start, place, 9)[0]
 
 
 def _stand_in_of(transport: NcclTransport) -> stand_in.NcclCommunicator:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from fastreduce.transports.nccl.library import SHARING, SHARING_VARIABLE, version_name
@@ -15,6 +16,7 @@ from .lines import ROOT
 
 NAME = "libnccl.so.2"
 FOLDER = ROOT / ".nccl"  # which Git ignores: it is for tests on one machine, and never published
+_DECIDE = ("LD_PRELOAD", "PYTHONPATH", SHARING_VARIABLE)
 _VERSION = "from cupy.cuda import nccl; print(nccl.get_version() if nccl.available else 0)"
 
 
@@ -42,10 +44,15 @@ def sharing_environment(unpacked: Path) -> dict[str, str]:
 
 def version(environment: Mapping[str, str]) -> int:
     """NCCL's version as CuPy finds it in a new process with this environment; 0 if it finds none."""
+    return _version(tuple(sorted((name, environment[name]) for name in _DECIDE if name in environment)))
+
+
+@cache
+def _version(environment: tuple[tuple[str, str], ...]) -> int:
     command = [sys.executable, "-c", _VERSION]
     try:
         done = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120
+            command, env={**os.environ, **dict(environment)}, capture_output=True, text=True, check=False, timeout=120
         )
     except subprocess.TimeoutExpired:
         return 0

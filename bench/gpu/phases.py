@@ -10,7 +10,7 @@ from . import kernel_rows, probe, sharded_rows, step_rows
 from .worker_cases import Case
 
 # Minutes of thirty.
-SHARES = {"probe": 2.0, "tests": 3.0, "kernels": 8.0, "steps": 6.0, "ranks": 7.0, "numba": 4.0}
+SHARES = {"probe": 2.0, "tests": 4.0, "kernels": 7.5, "steps": 6.0, "ranks": 6.5, "numba": 4.0}
 GPU, NO_GPU = ("-m", "gpu"), ("-m", "not gpu and not long")
 
 
@@ -21,6 +21,7 @@ class Suite:
     `of_goals` chooses those on which a goal stands, or the others.
     `spread` runs are for many processes at once, since compiling takes their time; those of several ranks never are.
     `shares` says that ranks share the GPU, which needs an NCCL that allows it.
+    `leaves` is the share of the time that is there which those behind it are left, whatever it needs.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Suite:
     of_goals: bool | None = None
     spread: bool = False
     shares: bool = False
+    leaves: float = 0.0
 
 
 def cases_of(phase: str, rehearsal: bool, out: Path) -> list[Case]:
@@ -57,7 +59,7 @@ def tests_of(phase: str, rehearsal: bool) -> list[Suite]:
     of_ranks = [nccl, steps, sharded, "tests/elastic/test_losses.py", *GPU, "-k", "not numba_cuda"]
     return {
         "tests": [
-            Suite("kernels", [kernels, *GPU, "-k", "triton"], spread=True),
+            Suite("kernels", [kernels, *GPU, "-k", "triton"], spread=True, leaves=0.4),
             *(Suite("one rank", of_ranks, ranks=1, of_goals=goals, spread=goals) for goals in (True, False)),
         ],
         "ranks": [

@@ -72,7 +72,7 @@ def run_phase(run: Run, phase: str, seconds: float) -> None:
         )
         _run_cases(run, phase, cases, deadline)
         for tests in tests_of(phase, run.rehearsal):
-            _run_tests(run, phase, tests, deadline)
+            _run_tests(run, phase, tests, deadline - tests.leaves * max(0.0, deadline - time.time()))
     except Exception as error:  # of this program, not of a case: the next phase runs all the same
         run.lines.write(phase, "phase", "failed", why=f"{type(error).__name__}: {error}")
     finally:

@@ -34,7 +34,9 @@ def lines(tmp_path: Path) -> Lines:
 
 
 def test_rows_of_each_command_of_the_half_hour_bear_the_name_of_the_gpu():
-    commands = re.findall(r"^python -m bench\.gpu((?: --phase \w+)+)", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE)
+    commands = re.findall(
+        r"^python3 -m bench\.gpu((?: --phase \w+)+)", (ROOT / "docs/gpu.md").read_text(), re.MULTILINE
+    )
     named = [re.findall(r"--phase (\w+)", command) for command in commands]
     assert [phase for of_one in named for phase in of_one] == list(SHARES)
     for phase in SHARES:  # each by itself, too
@@ -125,6 +127,20 @@ def test_what_is_preloaded_already_stays_so_beside_a_carried_nccl(tmp_path: Path
     assert whole == f"{tmp_path / carried_nccl.NAME}:libjemalloc.so.2"
     monkeypatch.delenv("LD_PRELOAD")
     assert carried_nccl.sharing_environment(tmp_path)["LD_PRELOAD"] == str(tmp_path / carried_nccl.NAME)
+
+
+def test_nccl_is_asked_for_its_version_once_by_all_runs_of_tests_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+
+    def told(*_: object, env: dict[str, str], **__: object) -> Any:
+        asked.append(env.get("LD_PRELOAD"))
+        return SimpleNamespace(returncode=0, stdout="23203\n")
+
+    monkeypatch.setattr("subprocess.run", told)
+    for number in range(3):
+        assert carried_nccl.version({"LD_PRELOAD": "one", "NUMBER": str(number)}) == 23203
+    assert carried_nccl.version({"LD_PRELOAD": "another"}) == 23203
+    assert asked == ["one", "another"]
 
 
 def test_processes_ask_no_name_service(lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

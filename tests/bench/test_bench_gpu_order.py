@@ -46,3 +46,14 @@ def test_each_goals_tests_come_before_others_on_ranks():
         assert order == [True] * (len(order) // 2) + [False] * (len(order) // 2)
         for suite in of_ranks:
             assert any(fnmatchcase(f"{suite.name}: ", pattern.partition(": ")[0] + ": ") for pattern in SHOWN.values())
+
+
+def test_tests_of_kernels_leave_whole_steps_some_of_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those hold one goal, in 300 tests that compile; whole steps, which come behind them, seven."""
+    left: dict[str, float] = {}
+    begins = time.time()
+    monkeypatch.setattr(runner, "cases_of", lambda *_: [])
+    monkeypatch.setattr(runner, "_run_tests", lambda _, phase, suite, end: left.setdefault(suite.name, end - begins))
+    lines = Lines(tmp_path / FILE, {"commit": "abc", "run": "now", "rehearsal": True})
+    runner.run_phase(runner.Run(tmp_path, lines, False, tmp_path), "tests", 1000)
+    assert left == {"kernels": pytest.approx(600, abs=20), "one rank": pytest.approx(1000, abs=20)}

@@ -151,7 +151,7 @@ def test_a_rank_that_has_left_is_not_waited_for(end: str, several: RankPool):
 
 @pytest.mark.parametrize("size", MANY[:1])
 def test_a_rank_that_exits_is_named(size: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tests.support.ranks.GRACE_SECONDS", 30.0)
+    monkeypatch.setattr("tests.support.ranks.GRACE_SECONDS", SECONDS)  # rank 0 is told when its timeout is over
     pool = RankPool(size)
     try:
         with pytest.raises(RankError) as caught_here:

@@ -39,6 +39,7 @@ from fastreduce.cli.compare.digits.training import (
     load_digits,
 )
 from fastreduce.cli.compare.intervals import Estimate, estimate_median
+from fastreduce.cli.compare.progress import make_console
 from fastreduce.cli.compare.results import FORMAT
 from fastreduce.distributed.processes import Group, run_ranks
 from fastreduce.errors import RanksFailedError
@@ -149,6 +150,13 @@ def test_over_two_cycles_every_contender_has_the_same_mean_place():
     assert all(sorted(r) == names for r in rounds)
     assert len({tuple(r) for r in rounds}) == len(rounds)
     assert {sum(r.index(name) for r in rounds) for name in names} == {4 * len(names)}
+
+
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
+    """Of scripts, folders and settings: rich has emojis for some, and takes others for its markup."""
+    name = "out/:key:/[bold]train[/bold].py"
+    make_console().print(name)
+    assert capsys.readouterr().out == f"{name}\n"
 
 
 def test_interval_of_a_median():

@@ -80,7 +80,7 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
         show(console, findings, link)
         write(file, sys.argv, plan, findings, link, time.monotonic() - start)
         said = f"\n{time.monotonic() - start:.0f} s. Wrote {file}."
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        console.print(said, soft_wrap=True)
     if others is not None:
         said = f"The advice is in {socket.gethostname()}:{file.resolve()}"
         others.end(*((0, said) if ended is None else (ended[1], f"node 0: {ended[0].splitlines()[0]}")))
@@ -176,7 +176,7 @@ class _Saying:
 
     def text(self, text: str) -> None:
         """Say it."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text)
 
     def line(self, line: Line) -> None:
         """Say what a rank has measured."""

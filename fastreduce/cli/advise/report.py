@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -76,7 +75,7 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
     wrapped = readings.wrapped
     over = f"over {wrapped['transport']}" if wrapped["transport"] else ""
     about = f"{wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {wrapped['ranks']} ranks {over}".rstrip()
-    console.print(f"\n{about}. The link: {links_text(readings, readings.transport)}.", highlight=False, markup=False)
+    console.print(f"\n{about}. The link: {links_text(readings, readings.transport)}.")
     print_table(console, _steps_table(findings.predicted, findings), STEPS)
     print_table(console, _parts_table(findings.predicted), PARTS)
     if len(findings.seconds) > len(readings.settings):
@@ -87,16 +86,16 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
     console.print()
     _say(console, _checked(findings))
     if findings.advice is not None:
-        console.print(Text(findings.advice.sentence, style="bold"))
+        console.print(findings.advice.sentence, style="bold")
         _say(console, findings.advice.caution)
     if findings.projected is not None and link is not None:
         there, advice = findings.projected
         each = wrapped["local_ranks"]
-        console.print(f"\nProjected to {link.nodes} hosts of {each} ranks, {link.gbits:g} Gbit/s:", highlight=False)
+        console.print(f"\nProjected to {link.nodes} hosts of {each} ranks, {link.gbits:g} Gbit/s:")
         print_table(console, _steps_table(there, None), "predicted only: nothing was run there.")
         print_table(console, _parts_table(there), PARTS)
         console.print()
-        console.print(Text(advice.sentence, style="bold"))
+        console.print(advice.sentence, style="bold")
         _say(console, advice.caution)
 
 
@@ -146,12 +145,8 @@ def _steps_table(predicted: Mapping[str, Prediction], findings: Findings | None)
             cells += ["–", "–", "–"]
         if findings is not None and name in measured:
             seen = measured[name]
-            ratio = Interval(seen.ratio.median, seen.ratio.low, seen.ratio.high)
-            cells[-3:] = [
-                f"{seen.step:.1f}",
-                "1" if name == BASE else _interval(ratio, 1, 2),
-                f"{findings.errors[name]:+.0%}",
-            ]
+            ratio = "1" if name == BASE else str(seen.ratio)
+            cells[-3:] = [f"{seen.step:.1f}", ratio, f"{findings.errors[name]:+.0%}"]
         table.add_row(_label(each.variant), *cells, style="bold" if name == chosen else None)
     return table
 
@@ -173,15 +168,15 @@ def _variants_table(findings: Findings) -> Table:
     for setting, transport in sorted(rows, key=lambda row: list(readings.settings).index(row[0])):
         names = [str(Variant(setting, size, transport)) for size in sizes]
         cells = [Text(f"{1e3 * seconds[name]:.1f}", style="bold" if name == best else "") for name in names]
-        table.add_row(Text(setting), transport or readings.transport, *cells)
+        table.add_row(setting, transport or readings.transport, *cells)
     return table
 
 
-def _label(variant: Variant) -> Text:
+def _label(variant: Variant) -> str:
     """A variant as it is called in a table."""
     size, over = variant.bucket_cap_mb, variant.transport
     options = [*([] if size is None else [f"{size} MiB"]), *([] if over is None else [over])]
-    return Text(variant.setting + ("\n " + ", ".join(options) if options else ""))
+    return variant.setting + ("\n " + ", ".join(options) if options else "")
 
 
 def _parts_table(predicted: Mapping[str, Prediction]) -> Table:
@@ -195,13 +190,12 @@ def _parts_table(predicted: Mapping[str, Prediction]) -> Table:
 
 def _say(console: Console, text: str) -> None:
     if text:
-        console.print(text, highlight=False, markup=False)
+        console.print(text)
 
 
 def _interval(found: Interval, unit: float, digits: int) -> str:
-    value, low, high = (unit * each for each in (found.value, found.low, found.high))
-    interval = "" if np.isnan(low) else f" ({low:.{digits}f}–{high:.{digits}f})"
-    return f"{value:.{digits}f}{interval}"
+    value, low, high = (f"{unit * each:.{digits}f}" for each in (found.value, found.low, found.high))
+    return f"{value} ({low}–{high})"
 
 
 def _checked(findings: Findings) -> str:

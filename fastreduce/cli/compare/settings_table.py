@@ -22,4 +22,4 @@ def print_table(console: Console, table: Table, notes: str) -> None:
     """Print it with its notes."""
     console.print()
     console.print(table)
-    console.print(f"\n{notes}", style="dim", highlight=False)
+    console.print(f"\n{notes}", style="dim")

@@ -54,7 +54,7 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
     plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
     said = f"\n{seconds:.0f} s, {over(transport_of(records[0]))}. {write_page(out)}"
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
+    console.print(said, soft_wrap=True)
 
 
 def check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:
@@ -87,7 +87,6 @@ class _Watch:
         self._console.print(
             f"--device {e.device} --ranks {e.ranks} --width {e.width} --rounds {e.rounds} --steps {e.steps}, "
             f"side by side: {', '.join(e.contenders)}.",
-            highlight=False,
         )
         self._bar.start()
         return self

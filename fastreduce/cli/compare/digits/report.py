@@ -51,7 +51,7 @@ def print_table(console: Console, figures: Sequence[Figures]) -> None:
         console.print("The terminal is too narrow for compress, reduce, decompress: see results.json.", style="dim")
     console.print()
     for sentence in conclude(figures):
-        console.print(sentence, highlight=False)
+        console.print(sentence)
 
 
 def _make_table(figures: Sequence[Figures], headers: Sequence[str], rows: Mapping[str, list[str]]) -> Table:

@@ -59,7 +59,7 @@ def run(plan: Plan, console: Console) -> None:
         plot.draw(plan.out / "compare.png", summary, plan.margin, _title(plan, findings))
         report.print_report(console, plan, findings, summary)
         said = f"\n{findings.seconds:.0f} s, {over(findings.wrapped['transport'])}. {write_page(plan.out)}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        console.print(said, soft_wrap=True)
     if others is not None:
         others.end(*_told(plan, findings, ended))
     if ended is not None:
@@ -210,7 +210,7 @@ class _Watch:
         length = plan.length or "whole"
         train = f"--train {length} --seeds {len(plan.seeds)}: {', '.join(plan.settings)}" if plan.trains else ""
         for line in filter(None, (speed, train)):
-            self._console.print(f"{plan.name}, {plan.started}, {line}.", highlight=False, markup=False)
+            self._console.print(f"{plan.name}, {plan.started}, {line}.")
         self._bar.start()
         return self
 
@@ -229,7 +229,7 @@ class _Watch:
             assert self._task is not None
             self._bar.update(self._task, description=text)
         else:
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(text)
 
     def step(self, text: str, quarter: int | None = None) -> None:
         """One step of it is done."""
@@ -237,4 +237,4 @@ class _Watch:
         self._bar.update(self._task, advance=1, description=text)
         if quarter is not None and quarter > self._quarter and not self._console.is_terminal:
             self._quarter = quarter
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(text)

@@ -110,8 +110,6 @@ def follow(plan: Plan, nodes: Nodes, console: Console, command: str) -> None:
         with signals_end_ranks():
             console.print(
                 f"{plan.name}, {plan.started}: this is node {nodes.rank}; {nodes.address} measures.",
-                highlight=False,
-                markup=False,
             )
             code, said = other.follow()
     except SignalError as error:
@@ -121,7 +119,7 @@ def follow(plan: Plan, nodes: Nodes, console: Console, command: str) -> None:
         fail(f"node 0 ({nodes.address}) is gone: {error}", 1, command)
     if code:
         fail(said, code, command)
-    console.print(said, highlight=False, markup=False, soft_wrap=True)
+    console.print(said, soft_wrap=True)
     raise typer.Exit(code)
 
 

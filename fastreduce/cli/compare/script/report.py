@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from .. import results
 from ..settings_table import make_table, print_table
@@ -67,24 +66,20 @@ def print_report(console: Console, plan: Plan, findings: Findings, summary: Summ
     if summary.speeds:
         print_table(console, _speed_table(summary), TIMES)
         if plan.weights_from:
-            console.print(
-                speed.say_weights(plan.weights_from, findings.copy_seconds), style="dim", highlight=False, markup=False
-            )
+            console.print(speed.say_weights(plan.weights_from, findings.copy_seconds), style="dim")
     if findings.apart:
         console.print(f"Contestants ran in trainings of their own, in turns: {findings.apart}.", style="dim")
     for name, why in findings.left_out.items():
-        console.print(
-            f"{name} was left out: {why.splitlines()[-1].strip()}.", style="dim", highlight=False, markup=False
-        )
+        console.print(f"{name} was left out: {why.splitlines()[-1].strip()}.", style="dim")
     if summary.qualities:
         print_table(console, _quality_table(plan, summary), LOSSES)
     console.print()
     for verdict in summary.verdicts:
-        console.print(verdict.sentence, highlight=False, markup=False)
+        console.print(verdict.sentence)
     for sentence in warnings(summary):
-        console.print(sentence, highlight=False, markup=False)
+        console.print(sentence)
     for what in findings.missing:
-        console.print(f"Missing: {what}.", highlight=False, markup=False)
+        console.print(f"Missing: {what}.")
 
 
 def warnings(summary: Summary) -> list[str]:
@@ -104,7 +99,7 @@ def _speed_table(summary: Summary) -> Table:
     for name, found in summary.speeds.items():
         torch = "–" if found.ratio_to_torch is None else "1" if name == "torch" else str(found.ratio_to_torch)
         table.add_row(
-            Text(name),
+            name,
             f"{found.step:.1f} ({found.quartiles[0]:.0f}–{found.quartiles[1]:.0f})",
             "1" if name == BASE else str(found.ratio),
             torch,
@@ -120,7 +115,7 @@ def _quality_table(plan: Plan, summary: Summary) -> Table:
     table = make_table(columns)
     verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
     for name, found in summary.qualities.items():
-        table.add_row(Text(name), *_losses(plan, found), style=_style(name, verbs))
+        table.add_row(name, *_losses(plan, found), style=_style(name, verbs))
     return table
 
 

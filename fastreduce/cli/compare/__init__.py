@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -190,23 +191,8 @@ def compare(
 
     Prints a table and a verdict for each setting, and writes results.json, compare.png and report.html.
     """
-    wrong = [name for name in ("device", "width", "batch") if words and _given(context, name)]
-    of_script = (
-        "train",
-        "seeds",
-        "margin",
-        "target",
-        "timeout",
-        "metric_line",
-        "metric_file",
-        "weights_from",
-        "launch",
-    )
-    started = ("nnodes", "node_rank", "master_addr", "master_port")
-    wrong += [name for name in (*of_script, *started) if not words and _given(context, name)]
-    if wrong:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-        fail(f"{named}: for {'the built-in network' if words else 'a script'} only")
+    if wrong := _given(context, [BUILT_IN] if words else [SCRIPT, starting.PANEL]):
+        fail(f"{', '.join(wrong)}: for {'the built-in network' if words else 'a script'} only")
     console = make_console()
     if words:
         plan = make_plan(
@@ -255,6 +241,8 @@ def _is_setting(word: str) -> bool:
     return True
 
 
-def _given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
+def _given(context: typer.Context, panels: Collection[str]) -> list[str]:
+    """The options under these headings of --help that stand on the command line."""
+    options: list[Any] = [each for each in context.command.params if getattr(each, "rich_help_panel", "") in panels]
+    sources = {each.opts[0]: context.get_parameter_source(each.name) for each in options}
+    return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -60,7 +60,7 @@ def cell(
         advised = findings.advice.name
         names = tuple(findings.seconds) if varied else tuple(dict.fromkeys([*names, advised]))
         lines = trainings.run(plan, measure.rotation(plan, names, rounds), lambda _: None)
-    seen = {each.contestant: each for each in speed.summarise(names, measure.turns_of(lines, names))}
+    seen = {each.contestant: each for each in speed.summarise(names, speed.read_rotation(names, lines))}
     assert BASE in seen, "the training ended before all settings were measured"
     best = min(seen, key=lambda name: seen[name].step)
     return {

@@ -168,7 +168,7 @@ def test_rounds_that_are_not_complete_do_not_count():
     lines = [{"turn": i, "contestant": "", "seconds": [[0.1]]} for i in range(2 * 6 + 3)]
     plan = replace(PLAN, settings=("none", "int8"))
     lines.insert(0, {"missing": {"torch:bf16": "of NCCL"}})
-    found = speed.read_rotation(plan, lines)
+    found = speed.read_rotation(plan.contestants, lines)
     assert len(found) == 12 and {turn.round for turn in found} == {0, 1}
     assert {turn.contestant for turn in found} == {"none", AGAIN, "int8", "torch", "torch:fp16", "no reduction"}
     assert [turn.contestant for turn in found[:6]] != [turn.contestant for turn in found[6:]]

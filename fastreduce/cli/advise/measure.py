@@ -15,7 +15,6 @@ from ..compare.ending import SignalError, fail, signals_end_ranks
 from ..compare.script import speed, trainings
 from ..compare.script.nodes import FirstNode, follow
 from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
-from ..compare.script.speed import Turn
 from ..compare.script.trainings import Line, Training, TrainingError
 from ..compare.starting import Nodes
 from .advice import advise, contenders, varied, who_is_late
@@ -145,13 +144,6 @@ def rotation(plan: Plan, names: Sequence[str], rounds: int) -> Training:
     return Training("the training that checks the prediction", "checked", BASE, plan.seeds[0], BASE, orders)
 
 
-def turns_of(lines: Sequence[Line], names: Sequence[str]) -> list[Turn]:
-    """The turns of the rounds that are complete."""
-    turns = [line for line in lines if "turn" in line]
-    found = [Turn(line["turn"] // len(names), line["contestant"], line["seconds"]) for line in turns]
-    return found[: len(found) // len(names) * len(names)]
-
-
 def _check(plan: Plan, findings: Findings, say: _Saying, others: FirstNode | None) -> None:
     names = [BASE, *contenders(findings.predicted)]
     say.text(f"checking the prediction: {', '.join(names)} in turns, --rounds {plan.rounds}")
@@ -160,7 +152,7 @@ def _check(plan: Plan, findings: Findings, say: _Saying, others: FirstNode | Non
     except TrainingError as error:
         findings.missing = f"the prediction was not checked: {error}"
         return
-    findings.turns = turns_of(lines, names)
+    findings.turns = speed.read_rotation(names, lines)
     findings.measured = {each.contestant: each for each in speed.summarise(names, findings.turns)}
     if not findings.measured:
         findings.missing = f"the prediction was not checked: {plan.name} ended before a round was over"

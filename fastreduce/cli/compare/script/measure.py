@@ -81,8 +81,8 @@ def _measure_speed(plan: Plan, findings: Findings, watch: _Watch, others: FirstN
     try:
         _train(plan, training, findings, on_line, others)
     finally:
-        findings.turns = speed.read_rotation(plan, lines)
-        findings.flights = speed.read_flights(plan, lines)
+        findings.turns = speed.read_rotation(plan.contestants, lines)
+        findings.flights = speed.read_flights(plan.contestants, lines)
     findings.apart = speed.why_fixed(lines)
     if findings.apart and plan.weights_from:
         raise TrainingError(

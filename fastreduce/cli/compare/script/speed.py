@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,6 @@ class Speed:
     rounds: int
 
 
-def turns(plan: Plan) -> list[str]:
-    """Contestants, round after round, in an order that changes."""
-    return [name for number in range(plan.rounds) for name in order(plan.contestants, number)]
-
-
 def rotation(plan: Plan) -> Training:
     """One training in which contestants take turns."""
     orders = {
@@ -85,24 +80,30 @@ def apart(plan: Plan, missing: Iterable[str]) -> list[tuple[int, str, Training]]
     return found
 
 
-def read_rotation(plan: Plan, lines: Sequence[Line]) -> list[Turn]:
+def read_rotation(contestants: Sequence[str], lines: Sequence[Line]) -> list[Turn]:
     """The turns of the rounds that are complete."""
-    gone = missing(lines)
-    names = [name for name in turns(plan) if name not in gone]
-    each = len(set(names))
-    found = [Turn(line["turn"] // each, names[line["turn"]], line["seconds"]) for line in lines if "turn" in line]
+    found = [Turn(number, name, line["seconds"]) for number, name, line in _turns(contestants, lines)]
+    each = len(set(contestants) - missing(lines).keys())
     return found[: len(found) // each * each]
 
 
-def read_flights(plan: Plan, lines: Sequence[Line]) -> dict[str, list[Flight]]:
+def read_flights(contestants: Sequence[str], lines: Sequence[Line]) -> dict[str, list[Flight]]:
     """Of each contestant's turns a step as rank 0's flight record has it; of torch's there is none."""
-    gone = missing(lines)
-    names = [name for name in turns(plan) if name not in gone]
     found: dict[str, list[Flight]] = {}
-    for line in lines:
-        if "turn" in line and line["flight"] is not None:
-            found.setdefault(names[line["turn"]], []).append(line["flight"])
+    for _, name, line in _turns(contestants, lines):
+        if line["flight"] is not None:
+            found.setdefault(name, []).append(line["flight"])
     return found
+
+
+def _turns(contestants: Sequence[str], lines: Sequence[Line]) -> Iterator[tuple[int, str, Line]]:
+    """The lines about turns, each with its round and its contestant, who may have another name there."""
+    gone = missing(lines)
+    each = len(set(contestants) - gone.keys())
+    for line in lines:
+        if "turn" in line:
+            number, place = divmod(line["turn"], each)
+            yield number, [name for name in order(contestants, number) if name not in gone][place], line
 
 
 def typical(flights: Sequence[Flight]) -> Flight:

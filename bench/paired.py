@@ -77,7 +77,10 @@ def alternate(contestants: Mapping[str, Contestant], seconds: float) -> Seconds:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval; below six values the interval is all that was seen."""
+    """The median and its 95 % interval; below six values the interval is all that was seen.
+
+    The same as `fastreduce.cli.compare.intervals` has by scipy, which machines of `make gpu` need not have.
+    """
     ordered, n = sorted(values), len(values)
     outside, below = 0, 0.0  # how many values to leave out on each side, and the chance to miss on one side
     while (below := below + math.comb(n, outside) / 2**n) <= 0.025:

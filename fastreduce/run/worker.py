@@ -1,7 +1,7 @@
 """One rank under `fastreduce launch` or `run`: runs the script, and leaves word of why it failed.
 
 Started by its path, so that nothing of fastreduce is imported: `python worker.py script|module|program name …`.
-An exception goes to a file that the launcher named (`launch.py`), which prints the first one of all ranks; without our
+An exception goes to a file that the launcher named, which prints the first one of all ranks (`cli/launch/`); without our
 launcher it is printed here.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
         raise
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
-        sys.last_value = error  # as Python itself leaves it: this process does not end because its script did
+        sys.last_value = error  # as the interpreter leaves it: exit handlers tell those who wait for this rank
         if launched:
             _fail(error)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -89,7 +89,6 @@ def _run(kind: str, name: str) -> None:
 def _fail(error: BaseException) -> NoReturn:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     _record(text, 1)
-    sys.last_value = error  # as the interpreter has it: exit handlers tell those who wait for this rank
     # What hangs in the interpreter's end must not keep the other ranks waiting.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(TEARDOWN_SECONDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import TaskID
@@ -214,7 +213,7 @@ class _Watch:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def begin(self, text: str, total: int) -> None:

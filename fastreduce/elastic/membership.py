@@ -69,10 +69,9 @@ class Membership:
         self._description = {**ddp._description, **{name: repr(each) for name, each in self._samplers.items()}}
         self._description["backwards"] = str(backwards)
         told = [asked, *self._description.items()]
-        digest = hashlib.sha256(repr(told).encode()).hexdigest()
-        self._digest = digest
+        self._digest = digest = hashlib.sha256(repr(told).encode()).hexdigest()
         times = Times(timeout.total_seconds())
-        self._presence = Presence(store, times, place, digest, asked or "", weakly(self._on_loss))
+        self._presence = Presence(store, times, place, digest, asked or "", weakly(self.abort))
         self._end = weakref.finalize(self, self._presence.leave)
         for sampler in self._samplers.values():
             sampler.join(self._presence.id)
@@ -197,10 +196,6 @@ class Membership:
     def _check_here(self) -> None:
         if self._left:
             raise TransportError("this process has left: members.leave() was called")
-
-    def _on_loss(self, generation: int) -> None:
-        """On the thread that looks: let a collective that waits for the lost end now."""
-        self.abort(generation)
 
     def _step_of_others(self) -> int:
         return max((note.step for note in self.generation.notes.values()), default=0)

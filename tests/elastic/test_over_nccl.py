@@ -75,11 +75,11 @@ def test_an_abort_that_takes_long_ends_nothing_of_the_next_generation(monkeypatc
     there: Any = Membership.__new__(Membership)
     monkeypatch.setattr(membership, "abort_beside", ended.append)
     begin(1)
-    there._on_loss(1)
+    there.abort(1)
     assert ended == ["hosts of 1", "GPUs of 1", "beside 1"]
-    there._on_loss(1)
+    there.abort(1)
     assert len(ended) == 3
-    there._on_loss(2)
+    there.abort(2)
     assert ended[3:] == ["hosts of 2", "GPUs of 2", "beside 2"]
 
 

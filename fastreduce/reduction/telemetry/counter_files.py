@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...environment.exits import Exit, each_at_exit
+from ...environment.forks import Owner
 from ..arrivals import weakly
 from .counters import Counters, to_prometheus
 from .flight_record import StepRow
@@ -43,7 +44,7 @@ class CounterFiles:
         name = f"rank{rank}.{counters.number}" if counters.number else f"rank{rank}"
         self._lines, self._page = folder / f"{name}.jsonl", folder / f"{name}.prom"
         self._rank, self._counters, self._seconds = rank, counters, seconds
-        self._due, self._process = 0.0, os.getpid()
+        self._due, self._owner = 0.0, Owner()
         counters.as_dict()  # from now on it counts
         recorder.on_step.append(weakly(self._on_step))
         _open.add(self)
@@ -55,7 +56,7 @@ class CounterFiles:
 
     def write(self) -> None:
         """Write what has been counted until now."""
-        if self._process != os.getpid():  # a fork
+        if not self._owner.is_here:
             return
         counted = self._counters.as_dict()
         part = self._page.with_name(f".{self._page.name}.{os.getpid()}")

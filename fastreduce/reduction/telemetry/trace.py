@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...environment.exits import Exit, each_at_exit
+from ...environment.forks import Owner
 from ...errors import listed
 from ...transports import Transport
 from ...transports.messages import checked, of_types
@@ -70,7 +71,7 @@ class Trace:
         self._plan: BucketPlan | None = None
         self._about: list[str] = []
         self._file: BinaryIO | None = None
-        self._process = os.getpid()
+        self._owner = Owner()
         self._until = 0.0  # where the last phase has ended, in the file
         recorder.waits = True
         recorder.on_phase.append(self._note_phase)
@@ -182,7 +183,7 @@ class Trace:
 
     def _write(self, events: list[str]) -> None:
         """Each line but the first begins with the comma that separates it from the one before."""
-        if self._file is not None and events and self._process == os.getpid():
+        if self._file is not None and events and self._owner.is_here:
             try:
                 data = "".join([f",\n{event}" for event in events]).encode()
                 if self._file.write(data) < len(data):
@@ -197,7 +198,7 @@ class Trace:
     def close(self) -> None:
         """Complete the file; the rank that is last merges all. A fork of the process does nothing."""
         file, self._file = self._file, None
-        if file is None or self._process != os.getpid():
+        if file is None or not self._owner.is_here:
             return
         try:
             with file:

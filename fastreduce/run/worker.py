@@ -1,8 +1,8 @@
 """One rank under `fastreduce launch` or `run`: runs the script, and leaves word of why it failed.
 
 Started by its path, so that nothing of fastreduce is imported: `python worker.py script|module|program name …`.
-An exception goes to a file that the launcher named, which prints the first one of all ranks (`cli/launch/`); without our
-launcher it is printed here.
+An exception goes to a file that the launcher (`cli/launch/`) named, which prints the first one of all ranks; without
+our launcher it is printed here.
 """
 
 from __future__ import annotations

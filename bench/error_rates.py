@@ -28,6 +28,8 @@ from fastreduce.cli.compare.script.equivalence import compare
 from fastreduce.cli.compare.script.speed import Turn, summarise
 from fastreduce.run.orders import order
 
+from .tables import write_csv
+
 KEPT = Path(__file__).parent / "results" / "error_rates.csv"
 BASE, AGAIN, OTHER = "none", "none again", "other"
 CONTESTANTS = (BASE, AGAIN, OTHER, "4", "5", "6")
@@ -146,10 +148,7 @@ def main(
             rows += speed_rows("recorded", [ratio_of(AGAIN, slowed(piece, AGAIN, truth)) for piece in pieces], truth)
     else:
         rows += [row for row in kept() if row.kind == "recorded"]
-    with KEPT.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(Row._fields)
-        writer.writerows(rows)
+    write_csv(KEPT, [row._asdict() for row in rows])
     Console().print(table(rows))
 
 

@@ -31,6 +31,7 @@ from fastreduce.policy import Policy
 
 from .. import json_lines
 from ..scaling.star import address, star
+from ..tables import markdown
 from .advised_training import MODELS
 
 RESULTS = Path(__file__).parents[1] / "results" / "advice.jsonl"
@@ -152,11 +153,9 @@ def write_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         f"{cells}; load from {min(row['load'] for row in rows):.1f} to {max(row['load'] for row in rows):.1f}. "
         "Milliseconds are medians of the slowest rank; predicted ones in parentheses.",
         "",
-        f"| {' | '.join(TITLES)} |",
-        "| --- " * len(TITLES) + "|",
-        *(f"| {' | '.join(columns(row))} |" for row in rows),
+        markdown([TITLES, *map(columns, rows)]),
     ]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines))
 
 
 def main(

@@ -23,8 +23,9 @@ from typing import Annotated, Any
 import typer
 
 from ..paired import ratio, turns
+from ..tables import write_csv
 from .beside_rank import TIMEOUT
-from .kills import Job, write_rows
+from .kills import Job
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "bench" / "results" / "elastic_beside.csv"
@@ -137,8 +138,7 @@ def kills(python: Path, kind: str, count: int, seed: int) -> list[dict[str, floa
 
 def _must(job: Job, good: bool) -> None:
     if not good:
-        text = "".join(path.read_text()[-3000:] for path in sorted(job.folder.glob("*.out")))
-        raise RuntimeError("nobody trains: " + text)
+        raise RuntimeError(f"nobody trains: {job.output()}")
 
 
 def step_seconds(python: Path, kind: str) -> float:
@@ -197,7 +197,7 @@ def main(
             }
         )
         print(rows[-1], flush=True)
-    write_rows(KEPT, rows)
+    write_csv(KEPT, rows)
 
 
 if __name__ == "__main__":

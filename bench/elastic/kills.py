@@ -12,7 +12,6 @@ and started again all the time; what that one holds goes to bench/results/elasti
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ import typer
 from fastreduce.data import epoch_order
 from tests.support.fork_server import Forked, run_as_script, server
 
+from ..tables import write_csv
 from .elastic_ranks import SAMPLES
 
 KEPT = Path(__file__).parents[1] / "results" / "elastic.csv"
@@ -122,6 +122,10 @@ class Job:
         for _, process in self.alive.values():
             process.kill()
 
+    def output(self) -> str:
+        """The end of what each process has printed."""
+        return "".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("*.out")))
+
     def differing(self) -> list[int]:
         """Steps after which those who committed them had other parameters."""
         by_step: dict[int, set[str]] = {}
@@ -172,7 +176,6 @@ def run(seed: int, ranks: int, transport: str, setting: str, timeout: float = TI
             for at, _, left in kills:
                 for name in left:
                     waits.append(_longest_pause(job.lines(name), at))
-            text = "".join(path.read_text() for path in sorted(Path(folder).glob("*.out")))
             lines = [line for name in job.names for line in job.lines(name)]
             return {
                 "kills": len(kills),
@@ -182,7 +185,7 @@ def run(seed: int, ranks: int, transport: str, setting: str, timeout: float = TI
                 "waits": waits,
                 "differing": job.differing(),
                 "miscounted": job.miscounted(),
-                "output": text,
+                "output": job.output(),
             }
         finally:
             job.close()
@@ -216,14 +219,7 @@ def _keep(found: Mapping[tuple[int, str, str], list[dict[str, Any]]]) -> None:
                 "load": round(os.getloadavg()[0], 1),
             }
         )
-    write_rows(KEPT, rows)
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(KEPT, rows)
 
 
 def soak(steps: int, transport: str, ranks: int = 3) -> dict[str, Any]:
@@ -246,7 +242,7 @@ def soak(steps: int, transport: str, ranks: int = 3) -> dict[str, Any]:
                 time.sleep(chance.uniform(0, 0.5))
                 job.start(place)
                 if not job.trains():
-                    raise RuntimeError("nobody trains: " + "".join(p.read_text() for p in Path(folder).glob("*.out")))
+                    raise RuntimeError(f"nobody trains: {job.output()}")
                 path = Path(folder, f"{stays}.resources")
                 if path.exists() and before // 100 < job.step_of(stays) // 100:
                     held.append(json.loads(path.read_text()))
@@ -278,7 +274,7 @@ def main(
 ) -> None:
     """Run, print and keep."""
     if steps:
-        write_rows(SOAKED, [soak(steps, transport) for transport in ("gloo", "shm")])
+        write_csv(SOAKED, [soak(steps, transport) for transport in ("gloo", "shm")])
         return
     found: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     seeds = range(first, first + runs)

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .kills import START_SECONDS, Job, write_rows
+from ..tables import write_csv
+from .kills import START_SECONDS, Job
 
 HERE = Path(__file__).parents[1]
 KEPT = HERE / "results" / "elastic_loss.csv"
@@ -35,7 +36,7 @@ def train(seed: int, steps: int, disturbed: bool) -> tuple[dict[str, Any], list[
             for place in range(RANKS):
                 job.start(place)
             if not job.trains():
-                raise RuntimeError("nobody trains: " + _output(folder))
+                raise RuntimeError(f"nobody trains: {job.output()}")
             while disturbed:
                 time.sleep(chance.uniform(*KILL_SECONDS))
                 if max(job.step_of(name) for name in job.names) > 0.9 * steps:
@@ -51,7 +52,7 @@ def train(seed: int, steps: int, disturbed: bool) -> tuple[dict[str, Any], list[
             left = [each for name, each in job.alive.values() if job.lines(name)]
             codes = [each.poll(max(0.0, deadline - time.monotonic())) for each in left]
             if any(code != 0 for code in codes):
-                raise RuntimeError(f"exit codes {codes}: " + _output(folder))
+                raise RuntimeError(f"exit codes {codes}: {job.output()}")
             by_step = {line.step: line for name in job.names for line in job.lines(name)}
             losses = [by_step[step].loss for step in range(1, steps + 1)]
             (right, *_) = [float(path.read_text()) for path in Path(folder).glob("*.right")]
@@ -69,10 +70,6 @@ def train(seed: int, steps: int, disturbed: bool) -> tuple[dict[str, Any], list[
             job.close()
     print(row, flush=True)
     return row, losses
-
-
-def _output(folder: str) -> str:
-    return "".join(path.read_text()[-3000:] for path in sorted(Path(folder).glob("*.out")))
 
 
 def draw(curves: list[tuple[bool, list[float]]], path: Path) -> None:
@@ -106,7 +103,7 @@ def main(
             row, losses = train(seed, steps, disturbed)
             rows.append(row)
             curves.append((disturbed, losses))
-    write_rows(KEPT, rows)
+    write_csv(KEPT, rows)
     draw(curves, PICTURE)
 
 

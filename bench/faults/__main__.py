@@ -38,6 +38,7 @@ from tests.support.two_nodes import ADDRESSES, INTERFACE, two_nodes
 
 from .. import json_lines
 from ..gpu.lines import commit
+from ..tables import markdown
 from .fault_ranks import Job
 
 KEPT = Path(__file__).parents[1] / "results" / "faults.jsonl"
@@ -348,7 +349,7 @@ def main(
     clean: Annotated[int, typer.Option(help="Runs of 500 steps in which nothing happens.")] = 30,
     jobs: Annotated[int, typer.Option(help="Runs at a time.")] = 2,
     out: Annotated[Path, typer.Option(help="Where rows are, and go.")] = KEPT,
-    markdown: Annotated[bool, typer.Option(help="The table as docs/who-is-late.md has it.")] = False,
+    in_markdown: Annotated[bool, typer.Option("--markdown", help="The table as docs/who-is-late.md has it.")] = False,
 ) -> None:
     """Run what is missing, and show all."""
     unknown = set(only or ()) - set(KINDS)
@@ -367,12 +368,12 @@ def main(
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(keep, missing))
-    heading, *lines = table(list(json_lines.read(out)))
-    if markdown:
-        print("\n".join(f"| {' | '.join(line)} |" for line in [heading, ["---"] * len(heading), *lines]))
+    lines = table(list(json_lines.read(out)))
+    if in_markdown:
+        print(markdown(lines), end="")
         return
-    shown = Table(*heading, box=box.SIMPLE)
-    for line in lines:
+    shown = Table(*lines[0], box=box.SIMPLE)
+    for line in lines[1:]:
         shown.add_row(*line)
     console.print(shown)
     faults = [row for row in json_lines.read(out) if row["kind"] != CLEAN]

@@ -7,7 +7,6 @@ has them.
 
 from __future__ import annotations
 
-import csv
 import logging
 import os
 import statistics
@@ -23,6 +22,7 @@ from fastreduce import DistributedDataParallel
 from fastreduce.reduction.telemetry import stragglers
 from tests.support.ranks import RankPool
 
+from ..tables import write_csv
 from ..training.steps import set_up_process
 
 KEPT = Path(__file__).parents[1] / "results" / "late_ranks.csv"
@@ -89,10 +89,7 @@ def main(
             }
         )
         print(rows[-1])
-    with KEPT.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(KEPT, rows)
 
 
 if __name__ == "__main__":

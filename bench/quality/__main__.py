@@ -29,6 +29,7 @@ from fastreduce.policy import Policy
 
 from .. import json_lines
 from ..gpu.lines import commit
+from ..tables import markdown
 from . import training, verdicts
 from .picture import draw
 from .tasks import BATCH, OPTIMIZERS, TASKS
@@ -114,11 +115,11 @@ def page(findings: Findings, rows: Sequence[Row], missing: int, margin: float) -
             for number, count in sorted(seeds.items(), reverse=True)
         ),
         margin=margin,
-        summary=verdicts.markdown(verdicts.summary(findings)),
+        summary=markdown(verdicts.summary(findings)),
     )
     for ranks in findings.ranks:
-        text += f"\n## {ranks} ranks\n\n{verdicts.markdown(verdicts.by_case(findings, ranks))}"
-    return f"{text}\n## vNMSE\n\n{verdicts.markdown(verdicts.errors(findings))}"
+        text += f"\n## {ranks} ranks\n\n{markdown(verdicts.by_case(findings, ranks))}"
+    return f"{text}\n## vNMSE\n\n{markdown(verdicts.errors(findings))}"
 
 
 PAGE = """# No worse?

@@ -160,10 +160,3 @@ def said(test: Equivalence) -> str:
     if test.seeds is None:
         return f"? {percent(test.difference)}"
     return f"? {percent(test.difference)} ({'>' if test.seeds > MOST_SEEDS else ''}{min(test.seeds, MOST_SEEDS)} seeds)"
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table, the first line of which is its heading."""
-    heading, *rest = lines
-    rows = [heading, ["---"] * len(heading), *rest]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)

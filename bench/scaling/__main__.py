@@ -8,12 +8,11 @@ it, and tables into docs/scaling.md.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.support.commands import ROOT
 from tests.support.two_nodes import CannotMake
 
 from ..kernels.shapes import buckets_of
+from ..tables import markdown, write_csv
 from . import inputs as measured
 from . import star
 from .model import SETTINGS, Cluster, Inputs, flat, two_levels
@@ -101,12 +101,6 @@ def buckets() -> list[int]:
     return [SIZES[0], sum(SIZES[1:])]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def rows_of(seen: Iterable[Seen]) -> Iterator[list[str]]:
     """Of the check's table."""
     for row in seen:
@@ -120,7 +114,7 @@ def put(mark: str, text: str) -> None:
     before, _, rest = PAGE.read_text().partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- end of {mark} -->")
     assert end, f"{PAGE} has no {mark}"
-    PAGE.write_text(f"{before}<!-- {mark} -->\n{text}\n{end}{after}")
+    PAGE.write_text(f"{before}<!-- {mark} -->\n{text.rstrip()}\n{end}{after}")
 
 
 def main(
@@ -135,7 +129,7 @@ def main(
     where = f"{at}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
     head = ["ranks", "Gbit/s", *(f"`{setting}`, ms" for setting in SETTINGS)]
     told = f"**Model**, by inputs measured (the shortest of {measured.ROUNDS} rounds) {where}:"
-    told += f"\n\n{table(head, predicted(inputs))}"
+    told += f"\n\n{markdown([head, *predicted(inputs)])}"
     print(json.dumps(asdict(inputs), indent=1), told, sep="\n\n")
     if keep:
         (RESULTS / "scaling.json").write_text(json.dumps({"measured": where, **asdict(inputs)}, indent=1) + "\n")
@@ -149,13 +143,10 @@ def main(
     far = [row for row in seen if abs(row.off) > WITHIN]
     head = ["ranks", "setting", "", "model, ms", "measured, ms", "model over measured"]
     told = f"{len(seen) - len(far)} of {len(seen)} within {WITHIN:.0%} at {gigabits:g} Gbit/s, {where}:"
-    told += f"\n\n{table(head, rows_of(seen))}"
+    told += f"\n\n{markdown([head, *rows_of(seen)])}"
     print(told)
     if keep:
-        with (RESULTS / "scaling_check.csv").open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([*Seen._fields, "off"])
-            writer.writerows([*row, round(row.off, 3)] for row in seen)
+        write_csv(RESULTS / "scaling_check.csv", [{**row._asdict(), "off": round(row.off, 3)} for row in seen])
         put("check", told)
     sys.exit(1 if far else 0)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fastreduce
+from bench.tables import markdown
 from tests.support.commands import run, started
 from tests.support.models import assert_same_bits
 from tests.support.ranks import run_ranks
@@ -90,9 +91,7 @@ def test_verdicts_are_paired_by_seed_and_count_only_seeds_that_none_has():
     assert lines["fp8"] == "**higher not finite**" and " seeds)" in lines["int4"]
     counted = {line[0].strip("`"): line[3] for line in verdicts.summary(found)}
     assert counted["fp16"] == "1 equal: +0.04 to +0.04"
-    assert r"| `a\|b: int4` | 1.00 | 5.0e-01 | 1 **higher**: +8.25 to +8.25 |" in verdicts.markdown(
-        verdicts.summary(found)
-    )
+    assert r"| `a\|b: int4` | 1.00 | 5.0e-01 | 1 **higher**: +8.25 to +8.25 |" in markdown(verdicts.summary(found))
 
 
 def test_the_page_that_is_kept_is_what_the_rows_say():

@@ -24,6 +24,7 @@ from bench.scaling.model import (
     makespan,
     two_levels,
 )
+from bench.tables import markdown
 from fastreduce import Compression
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
@@ -101,7 +102,7 @@ def test_tables_go_between_their_marks(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(command, "PAGE", page)
     for _ in range(2):
         command.put("model", "new")
-        command.put("check", command.table(["x", "y"], [["1", "2"]]))
+        command.put("check", markdown([["x", "y"], ["1", "2"]]))
     assert page.read_text() == (
         "a\n<!-- model -->\nnew\n<!-- end of model -->\nb\n<!-- check -->\n| x | y |\n| --- | --- |\n| 1 | 2 |\n"
         "<!-- end of check -->\n"

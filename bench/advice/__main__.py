@@ -26,7 +26,7 @@ from fastreduce.cli.advise import DEFAULT_SETTINGS, measure
 from fastreduce.cli.compare import results
 from fastreduce.cli.compare.ending import SignalError, signals_end_ranks
 from fastreduce.cli.compare.script import speed, trainings
-from fastreduce.cli.compare.script.plan import BASE
+from fastreduce.cli.compare.script.plan import BASE, Plan
 from fastreduce.policy import Policy
 
 from .. import json_lines
@@ -55,7 +55,16 @@ def cell(
         places = [f"{name}:{address(i)}" for i, name in enumerate(hosts)]
         names = tuple(str(Policy.of(name)) for name in settings)
         words = ("bench.advice.advised_training", model, *places)
-        plan = measure.make_plan(words, True, names, 1 if places else ranks, rounds, folder, TIMEOUT)
+        plan = Plan(
+            words=words,
+            module=True,
+            settings=names,
+            ranks=1 if places else ranks,
+            rounds=rounds,
+            steps=measure.CHECK_STEPS,
+            out=folder,
+            timeout=TIMEOUT,
+        )
         findings = measure.investigate(plan, None, console)
         assert findings.advice is not None
         advised = findings.advice.name

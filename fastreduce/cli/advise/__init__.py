@@ -13,7 +13,7 @@ from ...policy import Policy
 from ..compare import starting
 from ..compare.ending import fail, make_folder, need
 from ..compare.progress import make_console
-from ..compare.script.plan import BASE, read_words
+from ..compare.script.plan import BASE, Plan, read_words
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
 ROUNDS = 8
@@ -102,8 +102,18 @@ def advise(
 
     make_folder(out, "advise")
     link = None if nodes is None or gbits is None else Link(nodes, gbits)
-    started = 0 if command else ranks or 2
-    plan = measure.make_plan(script, module, chosen, started, rounds, out, timeout, command, here)
+    plan = Plan(
+        words=script,
+        module=module,
+        settings=chosen,
+        ranks=0 if command else ranks or 2,
+        rounds=rounds,
+        steps=measure.CHECK_STEPS,
+        out=out,
+        timeout=timeout,
+        launch=command,
+        nodes=here,
+    )
     measure.run(plan, link, make_console())
 
 

@@ -6,7 +6,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -16,7 +15,6 @@ from ..compare.script import speed, trainings
 from ..compare.script.nodes import FirstNode, follow
 from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
 from ..compare.script.trainings import Line, Training, TrainingError
-from ..compare.starting import Nodes
 from .advice import advise, contenders, varied, who_is_late
 from .prediction import Link, predict, seconds
 from .readings import read
@@ -25,32 +23,6 @@ from .report import Findings, show, write
 PROFILE_ROUNDS, PROFILE_STEPS = 3, 5
 CHECK_STEPS = 3
 STAY_STEPS = 1  # to settle: reducers stay, and the first step under a setting pays for its memory
-
-
-def make_plan(
-    words: Sequence[str],
-    module: bool,
-    settings: Sequence[str],
-    ranks: int,
-    rounds: int,
-    out: Path,
-    timeout: float,
-    launch: tuple[str, ...] = (),
-    nodes: Nodes | None = None,
-) -> Plan:
-    """Settings with `none` first, and rounds of the check; no quality."""
-    return Plan(
-        words=tuple(words),
-        module=module,
-        settings=tuple(settings),
-        ranks=ranks,
-        rounds=rounds,
-        steps=CHECK_STEPS,
-        out=out,
-        timeout=timeout,
-        launch=launch,
-        nodes=nodes,
-    )
 
 
 def run(plan: Plan, link: Link | None, console: Console) -> None:

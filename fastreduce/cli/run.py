@@ -17,7 +17,7 @@ from ..reduction.telemetry.counter_files import VARIABLE as COUNTERS
 from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..run import main, replacement, worker
 from .launch import make_parser, parse, start
-from .launch.elastic import fail, say
+from .launch.torchs_launcher import fail, say
 from .trace import merge_after_run, stamps
 
 

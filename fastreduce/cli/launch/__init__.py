@@ -28,10 +28,10 @@ from typer.core import TyperCommand
 
 from ...distributed.launcher import MOST_RANKS
 from ...run import why_not_found, worker
-from . import elastic
+from . import torchs_launcher
 from .each_for_itself import EachForItself
-from .elastic import LOCAL, LocalRendezvous, Logs, Ranks, cause, exit_code_of, fail, open_port, say
 from .nodes import limit_seconds
+from .torchs_launcher import LOCAL, LocalRendezvous, Logs, Ranks, cause, exit_code_of, fail, open_port, say
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
 HELP = {  # of torchrun's options that mean something else here
@@ -143,7 +143,7 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
 def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
     """The parser of torchrun, with our options, defaults and words, for a command: its docstring says what and how."""
     parser = torchrun.get_args_parser()
-    parser.prog = elastic.command = f"fastreduce {function.__name__}"
+    parser.prog = torchs_launcher.command = f"fastreduce {function.__name__}"
     parser.description, parser.usage = (inspect.getdoc(function) or "").split("\n\n")
     parser.add_argument(
         "--gpus", type=int, help="Ranks on this machine, each with one GPU of its own, device 0 to it; as CPU ranks "

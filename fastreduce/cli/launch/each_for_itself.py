@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from .elastic import Ranks, fate_of, say, traceback_of
+from .torchs_launcher import Ranks, fate_of, say, traceback_of
 
 
 class EachForItself(Ranks):

@@ -160,7 +160,7 @@ def join(
 def _number(variable: str, otherwise: int) -> int:
     text = os.environ.get(variable, str(otherwise))
     if not text.isdecimal():
-        raise SettingError(f"{variable}={text!r} is no number")
+        raise SettingError(f"{variable}={text!r}: allowed: whole numbers from 0 on")
     return int(text)
 
 

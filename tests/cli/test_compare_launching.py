@@ -34,7 +34,11 @@ NAMES = {"none", "none again", "torch", "torch:fp16", "no reduction"}
     ("arguments", "environment", "message"),
     [
         (["--nnodes", "2"], {}, "--nnodes 2: say which of them this is, by --node-rank 0 to 1"),
-        (["--nnodes", "2", "--node-rank", "2"], {}, "--nnodes 2: say which of them this is, by --node-rank 0 to 1"),
+        (
+            ["--nnodes", "2", "--node-rank", "2"],
+            {},
+            "--node-rank 2 with --nnodes 2: give 0 to 1, which of them this is",
+        ),
         (["--nnodes", "2", "--node-rank", "1"], {}, "--nnodes 2: say where the first one is, by --master-addr"),
         ([], {"PET_NNODES": "2"}, "--nnodes 2: say which of them this is, by --node-rank 0 to 1"),
         (["--launch", "env", "--ranks", "2"], {}, "--launch and --ranks both say what is started: give one of them"),

@@ -382,7 +382,10 @@ def test_a_rendezvous_that_is_none_is_one_line(script: Path):
 def test_a_limit_that_is_no_number_is_an_error(script: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FASTREDUCE_NODE_SECONDS", "soon")
     done = CliRunner().invoke(main, ["launch", "--nproc-per-node", "1", str(script)])
-    assert (done.exit_code, done.stderr) == (2, "fastreduce launch: FASTREDUCE_NODE_SECONDS=soon: give seconds\n")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "fastreduce launch: FASTREDUCE_NODE_SECONDS=soon: give seconds, more than 0\n",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the number of GPUs is the default")

@@ -64,8 +64,10 @@ def find_nodes(count: int, rank: int | None, address: str | None, port: int, com
     """Those of the options; None where there is one, or an error of `command` and exit code 2."""
     if count == 1:
         return None
-    if rank is None or not rank < count:
+    if rank is None:
         fail(f"--nnodes {count}: say which of them this is, by --node-rank 0 to {count - 1}", command=command)
+    if rank >= count:
+        fail(f"--node-rank {rank} with --nnodes {count}: give 0 to {count - 1}, which of them this is", command=command)
     if address is None:
         fail(f"--nnodes {count}: say where the first one is, by --master-addr", command=command)
     return Nodes(count, rank, address, port)

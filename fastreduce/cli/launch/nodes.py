@@ -36,7 +36,7 @@ def limit_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise ValueError(f"{LIMIT_VARIABLE}={text}: give seconds")
+        raise ValueError(f"{LIMIT_VARIABLE}={text}: give seconds, more than 0")
     return seconds
 
 

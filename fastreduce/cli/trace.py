@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..reduction.telemetry.trace_files import MERGED, merge
+from .compare.ending import fail
 
 
 def trace(
@@ -22,8 +23,7 @@ def trace(
     try:
         path = merge(folder)
     except (OSError, ValueError) as error:
-        typer.echo(f"fastreduce trace: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(str(error), command="trace")
     typer.echo(f"{path}: open it at https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing")
 
 

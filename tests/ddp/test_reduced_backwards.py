@@ -326,3 +326,41 @@ def _overlapping(rank: int, world_size: int) -> str:
     with pytest.raises(errors.ReducerError) as caught:
         second.sum().backward()
     return str(caught.value)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A product whose backward leaves the factor out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+
+class _Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = _WithoutGradient.apply(self.layer(x), self.factor)
+        return found
+
+
+def test_a_parameter_reached_without_a_gradient_keeps_none_where_torch_has_zeros(ranks2: RankPool):
+    for found in ranks2.run(_reached_without_gradient):
+        assert found == {"torch": "zeros", "ours": "None"}
+
+
+def _reached_without_gradient(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for kind in ("torch", "ours"):
+        model = wrap(kind, _Factor())
+        model(torch.randn(3, 4)).square().mean().backward()
+        grad = model.module.factor.grad
+        found[kind] = "None" if grad is None else "zeros" if not grad.any() else "others"
+        assert model.module.layer.weight.grad.any()
+    return found

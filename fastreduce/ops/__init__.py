@@ -20,15 +20,17 @@ from ..kernels.slots import (
     tile_elements,
 )
 from ..kernels.torch_residuals import decode_residuals, encode_residuals
-from .backends import choose
+from .backends import ENVIRONMENT_VARIABLE, choose, name_for
 
 __all__ = [
+    "ENVIRONMENT_VARIABLE",
     "FLOATS",
     "choose",
     "decode_residuals",
     "encode_residuals",
     "fp16_wire_numel",
     "is_dense",
+    "name_for",
     "residual_bytes",
     "statistics_dtype",
     "statistics_shape",

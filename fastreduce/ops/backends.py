@@ -195,6 +195,11 @@ def _translated(operation: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def name_for(device: torch.device) -> str:
+    """The name of the backend that `choose` takes, or refuses."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) or ("numba_cpu" if device.type == "cpu" else "triton")
+
+
 def choose(device: torch.device) -> Backend:
     """The backend for tensors on `device`: FASTREDUCE_KERNELS if set, else numba_cpu or triton by device.
 
@@ -202,8 +207,7 @@ def choose(device: torch.device) -> Backend:
         SettingError: if FASTREDUCE_KERNELS names no backend.
         BackendUnavailableError: if the backend cannot serve `device`; nothing else is tried.
     """
-    asked = os.environ.get(ENVIRONMENT_VARIABLE)
-    name = asked or ("numba_cpu" if device.type == "cpu" else "triton")
+    asked, name = os.environ.get(ENVIRONMENT_VARIABLE), name_for(device)
     try:
         reason = why_not(name, device)
     except SettingError as error:

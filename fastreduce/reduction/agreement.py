@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from .. import ops
 from ..errors import MismatchError, TransportError
-from ..transports import Transport
+from ..transports import SlotTransport, Transport
 from ..transports.messages import checked, of_types
 
 Description = Mapping[str, str]
@@ -29,12 +30,16 @@ def describe_tensor(tensor: Tensor) -> str:
 def check_agreement(transport: Transport, description: Description, error: Exception | None = None) -> None:
     """Hold every rank's description (name → text, in order) against that of most ranks, or of rank 0 if all differ.
 
+    Where ranks share memory they are to have the same kernels, too: some send gradients piece by piece, others wires.
     A rank that already knows that it cannot go on passes its error, so that no other rank waits for it.
 
     Raises:
         Exception: this rank's own `error`.
         MismatchError: on every rank alike, naming the first difference, or another rank's error.
     """
+    if isinstance(transport, SlotTransport):
+        kernels = f"the kernels that work in shared memory ({ops.ENVIRONMENT_VARIABLE})"
+        description = {**description, kernels: ops.name_for(torch.device("cpu"))}
     digest = hashlib.sha256(repr(list(description.items())).encode()).hexdigest()
     try:
         told = transport.exchange([digest, None if error is None else f"{type(error).__name__}: {error}"])

@@ -320,7 +320,7 @@ class GradientReducer:
 
         Raises:
             SettingError: called in a backward, whose buckets may be under way, or if `factor` is no finite number above
-                0.
+                0, or FP32 does not hold what is kept on this rank times it. Residuals stay as they are.
         """
         if not (isinstance(factor, (Real, Tensor)) and 0 < float(factor) < math.inf):
             raise SettingError(f"rescale_residuals: factor={brief(factor)}; allowed: a finite number above 0")
@@ -328,6 +328,14 @@ class GradientReducer:
             self.drop_broken_backward()
         if self.backward.running:
             raise SettingError("rescale_residuals in a backward: call it between a step and the next forward")
+        for pipeline in self.buckets.pipelines:
+            least, most = (0.0, math.inf) if pipeline.kept is None else pipeline.kept.factors_that_fit()
+            if not least <= float(factor) <= most:
+                raise SettingError(
+                    f"rescale_residuals: factor={brief(factor)}; allowed: a finite number above 0, here from "
+                    f"{least:.2g} to {most:.2g}, so that FP32 holds what rank {self.transport.rank} keeps, times it. "
+                    f"{pipeline.about}"
+                )
         for feedback in self.buckets.feedbacks:
             feedback.rescale(factor)
 

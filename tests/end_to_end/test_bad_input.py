@@ -149,6 +149,28 @@ def _environment(rank: int, world_size: int) -> str:
     return _error(lambda: wrap("ours", nn.Linear(2, 2)))
 
 
+def _other_kernels(rank: int, world_size: int) -> list[str]:
+    if rank == 1:
+        os.environ["FASTREDUCE_KERNELS"] = "reference"
+    gradient = torch.ones(300)
+    return [
+        _error(lambda: wrap("ours", nn.Linear(2, 2), compression="int8", transport="shm")),
+        _error(lambda: all_reduce_gradients([gradient], compression="int8")),
+        _error(lambda: wrap("ours", nn.Linear(2, 2), compression="int8", transport="gloo")),
+    ]
+
+
+def test_ranks_that_share_memory_are_to_have_the_same_kernels(ranks2: RankPool):
+    """Pieces would meet wires: as sockets carry wires alone, their ranks may differ."""
+    expected = (
+        "MismatchError: ranks differ in the kernels that work in shared memory (FASTREDUCE_KERNELS): "
+        "rank 0 has numba_cpu, rank 1 has reference. "
+    )
+    for *in_memory, over_sockets in ranks2.run(_other_kernels):
+        assert all(text.startswith(expected) for text in in_memory), in_memory
+        assert over_sockets == "no error"
+
+
 def test_arguments_that_mean_the_same_agree(ranks2: RankPool):
     assert ranks2.run(_same) == ["no error"] * 2
 

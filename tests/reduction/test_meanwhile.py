@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -153,7 +154,16 @@ def test_residuals_are_not_rescaled_in_a_backward_and_are_after_one_that_raised(
     for factor in wrong:  # which averages were made of, or the next backward ended by
         with pytest.raises(SettingError, match=r"rescale_residuals: factor=.*; allowed: a finite number above 0"):
             reducer.rescale_residuals(factor)
+    for factor in (1e300, 1e-300, 1e39, 1e-40):  # infinite in FP32, or nothing
+        said = rf"factor={re.escape(str(factor))}; allowed: a finite number above 0, here from \S+ to \S+, so .*"
+        with pytest.raises(SettingError, match=said):
+            reducer.rescale_residuals(factor)
     assert_same_bits(reducer.state_dict()["residuals"].values(), [2 * each for each in before.values()])
+    reducer.rescale_residuals(2.0**100)
+    with pytest.raises(SettingError, match=r"factor=1e\+30; allowed: .* to [\d.]+e\+\d\d, so"):  # the two together
+        reducer.rescale_residuals(1e30)
+    reducer.rescale_residuals(2.0**-101)
+    assert_same_bits(reducer.state_dict()["residuals"].values(), list(before.values()))
     reducer.close()
 
 

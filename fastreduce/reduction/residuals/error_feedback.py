@@ -21,6 +21,8 @@ from .factors import Factor, known_to_be, stack, to_device
 from .notices import is_optimized
 from .rows import BASE, GO_ON, KEEP, Rows, reads_late
 
+LEAST, MOST = 2.0**-126, 2.0**127  # what FP32 holds with all its digits
+
 
 class Share(NamedTuple):
     """Which elements of a bucket a rank keeps residuals of, and what they count.
@@ -131,6 +133,13 @@ class ErrorFeedback:
         """`units` as numbers on the host."""
         self.commit()
         return self.units.tolist() if isinstance(self.units, Tensor) else list(self.units)
+
+    def factors_that_fit(self) -> tuple[float, float]:
+        """The least and the largest factor for `rescale` by which nothing kept is lost, or infinite, in FP32; waits."""
+        kept = [part.abs() for part in self.settled()[:2] if part.numel()]
+        largest = max((float(part.where(part.isfinite(), 0).max()) for part in kept), default=0.0)
+        held = [self._scale, largest or self._scale]
+        return min(1.0, LEAST / min(held)), max(1.0, MOST / max(held))
 
     def rescale(self, factor: float) -> None:
         """Go on with residuals for gradients that are multiplied by `factor` from the next reduction on.

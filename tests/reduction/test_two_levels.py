@@ -118,6 +118,13 @@ def test_nothing_overflows_that_is_no_overflow_as_an_average():
         assert not any(map(torch.isfinite, torch.tensor(found)))
 
 
+@pytest.mark.parametrize("setting", [FEEDBACK, "int4:error_feedback=8bit", "fp8:error_feedback=bf16"])
+def test_a_rank_without_a_column_launches_no_kernel_for_what_it_does_not_keep(setting: str):
+    """It has no residuals. The plain kernels look at sizes; to compiled ones an empty tensor's address means none."""
+    with patch.dict(os.environ, FASTREDUCE_KERNELS="reference"):
+        in_threads(on_nodes((2, 1)), lambda r, t: make_reducer(seeded(_model), t, setting).close())
+
+
 # What error feedback keeps, moved to other ranks and nodes, between threads
 
 

@@ -292,6 +292,8 @@ class FlatWires(BucketWires):
             self.compress(grads, used, finite)
         else:
             column = self._node.launch_kernels([*grads, used], self._sum_scale)
+            if not self._owns:  # it compresses nothing, and keeps no residuals
+                return
             self._compress([column], self._node.table, finite)
         if self.received is not None:
             self.reduce_shards(self.received)

@@ -121,12 +121,20 @@ def _gradient(like: Tensor, i: int, moment: Moment, rank: int, micro: int) -> Te
 
 
 def _train(
-    rank: int, transport: Transport, shapes: Shapes, setting: str, history: Sequence[Moment], caps: Sequence[int]
+    rank: int,
+    transport: Transport,
+    shapes: Shapes,
+    setting: str,
+    history: Sequence[Moment],
+    caps: Sequence[int],
+    views: bool = False,
 ) -> list[list[Tensor | None]]:
     """By step, the averages; then the parameters."""
     parameters = list((model := Given(shapes)).values)
     names = [f"p{i}" for i in range(len(parameters))]
-    reducer = GradientReducer(parameters, names, transport, Policy.of(setting), bucket_caps=caps)
+    reducer = GradientReducer(
+        parameters, names, transport, Policy.of(setting), bucket_caps=caps, gradient_as_bucket_view=views
+    )
     optimizer = torch.optim.SGD(parameters, lr=0.01)
     found: list[list[Tensor | None]] = []
     for moment in history:
@@ -211,10 +219,11 @@ def _over(
     setting: str,
     history: Sequence[Moment],
 ) -> list[Any]:
-    """A training over each transport, with buckets of a size of its own."""
+    """A training over each transport, with buckets of a size of its own; of every other one gradients are views."""
+    trainings = enumerate(zip(names, sizes, strict=True), start=len(shapes))
     return [
-        _train(rank, make_transport(dist.group.WORLD, "cpu", name), shapes, setting, history, caps)
-        for name, caps in zip(names, sizes, strict=True)
+        _train(rank, make_transport(dist.group.WORLD, "cpu", name), shapes, setting, history, caps, number % 2 == 0)
+        for number, (name, caps) in trainings
     ]
 
 
@@ -234,7 +243,14 @@ def test_the_transport_does_not_tell(ranks: RankPool, examples: int):
     _search_over(ranks, ("shm", "gloo"), examples)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_nor_does_the_size_of_buckets_over_two_levels_between_processes(ranks21: RankPool):
-    _search_over(ranks21, ("two_level", "two_level"), 60)
+@pytest.mark.parametrize(
+    ("hosts", "examples"),
+    [
+        ("aaabb", 3),
+        *(pytest.param(h, 60, marks=[pytest.mark.long, pytest.mark.timeout(2400)]) for h in ("aab", "aaabb")),
+    ],
+)
+def test_nor_does_the_size_of_buckets_over_two_levels_between_processes(hosts: str, examples: int):
+    """A node's third rank, beside a node of two, owns no column."""
+    with RankPool(len(hosts), hosts=hosts) as pool:
+        _search_over(pool, ("two_level", "two_level"), examples)

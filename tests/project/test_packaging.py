@@ -114,3 +114,14 @@ def test_a_system_other_than_linux_is_told_on_import():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=100)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: fastreduce runs on Linux, not on darwin")
+
+
+def test_constraints_leave_torch_the_versions_that_its_cuda_builds_pin():
+    """PyPI's torch pins triton and CUDA's libraries: beside other pins of these pip finds nothing to install."""
+    lines = ROOT.joinpath("constraints.txt").read_text().splitlines()
+    needs = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    of_torch = [need for need in needs if need.name == "triton" or need.name.startswith(("cuda-toolkit", "nvidia-"))]
+    assert len(of_torch) == 4
+    for need in needs:
+        (bound,) = need.specifier
+        assert bound.operator == ("<=" if need in of_torch else "=="), need

@@ -328,9 +328,10 @@ class GradientReducer:
             self.drop_broken_backward()
         if self.backward.running:
             raise SettingError("rescale_residuals in a backward: call it between a step and the next forward")
+        number = float(factor)
         for pipeline in self.buckets.pipelines:
             least, most = (0.0, math.inf) if pipeline.kept is None else pipeline.kept.factors_that_fit()
-            if not least <= float(factor) <= most:
+            if not least <= number <= most:
                 raise SettingError(
                     f"rescale_residuals: factor={brief(factor)}; allowed: a finite number above 0, here from "
                     f"{least:.2g} to {most:.2g}, so that FP32 holds what rank {self.transport.rank} keeps, times it. "

@@ -28,7 +28,7 @@ from .reduction.pipeline import BucketPipeline
 from .reduction.reducer import shut_down
 from .reduction.residuals.error_feedback import SlotResiduals, agree_that_finite
 from .reduction.sparse import average
-from .reduction.streams import Finish, Stream, make_stream
+from .reduction.streams import Part, Stream, make_stream
 from .reduction.wires.node_level import parts_of
 from .transports import Transport, make_transport
 
@@ -157,24 +157,26 @@ class CompressState:
                 step.add_(1)
         # With a device, it takes note of the stream on which its result is set.
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-        start = self._start_sparse(bucket) if bucket.buffer().is_sparse else self._start_dense(bucket)
+        begin, averaged = (self._sparse if bucket.buffer().is_sparse else self._dense)(bucket)
 
-        def begin() -> Finish:
-            with _told_to(future):
-                finish = start()
-            return lambda: end(finish)
+        def told(part: Part) -> Part:
+            def do() -> Part | None:
+                with _told_to(future):
+                    following = part()
+                    if following is None:
+                        future.set_result(averaged())
+                return following and told(following)
 
-        def end(finish: Callable[[], Tensor]) -> None:
-            with _told_to(future):
-                future.set_result(finish())
+            return do
 
         if device not in self._streams:
             _alive.add(self)
             self._streams[device] = make_stream(device, self._connect(device))
-        self._streams[device].submit(begin)
+        self._streams[device].submit(told(begin))
         return future
 
-    def _start_dense(self, bucket: Any) -> Callable[[], Callable[[], Tensor]]:
+    def _dense(self, bucket: Any) -> tuple[Part, Callable[[], Tensor]]:
+        """The first part of the job, and what gives the average when all have been done."""
         pipeline, gradients = self.pipeline(bucket), bucket.gradients()
         buffer: Tensor = bucket.buffer()
         unused = self._reached.take(bucket.parameters()) if self.compression.error_feedback else []
@@ -185,28 +187,22 @@ class CompressState:
             self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
             joined = bucket.is_last() and not self._call_after_backward()
 
-        def start() -> Callable[[], Tensor]:
-            finish = pipeline.begin(gradients, gradients, unused)
+        def averaged() -> Tensor:
+            if joined:
+                self._follow(watched=False)
+            return buffer
 
-            def end() -> Tensor:
-                finish()
-                if joined:
-                    self._follow(watched=False)
-                return buffer
+        return lambda: pipeline.begin(gradients, gradients, unused), averaged
 
-            return end
-
-        return start
-
-    def _start_sparse(self, bucket: Any) -> Callable[[], Callable[[], Tensor]]:
+    def _sparse(self, bucket: Any) -> tuple[Part, Callable[[], Tensor]]:
         gradient: Tensor = bucket.buffer()
         transport, parameters = self._connect(gradient.device), bucket.parameters()
+        found: list[Tensor | None] = []
 
-        def start() -> Callable[[], Tensor]:
-            (averaged,) = average(transport, [gradient], [True], parameters, transport.world_size)
-            return lambda: gradient if averaged is None else averaged
+        def begin() -> None:
+            found.extend(average(transport, [gradient], [True], parameters, transport.world_size))
 
-        return start
+        return begin, lambda: gradient if found[0] is None else found[0]
 
     # What error feedback must know beside the bucket
 

@@ -14,7 +14,7 @@ from ..reduction.buckets import Bucket, BucketPlan, build_plan
 from ..reduction.gradients import Gradients
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.residuals.factors import to_device
-from ..reduction.streams import Begin, Begun, Pending, Stream
+from ..reduction.streams import Begun, Part, Pending, Stream
 from ..transports import LocalTransport, Transport, Work
 
 Hook = Callable[[Any, Any], Any]
@@ -163,7 +163,7 @@ class CallerStream:
 
     idle = True
 
-    def submit(self, begin: Begin) -> Pending:
+    def submit(self, begin: Part) -> Pending:
         """Do the first part; raises what it raises."""
         return Begun(begin())
 

@@ -20,7 +20,7 @@ from .autograd_stack import AutogradStack
 from .bucketed import BucketedGradients, BucketJob
 from .events import Events, call_all
 from .sparse import SparseGradients
-from .streams import DONE, Finish, Pending
+from .streams import DONE, Part, Pending
 from .telemetry.flight_record import Phase
 from .telemetry.telemetry import Telemetry
 
@@ -40,7 +40,7 @@ def _last(launches: Launches) -> Pending:
     return launches[-1][1] if launches else DONE
 
 
-def _begin_behind(before: Pending, job: BucketJob) -> Finish:
+def _begin_behind(before: Pending, job: BucketJob) -> Part:
     """Begin a bucket's reduction if the one before has begun: ranks reduce them in one order."""
     before.begun()
     return job.begin()

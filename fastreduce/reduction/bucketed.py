@@ -20,7 +20,7 @@ from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
-from .streams import Finish, Stream
+from .streams import Part, Stream
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -34,8 +34,8 @@ class BucketJob:
     found: Collected
     stream: Stream
 
-    def begin(self) -> Finish:
-        """Compress it, and start its last collective; returns what finishes it."""
+    def begin(self) -> Part:
+        """Compress it, and start its first collective."""
         return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
 
 

@@ -14,16 +14,21 @@ now = time.perf_counter
 
 
 class Point(IntEnum):
-    """The points in time of a reduction, in order; a plain all-reduce passes neither EXCHANGED nor SUMMED."""
+    """The points in time of a reduction; a plain all-reduce passes neither EXCHANGED nor SUMMED.
+
+    Those two are passed before STARTED, or between SUMMING and GATHERING, where what sums is a part of its own.
+    """
 
     START = 0
     COMPRESSED = 1
     EXCHANGED = 2  # the all-to-all of a two-shot has ended, or the sum of left factors
     SUMMED = 3  # and this rank's shard is summed, or its right factors are there
-    STARTED = 4  # the last collective is under way
-    RESUMED = 5  # it is waited for
-    REDUCED = 6
-    END = 7
+    STARTED = 4  # the last collective is under way, or the first one of such a reduction
+    SUMMING = 5  # which is waited for
+    GATHERING = 6  # its last one is under way
+    RESUMED = 7  # the last one is waited for
+    REDUCED = 8
+    END = 9
 
 
 class Seconds(NamedTuple):
@@ -35,7 +40,7 @@ class Seconds(NamedTuple):
 
 
 class Clock(Protocol):
-    """Remembers when each of a few points was passed last; they are passed in order, from 0 on.
+    """Remembers when each of a few points was passed last, beginning with point 0.
 
     A point that was passed before point 0 belongs to an earlier pass.
     """

@@ -17,14 +17,14 @@ from .residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
 from .residuals.factors import to_device
 from .shared_buffers import SharedBuffers
 from .statistics import Statistics
-from .streams import Finish
-from .wires.base import BucketWires
+from .streams import Part, do_all
+from .wires.base import BucketWires, Sum
 from .wires.flat import FlatWires
 from .wires.low_rank import LowRank
 from .wires.node_level import parts_of
 from .wires.sparse_top import SparseTop
 
-_START, _COMPRESSED, _STARTED, _RESUMED, _REDUCED, _END = (
+_START, _COMPRESSED, _STARTED, _SUMMING, _GATHERING, _RESUMED, _REDUCED, _END = (
     int(point) for point in Point if point not in (Point.EXCHANGED, Point.SUMMED)
 )
 
@@ -153,7 +153,7 @@ class BucketPipeline:
     def seconds(self) -> Seconds:
         """Time of the last reduction; on a device, of the last after a reading, and waits for its end."""
         between = self.clock.between
-        reduce = between(_COMPRESSED, _STARTED) + between(_RESUMED, _REDUCED)
+        reduce = between(_COMPRESSED, _STARTED) + between(_SUMMING, _GATHERING) + between(_RESUMED, _REDUCED)
         return Seconds(between(_START, _COMPRESSED), reduce, between(_REDUCED, _END))
 
     @property
@@ -189,10 +189,10 @@ class BucketPipeline:
         Raises:
             TransportError: naming rank, operation, bucket and parameters, if the reduction failed.
         """
-        self.begin(grads, averaged, unused)()
+        do_all(self.begin(grads, averaged, unused))
 
-    def begin(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> Finish:
-        """The first part of `run`: compress, and start the last collective; returns the second part."""
+    def begin(self, grads: Sequence[Tensor], averaged: Sequence[Tensor], unused: Sequence[int] = ()) -> Part:
+        """The first part of `run`: compress, and start the first collective that need not be waited for here."""
         mark = self.clock.mark
         mark(_START)
         if unused:
@@ -207,10 +207,19 @@ class BucketPipeline:
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
         with self._naming:
-            work = self._reduce_between(grads, averaged, in_wire) if direct else self.wires.reduce(mark)
+            started = self._reduce_between(grads, averaged, in_wire) if direct else self.wires.reduce(mark)
         mark(_STARTED)
         stored = direct and not in_wire
-        return lambda: self._finish(work, averaged, stored)
+        if callable(started):
+            return lambda: self._sum(started, averaged)
+        return lambda: self._finish(started, averaged, stored)
+
+    def _sum(self, sum_up: Sum, averaged: Sequence[Tensor]) -> Part:
+        self.clock.mark(_SUMMING)
+        with self._naming:
+            work = sum_up()
+        self.clock.mark(_GATHERING)
+        return lambda: self._finish(work, averaged, False)
 
     def _finish(self, work: Work, averaged: Sequence[Tensor], stored: bool) -> None:
         mark = self.clock.mark

@@ -6,17 +6,27 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 
 from ..environment.forks import Owner
-from ..transports import Transport, TwoLevelTransport
+from ..transports import LateGatherTransport, Transport, TwoLevelTransport
 
-Finish = Callable[[], None]
-Begin = Callable[[], Finish]
+Part = Callable[[], "Part | None"]
+"""One part of a job; returns the next one, if there is one.
+
+The first one starts transfers. Where what has come is summed and sent on, the second one waits for it, and starts the
+last transfers. The last one waits for the rest, and does what is to be done then.
+"""
+
+
+def do_all(part: Part | None) -> None:
+    """This part, and those that follow it."""
+    while part is not None:
+        part = part()
 
 
 class Pending(Protocol):
@@ -35,11 +45,11 @@ class Pending(Protocol):
 class Stream(Protocol):
     """Runs work in the order in which it comes."""
 
-    def submit(self, begin: Begin) -> Pending:
-        """Enqueue work in two parts: `begin` starts transfers and returns what is to be done when they have come."""
+    def submit(self, begin: Part) -> Pending:
+        """Enqueue a job, of which `begin` is the first part."""
 
-    def begin(self, begin: Begin) -> Pending:
-        """Do the first part now, and the rest where the result is asked for. All that was enqueued has begun."""
+    def begin(self, begin: Part) -> Pending:
+        """Do a job's first part now, on the caller's thread. All that was enqueued has begun."""
 
     @property
     def idle(self) -> bool:
@@ -58,68 +68,74 @@ def make_stream(device: torch.device, transport: Transport) -> Stream:
     """What buckets on `device` are reduced on."""
     if one_by_one(device, transport):
         return CudaStream(device, None)
-    thread = ThreadStream(apart=isinstance(transport, TwoLevelTransport))
+    thread = ThreadStream(apart=isinstance(transport, (TwoLevelTransport, LateGatherTransport)))
     return CudaStream(device, thread) if device.type == "cuda" else thread
 
 
 class Begun:
-    """Work whose first part has been done, and whose second part is done where its result is asked for."""
+    """A job whose first part has been done; the rest is done where its result is asked for."""
 
-    def __init__(self, finish: Finish) -> None:
-        self._finish: Finish | None = finish
+    def __init__(self, rest: Part | None) -> None:
+        self._rest = rest
 
     def begun(self) -> None:
         """It has."""
 
     def result(self) -> None:
-        """Do the second part, once; raises what it raises."""
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        """Do the rest, once; raises what it raises."""
+        rest, self._rest = self._rest, None
+        do_all(rest)
 
     def cancel(self) -> None:
         """It is too late."""
 
 
 class StreamJob:
-    """Work on a thread in two parts: `begin` starts transfers and returns what is to be done when they have come."""
+    """A job on threads, part by part."""
 
-    def __init__(self, begin: Begin) -> None:
-        self._begin: Begin | None = begin
-        self._finish: Finish | None = None
+    def __init__(self, begin: Part) -> None:
+        self._next: Part | None = begin
         self._begun: Future[None] = Future()
         self._ended: Future[None] = Future()
 
-    def begin(self) -> bool:
-        """Do the first part; returns whether the second is to be done."""
-        begin, self._begin = self._begin, None
-        if begin is None or not self._begun.set_running_or_notify_cancel():
+    def begin(self, then: Callable[[StreamJob], None]) -> None:
+        """Do the first part, unless it was cancelled, and `then` where others follow, before it is known to have begun."""
+        if not self._begun.set_running_or_notify_cancel():
+            self._next = None
             self._ended.cancel()
-            return False
+            return
         try:
-            self._finish = begin()
+            follows = self._advance()
         except BaseException as error:
             self._begun.set_exception(error)
             self._ended.set_exception(error)
-            return False
-        self._begun.set_result(None)
-        return True
-
-    def finish(self) -> None:
-        """Do the second part."""
-        finish, self._finish = self._finish, None  # what has ended keeps no bucket, and so no model, alive
-        if finish is None:
             return
+        if follows:
+            then(self)
+        self._begun.set_result(None)
+        if not follows:
+            self._ended.set_result(None)
+
+    def go_on(self) -> bool:
+        """Do the next part; returns whether another follows."""
         try:
-            finish()
+            follows = self._advance()
         except BaseException as error:
             self._ended.set_exception(error)
-        else:
+            return False
+        if not follows:
             self._ended.set_result(None)
+        return follows
+
+    def _advance(self) -> bool:
+        part, self._next = self._next, None  # what has ended keeps no bucket, and so no model, alive
+        assert part is not None
+        self._next = part()
+        return self._next is not None
 
     @property
     def done(self) -> bool:
-        """Whether both parts have ended."""
+        """Whether all parts have ended."""
         return self._ended.done()
 
     def begun(self) -> None:
@@ -127,7 +143,7 @@ class StreamJob:
         self._begun.result()
 
     def result(self) -> None:
-        """Wait until both parts have ended; raises what they raised."""
+        """Wait until all parts have ended; raises what they raised."""
         self._ended.result()
 
     def cancel(self) -> None:
@@ -141,12 +157,13 @@ _Jobs = queue.SimpleQueue["StreamJob | None"]
 class ThreadStream:
     """Runs jobs on a thread that starts with the first one, in the order of `submit`.
 
-    The next job is begun before the last one is finished, so that one bucket is compressed while
-    another's wire is on its way.
+    A job is begun before the ones under way go on, so that one bucket is compressed while another's wire is on its way.
 
     Args:
-        apart: whether jobs are finished on a second thread. Where finishing one takes collectives of its own, in which
-            others may be sooner or later, neither part may wait for the other part of another job.
+        apart: whether jobs are begun on one thread and go on on another, where the next part of one that has just begun
+            comes before the last part of those before. So nothing that waits keeps a bucket from being sent. Where what
+            follows takes collectives of its own, in which other ranks may be sooner or later, the two must not wait for
+            each other; jobs have as many parts then as there are such orders.
     """
 
     def __init__(self, apart: bool = False) -> None:
@@ -157,7 +174,7 @@ class ThreadStream:
         self._last: StreamJob | None = None
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def submit(self, begin: Begin) -> StreamJob:
+    def submit(self, begin: Part) -> StreamJob:
         """Enqueue a job for the thread.
 
         Raises:
@@ -165,9 +182,11 @@ class ThreadStream:
         """
         self._owner.check("A bucket was to be reduced")
         if not self._threads:
-            self._start(_work, self._jobs, self._begun)
-            if self._begun is not None:
-                self._start(_finish, self._begun)
+            if self._begun is None:
+                self._start(_work, self._jobs)
+            else:
+                self._start(_begin, self._jobs, self._begun)
+                self._start(_go_on, self._begun)
         self._last = job = StreamJob(begin)
         self._jobs.put(job)
         return job
@@ -177,9 +196,17 @@ class ThreadStream:
         self._threads.append(thread)
         thread.start()
 
-    def begin(self, begin: Begin) -> Pending:
-        """Do the first part on the caller's thread: it would only wait for the other."""
-        return Begun(begin()) if self._begun is None else self.submit(begin)
+    def begin(self, begin: Part) -> Pending:
+        """Do the first part on the caller's thread: it would only wait for the other.
+
+        The rest is done where the result is asked for, unless a thread for it has something else under way.
+        """
+        if self._begun is None or self.idle:
+            return Begun(begin())
+        self._last = job = StreamJob(begin)
+        job.begin(self._begun.put)
+        job.begun()
+        return job
 
     @property
     def idle(self) -> bool:
@@ -194,33 +221,47 @@ class ThreadStream:
                 thread.join(timeout=5)
 
 
-def _finish(begun: _Jobs) -> None:
-    while (job := begun.get()) is not None:
-        job.finish()
+def _begin(jobs: _Jobs, begun: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job.begin(begun.put)
+        del job
+    begun.put(None)
+
+
+def _go_on(begun: _Jobs) -> None:
+    under_way: deque[StreamJob] = deque()
+    for job in _coming(begun, under_way):
+        if job.go_on():
+            under_way.append(job)
         del job
 
 
-def _work(jobs: _Jobs, begun: _Jobs | None) -> None:
+def _work(jobs: _Jobs) -> None:
     under_way: deque[StreamJob] = deque()
+    for job in _coming(jobs, under_way):
+        job.begin(under_way.append)
+        del job
+
+
+def _coming(jobs: _Jobs, under_way: deque[StreamJob]) -> Iterator[StreamJob]:
+    """The jobs of a queue as they come; those under way are finished while none is there, and at the end."""
     while True:
         try:
             job = jobs.get(block=not under_way)
         except queue.Empty:
-            under_way.popleft().finish()
+            _finish(under_way.popleft())
             continue
         if job is None:
             break
-        if not job.begin():
-            pass
-        elif begun is not None:
-            begun.put(job)
-        else:
-            under_way.append(job)
+        yield job
         del job
     for job in under_way:
-        job.finish()
-    if begun is not None:
-        begun.put(None)
+        _finish(job)
+
+
+def _finish(job: StreamJob) -> None:
+    while job.go_on():
+        pass
 
 
 class Done:
@@ -240,7 +281,7 @@ DONE = Done()
 
 
 class Failed:
-    """Work that has raised: in its first part, or in its second, where it `has_begun`."""
+    """Work that has raised: in its first part, or in a later one, where it `has_begun`."""
 
     def __init__(self, error: BaseException, has_begun: bool = False) -> None:
         self._error, self._has_begun = error, has_begun
@@ -258,14 +299,14 @@ class Failed:
         """It is too late."""
 
 
-def at_once(begin: Begin) -> Pending:
-    """Do both parts; what they raise comes with the result, and that others may begin behind the first one stays so."""
+def at_once(begin: Part) -> Pending:
+    """Do all parts; what they raise comes with the result, and that others may begin behind the first one stays so."""
     try:
-        finish = begin()
+        rest = begin()
     except BaseException as error:
         return Failed(error)
     try:
-        finish()
+        do_all(rest)
     except BaseException as error:
         return Failed(error, has_begun=True)
     return DONE
@@ -283,7 +324,7 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._ahead = False  # whether it holds work that no caller's stream has waited for
 
-    def submit(self, begin: Begin) -> Pending:
+    def submit(self, begin: Part) -> Pending:
         """Enqueue a job behind what the current stream holds now."""
         ready = torch.cuda.current_stream(self._device).record_event()
         if self._thread is not None:
@@ -294,23 +335,23 @@ class CudaStream:
             job = at_once(begin)
         return _OnStream(self, job)
 
-    def begin(self, begin: Begin) -> Pending:
+    def begin(self, begin: Part) -> Pending:
         """Begin a job behind what the current stream holds now."""
         if self._thread is None:
             return self.submit(begin)
-        finish = self._begin(begin, torch.cuda.current_stream(self._device).record_event())
+        rest = self._begin(begin, torch.cuda.current_stream(self._device).record_event())
 
         def finish_and_join() -> None:
-            finish()
+            do_all(rest)
             self.join()
 
         return Begun(finish_and_join)
 
-    def _begin(self, begin: Begin, ready: torch.cuda.Event) -> Finish:
+    def _begin(self, begin: Part, ready: torch.cuda.Event) -> Part:
         try:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
-                finish = begin()
+                rest = begin()
         except BaseException:
             self._ahead = True
             raise
@@ -318,7 +359,7 @@ class CudaStream:
         def finish_on_stream() -> None:
             try:
                 with torch.cuda.stream(self._stream):
-                    finish()
+                    do_all(rest)
             finally:
                 self._ahead = True
 

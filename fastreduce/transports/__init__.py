@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import BackendUnavailableError, FastreduceError, SettingError
-from .base import PieceTransport, SlotTransport, Transport, Work
+from .base import LateGatherTransport, PieceTransport, SlotTransport, Transport, Work
 from .choices import agree, known_hosts
 from .gloo import GlooTransport, TorchProcessGroup
 from .hosts import nodes_of
@@ -25,6 +25,7 @@ from .two_level import Connected, Level, Nodes, TwoLevelTransport, two_levels, w
 __all__ = [
     "Connected",
     "GlooTransport",
+    "LateGatherTransport",
     "Level",
     "LocalTransport",
     "MpiTransport",

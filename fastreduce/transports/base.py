@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -96,6 +96,14 @@ def gather_rows(transport: Transport, mine: Tensor) -> Tensor:
     if mine.numel():
         transport.all_gather(everybody.view(-1)).wait()
     return everybody
+
+
+class LateGatherTransport(Transport):
+    """A transport that also begins an all-gather later than collectives that come after it."""
+
+    @abstractmethod
+    def late_all_gather(self) -> Callable[[Tensor], Work]:
+        """`all_gather` with its place among the collectives now; what is returned begins it, once, on any thread."""
 
 
 class PieceTransport(Transport):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastreduce
 from fastreduce.reduction import averaging
-from fastreduce.reduction.streams import Begin, Pending, at_once
+from fastreduce.reduction.streams import Part, Pending, at_once
 
 EXACT = 216  # 2³ · 3³: three averages in a row over two or three ranks stay whole
 
@@ -61,8 +61,8 @@ class InlineStream:
 
     idle = True
 
-    def submit(self, begin: Begin) -> Pending:
-        """Do both parts; what they raise comes with the result."""
+    def submit(self, begin: Part) -> Pending:
+        """Do all parts; what they raise comes with the result."""
         return at_once(begin)
 
     begin = submit

@@ -34,6 +34,7 @@ TWO_STAGES = (
     ("wire stage 2", Point.SUMMED, Point.REDUCED),
     ("decompress", Point.REDUCED, Point.END),
 )
+_OF_PARTS = (Point.STARTED, Point.SUMMING, Point.GATHERING, Point.RESUMED)
 ONE_STAGE = (TWO_STAGES[0], ("wire", Point.COMPRESSED, Point.REDUCED), TWO_STAGES[-1])
 
 
@@ -189,7 +190,7 @@ def step_of(row: StepRow) -> StepFlight:
     buckets = []
     for bucket, ready in enumerate(row.ready):
         times = row.passed(bucket)
-        chosen = [times[point] for point in Point if point not in (Point.STARTED, Point.RESUMED)]
+        chosen = [times[point] for point in Point if point not in _OF_PARTS]
         if ready:
             buckets.append(BucketFlight(bucket, since_start(ready), *map(since_start, chosen)))
     return StepFlight(

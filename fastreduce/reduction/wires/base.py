@@ -10,6 +10,9 @@ from torch import Tensor
 from ...transports import SlotTransport, Work
 from ..residuals.error_feedback import ErrorFeedback, SlotResiduals
 
+Sum = Callable[[], Work]
+"""Waits for what has been started, sums what has come, and starts the last collective."""
+
 
 class BucketWires(ABC):
     """What is sent and received of one bucket, and three stages over it.
@@ -41,8 +44,11 @@ class BucketWires(ABC):
         """Gradients and used-flags → wire; `finite` becomes 0 if they are not."""
 
     @abstractmethod
-    def reduce(self, mark: Callable[[int], None]) -> Work:
+    def reduce(self, mark: Callable[[int], None]) -> Work | Sum:
         """Wire → reduced wire, the same bits on every rank, once the returned work is done.
+
+        Or its first transfers are under way: then what is returned waits for them, sums what has come, and returns the
+        work.
 
         Args:
             mark: called where a reduction has passed `Point.EXCHANGED` or `SUMMED`.

@@ -12,12 +12,12 @@ from torch import Tensor
 from ... import ops
 from ...compression import Compression
 from ...kernels.slots import FP16_BLOCK, OF_AVERAGES, Draws, Pieces, SlotTable
-from ...transports import SlotTransport, Transport, Work
+from ...transports import LateGatherTransport, SlotTransport, Transport, Work
 from ..buckets import Bucket, round_up
 from ..clocks import Point
 from ..residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
 from ..shared_buffers import SharedBuffers, zeros
-from .base import BucketWires
+from .base import BucketWires, Sum
 from .block_magnitudes import BlockMagnitudes
 from .node_level import Levels, NodeLevel, two_level
 
@@ -189,19 +189,25 @@ class FlatWires(BucketWires):
         elif not self._sums_in_wire:
             self._kernels.flatten(tensors, slots, self._column, self._scale_before, finite, self._draws)
 
-    def reduce(self, mark: Callable[[int], None]) -> Work:
+    def reduce(self, mark: Callable[[int], None]) -> Work | Sum:
         """Wire → reduced wire."""
         if self._node is not None:
             begun = self._sum(self._node.levels.sums.between) if self._owns else None
-            return Levels(begun, self._gather_columns)
+            return lambda: self._sum_column(begun)
         work = self._sum(self._transport)
         if self.received is None:
             return work
-        work.wait()
-        mark(_EXCHANGED)
-        self.reduce_shards(self.received)
-        mark(_SUMMED)
-        return self._transport.all_gather(self.wire)
+        received, transport = self.received, self._transport
+        gather = transport.late_all_gather() if isinstance(transport, LateGatherTransport) else None
+
+        def sum_shards() -> Work:
+            work.wait()
+            mark(_EXCHANGED)
+            self.reduce_shards(received)
+            mark(_SUMMED)
+            return (gather or transport.all_gather)(self.wire)
+
+        return sum_shards() if gather is None else sum_shards
 
     def _sum(self, ranks: Transport) -> Work:
         """The own column over the ranks that own it: the sum itself, or the shards that this rank is to sum."""
@@ -213,14 +219,16 @@ class FlatWires(BucketWires):
             return ranks.all_reduce(self._summed)
         return ranks.all_to_all(self.received, self._column)
 
-    def _gather_columns(self) -> None:
+    def _sum_column(self, begun: Work | None) -> Work:
         """Behind `_sum` in two levels: the averages of the column, then those of all columns."""
         assert self._node is not None
         gathers = self._node.levels.gathers
-        if self._owns and self.received is not None:
-            self.reduce_shards(self.received)
-            gathers.between.all_gather(self._column).wait()
-        gathers.within.all_gather(self._rows).wait()
+        if begun is not None:
+            begun.wait()
+            if self.received is not None:
+                self.reduce_shards(self.received)
+                begun = gathers.between.all_gather(self._column)
+        return Levels(begun, lambda: gathers.within.all_gather(self._rows).wait())
 
     def reduce_shards(self, received: Tensor) -> None:
         """Every rank's version of this rank's shard → the average, in its place in the wire."""

@@ -99,7 +99,7 @@ class StreamJob:
         self._ended: Future[None] = Future()
 
     def begin(self, then: Callable[[StreamJob], None]) -> None:
-        """Do the first part, unless it was cancelled, and `then`, if others follow, before it is known to have begun."""
+        """Do the first part, unless cancelled, and `then`, if others follow, before it is known to have begun."""
         if not self._begun.set_running_or_notify_cancel():
             self._next = None
             self._ended.cancel()

@@ -95,7 +95,7 @@ def main() -> None:
     def watch_collectives() -> None:
         from fastreduce.transports import TwoLevelTransport
 
-        transport, names = ddp._transport, ["all_gather", "two_shot"]
+        transport, names = ddp._transport, ["late_all_gather", "all_gather", "two_shot"]
         if isinstance(transport, TwoLevelTransport):
             level = transport.levels.gathers
             transport = level.within if setting == "none" or level.between.world_size == 1 else level.between
@@ -104,6 +104,8 @@ def main() -> None:
 
         def in_a_collective(started: Callable[..., Any], *arguments: Any) -> Any:
             work = started(*arguments)
+            if callable(work):  # what begins it
+                return partial(in_a_collective, work)
             if work is not None:
                 end("collective")
             return work

@@ -174,6 +174,28 @@ def test_what_moves_is_what_should(ranks: RankPool, kind: str):
         assert_same_bits(seen, expected(rank, size), f"rank {rank}")
 
 
+def _gathers_late(rank: int, world_size: int) -> list[list[float]]:
+    transport, wires = GlooTransport(dist.group.WORLD), torch.zeros(3, world_size)
+    wires[:, rank] = torch.tensor([1.0, 2.0, 3.0]) + 10 * rank
+    gathers = [transport.late_all_gather() for _ in wires]
+    sent = torch.full((world_size,), float(rank))
+    received = torch.empty_like(sent)
+    works = [] if rank else [transport.all_to_all(received, sent)]
+    for i in (2, 0, 1) if rank else (0, 1, 2):
+        works.append(gathers[i](wires[i]))
+    works += [transport.all_to_all(received, sent)] if rank else []
+    for work in works:
+        work.wait()
+    return [*wires.tolist(), received.tolist()]
+
+
+def test_a_gather_that_begins_late_has_its_place_among_the_collectives(ranks: RankPool):
+    """Each rank begins them in an order of its own, and before or behind a collective that comes after them."""
+    size = ranks.world_size
+    expected = [[i + 10.0 * rank for rank in range(size)] for i in (1, 2, 3)] + [[float(r) for r in range(size)]]
+    assert ranks.run(_gathers_late) == [expected] * size
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_threads_move_what_gloo_moves(world_size: int):
     for rank, (name, at, size, *seen) in enumerate(in_threads(world_size, lambda _, t: collect(t))):

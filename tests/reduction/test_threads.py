@@ -1,0 +1,171 @@
+"""Jobs on threads (`ThreadStream`): which part of which job comes when, and what becomes of errors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastreduce.reduction.streams import Part, ThreadStream
+
+SECONDS = 20  # a part that is kept waiting so long has failed
+
+
+@pytest.fixture(params=[False, True], ids=["one thread", "two threads"])
+def stream(request: pytest.FixtureRequest) -> Iterator[ThreadStream]:
+    made = ThreadStream(apart=request.param)
+    yield made
+    made.close()
+    assert not any(thread.is_alive() for thread in made._threads)
+
+
+class Jobs:
+    """Notes parts as they are done: job "a" does a1, a2, a3. Parts in `held` wait until they are let go."""
+
+    def __init__(self, *held: str) -> None:
+        self.done: list[str] = []
+        self.held = {name: threading.Event() for name in held}
+        self.threads: dict[str, threading.Thread] = {}
+
+    def job(self, name: str, parts: int = 3, fails: int = 0, number: int = 1) -> Part:
+        def do() -> Part | None:
+            part = f"{name}{number}"
+            if part in self.held:
+                assert self.held[part].wait(SECONDS), part
+            self.done.append(part)
+            self.threads[part] = threading.current_thread()
+            if number == fails:
+                raise ValueError(part)
+            return None if number == parts else self.job(name, parts, fails, number + 1)
+
+        return do
+
+    def let_go(self, part: str) -> None:
+        self.held[part].set()
+
+
+def test_nothing_that_waits_keeps_a_job_from_beginning_and_sums_come_before_the_ends_of_earlier_jobs():
+    stream, jobs = ThreadStream(apart=True), Jobs("a2")
+    a, b, c = (stream.submit(jobs.job(name)) for name in "abc")
+    for pending in (a, b, c):
+        pending.begun()
+    assert jobs.done == ["a1", "b1", "c1"]
+    jobs.let_go("a2")
+    for pending in (a, b, c):
+        pending.result()
+    assert jobs.done == ["a1", "b1", "c1", "a2", "b2", "c2", "a3", "b3", "c3"]
+    stream.close()
+
+
+def test_on_one_thread_a_job_begins_before_an_earlier_one_goes_on():
+    stream, jobs = ThreadStream(), Jobs("a1")
+    a, b = stream.submit(jobs.job("a")), stream.submit(jobs.job("b"))
+    jobs.let_go("a1")
+    for pending in (b, a):
+        pending.result()
+    assert jobs.done == ["a1", "b1", "a2", "a3", "b2", "b3"]
+    stream.close()
+
+
+def test_a_job_that_the_caller_begins_is_handed_over_where_others_are_under_way():
+    stream, jobs = ThreadStream(apart=True), Jobs("a2", "a3")
+    a = stream.submit(jobs.job("a"))
+    a.begun()
+    b = stream.begin(jobs.job("b"))
+    assert jobs.threads["b1"] is threading.current_thread()
+    jobs.let_go("a2")
+    stream.submit(jobs.job("c")).begun()
+    jobs.let_go("a3")
+    a.result()
+    b.result()
+    assert jobs.done.index("b2") < jobs.done.index("a3"), "nobody asked for a result until then"
+    assert jobs.threads["b2"] is jobs.threads["a2"] is not threading.current_thread()
+    stream.close()
+
+
+def test_a_job_that_the_caller_begins_alone_stays_on_its_thread(stream: ThreadStream):
+    jobs = Jobs()
+    stream.submit(jobs.job("a")).result()
+    pending = stream.begin(jobs.job("b"))
+    assert jobs.done == ["a1", "a2", "a3", "b1"]
+    pending.result()
+    assert {jobs.threads[f"b{part}"] for part in (1, 2, 3)} == {threading.current_thread()}
+
+
+def test_what_the_first_part_raises_is_raised_where_the_caller_begins_it(stream: ThreadStream):
+    jobs = Jobs("a2")
+    a = stream.submit(jobs.job("a"))
+    a.begun()
+    with pytest.raises(ValueError, match="b1"):
+        stream.begin(jobs.job("b", fails=1))
+    jobs.let_go("a2")
+    a.result()
+
+
+def test_a_job_that_has_ended_keeps_nothing_alive(stream: ThreadStream):
+    class Bucket:
+        pass
+
+    for fails in range(4):
+        bucket, jobs = Bucket(), Jobs()
+        job = jobs.job("a", fails=fails)
+
+        def holding(part: Part = job, bucket: Bucket = bucket) -> Part | None:
+            following = part()
+            return following and (lambda: holding(following, bucket))
+
+        there = weakref.ref(bucket)
+        pending = stream.submit(holding)
+        if fails:
+            with pytest.raises(ValueError, match=f"a{fails}"):
+                pending.result()
+        else:
+            pending.result()
+        del bucket, job, holding, pending
+        stream.submit(jobs.job("b")).result()
+        gc.collect()
+        assert there() is None, fails
+
+
+SHAPES = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=8)  # parts, and which one fails
+
+
+@given(shapes=SHAPES, apart=st.booleans(), by_caller=st.booleans())
+def test_parts_of_one_number_come_in_the_order_of_jobs(shapes: list[tuple[int, int]], apart: bool, by_caller: bool):
+    """So ranks that send in one part of a job have one order of it, however late each of them is."""
+    stream, jobs, pending = ThreadStream(apart), Jobs(), []
+    for i, (parts, fails) in enumerate(shapes):
+        job = jobs.job(f"{i}-", parts, fails)
+        if by_caller and i == len(shapes) - 1 and fails != 1:
+            for earlier in pending[-1:]:
+                try:
+                    earlier.begun()
+                except ValueError:
+                    assert shapes[i - 1][1] == 1
+            pending.append(stream.begin(job))
+        else:
+            pending.append(stream.submit(job))
+    for i, (parts, fails) in enumerate(shapes):
+        if 0 < fails <= parts:
+            with pytest.raises(ValueError, match=f"{i}-{fails}"):
+                pending[i].result()
+        else:
+            pending[i].result()
+    stream.close()
+    found = [tuple(map(int, name.split("-"))) for name in jobs.done]
+    expected = {
+        (i, part)
+        for i, (parts, fails) in enumerate(shapes)
+        for part in range(1, 1 + (min(parts, fails) if fails else parts))
+    }
+    assert len(found) == len(expected) and set(found) == expected
+    for part in (1, 2):
+        assert [i for i, number in found if number == part] == sorted(i for i, number in found if number == part)
+    for i in range(len(shapes)):
+        numbers = [number for job, number in found if job == i]
+        assert numbers == sorted(numbers)

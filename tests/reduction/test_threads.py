@@ -107,26 +107,27 @@ def test_what_the_first_part_raises_is_raised_where_the_caller_begins_it(stream:
     a.result()
 
 
+def _holding(kept: object, part: Part) -> Part:
+    def do() -> Part | None:
+        following = part()
+        return following and _holding(kept, following)
+
+    return do
+
+
 def test_a_job_that_has_ended_keeps_nothing_alive(stream: ThreadStream):
     class Bucket:
         pass
 
     for fails in range(4):
         bucket, jobs = Bucket(), Jobs()
-        job = jobs.job("a", fails=fails)
-
-        def holding(part: Part = job, bucket: Bucket = bucket) -> Part | None:
-            following = part()
-            return following and (lambda: holding(following, bucket))
-
-        there = weakref.ref(bucket)
-        pending = stream.submit(holding)
+        there, pending = weakref.ref(bucket), stream.submit(_holding(bucket, jobs.job("a", fails=fails)))
         if fails:
             with pytest.raises(ValueError, match=f"a{fails}"):
                 pending.result()
         else:
             pending.result()
-        del bucket, job, holding, pending
+        del bucket, pending
         stream.submit(jobs.job("b")).result()
         gc.collect()
         assert there() is None, fails

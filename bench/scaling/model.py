@@ -144,7 +144,7 @@ def ring(inputs: Inputs, cluster: Cluster, nbytes: float, ranks: int, rings: int
 def flat(inputs: Inputs, cluster: Cluster, setting: str, buckets: Sequence[int]) -> float:
     """Seconds until all averages are there where all ranks reduce as equals; buckets by their elements."""
     n, here = cluster.all_ranks, cluster.ranks
-    kernels, begins, ends = inputs.kernels[setting], list[Step](), list[Step]()
+    kernels, begins, sums, ends = inputs.kernels[setting], list[Step](), list[Step](), list[Step]()
     for i, elements in enumerate(buckets):
         wire = WIRE_BYTES[setting] * elements
         begins.append(Do(kernels.compress * elements))
@@ -153,17 +153,18 @@ def flat(inputs: Inputs, cluster: Cluster, setting: str, buckets: Sequence[int])
             ends.append(Wait(f"sum {i}"))
         else:
             shot = transfer(inputs, cluster, wire * (n - 1) / n, here * wire * (n - here) / n, n - 1)
-            begins += [Send(f"shards {i}", shot), Wait(f"shards {i}")]
-            begins += [Do(kernels.reduce * elements), Send(f"sums {i}", shot)]
+            begins.append(Send(f"shards {i}", shot))
+            sums += [Wait(f"shards {i}"), Do(kernels.reduce * elements), Send(f"sums {i}", shot)]
             ends.append(Wait(f"sums {i}"))
         ends.append(Do(kernels.decompress * elements))
-    return makespan([[*begins, *ends]])
+    return makespan([begins, [*sums, *ends]])
 
 
 def two_levels(inputs: Inputs, cluster: Cluster, setting: str, buckets: Sequence[int]) -> float:
-    """Seconds until all averages are there where hosts sum in shared memory first, and one thread begins, one ends."""
+    """Seconds until all averages are there where hosts sum in shared memory first."""
     hosts, here = cluster.hosts, cluster.ranks
-    kernels, plain, begins, ends = inputs.kernels[setting], inputs.kernels["none"], list[Step](), list[Step]()
+    kernels, plain = inputs.kernels[setting], inputs.kernels["none"]
+    begins, column_sums, ends = list[Step](), list[Step](), list[Step]()
     others = (here - 1) / here  # of what is moved within a host, the part that goes to other ranks
     for i, elements in enumerate(buckets):
         wire = WIRE_BYTES[setting] * elements
@@ -177,7 +178,7 @@ def two_levels(inputs: Inputs, cluster: Cluster, setting: str, buckets: Sequence
             share = wire / here * (hosts - 1) / hosts
             shot = transfer(inputs, cluster, share, here * share, hosts - 1)
             begins.append(Send(f"shards {i}", shot))
-            ends += [Wait(f"shards {i}"), Do(kernels.reduce * elements / here)]
-            ends += [Send(f"sums {i}", shot), Wait(f"sums {i}")]
+            column_sums += [Wait(f"shards {i}"), Do(kernels.reduce * elements / here), Send(f"sums {i}", shot)]
+            ends.append(Wait(f"sums {i}"))
         ends.append(Do(inputs.shared * wire * others + kernels.decompress * elements))
-    return makespan([begins, ends])
+    return makespan([begins, [*column_sums, *ends]])

@@ -223,11 +223,10 @@ class FlatWires(BucketWires):
         """Behind `_sum` in two levels: the averages of the column, then those of all columns."""
         assert self._node is not None
         gathers = self._node.levels.gathers
-        if begun is not None:
+        if begun is not None and self.received is not None:
             begun.wait()
-            if self.received is not None:
-                self.reduce_shards(self.received)
-                begun = gathers.between.all_gather(self._column)
+            self.reduce_shards(self.received)
+            begun = gathers.between.all_gather(self._column)
         return Levels(begun, lambda: gathers.within.all_gather(self._rows).wait())
 
     def reduce_shards(self, received: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -212,7 +213,8 @@ class BucketPipeline:
         stored = direct and not in_wire
         if callable(started):
             return lambda: self._sum(started, averaged)
-        return lambda: self._finish(started, averaged, stored)
+        # Nothing is to be done in the middle: the last part waits, which must not keep sums of others from being sent.
+        return lambda: partial(self._finish, started, averaged, stored)
 
     def _sum(self, sum_up: Sum, averaged: Sequence[Tensor]) -> Part:
         self.clock.mark(_SUMMING)

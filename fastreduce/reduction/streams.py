@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -14,6 +15,8 @@ import torch
 
 from ..environment.forks import Owner
 from ..transports import LateGatherTransport, Transport, TwoLevelTransport
+
+CLOSE_SECONDS = 5.0
 
 Part = Callable[[], "Part | None"]
 """One part of a job; returns the next one, if there is one.
@@ -78,6 +81,11 @@ class Begun:
     def __init__(self, rest: Part | None) -> None:
         self._rest = rest
 
+    def leave_rest(self, to: Callable[[Part], StreamJob]) -> None:
+        """Let the rest be done elsewhere, unless it has been."""
+        if self._rest is not None:
+            self._rest = to(self._rest).result
+
     def begun(self) -> None:
         """It has."""
 
@@ -127,6 +135,11 @@ class StreamJob:
             self._ended.set_result(None)
         return follows
 
+    def finish(self) -> None:
+        """Do all parts that are left."""
+        while self.go_on():
+            pass
+
     def _advance(self) -> bool:
         part, self._next = self._next, None  # what has ended keeps no bucket, and so no model, alive
         assert part is not None
@@ -160,10 +173,9 @@ class ThreadStream:
     A job is begun before the ones under way go on, so that one bucket is compressed while another's wire is on its way.
 
     Args:
-        apart: whether jobs are begun on one thread and go on on another, where the next part of one that has just begun
-            comes before the last part of those before. So nothing that waits keeps a bucket from being sent. Where what
-            follows takes collectives of its own, in which other ranks may be sooner or later, the two must not wait for
-            each other; jobs have as many parts then as there are such orders.
+        apart: whether each part has a thread of its own, where jobs come in the same order. So nothing that waits keeps
+            a bucket, or what has been summed of one, from being sent. And ranks need not be equally far: one may do a
+            job to its end before it begins the next, for which others wait meanwhile.
     """
 
     def __init__(self, apart: bool = False) -> None:
@@ -172,6 +184,7 @@ class ThreadStream:
         self._threads: list[threading.Thread] = []
         self._owner = Owner()
         self._last: StreamJob | None = None
+        self._left: weakref.ref[Begun] | None = None  # the last job that was left to who asks for its result
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, begin: Part) -> StreamJob:
@@ -181,15 +194,20 @@ class ThreadStream:
             TransportError: in a fork of the process that made the stream.
         """
         self._owner.check("A bucket was to be reduced")
+        self._start_threads()
+        self._last = job = StreamJob(begin)
+        self._jobs.put(job)
+        return job
+
+    def _start_threads(self) -> None:
         if not self._threads:
             if self._begun is None:
                 self._start(_work, self._jobs)
             else:
+                summed: _Jobs = queue.SimpleQueue()
                 self._start(_begin, self._jobs, self._begun)
-                self._start(_go_on, self._begun)
-        self._last = job = StreamJob(begin)
-        self._jobs.put(job)
-        return job
+                self._start(_go_on, self._begun, summed)
+                self._start(_end, summed)
 
     def _start(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name="fastreduce-communication", daemon=True)
@@ -199,13 +217,29 @@ class ThreadStream:
     def begin(self, begin: Part) -> Pending:
         """Do the first part on the caller's thread: it would only wait for the other.
 
-        The rest is done where the result is asked for, unless a thread for it has something else under way.
+        The rest is done where the result is asked for, unless a thread for it has something else under way, or this is
+        called again before: the next first part may wait for ranks that wait for that rest.
         """
-        if self._begun is None or self.idle:
+        if self._begun is None:
             return Begun(begin())
+        left, self._left = self._left, None
+        if left is not None and (before := left()) is not None:
+            before.leave_rest(self._go_on_with)
+        if self.idle:
+            alone = Begun(begin())
+            self._left = weakref.ref(alone)
+            return alone
         self._last = job = StreamJob(begin)
         job.begin(self._begun.put)
         job.begun()
+        return job
+
+    def _go_on_with(self, rest: Part) -> StreamJob:
+        assert self._begun is not None
+        self._owner.check("A bucket was to be reduced")
+        self._start_threads()
+        self._last = job = StreamJob(rest)
+        self._begun.put(job)
         return job
 
     @property
@@ -214,11 +248,12 @@ class ThreadStream:
         return self._last is None or self._last.done
 
     def close(self) -> None:
-        """End the thread after the jobs already enqueued, and wait a little for its end."""
+        """End the threads after the jobs already enqueued, and wait a little for their end."""
         self._jobs.put(None)
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout=5)
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def _begin(jobs: _Jobs, begun: _Jobs) -> None:
@@ -228,40 +263,34 @@ def _begin(jobs: _Jobs, begun: _Jobs) -> None:
     begun.put(None)
 
 
-def _go_on(begun: _Jobs) -> None:
-    under_way: deque[StreamJob] = deque()
-    for job in _coming(begun, under_way):
+def _go_on(begun: _Jobs, summed: _Jobs) -> None:
+    while (job := begun.get()) is not None:
         if job.go_on():
-            under_way.append(job)
+            summed.put(job)
+        del job
+    summed.put(None)
+
+
+def _end(summed: _Jobs) -> None:
+    while (job := summed.get()) is not None:
+        job.finish()
         del job
 
 
 def _work(jobs: _Jobs) -> None:
     under_way: deque[StreamJob] = deque()
-    for job in _coming(jobs, under_way):
-        job.begin(under_way.append)
-        del job
-
-
-def _coming(jobs: _Jobs, under_way: deque[StreamJob]) -> Iterator[StreamJob]:
-    """The jobs of a queue as they come; those under way are finished while none is there, and at the end."""
     while True:
         try:
             job = jobs.get(block=not under_way)
         except queue.Empty:
-            _finish(under_way.popleft())
+            under_way.popleft().finish()
             continue
         if job is None:
             break
-        yield job
+        job.begin(under_way.append)
         del job
     for job in under_way:
-        _finish(job)
-
-
-def _finish(job: StreamJob) -> None:
-    while job.go_on():
-        pass
+        job.finish()
 
 
 class Done:
@@ -339,13 +368,8 @@ class CudaStream:
         """Begin a job behind what the current stream holds now."""
         if self._thread is None:
             return self.submit(begin)
-        rest = self._begin(begin, torch.cuda.current_stream(self._device).record_event())
-
-        def finish_and_join() -> None:
-            do_all(rest)
-            self.join()
-
-        return Begun(finish_and_join)
+        ready = torch.cuda.current_stream(self._device).record_event()
+        return _OnStream(self, self._thread.begin(lambda: self._begin(begin, ready)))
 
     def _begin(self, begin: Part, ready: torch.cuda.Event) -> Part:
         try:

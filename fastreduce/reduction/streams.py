@@ -183,7 +183,7 @@ class ThreadStream:
         self._begun: _Jobs | None = queue.SimpleQueue() if apart else None
         self._threads: list[threading.Thread] = []
         self._owner = Owner()
-        self._last: StreamJob | None = None
+        self._under_way: deque[StreamJob] = deque()
         self._left: weakref.ref[Begun] | None = None  # the last job that was left to who asks for its result
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
@@ -195,7 +195,7 @@ class ThreadStream:
         """
         self._owner.check("A bucket was to be reduced")
         self._start_threads()
-        self._last = job = StreamJob(begin)
+        job = self._new_job(begin)
         self._jobs.put(job)
         return job
 
@@ -229,7 +229,7 @@ class ThreadStream:
             alone = Begun(begin())
             self._left = weakref.ref(alone)
             return alone
-        self._last = job = StreamJob(begin)
+        job = self._new_job(begin)
         job.begin(self._begun.put)
         job.begun()
         return job
@@ -238,14 +238,21 @@ class ThreadStream:
         assert self._begun is not None
         self._owner.check("A bucket was to be reduced")
         self._start_threads()
-        self._last = job = StreamJob(rest)
+        job = self._new_job(rest)
         self._begun.put(job)
+        return job
+
+    def _new_job(self, first: Part) -> StreamJob:
+        while self._under_way and self._under_way[0].done:
+            self._under_way.popleft()
+        job = StreamJob(first)
+        self._under_way.append(job)
         return job
 
     @property
     def idle(self) -> bool:
-        """Whether all jobs have ended."""
-        return self._last is None or self._last.done
+        """Whether all jobs have ended; one that fails does so before those before it, it may be."""
+        return all(job.done for job in list(self._under_way))  # to which another thread may add
 
     def close(self) -> None:
         """End the threads after the jobs already enqueued, and wait a little for their end."""

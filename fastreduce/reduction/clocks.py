@@ -66,8 +66,8 @@ class HostClock:
         self._times[point] = now()
 
     def between(self, start: int, end: int) -> float:
-        """Seconds on the host."""
-        return self._times[end] - self._times[start]
+        """Seconds on the host; none where a pass has come to `start` alone, with the end of an earlier one."""
+        return max(0.0, self._times[end] - self._times[start])
 
     def times(self, wait: bool = False) -> array[float]:
         """All of them; nobody waits."""

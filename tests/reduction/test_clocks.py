@@ -1,4 +1,4 @@
-"""What a stream's clock records: nothing, until somebody reads it."""
+"""What a stream's clock records: nothing, until somebody reads it; and what the host's tells amid a pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fastreduce.reduction.clocks import CudaClock
+from fastreduce.reduction.clocks import CudaClock, HostClock
 
 DEVICE = torch.device("cuda", 1)
 
@@ -107,3 +107,10 @@ def test_times_on_the_hosts_clock_are_read_on_the_clocks_device_and_not_while_a_
     capturing = True
     before = Event.recorded
     assert read(True) == [0.0, 0.0] and Event.recorded == before
+
+
+def test_a_pass_that_has_failed_on_the_host_took_no_negative_time():
+    clock = HostClock(3)
+    for point in (0, 1, 2, 0, 1):
+        clock.mark(point)
+    assert clock.between(0, 1) > 0 and clock.between(1, 2) == 0

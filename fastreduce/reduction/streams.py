@@ -81,11 +81,6 @@ class Begun:
     def __init__(self, rest: Part | None) -> None:
         self._rest = rest
 
-    def leave_rest(self, to: Callable[[Part], StreamJob]) -> None:
-        """Let the rest be done elsewhere, unless it has been."""
-        if self._rest is not None:
-            self._rest = to(self._rest).result
-
     def begun(self) -> None:
         """It has."""
 
@@ -184,7 +179,6 @@ class ThreadStream:
         self._threads: list[threading.Thread] = []
         self._owner = Owner()
         self._under_way: deque[StreamJob] = deque()
-        self._left: weakref.ref[Begun] | None = None  # the last job that was left to who asks for its result
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, begin: Part) -> StreamJob:
@@ -217,29 +211,16 @@ class ThreadStream:
     def begin(self, begin: Part) -> Pending:
         """Do the first part on the caller's thread: it would only wait for the other.
 
-        The rest is done where the result is asked for, unless a thread for it has something else under way, or this is
-        called again before: the next first part may wait for ranks that wait for that rest.
+        The rest is done where the result is asked for, or on its threads: the first part of the next job may wait for
+        ranks that wait for the rest of this one.
         """
         if self._begun is None:
             return Begun(begin())
-        left, self._left = self._left, None
-        if left is not None and (before := left()) is not None:
-            before.leave_rest(self._go_on_with)
-        if self.idle:
-            alone = Begun(begin())
-            self._left = weakref.ref(alone)
-            return alone
+        self._owner.check("A bucket was to be reduced")
+        self._start_threads()
         job = self._new_job(begin)
         job.begin(self._begun.put)
         job.begun()
-        return job
-
-    def _go_on_with(self, rest: Part) -> StreamJob:
-        assert self._begun is not None
-        self._owner.check("A bucket was to be reduced")
-        self._start_threads()
-        job = self._new_job(rest)
-        self._begun.put(job)
         return job
 
     def _new_job(self, first: Part) -> StreamJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from fastreduce.reduction.streams import Part, ThreadStream
 SECONDS = 20  # a part that is kept waiting so long has failed
 
 
-@pytest.fixture(params=[False, True], ids=["one thread", "two threads"])
+@pytest.fixture(params=[False, True], ids=["one thread", "a thread a part"])
 def stream(request: pytest.FixtureRequest) -> Iterator[ThreadStream]:
     made = ThreadStream(apart=request.param)
     yield made
@@ -48,17 +49,26 @@ class Jobs:
     def let_go(self, part: str) -> None:
         self.held[part].set()
 
+    def until(self, part: str) -> None:
+        end = time.monotonic() + SECONDS
+        while part not in self.done:
+            assert time.monotonic() < end, part
+            time.sleep(1e-3)
 
-def test_nothing_that_waits_keeps_a_job_from_beginning_and_sums_come_before_the_ends_of_earlier_jobs():
-    stream, jobs = ThreadStream(apart=True), Jobs("a2")
+
+def test_nothing_that_waits_keeps_a_job_from_beginning_or_from_being_summed():
+    stream, jobs = ThreadStream(apart=True), Jobs("a2", "a3")
     a, b, c = (stream.submit(jobs.job(name)) for name in "abc")
     for pending in (a, b, c):
         pending.begun()
     assert jobs.done == ["a1", "b1", "c1"]
     jobs.let_go("a2")
-    for pending in (a, b, c):
+    jobs.until("c2")
+    assert jobs.done == ["a1", "b1", "c1", "a2", "b2", "c2"]
+    jobs.let_go("a3")
+    for pending in (c, b, a):
         pending.result()
-    assert jobs.done == ["a1", "b1", "c1", "a2", "b2", "c2", "a3", "b3", "c3"]
+    assert jobs.done[6:] == ["a3", "b3", "c3"]
     stream.close()
 
 
@@ -72,29 +82,21 @@ def test_on_one_thread_a_job_begins_before_an_earlier_one_goes_on():
     stream.close()
 
 
-def test_a_job_that_the_caller_begins_is_handed_over_where_others_are_under_way():
-    stream, jobs = ThreadStream(apart=True), Jobs("a2", "a3")
-    a = stream.submit(jobs.job("a"))
-    a.begun()
-    b = stream.begin(jobs.job("b"))
-    assert jobs.threads["b1"] is threading.current_thread()
-    jobs.let_go("a2")
-    stream.submit(jobs.job("c")).begun()
-    jobs.let_go("a3")
-    a.result()
-    b.result()
-    assert jobs.done.index("b2") < jobs.done.index("a3"), "nobody asked for a result until then"
-    assert jobs.threads["b2"] is jobs.threads["a2"] is not threading.current_thread()
-    stream.close()
-
-
-def test_a_job_that_the_caller_begins_alone_stays_on_its_thread(stream: ThreadStream):
+def test_of_a_job_that_the_caller_begins_the_rest_is_done_on_the_threads_unless_there_is_one_only():
     jobs = Jobs()
-    stream.submit(jobs.job("a")).result()
-    pending = stream.begin(jobs.job("b"))
-    assert jobs.done == ["a1", "a2", "a3", "b1"]
+    stream = ThreadStream(apart=True)
+    pending = stream.begin(jobs.job("a"))
+    jobs.until("a3")
     pending.result()
-    assert {jobs.threads[f"b{part}"] for part in (1, 2, 3)} == {threading.current_thread()}
+    one = ThreadStream()
+    pending = one.begin(jobs.job("b"))
+    assert jobs.done[3:] == ["b1"]
+    pending.result()
+    me = threading.current_thread()
+    assert {part for part, thread in jobs.threads.items() if thread is me} == {"a1", "b1", "b2", "b3"}
+    assert jobs.threads["a2"] is not jobs.threads["a3"]
+    for each in (stream, one):
+        each.close()
 
 
 def test_what_the_first_part_raises_is_raised_where_the_caller_begins_it(stream: ThreadStream):

@@ -308,6 +308,7 @@ class TorchReducer(GradientReducer):
             return int(work.result()[0].item())
 
         self.active_ranks = None if use_static_world_size else count
+        self.buckets.uneven.active = count
 
     def _push_all_rebuilt_params(self) -> None:
         """Called on joined ranks; the order of buckets is exchanged when they are rebuilt."""

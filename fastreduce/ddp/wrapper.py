@@ -287,6 +287,7 @@ class DistributedDataParallel(TorchDDP):
                 self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
         self.reducer.backward.check_ended()
+        self.reducer.buckets.uneven.joining = self._joining and self._join_config.enable
         before = recorder.phase
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared
         try:
@@ -444,14 +445,26 @@ class DistributedDataParallel(TorchDDP):
     def join_hook(self, **kwargs: Any) -> Any:
         """What a join context calls, as in torch."""
         hook = super().join_hook(**kwargs)
-        after = hook.post_hook
+        meanwhile, after = hook.main_hook, hook.post_hook
+        # Where torch reduces all parameters itself there is no reducer.
+        buckets = None if self._delay_all_reduce_all_params else self.reducer.buckets
+
+        def main_hook() -> None:
+            if buckets is not None:
+                buckets.uneven.joining = buckets.uneven.here = True
+            meanwhile()
 
         def post_hook(is_last_joiner: bool) -> None:
             self._joining = False
+            if buckets is not None:
+                buckets.tell_joined()
+                buckets.uneven.end()
             after(is_last_joiner)
 
-        hook.post_hook = post_hook
+        hook.main_hook, hook.post_hook = main_hook, post_hook
         self._joining = True
+        if buckets is not None:
+            buckets.uneven.active = None
         return hook
 
     def _match_all_reduce_for_bwd_pass(self) -> None:

@@ -276,6 +276,8 @@ class Backward:
             self.running, self._task = True, torch._C._current_graph_task_id()
             self._recorder.enter(Phase.BACKWARD)
             self._buckets.look()
+            if self.armed:
+                self._tell_joined()
             if self.armed and self.reduced_once:
                 self.arrivals.count()
             self._stack.call_at_end(self._on_end)
@@ -563,6 +565,7 @@ class Backward:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
         self._recorder.enter(Phase.WAITING)
         self.arrivals.forget_used()
+        self._tell_joined()
         self._buckets.at_step(self._agreed.schedule.step)
         self._buckets.take_part()
         call_all(self._events.arrived)
@@ -573,6 +576,10 @@ class Backward:
         self.reduced_once = True
         self._forget()
         self._recorder.end_step(self._agreed.schedule.step - 1)
+
+    def _tell_joined(self) -> None:
+        with self.telemetry.explaining():
+            self._buckets.tell_joined(reducing=True)
 
     def _count(self) -> None:
         """One more reduction."""

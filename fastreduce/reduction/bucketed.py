@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from ..compression import Compression
 from ..errors import SettingError
 from ..policy import Policy, assigned
 from ..transports import Transport
+from ..transports.messages import checked, of_types
 from . import saved_residuals
 from .averaging import Averaging, CompressedAveraging
 from .buckets import BucketPlan, group_by_size, shortest
@@ -21,6 +24,7 @@ from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
 from .streams import Part, Stream
+from .uneven import UnevenInputs
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -61,6 +65,7 @@ class BucketedGradients:
         gradients: where they lie.
         specs: of all parameters.
         indices: of the parameters that travel in buckets.
+        uneven: which ranks bring gradients.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
@@ -89,6 +94,7 @@ class BucketedGradients:
         left_out = set(leave_out)
         self.indices = [i for i in range(len(self.specs)) if i not in left_out]
         self.orders = [self.indices[::-1]]
+        self.uneven = UnevenInputs()
         self.keeps_statistics = False
         self._warm: set[Compression] = set()
         self.settings = self.assign(compression)
@@ -155,6 +161,7 @@ class BucketedGradients:
         Residuals move along, second-stage ones as part of the first stage. Where the new setting has no error feedback,
         they are added to the next gradients.
         """
+        self.tell_joined()
         kept = saved_residuals.collect_alike(self.pipelines)
         kinds = _kinds(self.settings)
         self.use(compression)
@@ -201,6 +208,7 @@ class BucketedGradients:
         here = set(self.indices)
         order = [i for i in observed if i in here]
         idle = sorted(here.difference(order))
+        self.tell_joined()
         kept = saved_residuals.collect_alike(self.pipelines)
         self.orders = [order, idle]
         self.lay_out(self._groups())
@@ -299,6 +307,28 @@ class BucketedGradients:
         for pipeline, members in zip(self.pipelines, self._members, strict=True):
             if pipeline.kept is not None:
                 pipeline.kept.look(members.parameters)
+
+    def tell_joined(self, reducing: bool = False) -> None:
+        """Where ranks have joined (`UnevenInputs`), let them hear from the others what became of the last averages.
+
+        Else their shards would be added to as if all had been applied in full. Every rank calls it.
+        """
+        if not self.uneven.matter(self.transport.world_size, reducing):
+            return
+        kept, here = [pipeline.kept for pipeline in self.pipelines], self.uneven.here
+        mine = [None if here or each is None else each.told() for each in kept]
+        told = checked(self.transport.exchange(mine), self._checked_fates, "word of the last averages")
+        for each, own, fates in zip(kept, mine, zip(*told, strict=True), strict=True):
+            heard = next((known for known in fates if known is not None), None)
+            if each is not None and own is None and heard is not None:
+                each.hear(heard)
+
+    def _checked_fates(self, value: Any) -> list[Any]:
+        counts = [len(bucket.slots) for bucket in self.plan.buckets]
+        for fates, count in zip(of_types(value, *[(list, NoneType)] * len(counts)), counts, strict=True):
+            for fate in of_types(fates, *[list] * count) if fates is not None else ():
+                of_types(fate, float, float, (float, NoneType), bool, bool, bool)
+        return list(value)
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:

@@ -26,7 +26,18 @@ HOUSE = [
 ]
 # Likewise, of modules and of rooms with modules in them.
 REDUCTION = [
-    {"agreement", "arrays", "autograd_stack", "buckets", "clocks", "schedule", "shared_buffers", "sparse", "streams"},
+    {
+        "agreement",
+        "arrays",
+        "autograd_stack",
+        "buckets",
+        "clocks",
+        "schedule",
+        "shared_buffers",
+        "sparse",
+        "streams",
+        "uneven",
+    },
     {"arrivals", "gradients", "residuals", "statistics"},
     {"wires"},
     {"pipeline"},

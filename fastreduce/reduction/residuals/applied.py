@@ -13,6 +13,10 @@ from torch import Tensor
 from .factors import ONE, Factor, known_to_be, products, to_device
 from .notices import is_optimized, leave, listen
 
+# Of one average: the expected factor, that beside it, what `look` has seen, whether it was stepped, whether a user told
+# of it, and whether an optimizer tells.
+Fate = tuple[float, float, float | None, bool, bool, bool]
+
 MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
 
 
@@ -81,6 +85,7 @@ class Applied:
         self._stepped = [False] * count
         self._told: set[int] = set()
         self._carried: list[Factor | None] = [None] * count
+        self._heard: list[bool] | None = None  # by slot, whether an optimizer tells of it where `hear` has told
         self._older: dict[int, Tensor] = {}  # what `magnitudes` would tell of them
         for i in older:
             if (grad := grads[i]) is not None:
@@ -191,6 +196,8 @@ class Applied:
 
     def is_optimized(self, i: int) -> bool:
         """Whether an optimizer tells of the parameter of slot `i`."""
+        if self._heard is not None:
+            return self._heard[i]
         return self._watched and is_optimized(self._parameters[i]())
 
     def _measure(self, positions: Sequence[int]) -> list[Factor]:
@@ -253,6 +260,26 @@ class Applied:
     def fates(self) -> tuple[list[Factor], list[Factor]]:
         """By slot, what was measured beside what was expected, and what `look` has seen; NaN where it saw nothing."""
         return list(self._rest), [math.nan if carried is None else carried for carried in self._carried]
+
+    @property
+    def watched(self) -> bool:
+        """Whether this rank's optimizer and gradients tell."""
+        return self._watched
+
+    def told(self) -> list[Fate]:
+        """By slot, all that is known; waits for devices."""
+        optimized = [self.is_optimized(i) for i in range(len(self._parameters))]
+        said = [i in self._told for i in range(len(self._parameters))]
+        expected, rest = ([float(factor) for factor in each] for each in (self.expected, self._rest))
+        carried = [None if factor is None else float(factor) for factor in self._carried]
+        return list(zip(expected, rest, carried, self._stepped, said, optimized, strict=True))
+
+    def hear(self, fates: Sequence[Fate]) -> None:
+        """Go by what another rank knows, in place of what this one does."""
+        for i, (expected, rest, carried, stepped, _, _) in enumerate(fates):
+            self.expected[i], self._rest[i], self._carried[i], self._stepped[i] = expected, rest, carried, stepped
+        self._told = {i for i, fate in enumerate(fates) if fate[4]}
+        self._heard, self._watched = [fate[5] for fate in fates], False
 
     def throw_away(self, positions: Iterable[int]) -> None:
         """Gradients of these slots were zeroed before anybody looked, unless `put_fates` tells better."""

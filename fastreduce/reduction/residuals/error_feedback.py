@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...errors import ReducerError
 from ..buckets import Bucket
-from .applied import Applied
+from .applied import Applied, Fate
 from .factors import Factor, known_to_be, stack, to_device
 from .notices import is_optimized
 from .rows import BASE, GO_ON, KEEP, Rows, reads_late
@@ -281,6 +281,15 @@ class ErrorFeedback:
         if self._applied is None:
             return None
         return torch.stack([stack(row, self.turn.device) for row in self._applied.fates()])
+
+    def told(self) -> list[Fate] | None:
+        """What this rank knows of the averages that are followed, by slot; None if they are not, or were not here."""
+        return None if self._applied is None or not self._applied.watched else self._applied.told()
+
+    def hear(self, fates: Sequence[Fate]) -> None:
+        """Go by what another rank knows of them (`Applied.hear`)."""
+        if self._applied is not None:
+            self._applied.hear(fates)
 
     def throw_away(self, positions: Iterable[int]) -> None:
         """Averages that are followed were zeroed before (`Applied.throw_away`)."""

@@ -1,0 +1,137 @@
+"""Error feedback in `join()`: a rank without inputs left is as one that brings zeros, whatever the others apply."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+import fastreduce
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankPool
+
+SIZES = (300, 7, 130, 700)
+STEPS = 8
+SECONDS = 100.0
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the ranks with inputs do in each step."""
+
+    clip: float = math.inf
+    skips: tuple[int, ...] = ()  # steps whose averages are thrown away
+    bad: tuple[int, ...] = ()  # steps in which an average is infinite, and applied
+    micro_batches: int = 1
+    switch: str = ""  # a setting that begins with step 6
+    inputs: tuple[int, ...] = (STEPS, 3, 5)  # steps for which each rank has some
+    zero_late: bool = False  # gradients are zeroed at the beginning of a step, or between forward and backward
+
+
+class Given(nn.Module):
+    """A model whose gradients are what one says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in SIZES])
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return torch.stack([(p * g).sum() for p, g in zip(self.values, gradients, strict=True)]).sum()
+
+
+def _gradients(rank: int, step: int, loop: Loop, micro: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed((rank * 100 + step) * 10 + micro)
+    found = [torch.randn(size, generator=generator) for size in SIZES]
+    if step in loop.bad and rank == 0:
+        found[0][5] = math.inf
+    return found
+
+
+def _train(
+    rank: int, world_size: int, setting: str, cap: float, loop: Loop, joins: bool, behind: bool = False
+) -> dict[str, Any]:
+    """The averages of each step, and of two more in which all ranks have inputs again; and what was kept between.
+
+    `joins`: in a join; else the others bring zeros. `behind`: another module joins first.
+    """
+    ddp: Any = fastreduce.DistributedDataParallel(Given(), compression=setting, bucket_cap_mb=cap)
+    if loop.switch:
+        ddp.set_compression(loop.switch, at=6)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    first = fastreduce.DistributedDataParallel(nn.Linear(1, 1)) if behind else None
+    averages = []
+
+    def step(number: int, has_inputs: bool) -> None:
+        if not loop.zero_late:
+            optimizer.zero_grad()
+        if first is not None:
+            first(torch.ones(1)).sum().backward()
+        for micro in range(loop.micro_batches):
+            with ddp.no_sync() if micro < loop.micro_batches - 1 else contextlib.nullcontext():
+                found = _gradients(rank, number, loop, micro)
+                loss = ddp(found if has_inputs else [torch.zeros_like(each) for each in found])
+                if loop.zero_late and micro == 0:
+                    optimizer.zero_grad()
+                loss.backward()
+        averages.append([p.grad.clone() for p in ddp.parameters()])
+        if number not in loop.skips:
+            if loop.clip < math.inf:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), loop.clip)
+            optimizer.step()
+
+    context = Join([each for each in (first, ddp) if each is not None]) if joins else contextlib.nullcontext()
+    with context:
+        for number in range(STEPS):
+            has_inputs = number < loop.inputs[rank]
+            if has_inputs or not joins:
+                step(number, has_inputs)
+    kept = ddp.reducer.state_dict()
+    for number in range(STEPS, STEPS + 2):
+        step(number, True)
+    return {"averages": averages, "kept": [kept["residuals"], kept["shard_residuals"]]}
+
+
+LOOPS = {
+    "applied": Loop(),
+    "without any input": Loop(clip=1.0, inputs=(0, STEPS, 0)),
+    "clipped": Loop(clip=1.0),
+    "thrown away": Loop(skips=(2, 4, 5, 7)),
+    "zeroed late": Loop(skips=(2, 4, 5, 7), zero_late=True),
+    "infinite": Loop(bad=(4,)),
+    "accumulated": Loop(clip=1.0, micro_batches=2),
+    "switched": Loop(clip=1.0, switch="int4:error_feedback"),
+    "switched off": Loop(clip=1.0, switch="none:accumulate=fp32"),
+}
+
+
+def _check(pool: RankPool, setting: str, loop: Loop, behind: bool = False) -> None:
+    ranks = pool.run(_train, setting, 25, loop, False, timeout=SECONDS)
+    for cap in (0.001, 25):
+        joined = pool.run(_train, setting, cap, loop, True, behind, timeout=SECONDS)
+        for one, all_along, inputs in zip(joined, ranks, loop.inputs, strict=False):
+            averages = all_along["averages"]
+            assert_same_bits(one["averages"], averages[:inputs] + averages[STEPS:])
+        if cap == 25:
+            assert_same_bits([one["kept"] for one in joined], [one["kept"] for one in ranks])
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_rank_that_has_joined_is_as_one_that_brings_zeros(ranks2: RankPool, loop: Loop):
+    _check(ranks2, "int8:error_feedback", loop)
+
+
+def test_behind_another_module_that_joins(ranks2: RankPool):
+    _check(ranks2, "int4:error_feedback=8bit", Loop(clip=1.0), behind=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ["int8:error_feedback", "int4:error_feedback=8bit", "topk:ratio=0.1,min_numel=20"])
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_ranks_that_join_one_after_the_other(ranks3: RankPool, setting: str, loop: Loop):
+    _check(ranks3, setting, loop)

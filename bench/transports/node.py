@@ -28,9 +28,6 @@ STEPS = {
 TOLERANCES = {"none": 0.0, "fp16": 2.0**-10, "int8": 2.0**-5, "int4": 2.0**-2, "auto4": 2.0**-1}  # as in bench_steps.py
 OURS = ("none", "fp16", "int8")
 IN_LEVELS = {f"{name}, two levels": Setting("fastreduce", STEPS[name].options, transport=None) for name in OURS}
-IN_LEVELS["int8, two levels, 8 MiB"] = Setting(
-    "fastreduce", {"compression": "int8", "bucket_cap_mb": 8}, transport=None
-)
 # Where a node has several ranks. These sum in other orders than torch does.
 LEVELS = {**IN_LEVELS, **{name: STEPS[name] for name in (*OURS, "torch", "torch fp16 hook")}}
 BOUNDS = {f"{name}{how}": max(TOLERANCES[name], 2.0**-20) for name in OURS for how in ("", ", two levels")}

@@ -452,9 +452,9 @@ class Backward:
         try:
             for _, pending in self._launches[-1:]:
                 pending.begun()  # streams leave starting collectives to this thread
-            while (index := self._next) < len(self._buckets.pipelines):
+            while (index := self._next) < (count := len(self._buckets.pipelines)):
                 if not self._buckets.alone(index):
-                    self._launches.append(self._begun(index, self._launches))
+                    self._launches.append(self._begun(index, self._launches, index == count - 1))
                 self._next = index + 1
             self._left_over |= self._unused_alone(range(self._next)) | self._store(self._launches)
             self._left_over |= self._sparse.settle(self.arrivals.used, self._divisor())
@@ -490,10 +490,11 @@ class Backward:
             self.arrivals.learn_fires()
         self._forget()
 
-    def _begun(self, index: int, launches: Launches) -> tuple[BucketJob, Pending]:
-        """A bucket's reduction, begun on this thread, if those launched before it have begun."""
+    def _begun(self, index: int, launches: Launches, is_last: bool) -> tuple[BucketJob, Pending]:
+        """A bucket's reduction, which begins if those launched before it have; the last one on this thread."""
         job, before = self._collect(index), _last(launches)
-        return job, job.stream.begin(lambda: _begin_behind(before, job))
+        start = job.stream.begin if is_last else job.stream.submit
+        return job, start(lambda: _begin_behind(before, job))
 
     def _unused_alone(self, indices: Iterable[int]) -> set[int]:
         """Of buckets with which there is nothing to do: the parameters that this rank has not used."""
@@ -553,7 +554,7 @@ class Backward:
             launches: list[tuple[BucketJob, Pending]] = []
             for index in buckets:
                 if not self._buckets.alone(index):
-                    launches.append(self._begun(index, launches))
+                    launches.append(self._begun(index, launches, index == buckets[-1]))
             left |= self._store(launches)
             left |= self._sparse.settle(used, self._divisor(), self._left_over)
         self._left_over &= left

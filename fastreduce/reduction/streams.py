@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Enqueue a job, of which `begin` is the first part."""
 
     def begin(self, begin: Part) -> Pending:
-        """Do a job's first part now, on the caller's thread. All that was enqueued has begun."""
+        """Do the first part of the last job of a reduction now, on the caller's thread."""
 
     @property
     def idle(self) -> bool:
@@ -188,12 +188,6 @@ class ThreadStream:
             TransportError: in a fork of the process that made the stream.
         """
         self._owner.check("A bucket was to be reduced")
-        self._start_threads()
-        job = self._new_job(begin)
-        self._jobs.put(job)
-        return job
-
-    def _start_threads(self) -> None:
         if not self._threads:
             if self._begun is None:
                 self._start(_work, self._jobs)
@@ -202,6 +196,9 @@ class ThreadStream:
                 self._start(_begin, self._jobs, self._begun)
                 self._start(_go_on, self._begun, summed)
                 self._start(_end, summed)
+        job = self._new_job(begin)
+        self._jobs.put(job)
+        return job
 
     def _start(self, target: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=target, args=args, name="fastreduce-communication", daemon=True)
@@ -209,15 +206,12 @@ class ThreadStream:
         thread.start()
 
     def begin(self, begin: Part) -> Pending:
-        """Do the first part on the caller's thread: it would only wait for the other.
+        """Do the first part on the caller's thread, which would only wait for the other.
 
-        The rest is done where the result is asked for, or on its threads: the first part of the next job may wait for
-        ranks that wait for the rest of this one.
+        The rest is done where the result is asked for, unless threads of its own are at work on other jobs.
         """
-        if self._begun is None:
+        if self._begun is None or self.idle:
             return Begun(begin())
-        self._owner.check("A bucket was to be reduced")
-        self._start_threads()
         job = self._new_job(begin)
         job.begin(self._begun.put)
         job.begun()

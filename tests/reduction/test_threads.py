@@ -82,21 +82,27 @@ def test_on_one_thread_a_job_begins_before_an_earlier_one_goes_on():
     stream.close()
 
 
-def test_of_a_job_that_the_caller_begins_the_rest_is_done_on_the_threads_unless_there_is_one_only():
+def test_of_the_last_job_which_the_caller_begins_the_rest_is_done_on_the_threads_while_others_are_under_way():
+    stream, jobs = ThreadStream(apart=True), Jobs("a3")
+    a = stream.submit(jobs.job("a"))
+    b = stream.begin(jobs.job("b"))
+    jobs.until("b2")
+    assert "a3" not in jobs.done
+    jobs.let_go("a3")
+    b.result()
+    a.result()
+    assert jobs.threads["b1"] is threading.current_thread()
+    assert all(jobs.threads[f"b{part}"] is jobs.threads[f"a{part}"] for part in (2, 3))
+    stream.close()
+
+
+def test_a_job_that_the_caller_begins_alone_stays_on_its_thread(stream: ThreadStream):
     jobs = Jobs()
-    stream = ThreadStream(apart=True)
-    pending = stream.begin(jobs.job("a"))
-    jobs.until("a3")
+    stream.submit(jobs.job("a")).result()
+    pending = stream.begin(jobs.job("b"))
+    assert jobs.done == ["a1", "a2", "a3", "b1"]
     pending.result()
-    one = ThreadStream()
-    pending = one.begin(jobs.job("b"))
-    assert jobs.done[3:] == ["b1"]
-    pending.result()
-    me = threading.current_thread()
-    assert {part for part, thread in jobs.threads.items() if thread is me} == {"a1", "b1", "b2", "b3"}
-    assert jobs.threads["a2"] is not jobs.threads["a3"]
-    for each in (stream, one):
-        each.close()
+    assert {jobs.threads[f"b{part}"] for part in (1, 2, 3)} == {threading.current_thread()}
 
 
 def test_what_the_first_part_raises_is_raised_where_the_caller_begins_it(stream: ThreadStream):

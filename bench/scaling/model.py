@@ -157,7 +157,7 @@ def flat(inputs: Inputs, cluster: Cluster, setting: str, buckets: Sequence[int])
             sums += [Wait(f"shards {i}"), Do(kernels.reduce * elements), Send(f"sums {i}", shot)]
             ends.append(Wait(f"sums {i}"))
         ends.append(Do(kernels.decompress * elements))
-    return makespan([begins, [*sums, *ends]])
+    return makespan([begins, sums, ends])
 
 
 def two_levels(inputs: Inputs, cluster: Cluster, setting: str, buckets: Sequence[int]) -> float:
@@ -181,4 +181,4 @@ def two_levels(inputs: Inputs, cluster: Cluster, setting: str, buckets: Sequence
             column_sums += [Wait(f"shards {i}"), Do(kernels.reduce * elements / here), Send(f"sums {i}", shot)]
             ends.append(Wait(f"sums {i}"))
         ends.append(Do(inputs.shared * wire * others + kernels.decompress * elements))
-    return makespan([begins, [*column_sums, *ends]])
+    return makespan([begins, column_sums, ends])

@@ -170,7 +170,7 @@ def settled():
         time.sleep(0.01)
     return left()
 
-at_exit(Exit.STORE, lambda: print(settled(), flush=True))
+at_exit(Exit.STORE, lambda: print(f"{settled()}\\n", end="", flush=True))  # in one write, beside the other rank's
 """
 
 

@@ -270,24 +270,3 @@ def test_a_verdict_that_a_device_may_still_read_is_kept_until_the_next_one_is_re
             kept.commit()
             kept.finite = torch.tensor(True)  # as the end of the next reduction, which the host does not wait for
             assert [each() is not None for each in verdicts] == [False] * step + [True]
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["one thread", "apart"])
-def test_a_thread_is_not_idle_while_a_job_is_under_way_before_one_that_failed(apart: bool):
-    """Whoever ends it then ends what is under way, too."""
-    stream, come = ThreadStream(apart), threading.Event()
-
-    def wait() -> None:
-        come.wait(60)
-
-    def fail() -> None:
-        raise MemoryError
-
-    first, second = stream.submit(lambda: wait), stream.submit(fail)
-    with pytest.raises(MemoryError):
-        second.result()
-    assert not stream.idle
-    come.set()
-    first.result()
-    assert stream.idle
-    stream.close()

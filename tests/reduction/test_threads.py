@@ -115,6 +115,27 @@ def test_what_the_first_part_raises_is_raised_where_the_caller_begins_it(stream:
     a.result()
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one thread", "apart"])
+def test_a_thread_is_not_idle_while_a_job_is_under_way_before_one_that_failed(apart: bool):
+    """Whoever ends it then ends what is under way, too."""
+    stream, come = ThreadStream(apart), threading.Event()
+
+    def wait() -> None:
+        come.wait(60)
+
+    def fail() -> None:
+        raise MemoryError
+
+    first, second = stream.submit(lambda: wait), stream.submit(fail)
+    with pytest.raises(MemoryError):
+        second.result()
+    assert not stream.idle
+    come.set()
+    first.result()
+    assert stream.idle
+    stream.close()
+
+
 def _holding(kept: object, part: Part) -> Part:
     def do() -> Part | None:
         following = part()

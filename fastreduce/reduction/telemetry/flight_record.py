@@ -34,8 +34,9 @@ TWO_STAGES = (
     ("wire stage 2", Point.SUMMED, Point.REDUCED),
     ("decompress", Point.REDUCED, Point.END),
 )
-_OF_PARTS = (Point.STARTED, Point.SUMMING, Point.GATHERING, Point.RESUMED)
 ONE_STAGE = (TWO_STAGES[0], ("wire", Point.COMPRESSED, Point.REDUCED), TWO_STAGES[-1])
+# Where parts of a job begin and end: not told.
+_OF_PARTS = (Point.STARTED, Point.SUMMING, Point.GATHERING, Point.RESUMED)
 
 
 def stages_of(times: Sequence[float]) -> tuple[tuple[str, Point, Point], ...]:

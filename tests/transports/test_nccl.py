@@ -477,6 +477,7 @@ def _wrong_calls(rank: int, size: int, place: OnHost) -> None:
     for call in (lambda: gloo.all_reduce(far), lambda: gloo.all_to_all(far, far), lambda: gloo.all_gather(far)):
         with pytest.raises(DeviceError, match=r"over gloo: .* on meta: use NcclTransport"):
             call()
+        assert gloo._lease.number == -1, "it has connected, which waits for other ranks"
 
 
 def test_wrong_calls_are_refused_before_anything_moves(ranks2: RankPool, place: OnHost):

@@ -94,7 +94,10 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     """
     parameters = _managed(module.named_parameters(), module)
     trainable = {name: p for name, p in parameters.items() if p.requires_grad and not is_lazy(p)}
-    Gradients(list(trainable.values()), list(trainable))
+    reduced = list(trainable.values())
+    if arguments["device_mesh"] is not None:  # torch's class trains what ranks have of DTensors then
+        reduced = [p.to_local().detach() if hasattr(p, "to_local") else p for p in reduced]
+    Gradients(reduced, list(trainable))
     first: dict[str, tuple[str, torch.device]] = {}  # parameter and device, by type of device
     for name, parameter in trainable.items():
         first.setdefault(parameter.device.type, (name, parameter.device))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from tests.support.models import (
@@ -123,6 +124,23 @@ def _mesh_of_all(rank: int, world_size: int) -> None:
 
 def test_a_device_mesh_gives_the_group(ranks2: RankPool):
     ranks2.run(_mesh_of_all)
+
+
+def _tensor_parallel(rank: int, world_size: int) -> None:
+    mesh, seen = dist.device_mesh.init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp")), {}
+    for kind in KINDS:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model = wrap(kind, net, device_mesh=mesh["dp"])
+        parts = dict(net.named_parameters())  # each forward puts DTensors in their place for as long as it takes
+        model(torch.ones(3, 4) * (1 + rank)).sum().backward()
+        seen[kind] = {name: part.grad for name, part in parts.items()}
+    assert_same_bits(seen["ours"], seen["torch"])
+
+
+def test_beside_tensor_parallelism_the_parts_of_parameters_are_averaged(ranks2: RankPool):
+    ranks2.run(_tensor_parallel)
 
 
 def _delayed(rank: int, world_size: int) -> None:

@@ -176,7 +176,7 @@ def _check(case: Case, seen: Seen) -> None:
         if case.stage == "exit":  # nobody needs the one that is gone
             continue
         last = next(line for line in reversed(text.splitlines()) if "TransportError: " in line)
-        doing = rf"(connecting|exchange|all_\w+) over (gloo|MPI|shm)|{CHOOSING}|a reduction in two levels"
+        doing = rf"(connecting|exchange|[a-z]+_\w+) over (gloo|MPI|shm)|{CHOOSING}|a reduction in two levels"
         assert re.search(rf"rank {rank} of 3: ({doing}) failed", last), last
         assert case.victim == 0 or f"rank {case.victim}" in last or "exited" in last, last
         assert case.victim != 0 or re.search(HOLDER, last) or "rank 0" in last, last

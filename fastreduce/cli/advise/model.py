@@ -1,7 +1,8 @@
 """The model of a step: buckets that are ready one after the other go through three servers, first come, first served.
 
 1. The communication thread compresses a bucket. In a two-shot it also waits for the exchange and sums its shard. (Over
-   gloo another thread does: what overlaps more there makes the share smaller.)
+   gloo another thread does: what overlaps more there makes the share smaller. With a server for each thread predictions
+   were no nearer to measured steps.)
 2. The link carries transfers one after the other. One that takes `t` alone holds it for `share × t`: several at once
    fill it better than one does (share < 1), or come into each other's way (share > 1).
 3. Averages are decompressed.

@@ -21,6 +21,7 @@ from .triton_tiles import (
     load_tile,
     note_finite,
     repeat,
+    repeat_sum,
     store_statistics,
     widen,
 )
@@ -182,19 +183,26 @@ def reduce_shards(
 
     `slots`, of the shard, come with `draws`.
     """
-    numel = shard.numel()
-    tiles = None if slots is None else device_table(slots, TILE, shard.device).tiles
-    launch(
-        _reduce,
-        -(-numel // TILE) if tiles is None else len(tiles),
-        shard.device,
-        received,
-        shard,
-        numel,
-        double_bits(scale),
-        tiles,
-        *drawing(slots, draws, shard.device),
-        RANKS=received.shape[0],
-        SPARE=spare(received.shape[0]),
-        TILE=TILE,
-    )
+
+    def make() -> Launch | None:
+        numel = shard.numel()
+        tiles = None if slots is None else device_table(slots, TILE, shard.device).tiles
+        return launch(
+            _reduce,
+            -(-numel // TILE) if tiles is None else len(tiles),
+            shard.device,
+            received,
+            shard,
+            numel,
+            double_bits(scale),
+            tiles,
+            *drawing(slots, draws, shard.device),
+            RANKS=received.shape[0],
+            SPARE=spare(received.shape[0]),
+            TILE=TILE,
+        )
+
+    if slots is None:
+        repeat_sum("reduce_shards", received, shard, (scale,), make)
+    else:  # which tables belong to
+        make()

@@ -20,6 +20,7 @@ from .triton_tiles import (
     load_tile,
     note_finite,
     repeat,
+    repeat_sum,
     store_statistics,
     widen,
 )
@@ -232,22 +233,26 @@ def _reduce(
 
 def reduce_fp16(received: Tensor, shard: Tensor, scale: float) -> None:
     """world_size FP16 shards → their sum in rank order, scaled once, with exponents of its own."""
-    blocks = shard.numel() // FP16_BLOCK_BYTES
-    launch(
-        _reduce,
-        -(-blocks // SHAPE["ROWS"]),
-        shard.device,
-        received,
-        shard,
-        blocks,
-        shard.numel(),
-        double_bits(scale),
-        *NOT_SUMMED,
-        RANKS=received.shape[0],
-        SPARE=spare(received.shape[0]),
-        **SHAPE,
-        BLOCK_BYTES=FP16_BLOCK_BYTES,
-    )
+
+    def make() -> Launch | None:
+        blocks = shard.numel() // FP16_BLOCK_BYTES
+        return launch(
+            _reduce,
+            -(-blocks // SHAPE["ROWS"]),
+            shard.device,
+            received,
+            shard,
+            blocks,
+            shard.numel(),
+            double_bits(scale),
+            *NOT_SUMMED,
+            RANKS=received.shape[0],
+            SPARE=spare(received.shape[0]),
+            **SHAPE,
+            BLOCK_BYTES=FP16_BLOCK_BYTES,
+        )
+
+    repeat_sum("reduce_fp16", received, shard, (scale,), make)
 
 
 @triton.jit(do_not_specialize=["blocks"])

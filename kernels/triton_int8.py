@@ -23,6 +23,7 @@ from .triton_tiles import (
     launch,
     load_tile,
     repeat,
+    repeat_sum,
     store_statistics,
     widen,
 )
@@ -364,27 +365,36 @@ def reduce_quantized(
 
     `slots`, of the shard, come with `draws`.
     """
-    shape = _tile_shape(block, form)
-    blocks = form.blocks(shard.numel(), block)
-    tiles = None if slots is None else device_table(slots, shape["ROWS"] * block, shard.device).tiles
-    launch(
-        _reduce,
-        -(-blocks // shape["ROWS"]) if tiles is None else len(tiles),
-        shard.device,
-        received,
-        shard,
-        residuals,
-        turn,
-        blocks,
-        shard.numel(),
-        double_bits(scale),
-        flag_block,
-        tiles,
-        *drawing(slots, draws, shard.device),
-        RANKS=received.shape[0],
-        SPARE=spare(received.shape[0]),
-        **shape,
-    )
+
+    def make() -> Launch | None:
+        shape = _tile_shape(block, form)
+        blocks = form.blocks(shard.numel(), block)
+        tiles = None if slots is None else device_table(slots, shape["ROWS"] * block, shard.device).tiles
+        return launch(
+            _reduce,
+            -(-blocks // shape["ROWS"]) if tiles is None else len(tiles),
+            shard.device,
+            received,
+            shard,
+            residuals,
+            turn,
+            blocks,
+            shard.numel(),
+            double_bits(scale),
+            flag_block,
+            tiles,
+            *drawing(slots, draws, shard.device),
+            RANKS=received.shape[0],
+            SPARE=spare(received.shape[0]),
+            **shape,
+        )
+
+    if slots is None:
+        kept = None if residuals is None else residuals.dtype
+        more = (scale, block, flag_block, form, kept, address(residuals), address(turn))
+        repeat_sum("reduce_quantized", received, shard, more, make)
+    else:  # which tables belong to
+        make()
 
 
 @cache

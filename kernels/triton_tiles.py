@@ -128,8 +128,9 @@ class Launch(NamedTuple):
             run_compiled(programs, 1, 1, stream, function, metadata, None, None, None, *passed)
 
 
-MOST = 4096  # kept kernels: numbers that change, such as sizes, make ever new ones
+MOST = 4096  # kept kernels, and sums: numbers that change, such as sizes, make ever new ones
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+_sums: dict[tuple[Any, ...], Launch] = {}
 _runtime = knobs.runtime
 
 
@@ -199,3 +200,33 @@ def repeat(
         kept[1].run()
     elif (launched := make()) is not None:
         slots.cache[operation] = made_of, launched
+
+
+def repeat_sum(
+    operation: str, received: Tensor, shard: Tensor, more: tuple[Any, ...], make: Callable[[], Launch | None]
+) -> None:
+    """Do a launch that sums shards once more, as `repeat`; all that it reads and writes is memory of the caller's.
+
+    Args:
+        operation: its name.
+        received: shards, `[ranks, elements]`.
+        shard: their sum.
+        more: what else there is but shapes, and for tensors their addresses.
+        make: launches it.
+    """
+    made_of = (
+        received.data_ptr(),
+        shard.data_ptr(),
+        shard.dtype,
+        shard.device,
+        received.shape[0],
+        shard.numel(),
+        *more,
+    )
+    kept = _sums.get((operation, *made_of))
+    if kept is not None:
+        kept.run()
+    elif (launched := make()) is not None:
+        if len(_sums) >= MOST:
+            _sums.clear()
+        _sums[made_of] = launched._replace(tensors=())  # which keeps nothing alive

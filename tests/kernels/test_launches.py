@@ -37,6 +37,7 @@ from tests.support.commands import run
         "check_each_operation",
         "check_that_warming_up_compiles_all",
         "check_that_ever_new_sizes_are_not_kept_for_ever",
+        "check_that_no_sum_of_other_memory_is_launched",
         *(
             pytest.param(check, marks=pytest.mark.long)
             for check in ("check_that_nothing_stale_is_launched", "check_each_format")
@@ -64,7 +65,8 @@ def check_that_ever_new_sizes_are_not_kept_for_ever() -> None:
             for _ in range(2):
                 triton_fp16.reduce_fp16(received, shard, 0.5)
     assert launched.value == 100
-    assert 0 < len(triton_tiles._compiled) <= 10, len(triton_tiles._compiled)
+    for kept in (triton_tiles._compiled, triton_tiles._sums):
+        assert 0 < len(kept) <= 10, len(kept)
 
 
 def check_that_nothing_stale_is_launched() -> None:
@@ -128,6 +130,62 @@ def check_that_nothing_stale_is_launched() -> None:
             triton_cast.unflatten(plain, slots, tensors, 0.5, statistics, finite)
         for operation in ("quantize", "dequantize", "flatten", "unflatten", "flatten_fp16", "unflatten_fp16"):
             assert given(kept, operation) == given(new, operation), operation
+
+
+def check_that_no_sum_of_other_memory_is_launched() -> None:
+    """Whatever changes between two sums of shards: each gets what it would get were none kept."""
+    from tests.support import cuda_stub
+
+    cuda_stub.activate()
+    from fastreduce.kernels import triton_cast, triton_fp16, triton_int8, triton_tiles
+
+    random, memory = Random(0), torch.zeros(1 << 17, dtype=torch.uint8)
+    aligned = -memory.data_ptr() % 256
+
+    def at(place: int, ranks: int, nbytes: int) -> torch.Tensor:
+        return memory[aligned + place :][: ranks * nbytes].view(ranks, nbytes)
+
+    choices: dict[str, Sequence[Any]] = {
+        "received": [0, 1 << 13],
+        "ranks": [2, 3],
+        "shard": [1 << 15, (1 << 15) + 512],
+        "blocks": [4, 8],
+        "scale": [0.5, 1 / 3],
+        "form": [INT8_FORMAT, FP8_FORMAT, INT4_FORMAT],
+        "dtype": [torch.float32, torch.bfloat16],
+        "flag_block": [1, 3],
+        "residuals": [None, 1 << 16, 3 << 15],
+        "turn": [5 << 14, (5 << 14) + 16],
+    }
+    now = {name: values[0] for name, values in choices.items()}
+    launched: list[triton_tiles.Launch] = []
+    for _ in range(150):
+        name = random.choice(list(choices))
+        now[name] = random.choice(choices[name])
+        form, blocks, scale, dtype = (now[each] for each in ("form", "blocks", "scale", "dtype"))
+
+        def shards(nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return at(now["received"], now["ranks"], nbytes), at(now["shard"], 1, nbytes)[0]
+
+        residuals = turn = None
+        if now["residuals"] is not None:
+            residuals = at(now["residuals"], 2, 512 * blocks).view(torch.float32)
+            turn = at(now["turn"], 1, 4)[0].view(torch.int32)
+        plain = [each.view(dtype) for each in shards(512 * blocks)]
+        told = (128, now["flag_block"], residuals, turn, form)
+        operations = [
+            partial(triton_cast.reduce_shards, *plain, scale),
+            partial(triton_fp16.reduce_fp16, *shards(fp16_shard_bytes(blocks)), scale),
+            partial(triton_int8.reduce_quantized, *shards(shard_bytes(blocks, 128, form)), scale, *told),
+        ]
+        for operation in operations:
+            with patch.dict(triton_tiles._sums, clear=True):
+                operation()
+                (alone,) = triton_tiles._sums.values()
+            with patch.object(triton_tiles.Launch, "run", lambda self: launched.append(self)):
+                operation()
+            assert launched[-1][:-1] == alone[:-1], (operation, now)
+            assert alone.tensors == ()
 
 
 def check_each_operation() -> None:

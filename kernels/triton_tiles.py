@@ -214,16 +214,9 @@ def repeat_sum(
         more: what else there is but shapes, and for tensors their addresses.
         make: launches it.
     """
-    made_of = (
-        received.data_ptr(),
-        shard.data_ptr(),
-        shard.dtype,
-        shard.device,
-        received.shape[0],
-        shard.numel(),
-        *more,
-    )
-    kept = _sums.get((operation, *made_of))
+    memory = received.data_ptr(), shard.data_ptr(), shard.dtype, shard.device, received.shape[0], shard.numel()
+    made_of = operation, *memory, *more
+    kept = _sums.get(made_of)
     if kept is not None:
         kept.run()
     elif (launched := make()) is not None:

@@ -184,7 +184,9 @@ def check_that_no_sum_of_other_memory_is_launched() -> None:
                 (alone,) = triton_tiles._sums.values()
             with patch.object(triton_tiles.Launch, "run", lambda self: launched.append(self)):
                 operation()
+                operation()
             assert launched[-1][:-1] == alone[:-1], (operation, now)
+            assert any(launched[-1] is kept for kept in triton_tiles._sums.values()), "and it is kept"
             assert alone.tensors == ()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from .conftest import Size
-from .host_step import ROOT, compare
+from .host_step import LAUNCH, ROOT, compare
 from .training.bench_steps import record_overhead
 
 
@@ -17,4 +18,5 @@ from .training.bench_steps import record_overhead
 def test_overhead_of_launches(benchmark: Any, size: Size) -> None:
     """300 parameters in 20 buckets: `fp16` on one rank beside other settings, two shots, and torch's class."""
     (seconds,) = compare([ROOT], 2 * size.rounds)
+    benchmark.extra_info["launch_by_triton_s"] = statistics.median(seconds.pop(LAUNCH))
     record_overhead(benchmark, seconds)

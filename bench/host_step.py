@@ -4,20 +4,23 @@ Triton's own launcher works over a driver that does nothing (`tests/support/cuda
 streams over calls that do nothing, and collectives enqueue nothing; CPU tensors stand for CUDA tensors. So all of our
 Python runs as on a GPU, with the driver's part left out, 2 to 4 µs a launch. What is measured is the CPU time of the
 thread that calls. torch's class runs the kernels of its CPU build, in place of launches, over gloo, whose threads do
-not count.
+not count. Beside them stands a launch as Triton makes it, which keeps nothing for the next one: a measure of the
+machine.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -31,6 +34,7 @@ STEPS = 3  # of a contestant in a round
 ROOT = Path(__file__).parents[1]
 HOOKS_ALONE = "none, 1 rank"  # nothing is launched there
 SETTINGS = ("fp16", "none", "int8", "int8:error_feedback")
+LAUNCH, LAUNCHES = "a launch by Triton", 20  # the mean of so many
 
 
 def compare(trees: Sequence[Path], rounds: int) -> list[dict[str, list[float]]]:
@@ -81,11 +85,16 @@ def serve() -> None:
         for name, contestant in contestants.items():
             if contestant.setting.wrapper == "fastreduce":
                 assert len(contestant.wrapped.reducer.pipelines) == BUCKETS, name
+        launch = _launch_by_triton()
         gc.collect()
         gc.disable()
         for _ in sys.stdin:
-            seconds: dict[str, list[float]] = {name: [] for name in contestants}
+            seconds: dict[str, list[float]] = {name: [] for name in (*contestants, LAUNCH)}
             for _ in range(STEPS):
+                start = time.thread_time()
+                for _ in range(LAUNCHES):
+                    launch()
+                seconds[LAUNCH].append((time.thread_time() - start) / LAUNCHES)
                 for name, contestant in contestants.items():
                     contestants["unwrapped"].step(x)  # so that none finds another's code in the processor's caches
                     contestants["unwrapped"].drop_gradients()
@@ -96,6 +105,22 @@ def serve() -> None:
                     contestant.drop_gradients()
             gc.collect()
             print(json.dumps(seconds), flush=True)
+
+
+def _launch_by_triton() -> Callable[[], object]:
+    """One of a sum of two ranks' shards."""
+    import torch
+
+    from fastreduce.kernels import triton_cast
+    from fastreduce.kernels.slots import spare
+    from fastreduce.kernels.triton_tiles import double_bits
+
+    received, shard = torch.zeros(2, 64), torch.zeros(64)
+    passed = received, shard, 64, double_bits(0.5), None, None, None, 0, 0
+    told: dict[str, Any] = {"RANKS": 2, "SPARE": spare(2), "TILE": triton_cast.TILE}
+    launch = partial(triton_cast._reduce[(1,)], *passed, **told, num_warps=4, enable_fp_fusion=False)
+    launch()  # compiled
+    return launch
 
 
 def _model() -> Any:
@@ -227,6 +252,8 @@ def main(
 ) -> None:
     """A table: of each checkout the CPU time that a wrapper adds, and the others' share of the first one's."""
     found = compare(trees or [ROOT], rounds)
+    launches = [1e6 * statistics.median(each.pop(LAUNCH, [math.nan])) for each in found]
+    print(f"{LAUNCH}, µs: " + ", ".join(f"{launch:.1f}" for launch in launches))
     print(f"CPU µs that a wrapper adds to a step of {PARAMETERS} parameters, and a bucket of {BUCKETS} beyond hooks:")
     added = [
         {name: [1e6 * (a - b) for a, b in zip(times, each["unwrapped"], strict=True)] for name, times in each.items()}

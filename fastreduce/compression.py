@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -94,7 +95,11 @@ class Compression:
         name, colon, rest = spec.strip().partition(":")
         kind = KINDS.get(name)
         if kind is None:
-            raise SettingError(f"unknown compression {brief(name)} in {brief(spec)}; allowed: {', '.join(KINDS)}")
+            where = "" if name == spec else f" in {brief(spec)}"
+            raise SettingError(f"unknown compression {brief(name)}{where}{_meant(name)}; allowed: {', '.join(KINDS)}")
+        if ":" in rest:
+            instead = brief(f"{name}:{rest.replace(':', ',')}")
+            raise SettingError(f"two colons in {brief(spec)}: commas stand between options, {instead}")
         known = {f.name: f for f in _options(kind)}
         options: dict[str, Any] = {}
         for piece in rest.split(",") if colon else ():
@@ -127,6 +132,17 @@ class Compression:
                 f"compression must be a spec string or a Compression, got {type(setting).__name__}: {setting!r}"
             )
         return Compression.parse(setting)
+
+
+def _meant(name: str) -> str:
+    """What may have been meant by the name of no setting, or ""."""
+    first, comma, rest = (part.strip() for part in name.partition(","))
+    if comma and first in KINDS:
+        if rest.partition(",")[0].strip() in KINDS:
+            return ", a list of settings where one is asked for"
+        return f": options stand behind a colon, {brief(f'{first}:{rest}')}"
+    close = difflib.get_close_matches(name.lower(), KINDS, 1, cutoff=0.8)
+    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _options(kind: type[Compression] | Compression) -> list[Field[Any]]:

@@ -121,6 +121,12 @@ def test_specs_mean_what_they_say(spec: str, setting: Compression, prints: str):
         ("topk:min_numel=0", "min_numel=0", "whole numbers from 1 on"),
         ("topk:error_feedback", "'error_feedback'", "topk takes: ratio, min_numel, warm_up"),
         ("bf16:rounding=stochastic,accumulate=wire", "accumulate=wire", "accumulate=fp32"),
+        ("FP16", "'FP16', did you mean 'fp16'?", "none, fp16"),
+        ("top-k:ratio=0.1", "'top-k' in 'top-k:ratio=0.1', did you mean 'topk'?", "none, fp16"),
+        ("int8,error_feedback", "options stand behind a colon, 'int8:error_feedback'", "none, fp16"),
+        ("none,fp16", "a list of settings where one is asked for", "none, fp16"),
+        ("int8:block=64:error_feedback", "two colons", "'int8:block=64,error_feedback'"),
+        ("int8:" + ":" * 9000, "two colons", "commas"),
     ],
 )
 def test_a_bad_spec_names_the_piece_and_what_is_allowed(spec: str, names: str, allowed: str):

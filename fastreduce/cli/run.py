@@ -24,7 +24,10 @@ from .trace import merge_after_run, stamps
 def run_parser() -> ArgumentParser:
     """That of `launch`, with the setting."""
     parser = make_parser(run)
-    help_ = "The setting, such as fp16; without it what the environment variable FASTREDUCE_COMPRESSION says, or none."
+    help_ = (
+        "The setting, such as fp16; without it what the environment variable FASTREDUCE_COMPRESSION says, or none. A "
+        "script that gives our class a compression= has that one."
+    )
     parser.add_argument("--compression", metavar="SPEC", help=help_)
     help_ = "A folder for traces of every step: a file for each rank, and trace.json of all, for Perfetto."
     parser.add_argument("--trace", metavar="DIR", help=help_)

@@ -101,12 +101,14 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     first: dict[str, tuple[str, torch.device]] = {}  # parameter and device, by type of device
     for name, parameter in trainable.items():
         first.setdefault(parameter.device.type, (name, parameter.device))
+    to_fill = ". What is on meta has no memory: module.to_empty(device=…) makes some, to be filled"
+    empty = to_fill if "meta" in first else ""
     if len(first) > 1:
         where = ", ".join(f"parameter {name!r} is on {device}" for name, device in first.values())
-        raise DeviceError(f"{where}; all must be on CPUs or all on GPUs")
+        raise DeviceError(f"{where}; all must be on CPUs or all on GPUs{empty}")
     for kind, (name, device) in first.items():
         if kind not in ("cpu", "cuda"):
-            raise BackendUnavailableError(f"parameter {name!r} is on {device}; allowed: cpu, cuda")
+            raise BackendUnavailableError(f"parameter {name!r} is on {device}; allowed: cpu, cuda{empty}")
         ops.choose(device)
     _check_arguments(arguments)
     for name, child in module.named_modules():
@@ -114,9 +116,10 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             inner = set(map(id, child._module_parameters))
             twice = [n for n, p in trainable.items() if id(p) in inner]
             if twice:
+                which = f"module {name!r}" if name else "the module"
                 warnings.warn(
-                    f"module {name!r} is wrapped already: two reductions of {twice[0]!r} will race. Unwrap it, or "
-                    "leave its parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
+                    f"{which} is wrapped already: two reductions of {twice[0]!r} will race. Unwrap it, or leave its "
+                    "parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
                     stacklevel=3,
                 )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import numbers
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..compression import Compression, brief
+from ..compression import Compression
 from ..environment.signals import is_of_signal
 from ..environment.stacks import dump_at_signal
 from ..environment.variables import folder_asked_for, this_rank
@@ -46,6 +48,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it
+OWN_ARGUMENTS = "compression", "transport", "elastic"
+
+
+@contextmanager
+def _warnings_where_called() -> Iterator[None]:
+    """What torch's class warns the line that called it of is told of the line that called ours."""
+    with warnings.catch_warnings(record=True) as found:
+        try:
+            yield
+        finally:
+            told = list(found)
+    for each in told:
+        if each.filename == __file__:
+            warnings.warn(each.message, each.category, stacklevel=4)
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -104,9 +122,7 @@ class DistributedDataParallel(TorchDDP):
     ) -> None:
         try:
             if not isinstance(module, nn.Module):
-                raise AttributeError(
-                    f"module={brief(module)}, a {type(module).__name__!r} object; allowed: a torch.nn.Module"
-                )
+                raise AttributeError(f"module is a {type(module).__name__!r} object; allowed: a torch.nn.Module")
             if device_ids is not None and all(device is None for device in device_ids):
                 device_ids = None
             on_cpu = all(p.device.type == "cpu" for p in module.parameters())
@@ -116,7 +132,14 @@ class DistributedDataParallel(TorchDDP):
                     stacklevel=2,
                 )
                 device_ids = output_device = None
-            bound = inspect.signature(TorchDDP).bind(module, device_ids, output_device, *args, **kwargs)
+            taken = inspect.signature(TorchDDP)
+            for unknown in kwargs.keys() - taken.parameters.keys():
+                close = difflib.get_close_matches(unknown, [*OWN_ARGUMENTS, *taken.parameters], 1)
+                raise TypeError(
+                    f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown!r}"
+                    + (f", did you mean {close[0]!r}?" if close else "")
+                )
+            bound = taken.bind(module, device_ids, output_device, *args, **kwargs)
             bound.apply_defaults()
             arguments = bound.arguments
             if elastic:
@@ -141,7 +164,8 @@ class DistributedDataParallel(TorchDDP):
             error = found
         check_agreement(self._transport, description, error)
         self._description = description
-        super().__init__(module, device_ids, output_device, *args, **kwargs)
+        with _warnings_where_called():
+            super().__init__(module, device_ids, output_device, *args, **kwargs)
         if self.mixed_precision is not None and not self._delay_all_reduce_all_params:
             for inner in self.module.modules():
                 inner.register_state_dict_post_hook(put_own)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compression import brief
 from ..errors import DeviceError, TensorError
@@ -56,6 +56,8 @@ def as_list(arrays: Any) -> list[Any]:
     Raises:
         TensorError: if it is none.
     """
+    if isinstance(arrays, nn.Module):  # some give their parts
+        raise TensorError(f"a {type(arrays).__name__} is a module; allowed: a list of tensors, as its parameters()")
     try:
         each = iter(arrays)
     except TypeError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -161,3 +162,15 @@ def _delayed(rank: int, world_size: int) -> None:
 
 def test_delayed_parameters_are_averaged_by_torchs_own_hook(ranks2: RankPool):
     ranks2.run(_delayed)
+
+
+def test_what_torchs_class_warns_its_caller_of_is_told_of_the_line_that_called_ours(alone: None):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for kind in KINDS:
+            wrap(kind, nn.Linear(2, 2), check_reduction=True)
+    told = [(each.category, str(each.message), each.filename) for each in found]
+    assert len(told) == 2 and told[0] == told[1] and "check_reduction" in told[0][1], told
+    with warnings.catch_warnings(), pytest.raises(FutureWarning, match="check_reduction"):
+        warnings.simplefilter("error")
+        wrap("ours", nn.Linear(2, 2), check_reduction=True)

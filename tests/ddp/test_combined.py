@@ -194,6 +194,8 @@ def test_a_wrapper_inside_a_wrapper_that_averages_the_same_parameters_warns(alon
         body = nn.Sequential(nn.Linear(2, 2), wrap(inner, nn.Linear(2, 2)))
         with pytest.warns(UserWarning, match=r"module '1' is wrapped already.*'1.module.weight'"):
             wrap("ours", body)
+        with pytest.warns(UserWarning, match=r"the module is wrapped already.*'module.0.weight'"):
+            wrap("ours", wrap(inner, nn.Sequential(nn.Linear(2, 2))))
 
 
 def _without_gradients(rank: int, world_size: int, views: bool) -> None:

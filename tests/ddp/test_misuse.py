@@ -137,8 +137,14 @@ MISUSE: dict[str, tuple[Callable[[str], Any], str]] = {
     "hook without a tensor": (_register(_hook_that(lambda b: None), steps=1), "not None"),
     "nothing to train": (_wrap(lambda: nn.Linear(2, 2).requires_grad_(False)), "requires a gradient"),
     "no parameters": (_wrap(nn.ReLU), "requires a gradient"),
-    "parameters on two kinds of devices": (_wrap(_two_devices), "'1.weight' is on meta"),
-    "parameters on meta": (_wrap(lambda: nn.Linear(2, 2, device="meta")), "'weight' is on meta"),
+    "parameters on two kinds of devices": (
+        _wrap(_two_devices),
+        "'1.weight' is on meta; all must be on CPUs or all on GPUs. What",
+    ),
+    "parameters on meta": (
+        _wrap(lambda: nn.Linear(2, 2, device="meta")),
+        "'weight' is on meta; allowed: cpu, cuda. What",
+    ),
     "uninitialized parameters": (_wrap(lambda: nn.LazyLinear(3)), "dummy forward"),
     "two device_ids": (_wrap(device_ids=[0, 1]), "device_ids"),
     "device_ids is no list": (_wrap(device_ids=0), "iterable"),
@@ -336,8 +342,12 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "AttributeError: mixed_precision=torch.bfloat16; allowed: None, or",
     ),
     "two devices": ({"device_ids": [0, 1]}, "ValueError: device_ids can only be None or contain a single element, got"),
-    "no module": ({"module": None}, "AttributeError: module=None, a 'NoneType' object; allowed: a torch.nn.Module"),
-    "an unknown name": ({"compresion": "fp16"}, "TypeError: got an unexpected keyword argument 'compresion'"),
+    "no module": ({"module": None}, "AttributeError: module is a 'NoneType' object; allowed: a torch.nn.Module"),
+    "an unknown name": (
+        {"compresion": "fp16"},
+        "TypeError: DistributedDataParallel.__init__() got an unexpected keyword argument 'compresion', did you mean "
+        "'compression'?",
+    ),
     "a number of devices": ({"device_ids": 3}, "TypeError: 'int' object is not iterable"),
     "elastic in a group": ({"elastic": True}, "SettingError: elastic=True in a process group of 2 ranks"),
     "half a delay": ({"delay_all_reduce_named_params": []}, "ValueError: delay_all_reduce_named_params and"),
@@ -365,7 +375,7 @@ def _with_argument(rank: int, world_size: int, case: str) -> str:
 def test_what_is_no_module_or_group_is_named(ranks2: RankPool):
     for said in ranks2.run(_with_others):
         assert said == [
-            "module=None, a 'NoneType' object; allowed: a torch.nn.Module",
+            "module is a 'NoneType' object; allowed: a torch.nn.Module",
             "device_ids can only be None or contain a single element, got 'fp16'; settings are compression=…",
             "process_group must be a ProcessGroup, e.g. from torch.distributed.new_group; got 0",
             "all_reduce_gradients: group='gloo'; allowed: a ProcessGroup, as new_group makes, or None",

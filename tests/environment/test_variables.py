@@ -49,7 +49,7 @@ WRONG = {
     "FASTREDUCE_DEBUG": ("yes please", r"^FASTREDUCE_DEBUG=yes please: allowed: 1 or true, 0 or false$"),
     "FASTREDUCE_COMPRESSION": (
         "fp17",
-        r"^FASTREDUCE_COMPRESSION: unknown compression 'fp17' in 'fp17'; allowed: none, ",
+        r"^FASTREDUCE_COMPRESSION: unknown compression 'fp17'; allowed: none, ",
     ),
     "FASTREDUCE_KERNELS": (
         "cuda",

@@ -171,10 +171,10 @@ def check_that_no_sum_of_other_memory_is_launched() -> None:
         if now["residuals"] is not None:
             residuals = at(now["residuals"], 2, 512 * blocks).view(torch.float32)
             turn = at(now["turn"], 1, 4)[0].view(torch.int32)
-        plain = [each.view(dtype) for each in shards(512 * blocks)]
+        received, shard = (each.view(dtype) for each in shards(512 * blocks))
         told = (128, now["flag_block"], residuals, turn, form)
         operations = [
-            partial(triton_cast.reduce_shards, *plain, scale),
+            partial(triton_cast.reduce_shards, received, shard, scale),
             partial(triton_fp16.reduce_fp16, *shards(fp16_shard_bytes(blocks)), scale),
             partial(triton_int8.reduce_quantized, *shards(shard_bytes(blocks, 128, form)), scale, *told),
         ]

@@ -220,6 +220,10 @@ def test_ranks_that_differ_get_one_error_each(ranks2: RankPool, call: str, case:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "src": ({"src": 7}, "SettingError: bcast_list_ on rank 1: src=7 is not in the group; its ranks: 0 to 1"),
     "no list": ({"tensors": None}, "TensorError: None is no list of tensors; allowed: "),
+    "a module": (
+        {"tensors": nn.Sequential(nn.Linear(1, 1))},
+        "TensorError: a Sequential is a module; allowed: a list of tensors, as its parameters()",
+    ),
 }
 
 

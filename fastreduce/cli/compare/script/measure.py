@@ -95,7 +95,7 @@ def _measure_speed(plan: Plan, findings: Findings, watch: _Watch, others: FirstN
         steps = speed.steps_needed(plan, findings.left_out, 6)
         raise TrainingError(
             f"{plan.name} ended before a round was over: six, the fewest that have an interval, take {steps} steps; "
-            "train longer, or compare fewer --settings",
+            "train longer, compare fewer --settings, or take no times: --rounds 0 with --train",
             2,
         )
     elif (rounds := _rounds(findings)) < plan.rounds:

@@ -54,16 +54,16 @@ OWN_ARGUMENTS = "compression", "transport", "elastic"
 @contextmanager
 def _warnings_where_called() -> Iterator[None]:
     """What torch's class warns the line that called it of is told of the line that called ours."""
-    with warnings.catch_warnings(record=True) as found:
-        try:
+    found: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as found:
             yield
-        finally:
-            told = list(found)
-    for each in told:
-        if each.filename == __file__:
-            warnings.warn(each.message, each.category, stacklevel=4)
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+    finally:
+        for each in found:
+            if each.filename == __file__:
+                warnings.warn(each.message, each.category, stacklevel=4)
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 class DistributedDataParallel(TorchDDP):
@@ -133,7 +133,7 @@ class DistributedDataParallel(TorchDDP):
                 )
                 device_ids = output_device = None
             taken = inspect.signature(TorchDDP)
-            for unknown in kwargs.keys() - taken.parameters.keys():
+            for unknown in sorted(kwargs.keys() - taken.parameters.keys()):
                 close = difflib.get_close_matches(unknown, [*OWN_ARGUMENTS, *taken.parameters], 1)
                 raise TypeError(
                     f"{type(self).__name__}.__init__() got an unexpected keyword argument {unknown!r}"

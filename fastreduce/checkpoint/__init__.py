@@ -158,7 +158,8 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
         The rest of what was saved: `load_checkpoint(path, model=ddp)["epoch"]`.
 
     Raises:
-        SettingError: if a part cannot load a state, or `path` is none; on the others a CheckpointError.
+        SettingError: if a part cannot load a state, or `path` is none, or a callable that `set_compression` had set is
+            not there; on the others a CheckpointError. Nothing has been loaded then.
         Exception: what a part's `load_state_dict` raised here; on the others a CheckpointError. Parts before it have
             been loaded.
         FileNotFoundError: on every rank, if rank 0 does not find the file.
@@ -193,6 +194,12 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     _on_all(f"reading {path}", look_for_parts)  # not every rank need load the same
     reducers = _reducers(parts)
     states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
+
+    def look_at_schedules() -> None:
+        for name, (state, *_) in states[0].items():
+            reducers[name].schedule_of(state)
+
+    _on_all(f"reading {path}", look_at_schedules)
     for reducer in reducers.values():
         reducer.restore_precision()  # else the next backward would put back what was there before
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
@@ -219,16 +219,15 @@ class ElasticReducer(TorchReducer):
                 _let_go(error)
         self.finish_on_gpus()
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """As in GradientReducer, before `elastic.join`; buckets keep the order in which they were made.
+    def schedule_of(self, state: Mapping[str, Any]) -> Schedule:
+        """As in GradientReducer; buckets keep the order in which they were made.
 
         Raises:
             SettingError: also if the setting is to change later.
         """
-        for each in [state] if isinstance(state, Mapping) else state:
-            if "schedule" in each:
-                _check_schedule(self.schedule.resumed(each["schedule"]))
-        super().load_state_dict(state)
+        schedule = super().schedule_of(state)
+        _check_schedule(schedule)
+        return schedule
 
     def state_dict(self) -> dict[str, Any]:
         """As in GradientReducer, of this rank as if it were alone: who loads it does so before `elastic.join`."""

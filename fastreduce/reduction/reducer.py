@@ -493,18 +493,26 @@ class GradientReducer:
 
         Raises:
             SettingError: if the states are of different compressions, or of other parameters, or ranks are missing, or
-                a callable that was set is not there.
+                a callable that `set_compression` set is not there. Nothing has changed then.
             ReducerError: if the last backward awaits its averages (`Backward.finish`).
         """
         self.backward.check_finished()
         chosen = saved_state.pick([state] if isinstance(state, Mapping) else list(state), self.buckets)
-        older = {"given": chosen["compression"], "step": 0, "stretches": [[0, chosen["compression"], None]]}
-        schedule = self.schedule.resumed(chosen.get("schedule", older))
+        schedule = self.schedule_of(chosen)
         saved_state.restore(chosen, self.buckets)
         self._agreed.resume(schedule)
         self.backward.load(chosen)
         self._rebuilt = chosen["rebuilt"] or not self._rebuilds
         self.backward.lay_out()
+
+    def schedule_of(self, state: Mapping[str, Any]) -> Schedule:
+        """The schedule that goes on where a state's stopped.
+
+        Raises:
+            SettingError: as `load_state_dict`, of what was set.
+        """
+        older = {"given": state["compression"], "step": 0, "stretches": [[0, state["compression"], None]]}
+        return self.schedule.resumed(state.get("schedule", older))
 
 
 def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> None:

@@ -92,8 +92,8 @@ class Schedule:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self.step = 0
-        self._plan([Stretch(0, _as_source(setting))])
+        self.step, self._source = 0, _as_source(setting)
+        self._plan([Stretch(0, self._source)])
         self.given = str(self._stretches[0])
 
     @staticmethod
@@ -190,7 +190,7 @@ class Schedule:
 
     def _copy(self, stretches: list[Stretch], step: int | None = None) -> Schedule:
         made = Schedule.__new__(Schedule)
-        made.given, made.step = self.given, self.step if step is None else step
+        made._source, made.given, made.step = self._source, self.given, self.step if step is None else step
         made._plan(stretches)
         return made
 
@@ -199,39 +199,56 @@ class Schedule:
     def state(self) -> dict[str, Any]:
         """Plain data; of a callable, its name."""
         last = _last(self._stretches, self.step)
-        stretches = [[each.start, str(each), each.bucket_bytes] for each in self._stretches[last:]]
+        stretches = [[each.start, self._name(each), each.bucket_bytes] for each in self._stretches[last:]]
         return {"given": self.given, "step": self.step, "stretches": stretches}
+
+    def _name(self, stretch: Stretch) -> str:
+        """What a state calls a stretch's source: another of the name of the one given at construction is no other."""
+        is_another = str(stretch) == self.given and stretch.source != self._source
+        return f"{stretch} of set_compression" if is_another else str(stretch)
 
     def resumed(self, state: Mapping[str, Any]) -> Schedule:
         """One that goes on where `state` stopped.
 
         What was to come there comes, if it began with what this one did; else, what is to come here.
+
+        Raises:
+            SettingError: if that is a callable which is not here, or callables of one name cannot be told apart.
         """
         step: int = state["step"]
         if state["given"] == self.given:
-            own = {str(stretch): stretch.source for stretch in self._stretches}
-            stretches = [Stretch(start, _source(text, own), size) for start, text, size in state["stretches"]]
+            names = [name for _, name, _ in state["stretches"]]
+            stretches = [
+                Stretch(start, self._find(name, start, names.count(name)), size)
+                for start, name, size in state["stretches"]
+            ]
         else:
             stretches = [replace(stretch, start=max(stretch.start, step)) for stretch in self._stretches]
         resumed = self._copy(stretches, step)
         resumed._asked = min(resumed._asked, step) if resumed._asked < math.inf else math.inf
         return resumed
 
-
-def _source(text: str, own: Mapping[str, Any]) -> Any:
-    """What a stretch says, out of its text.
-
-    Raises:
-        SettingError: for a callable that is not among `own`.
-    """
-    if text in own:
-        return own[text]
-    if text.startswith(_CALLABLE):
-        raise SettingError(
-            f"the {text}, which a snapshot holds by name, was set by set_compression before it was saved: set it "
-            "again, before loading"
-        )
-    return Policy.of(text)
+    def _find(self, name: str, start: int, count: int) -> Compression | Policy | Callable[[int], Any]:
+        """The source that a state, where it has so many of the name, calls `name`."""
+        if name == self.given:
+            return self._source
+        if not name.startswith(_CALLABLE):
+            return Policy.of(name)
+        own = {each.start: each.source for each in self._stretches if self._name(each) == name}
+        if start in own:
+            return own[start]
+        if not own:
+            raise SettingError(
+                f"the {name}, which a snapshot holds by name, was set by set_compression before it was saved: set it "
+                "again, before loading"
+            )
+        first, *others = own.values()
+        if count > 1 or any(other != first for other in others):
+            raise SettingError(
+                f"the {name}, which a snapshot holds by name, was set more than once by set_compression before it was "
+                f"saved: set each again for its step, before loading, this one with at={start}"
+            )
+        return first
 
 
 def _as_source(setting: Any) -> Compression | Policy | Callable[[int], Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from fastreduce import FastreduceError, SettingError, TransportError, load_checkpoint, save_checkpoint
+from fastreduce.reduction.schedule import Schedule
 from tests.support.models import assert_same_bits, batch, grads_of, mlp, wrap
 from tests.support.ranks import RankPool, run_ranks
 from tests.support.snapshots import FEEDBACK, Training, switch_and_resume
@@ -398,7 +398,7 @@ def test_a_rank_that_alone_sets_one_in_the_first_step_is_told_so():
     assert "). Settings are compared where set_compression is called, which every rank does" in second
 
 
-def _set_again(rank: int, world_size: int, path: Path, again: bool) -> tuple[str, list[str]]:
+def _set_again(rank: int, world_size: int, path: Path, again: list[int]) -> str:
     def later(step: int) -> str:
         return FEEDBACK if step > 1 else "none"
 
@@ -407,23 +407,51 @@ def _set_again(rank: int, world_size: int, path: Path, again: bool) -> tuple[str
     _train(saved, rank, 4)
     save_checkpoint(path, model=saved)
     loaded = wrap("ours", mlp(), compression="none")
-    if again:
-        loaded.set_compression(later)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fastreduce.checkpoint").addHandler(handler)
+    if rank in again:  # `set_compression` is called by all ranks
+        loaded.reducer._agreed.schedule = loaded.reducer.schedule.with_setting(0, later, None)
+    before = copy.deepcopy(loaded.module.state_dict()), loaded.reducer.state_dict()
     try:
         load_checkpoint(path, model=loaded)
-    finally:
-        logging.getLogger("fastreduce.checkpoint").removeHandler(handler)
-    return str(loaded.compression), said
+    except FastreduceError as error:
+        assert_same_bits((loaded.module.state_dict(), loaded.reducer.state_dict()), before, "nothing has changed")
+        return f"{type(error).__name__}: {error}"
+    return str(loaded.compression)
 
 
-def test_a_callable_that_is_not_there_when_it_is_loaded_is_named_with_what_helps(ranks2: RankPool, tmp_path: Path):
-    """The warning said that it was no rule of a policy."""
-    for setting, (said,) in ranks2.run(_set_again, tmp_path / "a.pt", False):
-        assert setting == "none"
-        assert "the callable _set_again.<locals>.later, which a snapshot holds by name, was set by" in said
-        assert said.endswith("set it again, before loading")
-    assert ranks2.run(_set_again, tmp_path / "a.pt", True) == [(FEEDBACK, [])] * 2
+def test_a_snapshot_whose_callable_is_not_there_is_refused_on_every_rank(ranks2: RankPool, tmp_path: Path):
+    """Weights were loaded, and residuals, buckets and the schedule left out, with a warning."""
+    names = "the callable _set_again.<locals>.later, which a snapshot holds by name, was set by set_compression"
+    for said in ranks2.run(_set_again, tmp_path / "a.pt", []):
+        assert said.startswith(f"SettingError: {names}") and said.endswith("set it again, before loading")
+    first, second = ranks2.run(_set_again, tmp_path / "a.pt", [0])
+    assert first.startswith("CheckpointError: rank 1, ") and names in first and second.startswith("SettingError")
+    assert ranks2.run(_set_again, tmp_path / "a.pt", [0, 1]) == [FEEDBACK] * 2
+
+
+def test_callables_of_one_name_are_told_apart():
+    """The one given at construction went on in the place of what was set later, or the other way round."""
+    given, one, other = (lambda step, each=each: each for each in ("none", "int8", "fp16"))
+
+    def schedule(*later: tuple[int, Any], step: int = 0) -> Schedule:
+        made = Schedule(given)
+        for at, setting in later:
+            made = made.with_setting(at, setting, None)
+        made.step = step
+        return made
+
+    def settings(resumed: Schedule) -> list[str]:
+        return [str(setting) for setting in resumed.settings]
+
+    before, after = (schedule((5, one), step=step).state() for step in (3, 6))
+    assert settings(schedule((5, one)).resumed(before)) == ["none", "int8"]
+    assert settings(schedule((0, one)).resumed(before)) == ["none", "int8"]
+    assert settings(schedule((0, one)).resumed(after)) == ["int8"]
+    for state in (before, after):
+        with pytest.raises(SettingError, match=r"callable .*<lambda> of set_compression, which .* set it again"):
+            schedule().resumed(state)
+    two = schedule((5, one), (9, other), step=3).state()
+    assert settings(schedule((5, one), (9, other)).resumed(two)) == ["none", "int8", "fp16"]
+    with pytest.raises(SettingError, match=r"more than once by .* this one with at=9"):
+        schedule((5, one)).resumed(two)
+    with pytest.raises(SettingError, match=r"more than once by .* this one with at=5"):
+        schedule((1, one), (2, other)).resumed(after)

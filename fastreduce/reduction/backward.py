@@ -105,6 +105,7 @@ class Backward:
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
+        self._on_local_output = weakly(self._look_locally)
         # Parameters that no rank used in the last reduction: the same set on every rank.
         self._left_over: set[int] = set()
         # For each parameter, whether this rank has brought a gradient to it.
@@ -233,11 +234,22 @@ class Backward:
     # During one
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Hook a forward's outputs, so that the end of the outermost backward through them is known."""
-        if self.armed:
-            for output in outputs:  # one that earlier forwards have returned has the hook
-                if output.grad_fn is not None and self._on_output not in (output._backward_hooks or {}).values():
-                    output.register_hook(self._on_output)
+        """Hook a forward's outputs, so that the end of the outermost backward through them is known.
+
+        One that is not reduced is only to see, where the last averages have not been applied, whether they are still
+        there when it begins: what it accumulates would be taken for them.
+        """
+        if not self.armed and all(feedback.is_settled for feedback in self._buckets.feedbacks):
+            return
+        hook = self._on_output if self.armed else self._on_local_output
+        for output in outputs:  # one that earlier forwards have returned has the hook
+            if output.grad_fn is not None and hook not in (output._backward_hooks or {}).values():
+                output.register_hook(hook)
+
+    @_disable_dynamo
+    def _look_locally(self, _: object = None) -> None:
+        if not self.running:
+            self._buckets.look()
 
     @property
     def is_here(self) -> bool:

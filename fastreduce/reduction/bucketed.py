@@ -311,13 +311,18 @@ class BucketedGradients:
     def tell_joined(self, reducing: bool = False) -> None:
         """Where ranks have joined (`UnevenInputs`), let them hear from the others what became of the last averages.
 
-        Else their shards would be added to as if all had been applied in full. Every rank calls it.
+        Else their shards would be added to as if all had been applied in full. And let them keep statistics if the
+        others do, or the first clipping behind the join would sum otherwise here. Every rank calls it.
         """
         if not self.uneven.matter(self.transport.world_size, reducing):
             return
         kept, here = [pipeline.kept for pipeline in self.pipelines], self.uneven.here
         mine = [None if here or each is None else each.told() for each in kept]
-        told = checked(self.transport.exchange(mine), self._checked_fates, "word of the last averages")
+        exchanged = self.transport.exchange([self.keeps_statistics, mine])
+        said = checked(exchanged, lambda value: of_types(value, bool, list), "word of the last averages")
+        if any(keeps_statistics for keeps_statistics, _ in said):
+            self.keep_statistics()
+        told = checked((fates for _, fates in said), self._checked_fates, "word of the last averages")
         for each, own, fates in zip(kept, mine, zip(*told, strict=True), strict=True):
             heard = next((known for known in fates if known is not None), None)
             if each is not None and own is None and heard is not None:

@@ -255,8 +255,8 @@ def test_an_overflow_counts_for_its_own_step_only(ranks2: RankPool):
         assert all(over), "what was kept has been added"
 
 
-def _zeroed_late(rank: int, world_size: int, new: str, skips: bool, to_none: bool) -> Grads:
-    """The averages of a step under another setting, whose loop zeroes gradients between forward and backward."""
+def _zeroed_late(rank: int, world_size: int, new: str, skips: bool, to_none: bool, micro_batches: int) -> Grads:
+    """The averages of a step, under another setting if any, whose loop zeroes gradients between forward and backward."""
     torch.manual_seed(0)
     ddp = wrap("ours", mlp(), compression="int4:error_feedback")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -267,15 +267,22 @@ def _zeroed_late(rank: int, world_size: int, new: str, skips: bool, to_none: boo
     optimizer.zero_grad()
     if skips:  # this step is left out
         ddp(batch(rank, 3, 4, 20)).square().mean().backward()
-    ddp.set_compression(new)
-    loss = ddp(batch(rank, 4, 4, 20)).square().mean()
-    optimizer.zero_grad(set_to_none=to_none)
-    loss.backward()
+    if new:
+        ddp.set_compression(new)
+    for micro in range(micro_batches):
+        ddp.require_backward_grad_sync = micro == micro_batches - 1
+        loss = ddp(batch(rank, 4 + micro, 4, 20)).square().mean()
+        if micro == 0:
+            optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
     return grads_of(ddp.module)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("new", ["none", "int8:error_feedback", "topk:ratio=0.1,min_numel=8"])
-def test_a_step_that_was_left_out_before_a_switch_leaves_nothing(ranks2: RankPool, new: str, to_none: bool):
-    skipped, never = (ranks2.run(_zeroed_late, new, skips, to_none) for skips in (True, False))
+@pytest.mark.parametrize("new", ["", "none", "int8:error_feedback", "topk:ratio=0.1,min_numel=8"])
+def test_a_step_that_was_left_out_before_a_switch_leaves_nothing(
+    ranks2: RankPool, new: str, to_none: bool, micro_batches: int
+):
+    skipped, never = (ranks2.run(_zeroed_late, new, skips, to_none, micro_batches) for skips in (True, False))
     assert_same_bits(skipped, never)

@@ -135,3 +135,29 @@ def test_behind_another_module_that_joins(ranks2: RankPool):
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_ranks_that_join_one_after_the_other(ranks3: RankPool, setting: str, loop: Loop):
     _check(ranks3, setting, loop)
+
+
+def _clipped_at_last(rank: int, world_size: int, setting: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Norms and averages of steps behind a join in which rank 1 had no input, and the other clipped for the first time."""
+    ddp: Any = fastreduce.DistributedDataParallel(Given(), compression=setting)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with ddp.join():
+        for number in range(0 if rank else 2):
+            optimizer.zero_grad()
+            ddp(_gradients(rank, number, Loop())).backward()
+            ddp.clip_grad_norm_(1.0)
+            optimizer.step()
+    norms = []
+    for number in range(2, 12):
+        optimizer.zero_grad()
+        ddp(_gradients(rank, number, Loop())).backward()
+        norms.append(ddp.clip_grad_norm_(1.0))
+        optimizer.step()
+    return norms, [p.detach() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
+def test_clipping_behind_a_join_is_the_same_on_a_rank_that_had_no_input(ranks2: RankPool, setting: str):
+    """There the first norm was that of gradients that were read, elsewhere the sum of what the reduction had found."""
+    first, second = ranks2.run(_clipped_at_last, setting, timeout=SECONDS)
+    assert_same_bits(first, second)

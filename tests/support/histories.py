@@ -175,7 +175,7 @@ class Training:
             return
         if step.ends == "step" and (self.setup.scaled or not bad):
             self.apply(step)
-        if bad or step.ends != "step":
+        if bad and step.ends == "keep":  # else the next one begins with that
             self.zero(step)
 
     def add_exact(self, index: int, step: Step) -> None:

@@ -256,7 +256,7 @@ def test_an_overflow_counts_for_its_own_step_only(ranks2: RankPool):
 
 
 def _zeroed_late(rank: int, world_size: int, new: str, skips: bool, to_none: bool, micro_batches: int) -> Grads:
-    """The averages of a step, under another setting if any, whose loop zeroes gradients between forward and backward."""
+    """Averages of a step, under another setting if any, whose loop zeroes gradients between forward and backward."""
     torch.manual_seed(0)
     ddp = wrap("ours", mlp(), compression="int4:error_feedback")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

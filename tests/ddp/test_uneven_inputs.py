@@ -138,7 +138,7 @@ def test_ranks_that_join_one_after_the_other(ranks3: RankPool, setting: str, loo
 
 
 def _clipped_at_last(rank: int, world_size: int, setting: str) -> tuple[list[Tensor], list[Tensor]]:
-    """Norms and averages of steps behind a join in which rank 1 had no input, and the other clipped for the first time."""
+    """Norms and parameters behind a join in which rank 1 had no input, and the other clipped for the first time."""
     ddp: Any = fastreduce.DistributedDataParallel(Given(), compression=setting)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     with ddp.join():

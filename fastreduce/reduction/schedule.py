@@ -92,8 +92,10 @@ class Schedule:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self.step, self._source = 0, _as_source(setting)
-        self._plan([Stretch(0, self._source)])
+        source = _as_source(setting)
+        self._source: Compression | Policy | Callable[[int], Any] | None = source
+        self.step = 0
+        self._plan([Stretch(0, source)])
         self.given = str(self._stretches[0])
 
     @staticmethod
@@ -202,10 +204,16 @@ class Schedule:
         stretches = [[each.start, self._name(each), each.bucket_bytes] for each in self._stretches[last:]]
         return {"given": self.given, "step": self.step, "stretches": stretches}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was given at construction, where it is over: a lambda cannot be pickled."""
+        is_over = all(each.source is not self._source for each in self._stretches)
+        return {**self.__dict__, "_source": None if is_over else self._source}
+
     def _name(self, stretch: Stretch) -> str:
         """What a state calls a stretch's source: another of the name of the one given at construction is no other."""
-        is_another = str(stretch) == self.given and stretch.source != self._source
-        return f"{stretch} of set_compression" if is_another else str(stretch)
+        name = str(stretch)
+        is_another = name == self.given and name.startswith(_CALLABLE) and stretch.source != self._source
+        return f"{name} of set_compression" if is_another else name
 
     def resumed(self, state: Mapping[str, Any]) -> Schedule:
         """One that goes on where `state` stopped.
@@ -230,7 +238,7 @@ class Schedule:
 
     def _find(self, name: str, start: int, count: int) -> Compression | Policy | Callable[[int], Any]:
         """The source that a state, where it has so many of the name, calls `name`."""
-        if name == self.given:
+        if name == self.given and self._source is not None:
             return self._source
         if not name.startswith(_CALLABLE):
             return Policy.of(name)

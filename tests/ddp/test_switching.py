@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -455,3 +456,17 @@ def test_callables_of_one_name_are_told_apart():
         schedule((5, one)).resumed(two)
     with pytest.raises(SettingError, match=r"more than once by .* this one with at=5"):
         schedule((1, one), (2, other)).resumed(after)
+
+
+def test_a_callable_that_is_over_keeps_no_schedule_from_being_pickled():
+    schedule = Schedule(lambda step: "fp16")
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(schedule)
+    state, switched = schedule.state(), schedule.with_setting(0, "int8", None)
+    twin = pickle.loads(pickle.dumps(switched))
+    assert str(twin.setting) == "int8" and twin.state() == switched.state()
+    assert str(twin.resumed(switched.state()).setting) == "int8"
+    with pytest.raises(SettingError, match="<lambda>, which a snapshot holds by name"):
+        twin.resumed(state)
+    back = pickle.loads(pickle.dumps(Schedule("fp16").with_setting(0, "int8", None))).with_setting(0, "fp16", None)
+    assert str(back.resumed(back.state()).setting) == "fp16"

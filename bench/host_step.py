@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -249,24 +249,42 @@ def cuda_stand_in() -> Iterator[None]:
 def main(
     trees: Annotated[list[Path] | None, typer.Argument(help="Checkouts to compare; by default this one alone.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds, in each of which every checkout has its turn.")] = 40,
+    out: Annotated[Path | None, typer.Option(help="Where the table goes as JSON, too.")] = None,
 ) -> None:
     """A table: of each checkout the CPU time that a wrapper adds, and the others' share of the first one's."""
-    found = compare(trees or [ROOT], rounds)
-    launches = [1e6 * statistics.median(each.pop(LAUNCH, [math.nan])) for each in found]
+    trees = trees or [ROOT]
+    found = compare(trees, rounds)
+    launches = [round(1e6 * statistics.median(each.pop(LAUNCH, [math.nan])), 1) for each in found]
+    rows = {name: _row(name, found) for name in list(found[0])[:-1]}
     print(f"{LAUNCH}, µs: " + ", ".join(f"{launch:.1f}" for launch in launches))
     print(f"CPU µs that a wrapper adds to a step of {PARAMETERS} parameters, and a bucket of {BUCKETS} beyond hooks:")
-    added = [
-        {name: [1e6 * (a - b) for a, b in zip(times, each["unwrapped"], strict=True)] for name, times in each.items()}
-        for each in found
-    ]
-    for name in list(found[0])[:-1]:
-        line = ""
-        for each in added:
-            buckets = [(a - b) / BUCKETS for a, b in zip(each[name], each[HOOKS_ALONE], strict=True)]
-            line += f"{statistics.median(each[name]):9.0f} {statistics.median(buckets):6.1f}"
-        for other in added[1:]:
-            line += "   {:.3f} ({:.3f} to {:.3f})".format(*ratio(other[name], added[0][name]))
+    for name, row in rows.items():
+        line = "".join(f"{step:9.0f} {bucket:6.1f}" for step, bucket in zip(row["step"], row["bucket"], strict=True))
+        line += "".join("   {:.3f} ({:.3f} to {:.3f})".format(*figure) for figure in row["ratio"])
         print(f"{name:30}{line}")
+    if out is not None:
+        from fastreduce.cli.compare.results import describe
+
+        told = {**describe("cpu"), "checkouts": list(map(_commit, trees)), "rounds": rounds, "launch": launches}
+        out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
+
+
+def _commit(tree: Path) -> str:
+    return subprocess.check_output(["git", "-C", tree, "rev-parse", "HEAD"], text=True).strip()
+
+
+def _row(name: str, found: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[Any]]:
+    """By checkout, µs that a contestant adds to a step and to a bucket; of others the share of the first one's step."""
+
+    def more(each: Mapping[str, Sequence[float]], than: str) -> list[float]:
+        return [1e6 * (a - b) for a, b in zip(each[name], each[than], strict=True)]
+
+    steps = [more(each, "unwrapped") for each in found]
+    return {
+        "step": [round(statistics.median(step)) for step in steps],
+        "bucket": [round(statistics.median(more(each, HOOKS_ALONE)) / BUCKETS, 1) for each in found],
+        "ratio": [[round(bound, 3) for bound in ratio(step, steps[0])] for step in steps[1:]],
+    }
 
 
 if __name__ == "__main__":

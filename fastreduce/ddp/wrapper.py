@@ -54,7 +54,6 @@ OWN_ARGUMENTS = "compression", "transport", "elastic"
 @contextmanager
 def _warnings_where_called() -> Iterator[None]:
     """What torch's class warns the line that called it of is told of the line that called ours."""
-    found: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as found:
             yield

@@ -17,6 +17,7 @@ from ..errors import SettingError
 from ..policy import AnySetting, Policy, chooses_by_parameter
 
 Setting = AnySetting | Policy | Callable[[int], Any]
+Source = Compression | Policy | Callable[[int], Any]
 
 _CALLABLE = "callable "
 AHEAD = 1000  # steps for which a callable is asked at once
@@ -32,7 +33,7 @@ class Stretch:
     """
 
     start: int
-    source: Compression | Policy | Callable[[int], Any]
+    source: Source
     bucket_bytes: int | None = None
 
     def at(self, step: int) -> Compression | Policy:
@@ -93,7 +94,7 @@ class Schedule:
 
     def __init__(self, setting: Setting) -> None:
         source = _as_source(setting)
-        self._source: Compression | Policy | Callable[[int], Any] | None = source
+        self._source: Source | None = source
         self.step = 0
         self._plan([Stretch(0, source)])
         self.given = str(self._stretches[0])
@@ -236,7 +237,7 @@ class Schedule:
         resumed._asked = min(resumed._asked, step) if resumed._asked < math.inf else math.inf
         return resumed
 
-    def _find(self, name: str, start: int, count: int) -> Compression | Policy | Callable[[int], Any]:
+    def _find(self, name: str, start: int, count: int) -> Source:
         """The source that a state, where it has so many of the name, calls `name`."""
         if name == self.given and self._source is not None:
             return self._source
@@ -259,7 +260,7 @@ class Schedule:
         return first
 
 
-def _as_source(setting: Any) -> Compression | Policy | Callable[[int], Any]:
+def _as_source(setting: Any) -> Source:
     return setting if _is_of_steps(setting) else Policy.of(setting)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -254,9 +253,10 @@ def main(
     """A table: of each checkout the CPU time that a wrapper adds, and the others' share of the first one's."""
     trees = trees or [ROOT]
     found = compare(trees, rounds)
-    launches = [round(1e6 * statistics.median(each.pop(LAUNCH, [math.nan])), 1) for each in found]
+    measured = [each.pop(LAUNCH, None) for each in found]  # not in older checkouts
+    launches = [None if each is None else round(1e6 * statistics.median(each), 1) for each in measured]
     rows = {name: _row(name, found) for name in list(found[0])[:-1]}
-    print(f"{LAUNCH}, µs: " + ", ".join(f"{launch:.1f}" for launch in launches))
+    print(f"{LAUNCH}, µs: {', '.join(map(str, launches))}")
     print(f"CPU µs that a wrapper adds to a step of {PARAMETERS} parameters, and a bucket of {BUCKETS} beyond hooks:")
     for name, row in rows.items():
         line = "".join(f"{step:9.0f} {bucket:6.1f}" for step, bucket in zip(row["step"], row["bucket"], strict=True))

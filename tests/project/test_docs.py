@@ -57,6 +57,20 @@ def test_what_formats_lose_is_as_the_results_have_it():
     assert [[name.strip("`"), bits, *f"{gpt}, {cnn}".split(", ")] for name, bits, gpt, cnn in shown] == kept
 
 
+def test_what_a_step_takes_the_host_is_as_the_results_have_it():
+    text = ROOT.joinpath("docs/kernels.md").read_text()
+    shown = re.findall(r"^\| `(.+)` \| (\d) \| ([\d,]+) \| ([\d,]+) \| (.+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    kept = json.loads(ROOT.joinpath("bench/results/host_step.json").read_text())["rows"]
+    expected = []
+    for name, row in kept.items():
+        setting, _, ranks = name.partition(", ")
+        if setting != "torch" and " rank" in ranks:
+            figure = "{:.2f} ({:.2f} to {:.2f})".format(*row["ratio"][0])
+            buckets = (f"{each:.0f}" for each in row["bucket"])
+            expected.append((setting, ranks[0], *(f"{each:,}" for each in row["step"]), figure, *buckets))
+    assert shown == expected
+
+
 def test_verdicts_on_training_are_those_of_the_results():
     text = ROOT.joinpath("docs/which-setting.md").read_text()
     shown = re.search(r"\n\n(\| setting \| [^\n]+ vNMSE .*?)\n\n", text, re.DOTALL)

@@ -99,7 +99,7 @@ class ErrorFeedback:
         self.stored = True
         self._applied: Applied | None = None
         self._last: Applied | None = None
-        self._read: Tensor | None = None  # the verdict that was read last
+        self._read: object = None  # the verdict and the units that were read last
         self._turned = False  # whether the last reduction has changed `turn` already
         self._scale = 1.0  # what residuals are to be multiplied by once it is known what was applied
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
@@ -417,7 +417,8 @@ class ErrorFeedback:
         carried = set() if final else applied.carried()
         self._part_with(carried)
         stays = carried | applied.relative()  # where the unit stays as it is
-        self._read = self.finite  # a device may read it until the next one comes: its memory is another stream's
+        # A device may read these until the next ones come: their memory may be another stream's.
+        self._read = self.finite, self.units
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
         factors, expected = applied.factors(finite, final), applied.expected
         flip: int | Tensor = 1

@@ -84,6 +84,12 @@ def _decoded(builder: ir.IRBuilder, payload: ir.Value, index: ir.Value, unit: ir
     return builder.fmul(builder.sitofp(codes, _FLOATS), splat(builder, unit, LANES))
 
 
+def _unit(builder: ir.IRBuilder, scale_at: ir.Value, number: ir.Value) -> ir.Value:
+    """The scale of a block."""
+    at = element(builder, scale_at, number, types.uint16)
+    return widen(builder, builder.load(at, typ=_I16, align=ANYWHERE), types.uint16)
+
+
 def _largest(
     builder: ir.IRBuilder, source: ir.Value, tag: types.Type, scale: ir.Value, old: ir.Value, values: ir.Value | None,
     block: ir.Value, signed: bool,
@@ -281,8 +287,7 @@ def _spreader(name: str, *, stream: bool, squares: bool = False) -> Callable[...
                 builder.store(builder.load(total_at, typ=total_type, align=LINE), kept)
             with cgutils.for_range(builder, blocks) as loop:
                 begin = builder.mul(loop.index, block)
-                scale = builder.load(element(builder, scale_at, loop.index, types.uint16), typ=_I16, align=ANYWHERE)
-                unit = widen(builder, scale, types.uint16)
+                unit = _unit(builder, scale_at, loop.index)
 
                 def spread(index: ir.Value) -> None:
                     place = builder.add(begin, index)
@@ -315,24 +320,28 @@ _stream_and_square = _spreader("stream_and_square", stream=True, squares=True)
 
 
 def _total_way(name: str, adding: bool) -> Callable[..., Any]:
-    """An intrinsic that decodes a block to FP32 sums, or adds it to them."""
+    """An intrinsic that decodes blocks to FP32 sums, or adds them to these."""
 
     def define(
-        _typing: Any, total: types.Type, payload: types.Type, block: types.Type, unit: types.Type
-    ) -> tuple[Any, Any]:
+        _typing: Any, total: types.Type, payload: types.Type, scale_at: types.Type, blocks: types.Type,
+        block: types.Type,
+    ) -> tuple[Any, Any]:  # fmt: skip
         def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-            total, payload, block, unit = args
+            total, payload, scale_at, blocks, block = args
+            with cgutils.for_range(builder, blocks) as loop:
+                begin, unit = builder.mul(loop.index, block), _unit(builder, scale_at, loop.index)
 
-            def decode(index: ir.Value) -> None:
-                value = _decoded(builder, payload, index, unit)
-                if adding:
-                    value = builder.fadd(_load(builder, total, types.float32, index), value)
-                _store(builder, value, total, index)
+                def decode(index: ir.Value) -> None:
+                    place = builder.add(begin, index)
+                    value = _decoded(builder, payload, place, unit)
+                    if adding:
+                        value = builder.fadd(_load(builder, total, types.float32, place), value)
+                    _store(builder, value, total, place)
 
-            _each(builder, block, decode)
+                _each(builder, block, decode)
             return target.get_dummy_value()
 
-        return types.void(types.int64, types.int64, types.int64, types.float32), emit
+        return types.void(*[types.int64] * 5), emit
 
     define.__name__ = name
     defined: Callable[..., Any] = intrinsic(define)
@@ -377,7 +386,7 @@ def decode_int4_and_sum(to, tag, payload, scale_at, blocks, count, block, stream
         whole_ones = 0
     for number in range(whole_ones, blocks):
         at = number * block
-        put_int4(values, payload + (at >> 1), block, load(scale_at, number, BF16))
+        put_int4(values, payload + (at >> 1), scale_at + number * size_of(BF16), 1, block)
         convert_and_sum(to + at * size_of(tag), tag, values, FP32, min(block, count - at), ONE, stream, sums, sum_tag)
 
 

@@ -34,7 +34,7 @@ from .numba_cpu_elements import (
 from .numba_cpu_int4 import decode_int4, decode_int4_and_sum, encode_int4, run_of
 from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_block, average_of_blocks, flags_of, zero
+from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_blocks, average_of_blocks, flags_of, zero
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
 
 ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
@@ -275,11 +275,7 @@ def reduce_blocks(
             number, payload = first + at, at * width
             scale_at = blocks * width + at * size_of(scale_tag)
             run = run_of((flag_block - number) * block, end - at, block, code)
-            for index in range(run):
-                for rank in range(len(terms)):
-                    unit = load(terms[rank] + scale_at, index, scale_tag)
-                    block_at = terms[rank] + payload + index * width
-                    add_block(total + index * block * 4, block_at, block, unit, code, rank == 0)
+            add_blocks(total, terms, payload, scale_at, run, block, code, scale_tag)
             to, to_scale = shard + payload, shard + scale_at
             new = new_residuals(new_residual, number, block, new_at, kept)
             new_at += run * block * 4

@@ -33,7 +33,7 @@ from .numba_cpu_elements import (
 from .numba_cpu_int4 import BLOCKS, encode_int4, run_of
 from .numba_cpu_philox import BATCH, draw, load_draw
 from .numba_cpu_stochastic_vectors import LINE_LANES, largest_of_block, round_block, round_lines
-from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_block, average_of_blocks, average_of_shards, flags_of, zero
+from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_blocks, average_of_blocks, average_of_shards, flags_of, zero
 from .numba_cpu_vectors import add_last
 from .slots import BlockFormat, Draws, SlotTable, shard_bytes, spare
 
@@ -155,12 +155,9 @@ def _reduce_quantized(
                 place = 0
                 draw(bits, min(span, count), firsts[slot] + within, who, step, seed, keys[slot])
             run = run_of(min(count, span - place, (flag_block - number) * block), blocks - number, block, code)
-        for index in range(run):
-            for rank in range(len(terms)):
-                unit = load(terms[rank] + scale_at, index, scale_tag)
-                block_at = terms[rank] + payload + index * width
-                prefetch_block(block_at, width)
-                add_block(total + index * block * 4, block_at, block, unit, code, rank == 0)
+        for term in terms:
+            prefetch_block(term + payload, run * width)
+        add_blocks(total, terms, payload, scale_at, run, block, code, scale_tag)
         to, to_scale, drawn = shard + payload, shard + scale_at, bits + place
         if number < flag_block:
             odd = _encode(total, FP32, run, run * block, scale, values, block, to, to_scale, drawn, code)

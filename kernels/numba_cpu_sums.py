@@ -58,14 +58,20 @@ def average_of_blocks(terms, payload, scale_at, block, scale, spare, averages, c
 
 
 @inlined
-def add_block(total, payload, block, unit, code, first):
-    """Decode a block to FP32 sums, or add it to them."""
-    if bits_of(code) == 4:
-        if first:
-            put_int4(total, payload, block, unit)
-        else:
-            add_int4(total, payload, block, unit)
-    elif first:
-        convert_block(total, FP32, payload, byte_of(code), block, unit)
-    else:
-        add_to_block(total, FP32, payload, byte_of(code), block, unit)
+def add_blocks(total, terms, payload, scale_at, blocks, block, code, scale_tag):
+    """The sums of blocks over ranks, decoded to FP32; `payload` and `scale_at` are from each rank's address on."""
+    width = block * bits_of(code) // 8
+    for rank in range(len(terms)):
+        at, scales = terms[rank] + payload, terms[rank] + scale_at
+        if bits_of(code) == 4:
+            if rank == 0:
+                put_int4(total, at, scales, blocks, block)
+            else:
+                add_int4(total, at, scales, blocks, block)
+            continue
+        for index in range(blocks):
+            to, unit = total + index * block * 4, load(scales, index, scale_tag)
+            if rank == 0:
+                convert_block(to, FP32, at + index * width, byte_of(code), block, unit)
+            else:
+                add_to_block(to, FP32, at + index * width, byte_of(code), block, unit)

@@ -50,6 +50,9 @@ LANES = 32
 _FLOATS, _INTEGERS, _BYTES = (ir.VectorType(kind, LANES) for kind in (_FLOAT, _I32, _I8))
 _PAIRS = ir.VectorType(_I16, LANES // 2)
 _PACKED = ir.VectorType(_I8, LANES // 2)
+# Addresses and counts as variables: numba compiles a kernel once more for each literal that it is called with.
+NOTHING, SINGLE = np.int64(0), np.int64(1)
+USUAL = 32  # elements of a block, known when LLVM compiles: what is written for any size takes a fifth longer
 BLOCKS = 16  # whose scales are computed at once
 _OF_BLOCKS = ir.VectorType(_I32, BLOCKS)
 # x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
@@ -396,6 +399,24 @@ def run_of(elements, blocks, block, code):
     return max(1, min(elements // block, blocks, BLOCKS)) if bits_of(code) == 4 else 1
 
 
+@inlined
+def _encode_of_size(source, tag, blocks, scale, old, new, values, block, payload, scale_at, stream, bits):
+    if bits:
+        return _encode_by_chance(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at, bits)
+    if not new:
+        return _encode(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at, 0)
+    if stream and new % LINE == 0:
+        return _encode_and_stream(source, tag, blocks, scale, old, new, values, block, payload, scale_at, 0)
+    return _encode_and_keep(source, tag, blocks, scale, old, new, values, block, payload, scale_at, 0)
+
+
+@kernel
+def _encode_whole(source, tag, blocks, scale, old, new, values, block, payload, scale_at, stream, bits):
+    if block == USUAL:
+        return _encode_of_size(source, tag, blocks, scale, old, new, values, USUAL, payload, scale_at, stream, bits)
+    return _encode_of_size(source, tag, blocks, scale, old, new, values, block, payload, scale_at, stream, bits)
+
+
 @kernel
 def encode_int4(source, tag, blocks, count, scale, old, new, values, block, payload, scale_at, stream, bits):
     """Encode up to 16 blocks of `count` elements at `source` times `scale`, plus the residuals at `old`.
@@ -413,20 +434,9 @@ def encode_int4(source, tag, blocks, count, scale, old, new, values, block, payl
                 if old:
                     value += load(old, index, FP32)
             store(values, index, FP32, value)
-        if bits:
-            odd = _encode_by_chance(values, FP32, 1, ONE, 0, 0, 0, block, payload, scale_at, bits)
-        elif new:
-            odd = _encode_and_keep(values, FP32, 1, ONE, 0, new, values, block, payload, scale_at, 0)
-        else:
-            odd = _encode(values, FP32, 1, ONE, 0, 0, 0, block, payload, scale_at, 0)
-    elif bits:
-        odd = _encode_by_chance(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at, bits)
-    elif not new:
-        odd = _encode(source, tag, blocks, scale, 0, 0, 0, block, payload, scale_at, 0)
-    elif stream and new % LINE == 0:
-        odd = _encode_and_stream(source, tag, blocks, scale, old, new, values, block, payload, scale_at, 0)
+        odd = _encode_whole(values, FP32, SINGLE, ONE, NOTHING, new, values, block, payload, scale_at, stream, bits)
     else:
-        odd = _encode_and_keep(source, tag, blocks, scale, old, new, values, block, payload, scale_at, 0)
+        odd = _encode_whole(source, tag, blocks, scale, old, new, values, block, payload, scale_at, stream, bits)
     if odd:
         for number in range(blocks):
             if odd >> number & 1:

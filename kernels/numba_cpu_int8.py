@@ -31,7 +31,7 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
-from .numba_cpu_int4 import decode_int4, decode_int4_and_sum, encode_int4, run_of
+from .numba_cpu_int4 import NOTHING, SINGLE, decode_int4, decode_int4_and_sum, encode_int4, run_of
 from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_blocks, average_of_blocks, flags_of, zero
@@ -291,12 +291,12 @@ def reduce_blocks(
                             total, code, scale_tag,
                         )  # fmt: skip
                         _encode_sum(
-                            total, 1, ONE, old + place if old else 0, new + place if new else 0, values, block,
+                            total, SINGLE, ONE, old + place if old else old, new + place if new else new, values, block,
                             to + index * width, to_scale + index * size_of(scale_tag), to_row, code,
                         )  # fmt: skip
                 continue
             flags_of(total, block)
-            _encode_sum(total, run, ONE, 0, 0, values, block, to, to_scale, False, code)
+            _encode_sum(total, run, ONE, NOTHING, NOTHING, values, block, to, to_scale, to_row, code)
             if new:
                 zero(new, new + block * 4)
         keep_residuals(new_residual, first + begin, end - begin, block, elements, new_values, kept)

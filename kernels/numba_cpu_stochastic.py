@@ -30,7 +30,7 @@ from .numba_cpu_elements import (
     stage,
     store,
 )
-from .numba_cpu_int4 import BLOCKS, encode_int4, run_of
+from .numba_cpu_int4 import BLOCKS, NOTHING, SINGLE, encode_int4, run_of
 from .numba_cpu_philox import BATCH, draw, load_draw
 from .numba_cpu_stochastic_vectors import LINE_LANES, largest_of_block, round_block, round_lines
 from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_blocks, average_of_blocks, average_of_shards, flags_of, zero
@@ -68,7 +68,9 @@ def _round(to, source, tag, count, scale, bits, stream):
 def _encode(source, tag, run, count, scale, values, block, payload, scale_at, bits, code):
     # Returns bits, 1 where a block of the run is not finite.
     if bits_of(code) == 4:
-        return encode_int4(source, tag, run, count, scale, 0, 0, values, block, payload, scale_at, False, bits)
+        return encode_int4(
+            source, tag, run, count, scale, NOTHING, NOTHING, values, block, payload, scale_at, False, bits
+        )
     if count == block:
         return _encode_whole(source, tag, scale, block, payload, scale_at, bits, code)
     for index in range(block):
@@ -168,7 +170,7 @@ def _reduce_quantized(
                         terms, payload + at, scale_at + scales, block, scale, spare, total, code, scale_tag
                     )  # fmt: skip
                     of_block = drawn + index * block
-                    _encode(total, FP32, 1, block, ONE, values, block, to + at, to_scale + scales, of_block, code)
+                    _encode(total, FP32, SINGLE, block, ONE, values, block, to + at, to_scale + scales, of_block, code)
         else:
             flags_of(total, block)
             _encode(total, FP32, run, block, ONE, values, block, to, to_scale, drawn, code)

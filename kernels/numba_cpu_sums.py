@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .numba_cpu_elements import TAGS, add_to_block, bits_of, byte_of, convert_block, inlined, kernel, load, store
-from .numba_cpu_int4 import INT4, add_int4, load_int4, put_int4
+from .numba_cpu_int4 import INT4, USUAL, add_int4, load_int4, put_int4
 from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT
 
 CHUNK = 256  # small enough that reading ahead and writing out overlap
@@ -60,18 +60,25 @@ def average_of_blocks(terms, payload, scale_at, block, scale, spare, averages, c
 @inlined
 def add_blocks(total, terms, payload, scale_at, blocks, block, code, scale_tag):
     """The sums of blocks over ranks, decoded to FP32; `payload` and `scale_at` are from each rank's address on."""
-    width = block * bits_of(code) // 8
+    if bits_of(code) == 4 and block == USUAL:
+        _add_int4(total, terms, payload, scale_at, blocks, USUAL)
+    elif bits_of(code) == 4:
+        _add_int4(total, terms, payload, scale_at, blocks, block)
+    else:
+        for rank in range(len(terms)):
+            for index in range(blocks):
+                to, at = total + index * block * 4, terms[rank] + payload + index * block
+                unit = load(terms[rank] + scale_at, index, scale_tag)
+                if rank == 0:
+                    convert_block(to, FP32, at, byte_of(code), block, unit)
+                else:
+                    add_to_block(to, FP32, at, byte_of(code), block, unit)
+
+
+@inlined
+def _add_int4(total, terms, payload, scale_at, blocks, block):
     for rank in range(len(terms)):
-        at, scales = terms[rank] + payload, terms[rank] + scale_at
-        if bits_of(code) == 4:
-            if rank == 0:
-                put_int4(total, at, scales, blocks, block)
-            else:
-                add_int4(total, at, scales, blocks, block)
-            continue
-        for index in range(blocks):
-            to, unit = total + index * block * 4, load(scales, index, scale_tag)
-            if rank == 0:
-                convert_block(to, FP32, at + index * width, byte_of(code), block, unit)
-            else:
-                add_to_block(to, FP32, at + index * width, byte_of(code), block, unit)
+        if rank == 0:
+            put_int4(total, terms[rank] + payload, terms[rank] + scale_at, blocks, block)
+        else:
+            add_int4(total, terms[rank] + payload, terms[rank] + scale_at, blocks, block)

@@ -153,8 +153,14 @@ def assigned(setting: Compression | Policy, names: Sequence[str], parameters: Se
 
 
 def _parse(spec: str) -> Compression | Policy:
-    if (name := spec.strip()) in NAMED:
+    name, *arguments = re.split("[:,]", spec.strip(), maxsplit=1)
+    if name in NAMED and not arguments:
         return Policy(_rules(NAMED[name]), name=name)
+    if name in NAMED and ";" not in spec:
+        raise SettingError(
+            f"{brief(spec)}: {name} is a policy, and takes no arguments. For others write its rules, {NAMED[name]!r}; "
+            "for a warm-up give a callable of the step, or call set_compression"
+        )
     return Policy(_rules(spec)) if _is_policy(spec) else Compression.parse(spec)
 
 

@@ -101,6 +101,8 @@ def _by_rank(name: str, parameter: Tensor) -> str:
         ({"": "int8"}, "the key '' of a policy"),
         ({"*": 3}, "the rule '*': 3 is no setting"),
         ("*: int8; none", "'none' in '*: int8; none' is no rule"),
+        ("auto4,warm_up=100", "auto4 is a policy, and takes no arguments"),
+        ("auto4:error_feedback", "auto4 is a policy, and takes no arguments"),
     ],
 )
 def test_a_policy_that_does_not_fit_says_where(ranks2: RankPool, given: Any, text: str):

@@ -285,9 +285,9 @@ class _Checks:
         self.kept: dict[str, list[Tensor]] = {}  # what error feedback adds on each rank, by parameter
         self.used: set[str] = set()  # what a backward reached since the last synchronised one
         self.names = [name for name, p in bare.module.named_parameters() if p.requires_grad]
-        for name in self.names:
+        for name in self.names:  # such a hook is never collected: it holds a name and a set, and no model
             parameter = bare.module.get_parameter(name)
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.used.add(name))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, used=self.used: used.add(name))
 
     def before_backward(self) -> None:
         if "error_feedback" not in self.setting:

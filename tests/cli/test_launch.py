@@ -208,16 +208,20 @@ if dist.get_rank() == 1:
 try:
     while True:
         ddp(torch.ones(1, 2)).sum().backward()
-        time.sleep(0.01)
+        time.sleep(0 if dist.get_rank() else 0.05)  # for which rank 1 waits when it is interrupted
 except fastreduce.TransportError as error:
     print(error)
+    raise
+except KeyboardInterrupt:
+    time.sleep({ending})
     raise
 """
 
 
-def test_a_rank_that_was_interrupted_alone_tells_the_others_so(tmp_path: Path):
+@pytest.mark.parametrize("ending", [0, 1], ids=["at once", "when its script has cleaned up"])
+def test_a_rank_that_was_interrupted_alone_tells_the_others_so(tmp_path: Path, ending: int):
     path = tmp_path / "interrupted.py"
-    path.write_text(INTERRUPTED)
+    path.write_text(INTERRUPTED.format(ending=ending))
     done = _run(*LAUNCH, "--nproc-per-node", "2", path)
     assert re.search("^Rank 1 has ended, .*: it raised KeyboardInterrupt", done.stdout, re.MULTILINE), done.stdout
 

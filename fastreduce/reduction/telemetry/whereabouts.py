@@ -43,6 +43,7 @@ PART = 4  # of the timeout
 NAMED = 3  # ranks of which an error tells
 FRAMES, THREADS = 20, 4  # of stacks that are told
 EXIT_SECONDS = 0.5
+LEAVING_SECONDS = 2.0  # for the last word of a rank that was interrupted, say, and whose script cleans up
 LAST_FRAMES, LAST_TEXT = 3, 1000  # of an exception: calls, and characters of what it says
 UNKNOWN = "it is stopped, gone or out of reach"
 NO_LAST_WORD = (
@@ -110,7 +111,22 @@ class Whereabouts:
             raise TransportError(f"{why}{error}.", error.missing) from error
 
     def ask(self, rank: int, mine: FlightRecorder) -> str:
-        """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing."""
+        """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing.
+
+        One that is there and has told nothing is waited for a little: it has just left, and may be about to end.
+        """
+        answer = ""
+
+        def is_known(_: StoreClient) -> bool:
+            nonlocal answer
+            answer = self._answer(rank, mine)
+            return not answer.endswith(f"{UNKNOWN}.")
+
+        with suppress(TransportError):
+            wait_until(self.store, is_known, LEAVING_SECONDS)
+        return answer
+
+    def _answer(self, rank: int, mine: FlightRecorder) -> str:
         keys = [f"process of {rank}", f"rank {rank}", f"end of {rank}"]
         try:
             process, told, end = [self.store.read(key) for key in keys]

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -43,7 +43,7 @@ PART = 4  # of the timeout
 NAMED = 3  # ranks of which an error tells
 FRAMES, THREADS = 20, 4  # of stacks that are told
 EXIT_SECONDS = 0.5
-LEAVING_SECONDS = 2.0  # for the last word of a rank that was interrupted, say, and whose script cleans up
+LEAVING_SECONDS = 2.0  # for the last words of ranks that were interrupted, say, and whose scripts clean up
 LAST_FRAMES, LAST_TEXT = 3, 1000  # of an exception: calls, and characters of what it says
 UNKNOWN = "it is stopped, gone or out of reach"
 NO_LAST_WORD = (
@@ -110,21 +110,21 @@ class Whereabouts:
         except TransportError as error:
             raise TransportError(f"{why}{error}.", error.missing) from error
 
-    def ask(self, rank: int, mine: FlightRecorder) -> str:
-        """What is known of a rank, as sentences, and its stacks, as far as it has told them; raises nothing.
+    def ask(self, ranks: Sequence[int], mine: FlightRecorder) -> list[str]:
+        """What is known of each rank, as sentences, and its stacks, as far as it has told them; raises nothing.
 
-        One that is there and has told nothing is waited for a little: it has just left, and may be about to end.
+        Those that are there and have told nothing are waited for a little: they have just left, and may be about to
+        end.
         """
-        answer = ""
+        answers: list[str] = []
 
-        def is_known(_: StoreClient) -> bool:
-            nonlocal answer
-            answer = self._answer(rank, mine)
-            return not answer.endswith(f"{UNKNOWN}.")
+        def all_are_known(_: StoreClient) -> bool:
+            answers[:] = [self._answer(rank, mine) for rank in ranks]
+            return not any(answer.endswith(f"{UNKNOWN}.") for answer in answers)
 
         with suppress(TransportError):
-            wait_until(self.store, is_known, LEAVING_SECONDS)
-        return answer
+            wait_until(self.store, all_are_known, LEAVING_SECONDS)
+        return answers
 
     def _answer(self, rank: int, mine: FlightRecorder) -> str:
         keys = [f"process of {rank}", f"rank {rank}", f"end of {rank}"]
@@ -411,7 +411,7 @@ def explain(error: TransportError, recorder: FlightRecorder, place: Whereabouts 
     lines = [str(error), f"Rank {recorder.rank} was {recorder.doing()}."]
     missing, recorder.missing = error.missing or recorder.missing, ()
     if place is not None:
-        lines += [place.ask(rank, recorder) for rank in missing[:NAMED]] or [place.about_store()]
+        lines += place.ask(missing[:NAMED], recorder) or [place.about_store()]
     return TransportError("\n".join(filter(None, lines)), missing)
 
 

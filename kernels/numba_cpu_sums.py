@@ -59,20 +59,21 @@ def average_of_blocks(terms, payload, scale_at, block, scale, spare, averages, c
 
 @inlined
 def add_blocks(total, terms, payload, scale_at, blocks, block, code, scale_tag):
-    """The sums of blocks over ranks, decoded to FP32; `payload` and `scale_at` are from each rank's address on."""
+    """The sums over ranks of as many blocks as are encoded at once (`run_of`), decoded to FP32.
+
+    `payload` and `scale_at` are from each rank's address on.
+    """
     if bits_of(code) == 4 and block == USUAL:
         _add_int4(total, terms, payload, scale_at, blocks, USUAL)
     elif bits_of(code) == 4:
         _add_int4(total, terms, payload, scale_at, blocks, block)
     else:
         for rank in range(len(terms)):
-            for index in range(blocks):
-                to, at = total + index * block * 4, terms[rank] + payload + index * block
-                unit = load(terms[rank] + scale_at, index, scale_tag)
-                if rank == 0:
-                    convert_block(to, FP32, at, byte_of(code), block, unit)
-                else:
-                    add_to_block(to, FP32, at, byte_of(code), block, unit)
+            unit = load(terms[rank] + scale_at, 0, scale_tag)
+            if rank == 0:
+                convert_block(total, FP32, terms[rank] + payload, byte_of(code), block, unit)
+            else:
+                add_to_block(total, FP32, terms[rank] + payload, byte_of(code), block, unit)
 
 
 @inlined

@@ -30,6 +30,7 @@ def test_of_the_gpu(i):
 """
 
 
+@pytest.mark.long
 def test_what_breaks_the_gpu_for_its_process_is_one_failed_test(
     lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -184,6 +184,7 @@ compiled.server = Compiling
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_tests_of_gpus_do_not_wait_for_kernels_of_cpus(tmp_path: Path):
     (tmp_path / "a_gpu.py").write_text(A_GPU)

@@ -27,7 +27,12 @@ def test_other_of_ranks(several): pass
 
 
 @pytest.mark.parametrize(
-    ("of_goals", "names"), [(True, {"averages_have_the_bits[4]"}), (False, {"other_of_ranks[4]"}), (None, None)]
+    ("of_goals", "names"),
+    [
+        (None, None),
+        pytest.param(True, {"averages_have_the_bits[4]"}, marks=pytest.mark.long),
+        pytest.param(False, {"other_of_ranks[4]"}, marks=pytest.mark.long),
+    ],
 )
 def test_a_run_has_the_tests_of_goals_or_the_others(of_goals: bool | None, names: set[str] | None, tmp_path: Path):
     lines = Lines(tmp_path / FILE, {"commit": "abc", "run": "now", "rehearsal": True})

@@ -127,7 +127,12 @@ def test_missing_packages_are_named(asked: list[Experiment], monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "words", [["compare"], ["compare", __file__], ["advise", __file__]], ids=["built in", "script", "advise"]
+    "words",
+    [
+        pytest.param(["compare"], marks=pytest.mark.long, id="built in"),
+        pytest.param(["compare", __file__], id="script"),
+        pytest.param(["advise", __file__], marks=pytest.mark.long, id="advise"),
+    ],
 )
 def test_an_installation_without_extras_is_told_what_to_add(words: list[str]):
     code = (
@@ -324,6 +329,7 @@ def test_a_rank_that_raises_ends_the_command_with_its_traceback(
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("preloaded")
 def test_a_rank_that_dies_is_named():
     before = set(multiprocessing.active_children())

@@ -218,7 +218,10 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("ending", [0, 1], ids=["at once", "when its script has cleaned up"])
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param(0, marks=pytest.mark.long, id="at once"), pytest.param(1, id="when its script has cleaned up")],
+)
 def test_a_rank_that_was_interrupted_alone_tells_the_others_so(tmp_path: Path, ending: int):
     path = tmp_path / "interrupted.py"
     path.write_text(INTERRUPTED.format(ending=ending))

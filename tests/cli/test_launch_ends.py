@@ -95,6 +95,7 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text("saved")
 """
 
 
+@pytest.mark.long
 def test_ranks_that_save_when_they_are_told_to_end_have_the_time(tmp_path: Path):
     path = tmp_path / "saves.py"
     path.write_text(SAVES)

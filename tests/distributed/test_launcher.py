@@ -154,7 +154,8 @@ def test_no_rank_leaves_before_the_others():
     assert first == [] and second and not {"gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} & set(second)
 
 
-@pytest.mark.parametrize("master", [pytest.param("localhost", marks=pytest.mark.long), "::1"])
+@pytest.mark.long
+@pytest.mark.parametrize("master", ["localhost", "::1"])
 def test_two_machines_share_a_port(master: str, tmp_path: Path):
     """Two launchers of one rank each, as two machines would."""
     if master == "::1":
@@ -276,6 +277,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_handler_that_raises_while_ranks_are_started_leaves_none_half_started(tmp_path: Path):
     path = tmp_path / "leaves.py"
     path.write_text(LEAVES)

@@ -114,6 +114,7 @@ def test_so_does_the_error_of_a_collective_of_torchs(tmp_path: Path):
     with_time(test, TIMEOUT)
 
 
+@pytest.mark.long
 def test_those_who_wait_for_a_rank_that_saves_are_told_at_once(tmp_path: Path):
     """One rank has caught what its loader raised, and saves: it waits for the others there, and they for it."""
     with ExitStack() as stack:

@@ -213,6 +213,7 @@ client.read("key")
 """
 
 
+@pytest.mark.long
 def test_a_holder_of_the_store_that_ends_while_python_goes_does_not_abort_the_process():
     done = run(sys.executable, "-c", SILENT)
     assert "which holds the store, does not answer within 2 s" in done.stderr

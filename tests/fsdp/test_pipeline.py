@@ -52,6 +52,7 @@ def test_none_has_the_bits_of_fsdp(ranks4: RankPool):
     assert_same_bits(ours, torchs)
 
 
+@pytest.mark.long
 def test_the_mean_of_many_steps_is_exact(ranks4: RankPool):
     exact, without, with_feedback = (
         ranks4.run(_train, setting, 1 if setting is None else 24, False)

@@ -35,12 +35,15 @@ from tests.support.commands import run
     "check",
     [
         "check_each_operation",
-        "check_that_warming_up_compiles_all",
-        "check_that_ever_new_sizes_are_not_kept_for_ever",
-        "check_that_no_sum_of_other_memory_is_launched",
         *(
             pytest.param(check, marks=pytest.mark.long)
-            for check in ("check_that_nothing_stale_is_launched", "check_each_format")
+            for check in (
+                "check_each_format",
+                "check_that_warming_up_compiles_all",
+                "check_that_ever_new_sizes_are_not_kept_for_ever",
+                "check_that_no_sum_of_other_memory_is_launched",
+                "check_that_nothing_stale_is_launched",
+            )
         ),
     ],
 )

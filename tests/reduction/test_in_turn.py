@@ -62,6 +62,7 @@ def _joined_beside_a_slow_rank(rank: int, world_size: int, in_turn: bool) -> lis
         return _joined(rank, world_size, "int8", "two_level", False, in_turn)
 
 
+@pytest.mark.long
 def test_beside_a_node_of_which_one_rank_is_late():
     with RankPool(4, hosts="aabb") as pool:
         expected = pool.run(_joined_beside_a_slow_rank, True, timeout=TIMEOUT)

@@ -205,6 +205,7 @@ def _ever_new_lists(rank: int, world_size: int, kept: int) -> tuple[int, list[Te
     return most, averages
 
 
+@pytest.mark.long
 def test_under_error_feedback_lists_without_residuals_are_not_kept_for_ever(ranks2: RankPool):
     for (all_of_them, expected), (most, averages) in zip(
         ranks2.run(_ever_new_lists, 1000), ranks2.run(_ever_new_lists, 10), strict=True
@@ -230,7 +231,7 @@ def _destroyed_groups(rank: int, world_size: int, transport: str) -> tuple[int, 
     return counts[-1][0] - counts[0][0], max(b - a for a, b in zip(counts[1], counts[-1], strict=True)), right
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.long), "shm"])
 def test_connections_and_buffers_end_with_their_group(ranks2: RankPool, transport: str):
     for groups, more, right in ranks2.run(_destroyed_groups, transport):
         assert right

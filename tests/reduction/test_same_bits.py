@@ -243,14 +243,10 @@ def test_the_transport_does_not_tell(ranks: RankPool, examples: int):
     _search_over(ranks, ("shm", "gloo"), examples)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "examples"),
-    [
-        ("aaabb", 3),
-        *(pytest.param(h, 60, marks=[pytest.mark.long, pytest.mark.timeout(2400)]) for h in ("aab", "aaabb")),
-    ],
-)
-def test_nor_does_the_size_of_buckets_over_two_levels_between_processes(hosts: str, examples: int):
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("hosts", ["aab", "aaabb"])
+def test_nor_does_the_size_of_buckets_over_two_levels_between_processes(hosts: str):
     """A node's third rank, beside a node of two, owns no column."""
     with RankPool(len(hosts), hosts=hosts) as pool:
-        _search_over(pool, ("two_level", "two_level"), examples)
+        _search_over(pool, ("two_level", "two_level"), 60)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +23,6 @@ from fastreduce.reduction.residuals import error_feedback, rows
 from fastreduce.reduction.shared_buffers import SharedBuffers, Turns
 from fastreduce.reduction.streams import CudaStream, ThreadStream
 from fastreduce.transports import LocalTransport
-from tests.support.each_setting import PICKED
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check
 from tests.support.random_programs import programs
@@ -223,8 +222,8 @@ def test_what_fails_behind_its_collectives_has_begun_and_the_callers_stream_wait
     assert cuda.compute.seen[ours] == ours.done == 1
 
 
-def _steps_one_by_one(rank: int, world_size: int, settings: Iterable[str]) -> None:
-    for setting in settings:
+def _steps_one_by_one(rank: int, world_size: int) -> None:
+    for setting in SETTINGS:
         for views in (False, True):
             options = {"compression": setting, "gradient_as_bucket_view": views, "bucket_cap_mb": 0.002}
             expected = train("ours", MixedDtypes, rank, **options)
@@ -233,11 +232,9 @@ def _steps_one_by_one(rank: int, world_size: int, settings: Iterable[str]) -> No
             assert_same_bits(found, expected, f"{setting}, views={views}")
 
 
-@pytest.mark.parametrize(
-    "settings", [sorted(PICKED), pytest.param(SETTINGS, marks=pytest.mark.long)], ids=["picked", "all"]
-)
-def test_buckets_one_by_one_in_shared_buffers_give_the_same_bits(ranks2: RankPool, settings: Iterable[str]):
-    ranks2.run(_steps_one_by_one, settings)
+@pytest.mark.long
+def test_buckets_one_by_one_in_shared_buffers_give_the_same_bits(ranks2: RankPool):
+    ranks2.run(_steps_one_by_one)
 
 
 def _check_one_by_one(rank: int, world_size: int, program: Program) -> list[str]:

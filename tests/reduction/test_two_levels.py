@@ -407,6 +407,7 @@ def _absent(rank: int, world_size: int, seconds: float) -> str:
     return text
 
 
+@pytest.mark.long
 def test_ranks_that_differ_are_told_and_a_rank_that_does_not_come_is_named_by_all():
     nodes = RankPool(4, hosts="aabb")
     for text in nodes.run(_differing):

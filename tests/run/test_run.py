@@ -40,7 +40,13 @@ def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, lau
     ]
 
 
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "os._exit(3)", "os.kill(os.getpid(), 15)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "os._exit(3)",
+        *(pytest.param(end, marks=pytest.mark.long) for end in ("", "raise SystemExit(3)", "os.kill(os.getpid(), 15)")),
+    ],
+)
 def test_no_file_stays_however_the_script_ends(script: Path, tmp_path: Path, end: str):
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -50,6 +56,7 @@ def test_no_file_stays_however_the_script_ends(script: Path, tmp_path: Path, end
     assert [path.name for path in folder.iterdir() if path.name.startswith("fastreduce")] == []
 
 
+@pytest.mark.long
 def test_a_file_that_has_the_place_of_a_closed_record_is_left_alone(script: Path, tmp_path: Path):
     script.write_text(
         "import os\nos.closerange(3, 100)\nfiles = [open(f'mine{i}', 'w') for i in range(20)]\n"
@@ -188,6 +195,7 @@ def test_rubbish_in_the_launchers_variables_is_one_line(script: Path, name: str,
         assert line.startswith(f"fastreduce {command}: {name}=rubbish: ")
 
 
+@pytest.mark.long
 def test_a_run_that_traces_nothing_does_not_show_the_trace_of_another(script: Path, tmp_path: Path):
     folder, empty = tmp_path / "trace", tmp_path / "empty.py"
     empty.write_text("raise SystemExit(4)")

@@ -21,6 +21,7 @@ def test_processes_of_one_host_say_the_same():
     assert run(PYTHON, "-c", SAY).stdout.strip() == hosts.this_host()
 
 
+@pytest.mark.long
 def test_a_network_namespace_is_a_host():
     unshare = shutil.which("unshare")
     if unshare is None or os.geteuid() != 0:
@@ -57,5 +58,6 @@ def test_a_name_that_was_given_counts_alone(monkeypatch: pytest.MonkeyPatch):
     assert hosts.this_host() == before
 
 
+@pytest.mark.long
 def test_nodes_are_in_the_order_of_their_first_rank():
     assert hosts.nodes_of(["b", "a", "b", "c", "a"]) == [[0, 2], [1, 4], [3]]

@@ -58,10 +58,11 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path, job: str):
 
 # The one that exits is in MPI's Finalize by then, which waits for the other.
 @needs_mpirun
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("transport", "says"),
     [
-        pytest.param("mpi", "rank 1 has ended, or takes no part any more", marks=pytest.mark.long),
+        ("mpi", "rank 1 has ended, or takes no part any more"),
         ("shm", "over shm failed. No word from rank 1: it has exited, takes no part"),
     ],
 )
@@ -79,6 +80,7 @@ def test_mpis_end_is_not_waited_for_where_a_rank_is_stopped(tmp_path: Path, tran
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_rank_that_saves_for_long_is_not_ended_where_a_collective_has_failed(tmp_path: Path):
     code, output = run_job(tmp_path, 2, "saves_behind_a_failure", "shm")
     assert code == 0, output

@@ -240,6 +240,7 @@ def _slow_to_start(rank: int, size: int, place: OnHost, often: int) -> str:
         return cases.absent_on_a_stream(rank, size, place)[0]
 
 
+@pytest.mark.long
 def test_how_long_nccl_takes_to_start_does_not_count_where_ranks_are_absent(ranks2: RankPool, tmp_path: Path):
     def check(place: OnHost) -> None:
         assert "No word from rank 1: " in ranks2.run(run_case, _slow_to_start, place, 1)[0]

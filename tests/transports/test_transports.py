@@ -417,7 +417,8 @@ def _absent_from_two_shot(rank: int, group: Any) -> None:
     _absent_from_backward(rank, group, compression="int8", bucket_cap_mb=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gloo", pytest.param("shm", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["gloo", "shm"], indirect=True)
 def test_a_peer_that_does_not_come_is_named_with_operation_bucket_and_parameters_and_processes_end(kind: str):
     with_time(lambda seconds: _check_absent(kind, seconds), SHORT)
 

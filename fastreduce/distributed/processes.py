@@ -180,13 +180,21 @@ def _collect(
     return [values[local] for local in range(len(processes))]
 
 
+def name_of_signal(number: int) -> str:
+    """As `SIGTERM`; Linux's real-time signals have numbers only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def _receive(pipe: Connection, process: Any) -> tuple[str, Any]:
     try:
         data = pipe.recv_bytes()
     except (EOFError, OSError):
         process.join()
         code = process.exitcode or 0
-        fate = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        fate = f"was ended by {name_of_signal(-code)}" if code < 0 else f"ended with exit code {code}"
         return "failure", (fate, None)
     kind, value = pickle.loads(data)  # of a pipe that only the process that was started here holds
     if kind == "failure":

@@ -22,7 +22,6 @@ import time
 import traceback
 import zipfile
 from types import ModuleType, TracebackType
-from typing import NoReturn
 
 LAUNCHER = "FASTREDUCE_LAUNCHER"  # the launcher's process id
 ONE_GPU = "FASTREDUCE_ONE_GPU"  # each rank sees one device
@@ -33,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run what the arguments name, as Python itself would."""
-    launched = _end_with_launcher()
+    launched, rank = _end_with_launcher(), os.getpid()
     if _wants_one_gpu():
         _see_one_gpu()
     if os.environ.pop(ALONE, ""):
@@ -48,15 +47,19 @@ def main() -> None:
         sys.last_value = error
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
-        if launched and end.code not in (None, 0):
-            _record("", end.code & 0xFF if isinstance(end.code, int) else 1)  # of -1 the system makes 255
+        if launched and os.getpid() == rank and end.code not in (None, 0):
+            _record("", _exit_code(end.code))
         raise
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
         sys.last_value = error  # as the interpreter leaves it: exit handlers tell those who wait for this rank
-        if launched:
-            _fail(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        told = launched and os.getpid() == rank and _tell_launcher(error)  # a process that the script forked is none
+        if not told or sys.excepthook is not sys.__excepthook__:  # the script's own may tell others
+            sys.excepthook(type(error), error, error.__traceback__)
+        if told:
+            # What hangs in the interpreter's end must not keep the other ranks waiting.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(TEARDOWN_SECONDS)
         sys.exit(1)
 
 
@@ -86,13 +89,16 @@ def _run(kind: str, name: str) -> None:
     exec(code, vars(main))
 
 
-def _fail(error: BaseException) -> NoReturn:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    _record(text, 1)
-    # What hangs in the interpreter's end must not keep the other ranks waiting.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(TEARDOWN_SECONDS)
-    sys.exit(1)
+def _exit_code(given: object) -> int:
+    """What the system makes of it: of -1 and of a number too large 255, of a text 1."""
+    if not isinstance(given, int):
+        return 1
+    return given & 0xFF if abs(given) < 1 << 63 else 255
+
+
+def _tell_launcher(error: BaseException) -> bool:
+    """Whether the launcher has it now: it prints the first one of all ranks."""
+    return _record("".join(traceback.format_exception(type(error), error, error.__traceback__)), 1)
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
@@ -104,16 +110,20 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     return kept  # None where the script does not even compile: then the error says where
 
 
-def _record(text: str, code: int) -> None:
-    """Write what torch's launcher reads, and beside it when this was and how the process ends."""
+def _record(text: str, code: int) -> bool:
+    """Write what torch's launcher reads, and beside it when this was and how the process ends: whether it is there."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or (os.path.exists(path) and not text):  # torch's own @record may have been here
-        return
+        return bool(path)
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     content = {"message": {"message": text, "extraInfo": extra}, "exit_code": code, "nanoseconds": time.time_ns()}
-    with open(f"{path}.part", "w") as file:
-        json.dump(content, file)
-    os.replace(f"{path}.part", path)
+    try:
+        with open(f"{path}.part", "w") as file:
+            json.dump(content, file)
+        os.replace(f"{path}.part", path)
+    except OSError:  # its folder is gone, or the disk is full
+        return False
+    return True
 
 
 def _see_one_gpu() -> None:

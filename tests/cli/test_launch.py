@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from fastreduce.cli import main
+from fastreduce.cli.launch import launch, make_parser, parse
 from tests.support.commands import (
     FASTREDUCE,
     INSTALLED,
@@ -188,6 +189,8 @@ def test_a_failure_is_printed_once_with_its_rank(tmp_path: Path):
         ("sys.exit(-1)", 255, "failed with exit code 255"),
         ("os._exit(9)", 9, "failed with exit code 9"),
         ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
+        pytest.param("os.kill(os.getpid(), 37)", 165, "was ended by signal 37", marks=pytest.mark.long),
+        pytest.param("sys.exit(2**70)", 255, "failed with exit code 255", marks=pytest.mark.long),
     ],
 )
 def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, fate: str):
@@ -196,6 +199,55 @@ def test_the_exit_code_is_the_ranks(tmp_path: Path, end: str, code: int, fate: s
     done = _run(*LAUNCH, "--nproc-per-node", "2", path)
     assert done.returncode == code
     assert done.stderr == f"fastreduce launch: rank 1 {fate}\n"
+
+
+FORKS = """
+import os, sys
+sys.excepthook = lambda kind, error, trace: print("told of", error, file=sys.stderr, flush=True)
+if not (child := os.fork()):
+    raise ValueError("the child's")
+os.waitpid(child, 0)
+raise ValueError("the rank's")
+"""
+
+
+def test_a_scripts_own_hook_is_told_of_errors_and_a_forked_child_is_not_the_rank(tmp_path: Path):
+    path = tmp_path / "forks.py"
+    path.write_text(FORKS)
+    done = _run(*LAUNCH, "--nproc-per-node", "1", path)
+    assert done.returncode == 1
+    told, other, *ours = done.stderr.splitlines()
+    assert [told, other] == ["told of the child's", "told of the rank's"]
+    assert ours[0] == "fastreduce launch: rank 0 failed with exit code 1"
+    assert ours[-1] == "ValueError: the rank's" and "child" not in "".join(ours[1:-4])
+
+
+@pytest.mark.long
+def test_where_the_launchers_folder_is_gone_a_rank_says_itself_why_it_ends(tmp_path: Path):
+    path = tmp_path / "cleans.py"
+    gone = 'import os, shutil; shutil.rmtree(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))'
+    path.write_text(f"{gone}\nraise ValueError('boom')\n")
+    done = _run(*LAUNCH, "--nproc-per-node", "1", path)
+    assert done.returncode == 1
+    *trace, error, ours = done.stderr.splitlines()
+    assert error == "ValueError: boom" and len(trace) == 3, done.stderr
+    assert ours == "fastreduce launch: rank 0 failed with exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "of_script"),
+    [
+        ("--script=a.py --nproc-per-node 2 -- --nnodes 3 -- x", "2", "--nnodes 3 -- x"),
+        ("--script a.py -- --help", None, "--help"),
+        ("--script a.py --lr 1 --nproc-per-node 2 -- --nnodes 3", "2", "--lr 1 -- --nnodes 3"),
+        ("--nproc-per-node 2 -- a.py -- --nnodes 3", "2", "-- --nnodes 3"),
+        ("--nproc-per-node 2 a.py --nnodes 3", "2", "--nnodes 3"),
+    ],
+)
+def test_what_is_the_scripts_stays_the_scripts(given: str, ranks: str | None, of_script: str):
+    options = parse(make_parser(launch), given.split())
+    assert (options.training_script, options.nproc_per_node, options.nnodes) == ("a.py", ranks, "1:1")
+    assert options.training_script_args == of_script.split()
 
 
 INTERRUPTED = """

@@ -162,29 +162,32 @@ def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """The options in front of the script; what stands behind it is the script's, as it is."""
+    """The options in front of the script; what stands behind it, or behind `--`, is the script's, as it is."""
     end = _options_end(parser, arguments)
     if not any(word == "--script" or word.startswith("--script=") for word in arguments[:end]):
-        options = parser.parse_args(arguments[: end + 1])
-        options.training_script_args = arguments[end + 1 :]
+        script = arguments[end:]
+        if script[:1] == ["--"]:
+            del script[0]
+        options = parser.parse_args([*arguments[:end], *script[:1]])
+        options.training_script_args = script[1:]
         return options
     parser.allow_abbrev = False
     for action in [a for a in parser._actions if a.dest.startswith("training_script")]:
         parser._remove_action(action)
-    options, rest = parser.parse_known_args(arguments)
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    options, rest = parser.parse_known_args(arguments[:separator])
     options.training_script = options.script
-    options.training_script_args = rest[1:] if rest[:1] == ["--"] else rest
+    options.training_script_args = rest + arguments[separator + (not rest) :]
     return options
 
 
 def _options_end(parser: ArgumentParser, arguments: list[str]) -> int:
-    """Where the script stands that is given by position."""
+    """Where the script stands that is given by position, or `--` before it."""
     actions = parser._option_string_actions
     end = 0
     while end < len(arguments) and arguments[end].startswith("-"):
         word = arguments[end]
         if word == "--":
-            del arguments[end]
             break
         meant = {id(a): a for name, a in actions.items() if word.startswith("--") and name.startswith(word)}
         action = actions.get(word) or (meant.popitem()[1] if len(meant) == 1 else None)  # abbreviated

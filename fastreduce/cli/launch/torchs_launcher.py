@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from ...distributed.processes import name_of_signal
 from .nodes import Nodes
 
 LOCAL = "fastreduce-local"
@@ -228,7 +229,7 @@ def exit_code_of(failure: ProcessFailure) -> int:
 def fate_of(failure: ProcessFailure) -> str:
     """How a rank ended, as a clause."""
     code = exit_code_of(failure)
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    return f"was ended by {name_of_signal(-code)}" if code < 0 else f"failed with exit code {code}"
 
 
 def traceback_of(failure: ProcessFailure) -> str:

@@ -18,7 +18,7 @@ from ...errors import ReducerError
 from ..buckets import Bucket
 from .applied import Applied, Fate
 from .factors import Factor, known_to_be, stack, to_device
-from .notices import is_optimized
+from .notices import is_optimized, notice
 from .rows import BASE, GO_ON, KEEP, Rows, reads_late
 
 LEAST, MOST = 2.0**-126, 2.0**127  # what FP32 holds with all its digits
@@ -86,6 +86,7 @@ class ErrorFeedback:
     def __init__(
         self, bucket: Bucket, share: Share, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
+        notice()  # of optimizers that step before the first of these averages, as under warm_up, too
         self._bucket, self._share, self._block = bucket, share, block
         self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
         self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)

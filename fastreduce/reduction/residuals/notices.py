@@ -46,7 +46,7 @@ _optimized: set[int] = set()  # identities of parameters that a torch optimizer 
 
 def listen(listener: Listener) -> None:
     """Tell it from now on, while somebody else keeps it."""
-    _notice()
+    notice()
     with _changing_live:
         _live.add(listener)
 
@@ -123,8 +123,8 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
 
 
 @cache
-def _notice() -> None:
-    """Let optimizers and `GradScaler.unscale_` tell from now on."""
+def notice() -> None:
+    """Let optimizers and `GradScaler.unscale_` tell from now on: those that step are known when somebody listens."""
     notice_unscaling()
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -139,7 +139,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     """Gradients are as the optimizer gets them, unless a closure or the optimizer's own hooks come after this."""
     _told.pop(id(optimizer), None)  # of a step that raised
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if _live and (hasattr(optimizer, "found_inf") or (closure is None and not optimizer._optimizer_step_pre_hooks)):
+    if not _live:
+        _parameters_of(optimizer)
+    elif hasattr(optimizer, "found_inf") or (closure is None and not optimizer._optimizer_step_pre_hooks):
         _told[id(optimizer)] = weakref.ref(optimizer)
         _tell_step(optimizer)
 
@@ -151,17 +153,23 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         _tell_step(optimizer)
 
 
-def _tell_step(optimizer: torch.optim.Optimizer) -> None:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Set[int]:
+    """Identities of what an optimizer steps, which are known from now on."""
     parameters = {id(p): p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     for identity in parameters.keys() - _optimized:
         _optimized.add(identity)
         weakref.finalize(parameters[identity], _optimized.discard, identity).atexit = False
+    return parameters.keys()
+
+
+def _tell_step(optimizer: torch.optim.Optimizer) -> None:
+    parameters = _parameters_of(optimizer)
     # A fused optimizer takes the loss scale out itself, and leaves the step out where a gradient is not finite.
     scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     expected = 1.0 / number_in(scale) if isinstance(scale, Tensor) else ONE
     applies = 1.0 - number_in(found) if isinstance(found, Tensor) else ONE
     for applied in _all():
-        applied.step(parameters.keys(), expected, applies)
+        applied.step(parameters, expected, applies)
 
 
 @cache

@@ -143,6 +143,28 @@ def _by_hand(rank: int, world_size: int, told: bool) -> dict[str, Any]:
     return training.books()
 
 
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("switched", [False, True])
+def test_the_first_compressed_step_is_followed_where_an_optimizer_has_stepped_before(switched: bool):
+    parameter = torch.nn.Parameter(torch.zeros(256))
+    model = torch.nn.Module()
+    model.parameter, model.forward = parameter, lambda gradient: (parameter * gradient).sum()
+    feedback = "int4:error_feedback"
+    ddp = fastreduce.DistributedDataParallel(model, compression="none" if switched else f"{feedback},warm_up=2")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    if switched:
+        ddp.set_compression(feedback, at=2)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(torch.linspace(0, 1, 256)).backward()
+        if step < 2:
+            optimizer.step()
+    assert not torch.equal(parameter.grad, torch.linspace(0, 1, 256))  # type: ignore[arg-type]
+    optimizer.zero_grad()  # thrown away: so nothing of it is owed
+    assert not ddp.reducer.state_dict()["residuals"]["parameter"].any()
+    ddp.reducer.close()
+
+
 def test_an_update_by_hand_tells_what_it_applied(ranks2: RankPool):
     check_law(Setup(), ranks2.run(_by_hand, True))
     with pytest.raises(AssertionError, match="differ by"):

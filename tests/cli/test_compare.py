@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import json
 import math
@@ -28,6 +29,7 @@ from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
 from fastreduce.cli.compare import digits, ending
+from fastreduce.cli.compare.digits import report
 from fastreduce.cli.compare.digits.statistics import chance_of_disagreement, conclude, summarise
 from fastreduce.cli.compare.digits.training import (
     BARE,
@@ -397,6 +399,39 @@ def test_a_rank_that_lets_no_thread_run_ends_with_its_parent():
 
 SETTINGS = ["none", "fp16", "int8"]
 ROUNDS, STEPS = 6, 2
+
+
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [
+        (lambda out: (out / "results.json").mkdir(), "results.json: it is a folder"),
+        (lambda out: (out / "logs").touch(), "logs: it is no folder"),
+    ],
+)
+@pytest.mark.parametrize("script", [[], [__file__]], ids=["built in", "script"])
+def test_what_could_not_be_written_is_told_before_anything_is_measured(
+    there: Callable[[Path], None], why: str, script: list[str], asked: list[Experiment], tmp_path: Path
+):
+    there(tmp_path)
+    result = _invoke("--out", str(tmp_path), *script)
+    assert (result.exit_code, asked) == (2, [])
+    assert result.output == f"fastreduce compare: cannot write to {tmp_path}/{why}\n"
+
+
+@pytest.mark.long
+def test_results_that_cannot_be_written_in_the_end_are_shown(
+    preloaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "results.json"))
+
+    monkeypatch.setattr(digits, "run_ranks", functools.partial(run_ranks, start_method="forkserver"))
+    monkeypatch.setattr(report, "write_results", full)
+    sizes = ["--width", "6", "--rounds", "3", "--steps", "2", "--settings", "none", "--ranks", "1"]
+    result = _invoke(*sizes, "--out", str(tmp_path))
+    assert result.exit_code == 1 and re.search(r"^none  +\d", result.output, re.MULTILINE), result.output
+    said = f"fastreduce compare: cannot write to {tmp_path}/results.json: No space left on device"
+    assert result.output.splitlines()[-1] == said
 
 
 @pytest.fixture(scope="module")

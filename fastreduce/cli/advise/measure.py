@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from ...run.contestants import AFTER_BACKWARD, Variant
-from ..compare.ending import SignalError, fail, signals_end_ranks
+from ..compare.ending import SignalError, fail, signals_end_ranks, writing
 from ..compare.script import speed, trainings
 from ..compare.script.nodes import FirstNode, follow
 from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
@@ -49,7 +49,8 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
         ended = f"{error.received.name}: all ranks were ended", 128 + error.received
     else:
         show(console, findings, link)
-        write(file, sys.argv, plan, findings, link, time.monotonic() - start)
+        with writing("advise"):
+            write(file, sys.argv, plan, findings, link, time.monotonic() - start)
         said = f"\n{time.monotonic() - start:.0f} s. Wrote {file}."
         console.print(said, soft_wrap=True)
     if others is not None:

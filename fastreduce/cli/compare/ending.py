@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import typer
 
+FILES = ("results.json", "compare.png", "report.html", "advice.json")  # what commands write into their folder
+LOGS = "logs"  # and the folder in it
 _PACKAGES = {"sklearn": "scikit-learn"}  # what a module is installed by, where the names differ
 
 
@@ -54,10 +56,21 @@ def need(*modules: str, command: str = "compare") -> None:
 
 
 def make_folder(out: Path, command: str = "compare") -> None:
-    """Make the folder for results, or end the command."""
-    try:
+    """Make the folder for results, or end the command before it measures what it could not write."""
+    with writing(command, 2):
         out.mkdir(parents=True, exist_ok=True)
+        for path in (out, *(out / name for name in (*FILES, LOGS) if (out / name).exists())):
+            if path.is_dir() != (path.name == LOGS or path == out):
+                kind = IsADirectoryError if path.is_dir() else NotADirectoryError
+                raise kind(0, f"it is {'a' if path.is_dir() else 'no'} folder", str(path))
+            if not os.access(path, os.W_OK):
+                raise PermissionError(0, "permission denied", str(path))
+
+
+@contextlib.contextmanager
+def writing(command: str = "compare", code: int = 1) -> Iterator[None]:
+    """Around what writes results: end the command with a message where it cannot, because the disk is full, say."""
+    try:
+        yield
     except OSError as error:
-        fail(f"cannot write to {out}: {error.strerror}", command=command)
-    if not os.access(out, os.W_OK):
-        fail(f"cannot write to {out}: permission denied", command=command)
+        fail(f"cannot write to {error.filename or 'the folder for results'}: {error.strerror}", code, command)

@@ -18,7 +18,7 @@ from ....distributed.processes import Group, run_ranks
 from ....errors import RanksFailedError
 from ....ops import backends
 from ...report import write_page
-from ..ending import SignalError, fail, need, signals_end_ranks
+from ..ending import SignalError, fail, need, signals_end_ranks, writing
 from ..progress import make_bar
 from ..results import over
 from .training import BARE, Experiment, Record, train, transport_of
@@ -51,9 +51,11 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
     figures = statistics.summarise(experiment, records)
     seconds = time.monotonic() - start
     report.print_table(console, figures)
-    report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
-    plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
-    said = f"\n{seconds:.0f} s, {over(transport_of(records[0]))}. {write_page(out)}"
+    with writing():
+        report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
+        plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
+        written = write_page(out)
+    said = f"\n{seconds:.0f} s, {over(transport_of(records[0]))}. {written}"
     console.print(said, soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ....run.contestants import TORCHS
+from ..ending import LOGS
 from .equivalence import Equivalence, compare
 from .plan import AGAIN, BASE, Plan, contestant_of
 from .trainings import Line, Training, TrainingError, fill
@@ -154,7 +155,7 @@ def _metric_path(plan: Plan, training: Training) -> tuple[Path, str]:
 def _read_metric(plan: Plan, training: Training, before: Stamp | None) -> float | None:
     try:
         if plan.metric_line is not None:
-            log = plan.out / "logs" / f"{training.label}.txt"
+            log = plan.out / LOGS / f"{training.label}.txt"
             found = re.findall(plan.metric_line, log.read_text(errors="replace"), re.MULTILINE)
             if not found:
                 raise ValueError(f"no line of {log} matches --metric-line {plan.metric_line}")

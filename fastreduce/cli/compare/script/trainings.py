@@ -20,6 +20,7 @@ from ....compression import ENVIRONMENT_VARIABLE
 from ....run.contestants import TORCHS
 from ....run.orders import LEFT, Orders
 from ....run.replacement import SEED
+from ..ending import LOGS
 from .plan import BASE, Plan
 
 END_SECONDS = 15
@@ -143,7 +144,7 @@ def run(plan: Plan, training: Training, on_line: OnLine, others: OtherNodes | No
 
 def open_log(plan: Plan, training: Training) -> TextIO:
     """Where what this machine's ranks print goes."""
-    logs = plan.out / "logs"
+    logs = plan.out / LOGS
     logs.mkdir(exist_ok=True)
     return (logs / f"{training.label}.txt").open("w")
 

@@ -195,8 +195,10 @@ def all_reduce_gradients(
         SettingError: if `compression` is no setting, `op` no operation, or `transport` no name of one.
         BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
         TensorError: if a tensor or array cannot be averaged in place.
-        MismatchError: on every rank, if shapes, dtypes or settings differ between ranks; on the others, if one raises
-            the above in the first call.
+        MismatchError: on every rank, if lists that are new on all ranks differ in shapes, dtypes or settings; on the
+            others, if one raises the above in the first call.
+        TransportError: if a rank does not come, or comes with another list where that of this rank is not new: after
+            it no call over this group works any more.
         NotInitializedError: if torch.distributed is not initialised and no transport is given.
     """
     found, error = list[Any](), None

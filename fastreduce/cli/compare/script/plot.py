@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def draw(path: Path, summary: Summary, margin: float, title: str) -> None:
     panels = bool(summary.speeds) + bool(summary.qualities) + bool(tested)
     rows = max(len(summary.speeds), len(summary.qualities), 6)
     figure = Figure(figsize=(1.5 + 5.5 * panels, 1.8 + 0.45 * rows), layout="constrained")
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=12, parse_math=False)  # a script may have $ in its name
     axes = list(np.atleast_1d(figure.subplots(1, panels)))
     if summary.speeds:
         _draw_ratios(axes.pop(0), list(summary.speeds.values()))
@@ -37,7 +38,9 @@ def draw(path: Path, summary: Summary, margin: float, title: str) -> None:
         _draw_losses(axes.pop(0), list(summary.qualities.values()))
     if tested:
         _draw_differences(axes.pop(0), tested, margin * 100)
-    figure.savefig(path, dpi=130)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of its name: a box stands for it
+        figure.savefig(path, dpi=130)
 
 
 def _draw_ratios(axes: Axes, speeds: Sequence[Speed]) -> None:

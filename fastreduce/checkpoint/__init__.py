@@ -61,7 +61,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         **parts: `model=ddp, optimizer=optimizer, scaler=scaler, epoch=epoch`, or any other names.
 
     Raises:
-        SettingError: if a part is called `fastreduce`, or `path` names no file, or a device; on the others a
+        SettingError: if a part is called `fastreduce`, or `path` names no file, or a folder or device; on the others a
             CheckpointError.
         CheckpointError: on every rank, if one could not write, if a part is sharded, or if a value is of a type that
             `torch.load(weights_only=True)` refuses. What was on disk is still there.
@@ -162,7 +162,8 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
             not there; on the others a CheckpointError. Nothing has been loaded then.
         Exception: what a part's `load_state_dict` raised here; on the others a CheckpointError. Parts before it have
             been loaded.
-        FileNotFoundError: on every rank, if rank 0 does not find the file.
+        OSError: on every rank, if rank 0 cannot read the file: FileNotFoundError where it is not there,
+            IsADirectoryError where that is a folder.
         CheckpointError: on every rank, if the file or a residual file is truncated, corrupt or not there, or a
             part is not in it, or only what one rank had of a sharded one. Nothing has been loaded then.
         TransportError: if another rank does not call it within the timeout of the default group, or has ended.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import zipfile
@@ -22,15 +21,14 @@ def check_name(path: object) -> None:
     """Raise if no file can have this name.
 
     Raises:
-        SettingError: saying what was given, also where something stands there that is no file, as a device or a pipe.
-        IsADirectoryError: if there is a folder of that name.
+        SettingError: saying what was given, also where something stands there that is no file, as a folder or a pipe.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise SettingError(f"path={brief(path)}: allowed: a string or a path, and parts by name, such as model=ddp")
     if not Path(path).name or "\0" in str(path):
         raise SettingError(f"path={str(path)!r} names no file")
     if Path(path).is_dir():
-        raise IsADirectoryError(errno.EISDIR, "this is a folder, and a file's name is needed", str(path))
+        raise SettingError(f"path={str(path)!r} is a folder, and a file's name is needed")
     if Path(path).exists() and not Path(path).is_file():  # whose place a snapshot would take
         raise SettingError(f"path={str(path)!r} is a device, a pipe or a socket, and a file's name is needed")
 

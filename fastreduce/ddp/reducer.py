@@ -265,7 +265,7 @@ class TorchReducer(GradientReducer):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.switch_if_due()  # what was set for the next step comes before the hook
         for setting in self.schedule.settings:
-            if not isinstance(setting, NoCompression):
+            if setting != NoCompression():
                 raise RuntimeError(
                     f"compression={str(setting)!r} and a communication hook exclude each other: "
                     "both decide what goes on the wire"

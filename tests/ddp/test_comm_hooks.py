@@ -82,8 +82,9 @@ def _bucket_as_seen_by_a_hook(rank: int, world_size: int) -> list[tuple]:
     assert all((p.grad == 7).all() for p in model.parameters())
     with pytest.raises(RuntimeError, match="can only be called once"):
         ddp.register_comm_hook(None, hook)
-    with pytest.raises(RuntimeError, match="exclude each other"):
-        DistributedDataParallel(_model(), compression="fp16").register_comm_hook(None, hook)
+    for setting in ("fp16", "none:accumulate=fp32", "none:flat"):
+        with pytest.raises(RuntimeError, match="exclude each other"):
+            DistributedDataParallel(_model(), compression=setting).register_comm_hook(None, hook)
     return seen
 
 

@@ -145,13 +145,15 @@ def _forget(owners: weakref.ref[_Owners], identity: int) -> None:
 
 def _take(reduction: _Reduction, name: str) -> SlotResiduals:
     """What is kept of a tensor, out of a reduction."""
-    (found,) = (
-        pipeline.take(i)
+    ((pipeline, feedback, i),) = (
+        (pipeline, pipeline.feedback, i)
         for pipeline in reduction.pipelines
         if pipeline.feedback is not None
         for i, slot in enumerate(pipeline.bucket.slots)
         if slot.name == name
     )
+    found = pipeline.take(i)
+    feedback.follow_on()  # the others' averages may not have been applied yet, nor thrown away
     return found
 
 

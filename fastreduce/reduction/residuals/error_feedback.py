@@ -272,6 +272,12 @@ class ErrorFeedback:
         self._idle, self.stored = self._carried.intersection(left), True
         self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle, counted)
 
+    def follow_on(self) -> None:
+        """Watch what becomes of averages that are in `.grad` still, behind a `take` amid them, which has ended that."""
+        if self._carried and self._last is not None and self._applied is None:
+            self._idle = set(self._carried)
+            self._applied = self._last.of_older(self._idle)
+
     @property
     def is_settled(self) -> bool:
         """Whether what became of all averages is known: then `settled` is what the next reduction starts from."""

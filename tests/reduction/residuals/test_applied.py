@@ -345,6 +345,29 @@ def _with_a_loss(rank: int, world_size: int) -> tuple[int, int]:
     return _entries(rank, world_size), len(module.a._backward_hooks or ())
 
 
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("ends", ["skipped", "kept", "clipped"])
+def test_lists_that_share_a_parameter_follow_as_one_list_does(ends: str):
+    """Its residuals move from list to list while what becomes of its neighbours' averages is open."""
+    found = []
+    for lists in (["sab"], ["sa", "sb"]):
+        torch.manual_seed(0)
+        parameters = {name: torch.nn.Parameter(torch.zeros(64)) for name in "sab"}
+        optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+        for step in range(20):
+            if step % 4 != 3 or ends != "kept":
+                optimizer.zero_grad()
+            sum((parameters[name] * torch.randn(64)).sum() for name in "sab").backward()  # type: ignore[union-attr]
+            for names in lists:
+                fastreduce.all_reduce_gradients([parameters[name] for name in names], "int4:block=32,error_feedback")
+            if ends == "clipped":
+                torch.nn.utils.clip_grad_norm_(parameters.values(), 2.0)
+            if step % 4 != 2 or ends == "clipped":
+                optimizer.step()
+        found.append([parameters[name].detach() for name in "ab"])
+    assert_same_bits(found[1], found[0])
+
+
 def test_a_list_that_lives_for_one_call_leaves_nothing_behind(ranks2: RankPool):
     before = ranks2.run(_entries)
     for (entries, hooks_left), had in zip(ranks2.run(_with_a_loss), before, strict=True):

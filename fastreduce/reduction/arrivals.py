@@ -170,10 +170,14 @@ class Reached:
                 hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # saved without it, and no warning
                 self._handles.append(parameter.register_hook(hook))
 
-    def _arrive(self, identity: int, grad: Tensor | None) -> None:
+    def begin(self) -> None:
+        """Call `before`, unless a gradient has come since the last `end`."""
         if not self._told:
             self._told = True
             self._before()
+
+    def _arrive(self, identity: int, grad: Tensor | None) -> None:
+        self.begin()
         if grad is not None:
             self._reached.add(identity)
 

@@ -311,6 +311,7 @@ def _reduction_for(
             if len(known) > KEPT:
                 del known[next(iter(known))]
     if found.feedbacks:
+        found.reached.begin()
         homes.bring_home(owners, found)
     return found
 

@@ -110,6 +110,11 @@ class Applied:
         grad = None if parameter is None else parameter.grad
         return grad, grad is not None and grad is self._grads[i]() and grad._version == self._versions[i]
 
+    def _is_gone(self, i: int) -> bool:
+        """Whether it is known of slot `i` that its average was thrown away."""
+        carried = self._carried[i]
+        return carried is not None and known_to_be(carried, 0.0)
+
     def intact(self) -> dict[int, int]:
         """Identities of the gradients that are as they were left, by the positions of their slots."""
         states = ((i, *self._state(i)) for i in range(len(self._grads)))
@@ -137,7 +142,8 @@ class Applied:
             expected: what it multiplies them by, as it will the next ones.
             applies: 1, or 0 where it leaves the step out.
         """
-        chosen = [i for i in self._places_of(parameters) if not self._stepped[i]]
+        # Where `look` has seen that an average is gone, other gradients are applied.
+        chosen = [i for i in self._places_of(parameters) if not (self._stepped[i] or self._is_gone(i))]
         if not chosen or not self._watched:
             return
         written = []
@@ -260,10 +266,7 @@ class Applied:
     @property
     def is_known(self) -> bool:
         """Whether it is known of each average that it was applied, or that it never will be."""
-        return all(
-            stepped or i in self._left or (carried is not None and known_to_be(carried, 0.0))
-            for i, (stepped, carried) in enumerate(zip(self._stepped, self._carried, strict=True))
-        )
+        return all(stepped or i in self._left or self._is_gone(i) for i, stepped in enumerate(self._stepped))
 
     def fates(self) -> tuple[list[Factor], list[Factor]]:
         """By slot, what was measured beside what was expected, and what `look` has seen; NaN where it saw nothing."""

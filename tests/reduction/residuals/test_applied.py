@@ -346,6 +346,43 @@ def _with_a_loss(rank: int, world_size: int) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("group_of_one")
+def test_a_step_of_other_gradients_does_not_apply_an_average_that_is_gone():
+    """As those of a backward in `no_sync`, behind an average that was thrown away."""
+    torch.manual_seed(0)
+    ddp = fastreduce.DistributedDataParallel(torch.nn.Linear(64, 4), compression="int4:error_feedback")
+    optimizer, found = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+    for thrown_away in (False, True):
+        ddp(torch.randn(2, 64)).sum().backward()
+        if thrown_away:
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: kept.clone() for name, kept in ddp.reducer.state_dict()["residuals"].items()})
+    assert_same_bits(found[1], found[0])
+    ddp.reducer.close()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_an_average_zeroed_in_place_is_seen_where_no_gradient_comes_before_the_next_call():
+    found = []
+    for thrown_away in (False, True):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.zeros(64))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        for step in range(1 + thrown_away):
+            (parameter * torch.randn(64)).sum().backward()
+            fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")
+            if step == 0:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")  # what is owed of the first
+        found.append(parameter.grad)
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("ends", ["skipped", "kept", "clipped"])
 def test_lists_that_share_a_parameter_follow_as_one_list_does(ends: str):
     """Its residuals move from list to list while what becomes of its neighbours' averages is open."""

@@ -182,9 +182,7 @@ def test_ctrl_c_is_one_line_and_130(tmp_path: Path):
         assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
         os.killpg(launcher.pid, signal.SIGINT)
         done = finish(launcher, 100)
-    *waits, last = done.stderr.splitlines()
-    assert (done.returncode, last) == (130, "fastreduce run: SIGINT: all ranks were ended")
-    assert not waits or (len(waits) == 1 and "more to end; Ctrl-C once more" in waits[0]), waits  # a busy machine
+    assert (done.returncode, done.stderr) == (130, "fastreduce run: SIGINT: all ranks were ended\n")
 
 
 @pytest.mark.parametrize("name", ["FASTREDUCE_LAUNCHER", "FASTREDUCE_ONE_GPU", "FASTREDUCE_NODE_SECONDS"])

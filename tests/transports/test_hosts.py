@@ -58,6 +58,5 @@ def test_a_name_that_was_given_counts_alone(monkeypatch: pytest.MonkeyPatch):
     assert hosts.this_host() == before
 
 
-@pytest.mark.long
 def test_nodes_are_in_the_order_of_their_first_rank():
     assert hosts.nodes_of(["b", "a", "b", "c", "a"]) == [[0, 2], [1, 4], [3]]

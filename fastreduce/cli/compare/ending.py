@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import typer
 
-FILES = ("results.json", "compare.png", "report.html", "advice.json")  # what commands write into their folder
-LOGS = "logs"  # and the folder in it
+FILES = {"compare": ("results.json", "compare.png", "report.html"), "advise": ("advice.json",)}  # what they write
+LOGS = "logs"  # the folder beside them
 _PACKAGES = {"sklearn": "scikit-learn"}  # what a module is installed by, where the names differ
 
 
@@ -59,12 +59,13 @@ def make_folder(out: Path, command: str = "compare") -> None:
     """Make the folder for results, or end the command before it measures what it could not write."""
     with writing(command, 2):
         out.mkdir(parents=True, exist_ok=True)
-        for path in (out, *(out / name for name in (*FILES, LOGS) if (out / name).exists())):
-            if path.is_dir() != (path.name == LOGS or path == out):
-                kind = IsADirectoryError if path.is_dir() else NotADirectoryError
-                raise kind(0, f"it is {'a' if path.is_dir() else 'no'} folder", str(path))
-            if not os.access(path, os.W_OK):
-                raise PermissionError(0, "permission denied", str(path))
+    for path, wants_folder in [(out, True), (out / LOGS, True), *((out / name, False) for name in FILES[command])]:
+        if not path.exists():
+            continue
+        if path.is_dir() != wants_folder:
+            fail(f"cannot write to {path}: it is {'no' if wants_folder else 'a'} folder", command=command)
+        if not os.access(path, os.W_OK):
+            fail(f"cannot write to {path}: permission denied", command=command)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing.util
 import os
 import traceback
 from collections.abc import Callable, Iterator
@@ -89,3 +90,7 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+# A process that `multiprocessing` forks ends by `os._exit` behind its finalizers.
+multiprocessing.util.register_after_fork(
+    Exit, lambda _: multiprocessing.util.Finalize(None, _end_all, exitpriority=0)
+)

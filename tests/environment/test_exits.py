@@ -32,17 +32,19 @@ def say(name):
 for step in reversed(Exit):
     at_exit(step, lambda name=step.name: say(name))
 """
-# The interpreter's own way, a child made by fork, and what launched ranks do.
+# The interpreter's own way, a child made by fork, one that `multiprocessing` forks, and what launched ranks do.
 WAYS = {
     "return": "",
     "exit": "sys.exit(0)",
     "raise": "raise ValueError",
     "fork": "if os.fork():\n    os.wait()\n    os._exit(0)",
+    "multiprocessing": "import multiprocessing\nmultiprocessing.get_context('fork').Process(target=int).start()\nos.wait()\n"
+    "os._exit(0)",
     "launched": "import atexit\natexit._run_exitfuncs()\nos._exit(0)",
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way != "raise")) for way in WAYS])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in ("raise", "multiprocessing"))) for way in WAYS])
 def test_all_ends_run_once_in_order_though_one_fails(way: str):
     done = run(sys.executable, "-c", REGISTER + WAYS[way])
     assert done.stdout.split() == [step.name for step in Exit]

@@ -166,7 +166,7 @@ def _check_same(
         if not set(names.values()) <= set(backends.parse(get_backend()).values()):
             asked["backend"] = (backend, get_backend())
     made = made_here()
-    if init_method is not None and made is not None and made.group is group:
+    if init_method is not None and made is not None and made.group is group and made.address != "store://":
         asked["address"] = (find_address(init_method, dist.get_world_size()), made.address)
     for name, (wanted, there) in asked.items():
         if wanted is not None and wanted != there:
@@ -234,8 +234,8 @@ def new_group(
 
     Raises:
         NotInitializedError: if there is no default group.
-        SettingError: if a rank does not exist or is there twice, for an unknown backend, or if `timeout` is no
-            timedelta of more than 0.
+        SettingError: if a rank does not exist or is there twice, for an unknown backend, for "mpi" where the default
+            group is another's, or if `timeout` is no timedelta of more than 0.
         BackendUnavailableError: if the backend cannot run here.
     """
     default = group_or_default("new_group", None)
@@ -252,7 +252,15 @@ def new_group(
             )
         _check_timeout("new_group", timeout)
         if backend is not None:
-            backends.check_available(set(backends.parse(backend).values()))
+            names = set(backends.parse(backend).values())
+            backends.check_available(names)
+            if "mpi" in names:
+                if get_backend() != "mpi":
+                    raise SettingError(
+                        f"new_group on rank {dist.get_rank()}: backend={backend!r}, but the default group is of "
+                        f"{get_backend()}: call init_process_group('mpi') first, and all groups reduce over MPI"
+                    )
+                backend = None
     agree("new_group", default, f"ranks {sorted(chosen)}, backend {backend}")
     made: dist.ProcessGroup = dist.new_group(chosen, timeout or timeout_of(default), backend, pg_options)
     if dist.get_rank(made) >= 0:

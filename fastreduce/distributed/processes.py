@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RanksFailedError, SettingError
+from .process_groups import init_process_group
 
 EXIT_SECONDS = 5.0  # for exit handlers, once a rank has handed over its value
 FOREVER = timedelta(days=365)
@@ -228,6 +229,8 @@ class _Rank:
             LOCAL_WORLD_SIZE=str(self.group.here),
             MASTER_ADDR=self.host,
             MASTER_PORT=str(self.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # as under torchrun, nobody here is to serve it
+            TORCHELASTIC_RESTART_COUNT="0",
         )
         if self.group.alone:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -235,7 +238,7 @@ class _Rank:
         if gpus:
             torch.cuda.set_device(self.local_rank)
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=self.group.timeout)
-        dist.init_process_group(
+        init_process_group(
             "cpu:gloo,cuda:nccl" if gpus else "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,

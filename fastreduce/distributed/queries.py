@@ -82,7 +82,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str:
         SettingError: if this rank is not in `group`.
     """
     group = known_group("get_backend", group)
-    if _made is not None and _made.group is group:
+    if _made is not None and (_made.group is group or _made.backend == "mpi"):  # its groups reduce over MPI, too
         return _made.backend
     by_device = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     names = set(by_device.values())

@@ -91,6 +91,4 @@ def _after_fork() -> None:
 
 os.register_at_fork(after_in_child=_after_fork)
 # A process that `multiprocessing` forks ends by `os._exit` behind its finalizers.
-multiprocessing.util.register_after_fork(
-    Exit, lambda _: multiprocessing.util.Finalize(None, _end_all, exitpriority=0)
-)
+multiprocessing.util.register_after_fork(Exit, lambda _: multiprocessing.util.Finalize(None, _end_all, exitpriority=0))

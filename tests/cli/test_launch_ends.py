@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.commands import FASTREDUCE, run, started, with_environment
+from tests.support.commands import FASTREDUCE, free_port, run, started, with_environment
 
 LAUNCH = [FASTREDUCE, "launch"]
 STUCK = """
@@ -81,6 +81,27 @@ def test_nothing_is_left_behind(tmp_path: Path, how: str):
         assert launcher.stderr is not None
         told = "rank 1 was ended by SIGSEGV" if how == "rank" else "SIGINT: all ranks were ended"
         assert f"fastreduce launch: {told}\n" in launcher.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("node", "how"),
+    [
+        (0, "SIGINT"),
+        pytest.param(1, "SIGINT", marks=pytest.mark.long),
+        pytest.param(1, "SIGTERM", marks=pytest.mark.long),
+    ],
+)
+def test_a_node_that_waits_for_another_says_so_and_ends_at_once(tmp_path: Path, node: int, how: str):
+    where = ["--nnodes", "2", "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    env = with_environment(TMPDIR=str(tmp_path))
+    with started(*LAUNCH, *where, "--nproc-per-node", "1", __file__, env=env) as launcher:
+        assert launcher.stderr is not None
+        others = "node 0" if node else "the others"
+        assert launcher.stderr.readline().startswith(f"fastreduce launch: node {node} of 2 waits for {others} at 127.")
+        launcher.send_signal(signal.Signals[how])
+        assert launcher.wait(timeout=60) == 128 + signal.Signals[how]
+        assert launcher.stderr.read() == f"fastreduce launch: {how}: all ranks were ended\n"
+    assert not list(tmp_path.iterdir())
 
 
 SAVES = """

@@ -156,6 +156,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "ranks": (lambda: dist.new_group(0), SettingError, "new_group on rank 0: ranks=0; allowed: different ranks from 0"),
     "no ranks": (lambda: dist.new_group([None]), SettingError, "ranks=[None]; allowed"),  # type: ignore[list-item]
     "half ranks": (lambda: dist.new_group([0.5]), SettingError, "ranks=[0.5]; allowed"),  # type: ignore[list-item]
+    "MPI beside gloo": (lambda: dist.new_group(backend="mpi"), SettingError, "default group is of gloo: call"),
     "dst": (lambda: dist.reduce(torch.ones(1), -1), SettingError, "dst=-1"),
     **{
         f"group of {name}": (

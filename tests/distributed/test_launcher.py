@@ -62,6 +62,33 @@ def test_values_come_back_in_rank_order_and_large_ones_do_not_block(method: str)
     assert torch.equal(second[2], torch.full((1000,), 1))
 
 
+def _groups_anew() -> list[float]:
+    """Sums over ranks in the group that is there, in one of ours behind it, and in one of torch's behind that."""
+    sums = []
+
+    def add() -> None:
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        sums.append(one.item())
+
+    frdist.init_process_group("gloo", init_method="tcp://127.0.0.1:29500")  # taken as it is, wherever it has met
+    add()
+    for init, destroy in (
+        (frdist.init_process_group, dist.destroy_process_group),
+        (dist.init_process_group, frdist.destroy_process_group),
+    ):
+        frdist.destroy_process_group()
+        assert not dist.is_initialized()
+        init("gloo")
+        add()
+        destroy()
+    return sums
+
+
+def test_ranks_destroy_their_group_and_make_another():
+    assert launcher(_groups_anew, n_gpus=2, start_method="forkserver")() == [[2.0] * 3] * 2
+
+
 def _children() -> set[psutil.Process]:
     processes = psutil.Process().children(recursive=True)
     return {p for p in processes if "resource_tracker" not in command_line(p)}

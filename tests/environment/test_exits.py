@@ -38,13 +38,15 @@ WAYS = {
     "exit": "sys.exit(0)",
     "raise": "raise ValueError",
     "fork": "if os.fork():\n    os.wait()\n    os._exit(0)",
-    "multiprocessing": "import multiprocessing\nmultiprocessing.get_context('fork').Process(target=int).start()\nos.wait()\n"
-    "os._exit(0)",
+    "multiprocessing": "import multiprocessing as mp\nmp.get_context('fork').Process().start()\nos.wait()\nos._exit(0)",
     "launched": "import atexit\natexit._run_exitfuncs()\nos._exit(0)",
 }
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in ("raise", "multiprocessing"))) for way in WAYS])
+OFTEN = ("raise", "multiprocessing")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in OFTEN)) for way in WAYS])
 def test_all_ends_run_once_in_order_though_one_fails(way: str):
     done = run(sys.executable, "-c", REGISTER + WAYS[way])
     assert done.stdout.split() == [step.name for step in Exit]

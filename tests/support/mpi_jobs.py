@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +30,7 @@ from mpi4py import MPI
 from torch import nn
 
 from fastreduce import TransportError, all_reduce_gradients
-from fastreduce.distributed.mpi import init_mpi
+from fastreduce import distributed as frdist
 from fastreduce.reduction.streams import ThreadStream
 from fastreduce.transports import (
     ENVIRONMENT_VARIABLE,
@@ -271,11 +272,13 @@ def ever_new_sizes_are_received_in_the_same_memory() -> None:
 
 
 def groups_of_some_ranks_use_mpi_too() -> None:
-    """Groups that the user makes with torch."""
+    """Groups that the user makes, with torch or with us."""
     last = dist.get_world_size() - 1
-    for ranks in ([0, last], [last, 0], [0]):
-        group: Any = dist.new_group(ranks)
+    makes: list[Any] = [dist.new_group, frdist.new_group, partial(frdist.new_group, backend="mpi")]
+    for ranks, make in zip(([0, last], [last, 0], [0]), makes, strict=True):
+        group = make(ranks)
         if _rank() in ranks:
+            assert frdist.get_backend(group) == "mpi"
             transport = make_transport(group)
             assert type(transport) is (LocalTransport if len(ranks) == 1 else MpiTransport)
             assert transport.exchange(_rank()) == sorted(ranks)
@@ -550,7 +553,7 @@ def main() -> None:
     if name == "stays_away" and rank != 0:
         Path(folder, "event").write_text(str(time.time()))
         MPI.COMM_WORLD.recv(source=0)  # for good
-    init_mpi(timedelta(seconds=TIMEOUTS.get(name, SECONDS)))
+    frdist.init_process_group("mpi", timeout=timedelta(seconds=TIMEOUTS.get(name, SECONDS)))
     Path(folder, f"{rank}.json").write_text(json.dumps(JOBS[name]()))
     dist.destroy_process_group()
     sys.exit(0)

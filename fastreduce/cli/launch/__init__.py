@@ -13,7 +13,7 @@ import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.elastic.multiprocessing as elastic_processes
@@ -31,7 +31,19 @@ from ...run import why_not_found, worker
 from . import torchs_launcher
 from .each_for_itself import EachForItself
 from .nodes import limit_seconds
-from .torchs_launcher import LOCAL, LocalRendezvous, Logs, Ranks, cause, exit_code_of, fail, open_port, say
+from .torchs_launcher import (
+    LOCAL,
+    STATIC,
+    LocalRendezvous,
+    Logs,
+    Ranks,
+    cause,
+    exit_code_of,
+    fail,
+    open_port,
+    say,
+    static_rendezvous,
+)
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
 HELP = {  # of torchrun's options that mean something else here
@@ -95,6 +107,9 @@ def start(options: Namespace) -> int:
             local = LocalRendezvous(listener)
             rendezvous_handler_registry.register(LOCAL, lambda _: local)
             config.rdzv_backend = LOCAL
+        elif config.rdzv_backend == "static":
+            rendezvous_handler_registry.register(STATIC, static_rendezvous)
+            config.rdzv_backend = STATIC
         python = sys.executable if options.no_python else python
         arguments = ["-u", worker.__file__, kind, options.training_script, *options.training_script_args]
         return _run(elastic_launch(config, python), arguments)
@@ -120,6 +135,9 @@ def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
 
 def _run(start: elastic_launch, arguments: list[str]) -> int:
     """The exit code of the job, after all of its processes have ended."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # until the ranks start, from when on torch does the same
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end_by)
     try:
         start(*arguments)
     except ChildFailedError as error:
@@ -138,6 +156,11 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
         fail(str(error).splitlines()[0], code=1)
     Ranks.leave()
     return 0
+
+
+def _end_by(number: int, frame: object) -> NoReturn:
+    received = signal.Signals(number)
+    raise SignalException(received.name, received)
 
 
 def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:

@@ -20,14 +20,16 @@ import typer
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext, to_map
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 
 from ...distributed.processes import name_of_signal
+from ...transports.deadlines import GRACE_SECONDS, in_background
 from .nodes import Nodes
 
-LOCAL = "fastreduce-local"
+LOCAL, STATIC = "fastreduce-local", "fastreduce-static"
 BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
+NODES_SECONDS = 5.0  # in which nodes that are started together have met
 
 command = "fastreduce launch"  # what the user has typed, which every message begins with
 
@@ -73,6 +75,39 @@ class LocalRendezvous(StaticTCPRendezvous):
             master_listen_fd=self._listener.detach(),
         )
         return super().next_rendezvous()
+
+
+class StaticRendezvous(StaticTCPRendezvous):
+    """Several nodes, of which each knows its number and where the first one is.
+
+    torch's own waits for the others in C++, where neither Ctrl-C nor SIGTERM is seen, and says nothing.
+    """
+
+    def get_backend(self) -> str:
+        """The name it is registered under."""
+        return STATIC
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the others, or for a signal, and say so where that takes long."""
+        seconds = self.timeout.total_seconds()
+        others, at = "the others" if self.rank == 0 else "node 0", f"{self.master_addr}:{self.master_port}"
+        wait = f"node {self.rank} of {self.world_size} waits for {others} at {at}, for up to {seconds:g} s"
+        told = threading.Timer(NODES_SECONDS, say, [wait])
+        told.daemon = True
+        told.start()
+        try:
+            met: RendezvousInfo = in_background(super().next_rendezvous, seconds + GRACE_SECONDS)
+        finally:
+            told.cancel()
+        return met
+
+
+def static_rendezvous(parameters: RendezvousParameters) -> StaticRendezvous:
+    """As torch makes its own."""
+    made = create_rdzv_handler(parameters)
+    assert isinstance(made, StaticTCPRendezvous)
+    seconds = int(made.timeout.total_seconds())
+    return StaticRendezvous(made.master_addr, made.master_port, made.rank, made.world_size, made.run_id, seconds)
 
 
 class Logs(LogsSpecs):

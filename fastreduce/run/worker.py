@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import importlib.machinery
+import inspect
 import io
 import json
 import os
@@ -22,6 +23,7 @@ import time
 import traceback
 import zipfile
 from types import ModuleType, TracebackType
+from typing import Any
 
 LAUNCHER = "FASTREDUCE_LAUNCHER"  # the launcher's process id
 ONE_GPU = "FASTREDUCE_ONE_GPU"  # each rank sees one device
@@ -54,7 +56,7 @@ def main() -> None:
         error.__traceback__ = _of_script(error.__traceback__)
         sys.last_value = error  # as the interpreter leaves it: exit handlers tell those who wait for this rank
         told = launched and os.getpid() == rank and _tell_launcher(error)  # a process that the script forked is none
-        if not told or sys.excepthook is not sys.__excepthook__:  # the script's own may tell others
+        if not told or _has_excepthook():  # it may tell others
             sys.excepthook(type(error), error, error.__traceback__)
         if told:
             # What hangs in the interpreter's end must not keep the other ranks waiting.
@@ -99,6 +101,14 @@ def _exit_code(given: object) -> int:
 def _tell_launcher(error: BaseException) -> bool:
     """Whether the launcher has it now: it prints the first one of all ranks."""
     return _record("".join(traceback.format_exception(type(error), error, error.__traceback__)), 1)
+
+
+def _has_excepthook() -> bool:
+    """Whether the script has a `sys.excepthook` of its own, behind those of torch.distributed, which print its rank."""
+    hook: Any = sys.excepthook
+    while getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook", sys.__excepthook__)
+    return hook is not sys.__excepthook__
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

@@ -148,3 +148,24 @@ def test_ranks_that_outlast_one_that_failed_are_killed_by_name(tmp_path: Path):
     done = run(*LAUNCH, "--nproc-per-node", "2", path, tmp_path / "ready", env=with_environment())
     assert done.returncode == 7
     assert "rank 0 had not ended 2 s after SIGTERM, and was killed" in done.stderr
+
+
+FAILS = """
+import sys
+import torch.distributed as dist
+if sys.argv[1] == "own":
+    sys.excepthook = lambda kind, error, trace: print("told of", error, file=sys.stderr)
+for _ in range(2):
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()
+raise ValueError("boom")
+"""
+
+
+@pytest.mark.parametrize("hook", ["torch's", pytest.param("own", marks=pytest.mark.long)])
+def test_an_error_is_shown_once_whatever_hooks_torch_puts_before_the_scripts_own(tmp_path: Path, hook: str):
+    path = tmp_path / "fails.py"
+    path.write_text(FAILS)
+    done = run(*LAUNCH, "--nproc-per-node", "1", path, hook)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1 and done.stderr.endswith("ValueError: boom\n")
+    assert ("told of boom" in done.stderr) == (hook == "own"), done.stderr

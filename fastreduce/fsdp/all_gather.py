@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..compression import Compression
 from ..errors import ReducerError
-from ..reduction.pipeline import Naming
+from ..reduction.pipeline import Collectives
 from ..transports import Transport
 from .torch_fsdp import Group
 from .wires import RowWire
@@ -33,7 +33,7 @@ class CompressedAllGather:
 
     def __init__(self, group: Group, settings: Mapping[str, Compression], transport: Transport) -> None:
         self._group, self._transport = group, transport
-        self._naming = Naming(f"FSDP gathers {group}, with {group.listed}.")
+        self._collectives = Collectives(transport, f"FSDP gathers {group}, with {group.listed}.")
         self._pieces = [member.piece for member in group.members]
         by_setting = group.by_setting(settings, range(len(group.members)))
         self._wires = [self._make_wires(chosen, setting) for setting, chosen in by_setting.items()]
@@ -71,7 +71,7 @@ class CompressedAllGather:
                 f"as {input_tensor.dtype} from each of {group.size()} ranks, where its {len(self._pieces)} parameters "
                 f"have {sum(self._pieces)} on each of {ranks}: FSDP2 lays them out in another way here"
             )
-        with self._naming:
+        with self._collectives:
             self._gather(output_tensor, input_tensor)
 
     @torch.no_grad()

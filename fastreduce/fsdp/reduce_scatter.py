@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import ops
 from ..compression import Compression
 from ..errors import ReducerError
-from ..reduction.pipeline import Naming
+from ..reduction.pipeline import Collectives
 from ..reduction.shared_buffers import SharedBuffers
 from ..transports import Transport
 from .followed import Followed, Follower
@@ -51,7 +51,7 @@ class CompressedReduceScatter:
         self._followed: list[Followed] = []
         self._group, self._settings, self._transport = group, settings, transport
         self._buffers, self._turns = buffers, buffers.turns
-        self._naming = Naming(f"FSDP reduces {group}, with {group.listed}.")
+        self._collectives = Collectives(transport, f"FSDP reduces {group}, with {group.listed}.")
         self._kernels = ops.choose(group.device)
         self._lay_out(group.trained)
 
@@ -142,7 +142,7 @@ class CompressedReduceScatter:
 
     @torch.no_grad()
     def _reduce(self, output: Tensor, given: Tensor, scale: float, present: list[int]) -> None:
-        with self._naming:
+        with self._collectives:
             terms = self._exchange(given, present)
         summed = output
         if terms.dtype is not output.dtype:

@@ -143,11 +143,14 @@ class Reached:
 
     Args:
         before: called before a backward's first gradient accumulates; `end` ends a backward.
+
+    Attributes:
+        any: whether one has come since the last `end`.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = weakly(before)
-        self._told = False
+        self.any = False
         self._reached: set[int] = set()  # identities
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[Any] = []
@@ -172,8 +175,8 @@ class Reached:
 
     def begin(self) -> None:
         """Call `before`, unless a gradient has come since the last `end`."""
-        if not self._told:
-            self._told = True
+        if not self.any:
+            self.any = True
             self._before()
 
     def _arrive(self, identity: int, grad: Tensor | None) -> None:
@@ -190,7 +193,7 @@ class Reached:
 
     def end(self) -> None:
         """The next gradient is the first of another backward."""
-        self._told = False
+        self.any = False
 
 
 def accumulation_node(leaf: Tensor) -> Node:

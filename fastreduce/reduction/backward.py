@@ -149,6 +149,8 @@ class Backward:
             with suppress(TransportError):
                 self._bring_rest()
         finally:
+            if self.armed:  # it is one that ranks have reduced
+                self.arrivals.forget_used()
             self.armed = self.running = False
             for feedback in self._buckets.feedbacks:
                 feedback.stored = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ Action = Callable[[], Any]
 class Collected:
     """One bucket's gradients, ready for its pipeline.
 
-    `sources` are averaged into `targets`. `unused` are the positions of slots that this rank did not
-    use. When the average has arrived, `.grad` of the parameters in `repoint` become the targets, and
-    `late` holds for single slots one action if any rank used the slot, another if none did.
+    `sources` are averaged into `targets`. `unused` are the positions of slots that this rank did not use. When the
+    average has arrived, `.grad` of the parameters in `repoint` become the targets, whatever a hook has put there
+    meanwhile, and `late` holds for single slots one action if any rank used the slot, another if none did.
     """
 
     sources: list[Tensor] = field(default_factory=list)
@@ -33,17 +34,14 @@ class Collected:
 
     def point_used(self) -> None:
         """Let `.grad` of what this rank used be the views already: hooks that read it take that for granted."""
-        for parameter, view in zip(self.repoint, self.targets, strict=False):
-            parameter.grad = view
+        self._point()
         for _, if_used, if_unused in self.late:
             if if_used is not None and if_used is if_unused:
                 if_used()
 
     def settle(self, used_by_any: Tensor) -> list[int]:
         """Do what was to be done on arrival; returns the positions of slots that no rank used."""
-        for parameter, view in zip(self.repoint, self.targets, strict=False):
-            if parameter.grad is not view:
-                parameter.grad = view
+        self._point()
         if not self.unused and all(if_used is if_unused for _, if_used, if_unused in self.late):
             for _, action, _ in self.late:
                 if action is not None:
@@ -55,6 +53,11 @@ class Collected:
             if action is not None:
                 action()
         return [position for position in self.unused if flags[position] == 0]
+
+    def _point(self) -> None:
+        for parameter, target in zip(self.repoint, self.targets, strict=False):
+            if parameter.grad is not target:
+                parameter.grad = target
 
 
 @dataclass
@@ -188,9 +191,7 @@ class Gradients:
         if members.views is not None:
             self._replace_moved(members, members.views)
         if all(map(used.__getitem__, members.indices)) and members.fit(grads):
-            if members.views is None:
-                return Collected(grads, grads)
-            return Collected(grads, members.views, repoint=members.parameters)
+            return Collected(grads, members.views or grads, repoint=members.parameters)
         with torch.no_grad():
             return self._collect_each(members, grads, used)
 
@@ -207,6 +208,8 @@ class Gradients:
             self._check_unchanged(i, members.numels[position], members.dtype)
             if grad is not None and used[i] and self.views[i] is None and self._fits(grad, i):
                 source = target = _real(grad)
+                back = partial(self._put_back, i, grad)
+                found.late.append((position, back, back))
             else:
                 source, target = self._stand_in(found, position, i, grad, used[i])
             found.sources.append(source)
@@ -259,6 +262,7 @@ class Gradients:
                     real.copy_(staged)
                 else:  # it came in another precision than its parameter has now
                     grad.data = staged.to(self.parameters[i].dtype)
+                self._put_back(i, grad)
 
             found.late.append((position, copy_back, copy_back if used else None))
         return staged, staged
@@ -283,6 +287,11 @@ class Gradients:
         if self._fits(grad, i):
             return real, view
         return self._staging(i).copy_(real), view
+
+    def _put_back(self, i: int, grad: Tensor) -> None:
+        """Where a hook has taken it out of `.grad`, or put another there, since it was collected."""
+        if self.parameters[i].grad is not grad:
+            self.parameters[i].grad = grad
 
     def _point(self, i: int, real: Tensor) -> None:
         parameter = self.parameters[i]

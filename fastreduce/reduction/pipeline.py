@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -80,7 +81,7 @@ class BucketPipeline:
         self.bucket, self.compression, self.transport = bucket, compression, transport
         self.clock = make_clock(bucket.device, len(Point))
         self.about = f"Bucket {bucket.index} holds {listed([slot.name for slot in bucket.slots])}."
-        self._naming = Naming(self.about)
+        self._collectives = Collectives(transport, self.about)
         ranks, staging = transport.world_size, staging or SharedBuffers()
         self.wires: BucketWires
         if isinstance(compression, PowerSGD):
@@ -201,13 +202,13 @@ class BucketPipeline:
         direct = self._goes_direct(grads, averaged)
         in_wire = self._kept_in_wire  # once: a hook may ask for statistics meanwhile
         if not direct:
-            with self._naming:
+            with self._collectives if self.wires.nodes else nullcontext():  # of a node, which are part of it
                 self.compress(grads)
             if unused:
                 self.used.fill_(1)
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
-        with self._naming:
+        with self._collectives:
             started = self._reduce_between(grads, averaged, in_wire) if direct else self.wires.reduce(mark)
         mark(_STARTED)
         stored = direct and not in_wire
@@ -218,7 +219,7 @@ class BucketPipeline:
 
     def _sum(self, sum_up: Sum, averaged: Sequence[Tensor]) -> Part:
         self.clock.mark(_SUMMING)
-        with self._naming:
+        with self._collectives:
             work = sum_up()
         self.clock.mark(_GATHERING)
         return lambda: self._finish(work, averaged, False)
@@ -226,7 +227,7 @@ class BucketPipeline:
     def _finish(self, work: Work, averaged: Sequence[Tensor], stored: bool) -> None:
         mark = self.clock.mark
         mark(_RESUMED)
-        with self._naming:
+        with self._collectives:
             work.wait()
         mark(_REDUCED)
         if self.wires.direct is not None:
@@ -288,18 +289,25 @@ class BucketPipeline:
             self.statistics = Statistics(self.bucket, self.wires.block)
 
 
-class Naming:
-    """Around collectives: errors say what the bucket holds, but for one of another, which failed by itself, earlier."""
+class Collectives:
+    """Around a bucket's collectives: their errors say what it holds, and another one ends the connection.
 
-    def __init__(self, about: str) -> None:
-        self._about = about
+    One of another bucket failed by itself, earlier. What fails on this rank alone, between two collectives, leaves the
+    others in the second: nobody makes up for that, and the next collective of this rank would meet it.
+    """
+
+    def __init__(self, transport: Transport, about: str) -> None:
+        self._transport, self._about = transport, about
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, TransportError) and " Bucket " not in str(error):
-            raise TransportError(f"{error} {self._about}", error.missing) from error
+        if isinstance(error, TransportError):
+            if " Bucket " not in str(error):
+                raise TransportError(f"{error} {self._about}", error.missing) from error
+        elif error is not None:
+            self._transport.abort()
 
 
 def warm_up(

@@ -187,7 +187,8 @@ class LowRank(BucketWires):
         self.compress(grads, used, finite)
         one = self.wire.new_zeros(1, 1)
         self._kernels.orthonormal(one.double()[None])
-        self._kernels.multiply(one.expand(1, self._rank).contiguous(), one.expand(self._rank, 1).contiguous(), 0, one)
+        left, right = self.wire.new_zeros(1, self._rank), self.wire.new_zeros(self._rank, 1)
+        self._kernels.multiply(left, right, 0, one)
 
     @property
     def sent_by_stage(self) -> dict[str, int]:

@@ -276,12 +276,17 @@ def _save_net(rank: int, world_size: int, path: Path) -> dict[str, Tensor]:
 def test_files_that_torch_wrote_load(ranks2: RankPool, tmp_path: Path):
     net = _net()
     state = net.state_dict()
-    prefixed = {f"module.{name}": value for name, value in state.items()}
+    prefixed, compiled, inside = (
+        {f"{prefix}{name}": value for name, value in state.items()}
+        for prefix in ("module.", "_orig_mod.module.", "module._orig_mod.")
+    )
     files: dict[str, Any] = {
         "a dict of parts": {"model": state, "epochs": 3},
         "with a wrapper's prefix": {"model": prefixed, "epochs": 3},
         "a module's state dict": state,
         "a wrapper's state dict": prefixed,
+        "a compiled wrapper's": compiled,
+        "a compiled module's in a wrapper": inside,
     }
     for name, value in files.items():
         torch.save(value, tmp_path / name)

@@ -23,6 +23,8 @@ import fastreduce
 from fastreduce.errors import ReducerError, TensorError, TransportError
 from fastreduce.reduction.gradients import Gradients
 from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.wires.flat import FlatWires
+from fastreduce.reduction.wires.low_rank import LowRank
 from tests.support.models import Boom, assert_same_bits, grads_of, in_a_backward, one_by_one, wrap
 from tests.support.ranks import OVER_HOSTS, RankPool
 
@@ -120,6 +122,53 @@ def _fails_one_by_one(rank: int, world_size: int, where: str, at_end: bool) -> N
 @pytest.mark.parametrize("at_end", [False, True], ids=["overlapping", "at the end"])
 def test_so_it_is_where_buckets_are_reduced_one_by_one_as_on_a_gpu(ranks2: RankPool, where: str, at_end: bool):
     ranks2.run(_fails_one_by_one, where, at_end)
+
+
+def _fails_amid(rank: int, world_size: int, owner: type, name: str, setting: str, transport: str | None) -> None:
+    """Rank 0 fails between the two collectives of a bucket."""
+    ddp, failing = wrap("ours", _Layers(), compression=setting, transport=transport), _Failing(owner, name)
+    ddp(X).sum().backward()
+    start, failing.left = time.monotonic(), 1
+    with failing if rank == 0 else nullcontext(), pytest.raises(MemoryError if rank == 0 else TransportError):
+        ddp(X).sum().backward()
+    with pytest.raises(TransportError):
+        ddp(X).sum().backward()
+    assert time.monotonic() - start < 20
+    ddp = wrap("ours", _Layers(), compression=setting, transport=transport)
+    (ddp(X).sum() * (rank + 1)).backward()
+    assert (_biases(ddp) == (world_size + 1) / 2).all()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "setting", "transport"),
+    [
+        (FlatWires, "reduce_shards", "bf16", "gloo"),
+        pytest.param(FlatWires, "reduce_shards", "bf16:rounding=stochastic", None, marks=pytest.mark.long),
+        (LowRank, "_project", "powersgd:rank=1,min_compression_rate=1", "gloo"),
+        pytest.param(LowRank, "_project", "powersgd:rank=1,min_compression_rate=1", None, marks=pytest.mark.long),
+    ],
+)
+def test_what_fails_between_two_collectives_ends_the_connection_and_no_rank_waits(
+    ranks2: RankPool, owner: type, name: str, setting: str, transport: str | None
+):
+    ranks2.run(_fails_amid, owner, name, setting, transport, timeout=60)
+
+
+def _unused_behind(rank: int, world_size: int) -> None:
+    """Rank 0's backward fails when the last layer's gradients have come, and then nobody uses that layer."""
+    ddp = wrap("ours", _Layers(), find_unused_parameters=True)
+    ddp(X).sum().backward()
+    ddp.zero_grad()
+    with pytest.raises(ValueError, match="boom") if rank == 0 else nullcontext():
+        ddp(X, 2 if rank == 0 else -1).sum().backward()
+    ddp.zero_grad()
+    layers, ddp.module.layers = ddp.module.layers, ddp.module.layers[:3]
+    ddp(X).sum().backward()
+    assert layers[3].bias.grad is None and (layers[2].bias.grad == 1).all()
+
+
+def test_what_a_backward_used_that_failed_is_not_used_in_the_next(ranks2: RankPool):
+    ranks2.run(_unused_behind)
 
 
 # Ctrl-C

@@ -315,3 +315,12 @@ def test_a_snapshot_during_a_backward_has_the_factors_from_before_it(ranks2: Ran
     for before, during, after in ranks2.run(_during, raises):
         assert_same_bits(during, before)
         assert not torch.equal(after[0], before[0])
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_one_column_trains_on_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Which are torch's, as those of `reference`, and take no tensor that is argument and result at once."""
+    monkeypatch.setenv("FASTREDUCE_KERNELS", "reference")
+    model = wrap("ours", nn.Linear(40, 40), compression="powersgd:rank=1,min_compression_rate=1")
+    model(torch.ones(2, 40)).sum().backward()
+    assert torch.allclose(model.module.weight.grad, torch.full((40, 40), 2.0))  # which is of rank 1

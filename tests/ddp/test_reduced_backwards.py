@@ -134,6 +134,52 @@ def test_a_backward_within_a_hook_of_another_one_is_reduced_as_torchs(ranks2: Ra
     equal_on_all(ranks2.run(_within_a_hook, timeout=60))
 
 
+def _take_out(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _copy(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.clone()
+
+
+def _fill(parameter: Tensor) -> None:
+    parameter.grad = torch.full_like(parameter, 7)
+
+
+BEHIND = {"taken out": _take_out, "copied": _copy, "another": _fill}
+
+
+def _changed_behind(rank: int, world_size: int, how: str, setting: str, transposed: bool) -> list[Grads]:
+    """The first layer's hook changes the last one's `.grad`, whose bucket is under way by then."""
+    seen: dict[str, list[Grads]] = {}
+    for kind in ("torch", "ours") if setting == "none" else ("ours", "undisturbed"):
+        net = whole_(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+        last = net[3].weight
+        if transposed:
+            last.data = last.data.t().contiguous().t()
+        options = {} if kind == "torch" else {"compression": setting}
+        model, seen[kind] = wrap(kind.replace("undisturbed", "ours"), net, bucket_cap_mb=1e-6, **options), []
+        for step in range(4):
+            model.zero_grad()
+            if step == 2 and kind != "undisturbed":
+                net[0].weight.register_post_accumulate_grad_hook(lambda _, last=last: BEHIND[how](last))
+            model(whole_batch(rank, step, 3, 4)).sum().backward()
+            seen[kind].append(grads_of(net))
+    ours, other = (seen[kind] for kind in sorted(seen))
+    assert_same_bits(ours, other, f"rank {rank}")
+    return ours
+
+
+@pytest.mark.parametrize("how", BEHIND)
+@pytest.mark.parametrize("setting", ["none", pytest.param("fp16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_hook_that_changes_a_grad_behind_its_buckets_launch_changes_no_average(
+    ranks2: RankPool, how: str, setting: str, transposed: bool
+):
+    equal_on_all(ranks2.run(_changed_behind, how, setting, transposed))
+
+
 class Keeps(Branches):
     """Returns a tensor of its own with every forward."""
 

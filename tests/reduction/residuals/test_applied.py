@@ -383,6 +383,30 @@ def test_an_average_zeroed_in_place_is_seen_where_no_gradient_comes_before_the_n
 
 
 @pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("other", ["none", "int8:error_feedback"])
+def test_a_step_behind_a_call_under_another_setting_does_not_apply_an_average_that_is_gone(other: str):
+    """No gradient has come to the parameter that would have told: this rank has none, and others have."""
+    found = []
+    for thrown_away in (False, True):
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.zeros(64))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        for step in range(1 + thrown_away):
+            parameter.grad = torch.randn(64)
+            fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")
+            if step == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+        parameter.grad = torch.randn(64)
+        fastreduce.all_reduce_gradients([parameter], other)
+        optimizer.step()
+        parameter.grad = torch.zeros(64)
+        fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")  # what is owed of the first
+        found.append(parameter.grad)
+    assert_same_bits(found[1], found[0])
+
+
+@pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("ends", ["skipped", "kept", "clipped"])
 def test_lists_that_share_a_parameter_follow_as_one_list_does(ends: str):
     """Its residuals move from list to list while what becomes of its neighbours' averages is open."""

@@ -126,12 +126,10 @@ class _Owners:
         for identities in self._lists.pop(identity, set()):
             self._drop(identities)
 
-    def look(self, owners: list[Any]) -> None:
-        """A call follows the last averages of arrays, where no gradient has: it puts others in their place."""
-        for identities in {each for owner in owners for each in self._lists.get(id(owner), ())}:
-            reduction = self._reductions.get(identities)
-            if reduction is not None and not reduction.reached.any:
-                reduction.look()
+    def sharing(self, owners: list[Any]) -> list[_Reduction]:
+        """Those that have averaged one of some arrays."""
+        lists = {each for owner in owners for each in self._lists.get(id(owner), ())}
+        return [self._reductions[each] for each in lists if each in self._reductions]
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""
@@ -270,9 +268,16 @@ def _average(
             if pipeline.feedback is not None:
                 pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes)
         agree_that_finite(reduction.feedbacks)
-        reduction.reached.end()
+        for other in _sharing(owners):
+            other.reached.end()
         for step in reduction.steps.values():
             step.add_(1)
+
+
+def _sharing(owners: list[Any]) -> list[_Reduction]:
+    """Reductions under error feedback, over whatever ranks, that have averaged one of some arrays."""
+    every = [each for settings in list(_owners.values()) for each in list(settings.values())]
+    return [reduction for each in every for reduction in each.sharing(owners)]
 
 
 def _reduction_for(
@@ -317,9 +322,9 @@ def _reduction_for(
             known[setting, op, layout] = found
             if len(known) > KEPT:
                 del known[next(iter(known))]
-    for settings in list(_owners.values()):
-        for each in list(settings.values()):
-            each.look(owners)
+    for other in _sharing(owners):
+        if not other.reached.any:  # no gradient follows its last averages, but this call, which puts others there
+            other.look()
     if found.feedbacks:
         found.reached.begin()
         homes.bring_home(owners, found)

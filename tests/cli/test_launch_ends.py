@@ -150,6 +150,28 @@ def test_ranks_that_outlast_one_that_failed_are_killed_by_name(tmp_path: Path):
     assert "rank 0 had not ended 2 s after SIGTERM, and was killed" in done.stderr
 
 
+SLOW = """
+import atexit, os, pathlib, sys, time
+told = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    atexit.register(lambda: (told.touch(), time.sleep(30)))
+    sys.exit(5)
+while not told.exists():
+    time.sleep(0.01)
+raise ValueError("rank 1 is gone")
+"""
+
+
+def test_the_rank_that_began_to_end_first_is_the_cause_though_its_end_takes_longer(tmp_path: Path):
+    path = tmp_path / "slow.py"
+    path.write_text(SLOW)
+    done = run(*LAUNCH, "--nproc-per-node", "2", path, tmp_path / "told")
+    assert done.returncode == 5
+    first, second = done.stderr.splitlines()
+    assert first == "fastreduce launch: rank 1 failed with exit code 5"
+    assert second == "fastreduce launch: rank 0 failed right after it"
+
+
 FAILS = """
 import sys
 import torch.distributed as dist

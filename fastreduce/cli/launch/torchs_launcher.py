@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -178,7 +179,8 @@ class Ranks(SubprocessContext):
     watches_nodes: ClassVar[bool] = False
     nodes: ClassVar[Nodes | None] = None
     why: ClassVar[str] = ""  # the job has failed here
-    _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
+    _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes,
+    _ended_at = 0  # nanoseconds; but for those that had told of their own end before
 
     def _start(self) -> None:
         super()._start()  # type: ignore[no-untyped-call]
@@ -197,7 +199,7 @@ class Ranks(SubprocessContext):
         if self._ended:
             return
         handlers = self.subprocess_handlers.values()
-        self._ended = frozenset(h.proc.pid for h in handlers if h.proc.poll() is None)
+        self._ended, self._ended_at = frozenset(h.proc.pid for h in handlers if h.proc.poll() is None), time.time_ns()
         if not self._ended and not self._failures:
             return  # what a rank that succeeded left running is its own affair
         if self.nodes is not None:
@@ -233,10 +235,14 @@ class Ranks(SubprocessContext):
         if result is None and self.nodes is not None:
             self.nodes.check()
         if result is not None and result.failures:
-            own = {rank: f for rank, f in result.failures.items() if f.pid not in self._ended}
+            own = {rank: f for rank, f in result.failures.items() if f.pid not in self._ended or self._has_told(f)}
             result.failures = own or result.failures
             self._explain(result.failures)
         return result
+
+    def _has_told(self, failure: ProcessFailure) -> bool:
+        """Whether a rank was at its end already: it has left why, and others may have ended first because of it."""
+        return 0 < failure.error_file_data.get("nanoseconds", 0) < self._ended_at
 
     def _explain(self, failures: dict[int, ProcessFailure]) -> None:
         for rank, failure in failures.items():

@@ -33,6 +33,7 @@ from tests.support.models import (
     batch,
     equal_on_all,
     grads_of,
+    mean_over_ranks,
     mlp,
     train,
     whole_,
@@ -130,12 +131,15 @@ def test_two_wrapped_models_train_beside_each_other(ranks2: RankPool):
 def _two_models(rank: int, world_size: int) -> list[Grads]:
     one = wrap("ours", mlp(), compression="int8", bucket_cap_mb=0.004)
     two = wrap("ours", mlp(29, 3), bucket_cap_mb=0.004)
+    alone = copy.deepcopy(one.module), copy.deepcopy(two.module)
     seen = []
     for step in range(4):
-        one.zero_grad()
-        two.zero_grad()
-        two(one(batch(rank, step, 4, 20))[:, :29]).square().mean().backward()  # one backward through both
+        for first, second in ((one, two), alone):
+            first.zero_grad()
+            second.zero_grad()
+            second(first(batch(rank, step, 4, 20))[:, :29]).square().mean().backward()  # one backward through both
         seen += [grads_of(one.module), grads_of(two.module)]
+        assert_same_bits(seen[-1], mean_over_ranks(grads_of(alone[1])), f"rank {rank}, step {step}")
     return seen
 
 

@@ -242,7 +242,8 @@ class Ranks(SubprocessContext):
 
     def _has_told(self, failure: ProcessFailure) -> bool:
         """Whether a rank was at its end already: it has left why, and others may have ended first because of it."""
-        return 0 < failure.error_file_data.get("nanoseconds", 0) < self._ended_at
+        at: int = failure.error_file_data.get("nanoseconds", self._ended_at)
+        return at < self._ended_at
 
     def _explain(self, failures: dict[int, ProcessFailure]) -> None:
         for rank, failure in failures.items():

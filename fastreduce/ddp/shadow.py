@@ -186,7 +186,7 @@ class Shadow:
         reducer = self._reducer()
         if reducer is None or not self._due(reduction):
             return
-        start, transport, device = clocks.now(), reducer.transport, reducer.wire_device
+        start, transport, device = clocks.now(), reducer.transport, reducer.buckets.wire_device
         mine = torch.zeros_like(self._squares_on(device))
         for squares in self._squares.values():
             mine += squares.to(device)

@@ -190,11 +190,6 @@ class GradientReducer:
         return self.buckets.sent_bytes
 
     @property
-    def wire_device(self) -> torch.device:
-        """Where tensors are that the transport moves."""
-        return self.buckets.wire_device
-
-    @property
     def reductions(self) -> int:
         """How many there have been that these ranks share."""
         return self.backward.reductions

@@ -93,6 +93,9 @@ class Begun:
         """It is too late."""
 
 
+DONE = Begun(None)
+
+
 class StreamJob:
     """A job on threads, part by part."""
 
@@ -273,22 +276,6 @@ def _work(jobs: _Jobs) -> None:
         del job
     for job in under_way:
         job.finish()
-
-
-class Done:
-    """Work that has been done."""
-
-    def begun(self) -> None:
-        """It has."""
-
-    def result(self) -> None:
-        """There is nothing to wait for."""
-
-    def cancel(self) -> None:
-        """It is too late."""
-
-
-DONE = Done()
 
 
 class Failed:

@@ -39,7 +39,7 @@ def epoch_order(n: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray[Any,
     if not shuffle:
         return np.arange(n, dtype=np.int64)
     order: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(
-        n, generator=torch.Generator().manual_seed(seed + epoch)
+        n, generator=torch.Generator().manual_seed(seed + epoch), device="cpu"
     ).numpy()
     return order
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .compression import ENVIRONMENT_VARIABLE, Compression, brief
+from .compression import ENVIRONMENT_VARIABLE, KINDS, Compression, brief
 from .environment.variables import check_environment
 from .errors import SettingError
 
@@ -165,8 +165,13 @@ def _parse(spec: str) -> Compression | Policy:
 
 
 def _is_policy(spec: str) -> bool:
-    """Whether there are several rules, or what stands before the colon is no name of a setting."""
-    return ";" in spec or any(character in spec.partition(":")[0] for character in "*?[|<>=")
+    """Whether there are several rules, or what stands before the colon is no name of a setting.
+
+    A setting and a comma, as in `int8,warm_up=2`, is one written wrongly, of which `Compression.parse` says how.
+    """
+    key = spec.partition(":")[0]
+    named = key.partition(",")[0].strip() in KINDS
+    return ";" in spec or (not named and any(character in key for character in "*?[|<>="))
 
 
 def _rules(spec: str) -> tuple[tuple[str, Compression], ...]:

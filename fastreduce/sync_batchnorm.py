@@ -165,7 +165,7 @@ def _statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor
     count = input.numel() // channels
     # gloo ends the process that gets a longer message than it waits for: all have one size until ranks know their own
     size = max(2 + 2 * channels, first := 2 + 2 * FIRST_CHANNELS)
-    mine = torch.zeros(size, dtype=torch.float64)
+    mine = torch.zeros(size, dtype=torch.float64, device="cpu")
     mine[0], mine[1] = channels, count
     if count:
         mean, variance = torch.batch_norm_update_stats(input.to(_dtype_of_statistics(input)), None, None, 0.0)

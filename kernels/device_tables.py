@@ -52,7 +52,7 @@ class DeviceTable:
             )
         _check_alignment(operation, tensors)
         # Pinned, so that the copy does not make the host wait for the stream.
-        host = torch.tensor(current, dtype=torch.int64, pin_memory=device.type == "cuda")
+        host = torch.tensor(current, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         table = host.to(device, non_blocking=True)
         if known is not None and device.type == "cuda":  # it may have been made on another stream than reads it now
             known[2].record_stream(torch.cuda.current_stream(device))

@@ -142,7 +142,7 @@ def whole_by_chance(fixed: Numbers, words: Any) -> Numbers:
 
 def whole_by_own_bits(fixed: Numbers, values: Numbers, largest: int, first: int) -> Numbers:
     """The whole numbers that values choose by their bits, of themselves times 2^15 and with 1.5 * 2^23 added."""
-    salt = torch.arange(first, first + len(values)) ^ int(largest)
+    salt = torch.arange(first, first + len(values), device="cpu") ^ int(largest)
     drawn = np.asarray(scrambled(torch.from_numpy(values.view(np.int32).copy()), salt))
     number = fixed.view(np.int32) - 0x4B400000
     return (number + (drawn.astype(np.int32) >> 1) >> 15).astype(np.float32)

@@ -322,7 +322,7 @@ def _broadcast_file(path: Path) -> bytes:
         raise CheckpointError(text) if number is None else OSError(number, text, str(path))
     if _world_size() == 1:
         return data
-    whole = torch.empty(size, dtype=torch.uint8)
+    whole = torch.empty(size, dtype=torch.uint8, device="cpu")
     if data:
         whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     for chunk in whole.split(CHUNK):

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import ops
 from ..compression import NoCompression, brief
-from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, SettingError
+from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, SettingError, TensorError
 from ..reduction.agreement import describe_tensor
 from ..reduction.gradients import Gradients
 from ..reduction.schedule import Schedule
@@ -88,7 +88,8 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     """Raise if this rank cannot reduce the gradients of `module`, wrapped with these arguments of torch's class.
 
     Raises:
-        TensorError: naming a parameter whose dtype or device is not supported (DeviceError where devices differ).
+        TensorError: naming a parameter whose dtype or device is not supported (DeviceError where devices differ), or
+            that autograd cannot train.
         BackendUnavailableError: if no kernels run on the device of the parameters.
         TypeError: as torch's class.
     """
@@ -98,6 +99,12 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
     if arguments["device_mesh"] is not None:  # torch's class trains what ranks have of DTensors then
         reduced = [p.to_local().detach() if hasattr(p, "to_local") else p for p in reduced]
     Gradients(reduced, list(trainable))
+    for name, parameter in trainable.items():
+        if parameter.is_inference():
+            raise TensorError(
+                f"parameter {name!r} was made under torch.inference_mode(), so autograd cannot train it; allowed: "
+                "parameters made outside, as copy.deepcopy(module) outside makes them"
+            )
     first: dict[str, tuple[str, torch.device]] = {}  # parameter and device, by type of device
     for name, parameter in trainable.items():
         first.setdefault(parameter.device.type, (name, parameter.device))

@@ -59,7 +59,7 @@ def clip_(
         raise SettingError("norm_type=nan; allowed: a number, such as 2 or inf")
     grads = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     if not grads:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     parameters = [named[name] for name in grads]
     known = known_slots(pipelines, parameters) if norm_type == 2 else []
     summed = {id(parameter) for _, slots in known for parameter in slots.values()}

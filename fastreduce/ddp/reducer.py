@@ -305,7 +305,7 @@ class TorchReducer(GradientReducer):
 
         def count() -> int:
             work.wait()
-            return int(work.result()[0].item())
+            return int(work.get_future().value()[0].item())
 
         self.active_ranks = None if use_static_world_size else count
         self.buckets.uneven.active = count

@@ -101,7 +101,7 @@ class UserHook:
         if not self._members:  # all gradients are sparse
             return
         device = self._members[0][1].device
-        flags = to_device(torch.tensor(list(self._used), dtype=torch.float32), device)
+        flags = to_device(torch.tensor(list(self._used), dtype=torch.float32, device="cpu"), device)
         self._transport.all_reduce(flags).wait()
         for pipeline, indices in self._members:
             pipeline.used_by_any.copy_(flags[indices])

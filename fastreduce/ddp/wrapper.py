@@ -6,7 +6,7 @@ import difflib
 import inspect
 import numbers
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -168,7 +168,7 @@ class DistributedDataParallel(TorchDDP):
         if self.mixed_precision is not None and not self._delay_all_reduce_all_params:
             for inner in self.module.modules():
                 inner.register_state_dict_post_hook(put_own)
-                inner.register_load_state_dict_pre_hook(self._restore_precision)
+                inner.register_load_state_dict_pre_hook(weakly(self._restore_precision))
 
     def _ddp_init_helper(
         self,
@@ -356,11 +356,35 @@ class DistributedDataParallel(TorchDDP):
                 self.reducer.restore_unless_needed()
         return output
 
-    def _root_copy_hook(self, *_: Any, **__: Any) -> None:
-        self.reducer.lower_precision()
+    @property
+    def _root_copy_hook(self) -> Callable[..., None]:
+        """Called before the module's forward, which does not keep the wrapper alive."""
+        return weakly(self._lower_precision)
+
+    @staticmethod
+    def _module_wait_for_copy_hook(*_: Any) -> None:
+        """Called before the forward of each module inside: the copies are there."""
+
+    def _lower_precision(self, module: nn.Module, *_: Any) -> None:
+        if module is self.module:  # else a copy of it, with its hooks
+            self.reducer.lower_precision()
 
     def _restore_precision(self, *_: Any) -> None:
         self.reducer.restore_precision()  # else the next backward would put back what was there before
+
+    @property
+    def _delayed_all_reduce_hook(self) -> Callable[..., None]:
+        """Called when `param_to_hook_all_reduce` has its gradient: torch reduces there, and nobody waits for it."""
+        return weakly(self._average_delayed_at_end)
+
+    def _average_delayed_at_end(self, _: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._average_delayed)
+
+    def _average_delayed(self) -> None:
+        """Average the delayed gradients, when backward has brought them all and our buckets are on their way."""
+        buffer = self._delay_grad_buffer
+        assert buffer is not None
+        dist.all_reduce(buffer.div_(self.process_group.size()), group=self.process_group)
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode, as in torch. The next backward looks for parameters that are new since construction."""

@@ -133,7 +133,7 @@ def remote_recv(
     _receive("remote_recv", encoded, src_rank, _tag(number, _HEADER), group)
     wire.received[src_rank] += 1
     header = Header.decode(f"remote_recv on rank {dist.get_rank()}", src_rank, encoded)
-    trigger = torch.zeros((), requires_grad=header.requires_grad)
+    trigger = torch.zeros((), requires_grad=header.requires_grad, device="cpu")
     result: Tensor = _Receive.apply(trigger, header, src_rank, number, group)  # type: ignore[no-untyped-call]
     return result if device is None else result.to(device)
 

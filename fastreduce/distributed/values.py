@@ -90,7 +90,7 @@ def _value(plain: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"no dtype {plain['dtype']!r}")
         if not data:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
     if kind not in ("array", "number") or np.dtype(plain["dtype"]).kind not in "biufcSU":
         raise ValueError(f"no kind of value is called {kind!r} with dtype {plain.get('dtype')!r}")

@@ -83,7 +83,7 @@ class Membership:
         self._in_vain = 0  # generations of the same members since the last step
         self._compares_at: int | None = None  # before the forward of this step, since somebody has come
         self.changes: list[Callable[[], object]] = []
-        self._commit = torch.zeros(2)
+        self._commit = torch.zeros(2, device="cpu")
         self.transport: Transport = LocalTransport()
         self._control: Transport = self.transport  # between hosts
         self._group: Subgroup | None = None

@@ -166,7 +166,7 @@ def _broadcast(data: bytes, size: int, transport: Transport, source: int) -> byt
     """Rank `source`'s bytes, so many, on every rank: each gets a shard of them, and passes it on to all."""
     ranks = transport.world_size
     chunk = SHARD_BYTES * ranks
-    whole = torch.zeros(round_up(size, ranks), dtype=torch.uint8)
+    whole = torch.zeros(round_up(size, ranks), dtype=torch.uint8, device="cpu")
     if data:
         whole[:size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     for wire in whole.split(chunk):

@@ -28,7 +28,7 @@ class Followed:
     ) -> None:
         self.feedback, self.group, self.transport = feedback, group, transport
         self._members = [(i, group.members[i]) for i in positions]
-        self._norms = torch.zeros(2, len(positions), dtype=torch.float64)
+        self._norms = torch.zeros(2, len(positions), dtype=torch.float64, device="cpu")
         self._absent: list[int] = []  # of the last message, though they require gradients
 
     def norms(self) -> Tensor:

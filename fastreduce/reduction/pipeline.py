@@ -198,7 +198,7 @@ class BucketPipeline:
         mark = self.clock.mark
         mark(_START)
         if unused:
-            self.used.index_fill_(0, to_device(torch.tensor(list(unused)), self.used.device), 0)
+            self.used.index_fill_(0, to_device(torch.tensor(list(unused), device="cpu"), self.used.device), 0)
         direct = self._goes_direct(grads, averaged)
         in_wire = self._kept_in_wire  # once: a hook may ask for statistics meanwhile
         if not direct:

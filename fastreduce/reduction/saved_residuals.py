@@ -63,7 +63,7 @@ def save(
     residuals as part of the first stage, for buckets that will be divided otherwise.
     """
     residuals, units, factors = {}, {}, dict[str, Tensor]()
-    shard_residuals = [torch.zeros(0, dtype=torch.float32) for _ in pipelines]
+    shard_residuals = [torch.zeros(0, dtype=torch.float32, device="cpu") for _ in pipelines]
     for pipeline in pipelines:
         if (feedback := pipeline.kept) is not None:
             residual, shard, known = feedback.settled()

@@ -120,7 +120,9 @@ def _describe(part: Tensor | None, used: bool) -> tuple[int, int, int]:
 def _empty(parameter: Tensor, sparse_dim: int) -> Tensor:
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, is_coalesced=True, check_invariants=False, device=parameter.device
+    )
 
 
 def _gather_sparse(transport: Transport, part: Tensor, rows: list[int]) -> Tensor:
@@ -136,6 +138,7 @@ def _gather_sparse(transport: Transport, part: Tensor, rows: list[int]) -> Tenso
         torch.cat([v for _, v in kept]).reshape(-1, *values.shape[1:]),
         part.shape,
         check_invariants=False,
+        device=part.device,
     ).coalesce()
 
 

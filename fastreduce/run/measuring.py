@@ -185,7 +185,7 @@ class MeasuredTraining:
 
         In `join()`, where other ranks may have no step, it is that of rank 0.
         """
-        loss = torch.tensor([math.fsum(self._roots) / len(self._roots)], dtype=torch.float64)
+        loss = torch.tensor([math.fsum(self._roots) / len(self._roots)], dtype=torch.float64, device="cpu")
         self._roots.clear()
         if not self._in_join:
             self._transport.all_reduce(loss).wait()
@@ -272,7 +272,7 @@ class MeasuredTraining:
     def _meet(self) -> None:
         if self._in_join:
             return
-        self._transport.all_reduce(torch.zeros(1)).wait()
+        self._transport.all_reduce(torch.zeros(1, device="cpu")).wait()
 
     def _write(self, **line: Any) -> None:
         if self._transport.rank == 0:

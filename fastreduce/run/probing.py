@@ -100,7 +100,7 @@ def _others(group: dist.ProcessGroup, here: str, stack: ExitStack) -> tuple[dict
         try:
             transport = make_transport(group, "cpu", name)
             stack.callback(transport.close)
-            transport.all_reduce(torch.zeros(1)).wait()
+            transport.all_reduce(torch.zeros(1, device="cpu")).wait()
         except BackendUnavailableError as error:  # on every rank
             unusable[name] = str(error)
         else:
@@ -113,7 +113,7 @@ def _link(transport: Transport, talk: Transport) -> list[dict[str, list[float]]]
 
 
 def _small(transport: Transport) -> dict[str, Callable[[], None]]:
-    wire = torch.zeros(SMALL * transport.world_size)
+    wire = torch.zeros(SMALL * transport.world_size, device="cpu")
     received = torch.zeros_like(wire).view(transport.world_size, -1)
     calls = (
         lambda: transport.all_reduce(wire).wait(),
@@ -124,7 +124,7 @@ def _small(transport: Transport) -> dict[str, Callable[[], None]]:
 
 
 def _meet(talk: Transport) -> None:
-    talk.all_reduce(torch.zeros(1)).wait()
+    talk.all_reduce(torch.zeros(1, device="cpu")).wait()
 
 
 def _timed(talk: Transport, call: Callable[[], None]) -> float:
@@ -140,7 +140,7 @@ def _probe(buckets: BucketedGradients, variant: Variant, talk: Transport, transp
     pipelines = buckets.pipelines_under(variant.setting, caps, transport)
     streams = {device: make_stream(device, transport) for device in {p.bucket.device for p in pipelines}}
     gradients = [
-        [torch.randn(slot.numel, dtype=pipeline.bucket.dtype) for slot in pipeline.bucket.slots]
+        [torch.randn(slot.numel, dtype=pipeline.bucket.dtype, device="cpu") for slot in pipeline.bucket.slots]
         for pipeline in pipelines
     ]
 

@@ -127,7 +127,7 @@ class GlooConnection:
         others = [rank for rank in range(self.size) if rank != self.rank and gloo is not None]
         for rank in others:  # one of them still connected
             with contextlib.suppress(RuntimeError):
-                gloo.recv([torch.empty(1)], rank, NEVER_SENT).wait(timedelta(milliseconds=1))
+                gloo.recv([torch.empty(1, device="cpu")], rank, NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Two all-gathers: lengths, then bytes."""

@@ -115,11 +115,11 @@ def gather_bytes(mine: bytes, gather: Callable[[Tensor], Sequence[Tensor]], limi
     Raises:
         TransportError: on every rank alike, naming the rank that sends more.
     """
-    lengths = [int(length) for length in gather(torch.tensor([len(mine)]))]
+    lengths = [int(length) for length in gather(torch.tensor([len(mine)], device="cpu"))]
     for rank, length in enumerate(lengths):
         if not 0 <= length <= limit:
             raise TransportError(f"rank {rank} sends a message of {length} bytes; allowed: up to {limit}")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     if mine:
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     gathered = gather(padded) if len(padded) else [padded] * len(lengths)

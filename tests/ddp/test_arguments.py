@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import inspect
-import time
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -19,9 +21,9 @@ from tests.support.models import (
     DDP,
     EXACT,
     Branches,
+    Grads,
     Normed,
     assert_same_bits,
-    average_of_whole,
     batch,
     grads_of,
     play,
@@ -32,6 +34,7 @@ from tests.support.models import (
 from tests.support.ranks import RankPool
 
 KINDS = ("torch", "ours")
+WIDE = 64
 
 
 # Each argument of torch's class, with a value that is not its default, or where else it is tested.
@@ -144,24 +147,45 @@ def test_beside_tensor_parallelism_the_parts_of_parameters_are_averaged(ranks2: 
     ranks2.run(_tensor_parallel)
 
 
-def _delayed(rank: int, world_size: int) -> None:
+def _delayed(rank: int, world_size: int, hooked: str) -> None:
     """Not with all parameters delayed: there the first forward of torch's own class fails (2.13)."""
-    for kind in KINDS:
-        body = whole_(Branches())
-        named = [(n, p) for n, p in body.named_parameters() if n.startswith("a.")]
-        model = wrap(kind, body, delay_all_reduce_named_params=named, param_to_hook_all_reduce=body.trunk.weight)
-        for step in range(3):
-            model.zero_grad()
-            (model(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
-            expected = average_of_whole(Branches, step, [0, 1])
-            deadline = time.monotonic() + 100  # torch's hook does not wait for what it begins
-            while time.monotonic() < deadline and not all(torch.equal(p.grad, expected[n]) for n, p in named):
-                time.sleep(0.005)
-            assert_same_bits(grads_of(body), expected, kind)
+    body = whole_(Branches(WIDE))
+    named = [(n, p) for n, p in body.named_parameters() if n.startswith("a.")]
+    hook = body.get_parameter(hooked)
+    model = wrap("ours", body, delay_all_reduce_named_params=named, param_to_hook_all_reduce=hook)
+    for step in range(30):
+        model.zero_grad()
+        (model(whole_batch(rank, step, 3, WIDE)).sum() * EXACT).backward()
+        found = grads_of(body)
+        assert_same_bits(found, _average_of_wide(step), f"rank {rank}, step {step}")
 
 
-def test_delayed_parameters_are_averaged_by_torchs_own_hook(ranks2: RankPool):
-    ranks2.run(_delayed)
+@functools.cache
+def _average_of_wide(step: int) -> Grads:
+    model = whole_(Branches(WIDE))
+    for rank in range(2):
+        (model(whole_batch(rank, step, 3, WIDE)).sum() * EXACT).backward()
+    return {name: None if g is None else g / 2 for name, g in grads_of(model).items()}
+
+
+@pytest.mark.parametrize("hooked", ["trunk.weight", "a.weight", "c.weight"])  # the last, one of them, the first
+def test_delayed_parameters_are_averaged_when_backward_returns(ranks2: RankPool, hooked: str):
+    """torch starts their reduction where the hook is called, and waits for none."""
+    ranks2.run(_delayed, hooked)
+
+
+def test_a_delayed_parameter_does_not_keep_the_wrapper_alive(alone: None):
+    body = Branches()
+    model = wrap(
+        "ours", body, delay_all_reduce_named_params=[("a.bias", body.a.bias)], param_to_hook_all_reduce=body.trunk.bias
+    )
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    body(torch.ones(3, 4)).sum().backward()
 
 
 def test_what_torchs_class_warns_its_caller_of_is_told_of_the_line_that_called_ours(alone: None):

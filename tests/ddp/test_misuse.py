@@ -327,6 +327,11 @@ def _evaluate_alone(rank: int, world_size: int) -> str:
     return ""
 
 
+def _untrainable() -> nn.Module:
+    with torch.inference_mode():
+        return _layer()
+
+
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a size that is text": (
         {"bucket_cap_mb": "25"},
@@ -342,6 +347,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "AttributeError: mixed_precision=torch.bfloat16; allowed: None, or",
     ),
     "two devices": ({"device_ids": [0, 1]}, "ValueError: device_ids can only be None or contain a single element, got"),
+    "a module made in inference mode": (
+        {"module": _untrainable()},
+        "TensorError: parameter 'weight' was made under torch.inference_mode(), so autograd cannot train it; allowed",
+    ),
     "no module": ({"module": None}, "AttributeError: module is a 'NoneType' object; allowed: a torch.nn.Module"),
     "an unknown name": (
         {"compresion": "fp16"},

@@ -7,6 +7,8 @@ every rank's gradients of a cast copy of the model, averaged in the reduction's 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -341,3 +343,35 @@ def _alone(rank: int, world_size: int) -> torch.dtype:
 
 def test_one_rank_alone_casts_too(ranks2: Any):
     assert ranks2.run(_alone) == [torch.float32] * 2
+
+
+def _deleted(rank: int, world_size: int) -> bool:
+    module = Model()
+    ddp = DistributedDataParallel(module, mixed_precision=BF16)
+    for _ in range(2):
+        ddp(torch.ones(2, 6), True).float().sum().backward()
+    before, gone = grads_of(module), weakref.ref(ddp)
+    del ddp
+    gc.collect()
+    module.load_state_dict(module.state_dict())  # hooks that are left do nothing
+    assert module.one(torch.ones(2, 6)).dtype is torch.float32
+    assert_same_bits(grads_of(module), before)
+    return gone() is None
+
+
+def test_a_module_does_not_keep_its_wrapper_alive(ranks2: Any):
+    assert all(ranks2.run(_deleted))
+
+
+def _forward_of_a_copy(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(Model(), mixed_precision=BF16)
+    copied = copy.deepcopy(ddp.module)
+    copied.shift = copied.shift.float()
+    assert copied(torch.ones(2, 6), True).dtype is torch.float32
+    assert {p.dtype for p in ddp.module.parameters()} == {torch.float32}
+    ddp(torch.ones(2, 6), True).float().sum().backward()
+    assert ddp.module.one.weight.grad.dtype is torch.float32
+
+
+def test_a_copy_of_the_module_is_in_its_own_precision(ranks2: Any):
+    ranks2.run(_forward_of_a_copy)

@@ -101,6 +101,8 @@ def _by_rank(name: str, parameter: Tensor) -> str:
         ({"": "int8"}, "the key '' of a policy"),
         ({"*": 3}, "the rule '*': 3 is no setting"),
         ("*: int8; none", "'none' in '*: int8; none' is no rule"),
+        ("int8,warm_up=2", "'int8,warm_up=2': options stand behind a colon, 'int8:warm_up=2'; allowed: "),
+        ("int8 , block=64:error_feedback", "options stand behind a colon, 'int8:block=64'; allowed: "),
         ("auto4,warm_up=100", "auto4 is a policy, and takes no arguments"),
         ("auto4:error_feedback", "auto4 is a policy, and takes no arguments"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import fastreduce
-from tests.support.models import assert_same_bits
-from tests.support.ranks import RankPool
+from tests.support.models import assert_same_bits, wrap
+from tests.support.ranks import RankPool, run_ranks
 
 SIZES = (300, 7, 130, 700)
 STEPS = 8
@@ -161,3 +162,19 @@ def test_clipping_behind_a_join_is_the_same_on_a_rank_that_had_no_input(ranks2: 
     """There the first norm was that of gradients that were read, elsewhere the sum of what the reduction had found."""
     first, second = ranks2.run(_clipped_at_last, setting, timeout=SECONDS)
     assert_same_bits(first, second)
+
+
+def _warned(rank: int, world_size: int) -> None:
+    layer = nn.Linear(4, 2)
+    ddp = wrap("ours", layer)
+    with warnings.catch_warnings(), ddp.join(divide_by_initial_world_size=False):
+        warnings.simplefilter("error")
+        for _ in range(3 + rank):
+            ddp.zero_grad()
+            (ddp(torch.ones(1, 4)) * (rank + 1)).sum().backward()
+    assert (layer.bias.grad == (2.0 if rank else 1.5)).all()  # the second rank is alone in its last step
+
+
+def test_join_warns_of_nothing():
+    """PyTorch warns once in a process, so that fresh ones look."""
+    run_ranks(_warned, 2)

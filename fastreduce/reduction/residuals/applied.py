@@ -94,7 +94,7 @@ class Applied:
 
     def of_older(self, positions: Set[int]) -> Applied:
         """What goes on with gradients of these slots, as an earlier reduction's, where this one has ended."""
-        dead, magnitudes = torch.empty(0), self._magnitudes()
+        dead, magnitudes = torch.empty(0, device="cpu"), self._magnitudes()
         parameters = [dead if (alive := parameter()) is None else alive for parameter in self._parameters]
         left = set(range(len(parameters))) - positions
         assert magnitudes is not None  # a method of what keeps this
@@ -228,7 +228,7 @@ class Applied:
             return [1.0 for _ in positions]
         then = magnitudes()
         if len(positions) < len(self._parameters):
-            then = then.index_select(1, to_device(torch.tensor(list(positions)), then.device))
+            then = then.index_select(1, to_device(torch.tensor(list(positions), device="cpu"), then.device))
         for column, i in enumerate(positions):
             if i in self._older:
                 then[:, column] = self._older[i]

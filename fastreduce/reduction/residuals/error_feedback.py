@@ -479,7 +479,7 @@ class ErrorFeedback:
         device = self.turn.device
         units = self.units if isinstance(self.units, Tensor) else stack(self.units, device)
         factor, unit = stack(factors, device).nan_to_num(0.0, 0.0, 0.0), stack(expected, device)
-        same = to_device(torch.tensor([i in stays for i in range(len(factors))]), device)
+        same = to_device(torch.tensor([i in stays for i in range(len(factors))], device="cpu"), device)
         unit = torch.where(same, 1.0, torch.maximum(unit, factor))
         before = torch.where(same | units.isnan(), unit, units)
         applied = factor != 0
@@ -501,7 +501,10 @@ class ErrorFeedback:
         ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self._bucket.slots]
         bounds = [0, *ends, self._bucket.total // self._block]
         counts = [end - start for start, end in itertools.pairwise(bounds)]
-        return to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)), self.turn.device)
+        return to_device(
+            torch.arange(len(counts), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu")),
+            self.turn.device,
+        )
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -39,11 +39,11 @@ def stack(numbers: Sequence[Factor], device: torch.device) -> Tensor:
     known = {id(number): number for number in numbers}
     place = {identity: i for i, identity in enumerate(known)}
     floats = [number if isinstance(number, float) else 0.0 for number in known.values()]
-    stacked = to_device(torch.tensor(floats, dtype=torch.float64), device)
+    stacked = to_device(torch.tensor(floats, dtype=torch.float64, device="cpu"), device)
     for i, number in enumerate(known.values()):
         if isinstance(number, Tensor):
             stacked[i] = number
-    return stacked[to_device(torch.tensor([place[id(number)] for number in numbers]), device)]
+    return stacked[to_device(torch.tensor([place[id(number)] for number in numbers], device="cpu"), device)]
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

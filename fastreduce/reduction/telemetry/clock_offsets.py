@@ -41,8 +41,8 @@ def measure(transport: Transport, device: torch.device, rounds: int) -> Offset:
     size, rank = transport.world_size, transport.rank
     if size == 1:
         return Offset(0.0, 0.0, clocks.now())
-    before = torch.zeros(rounds, size, dtype=torch.float64)
-    after = torch.zeros(size, rounds, dtype=torch.float64)
+    before = torch.zeros(rounds, size, dtype=torch.float64, device="cpu")
+    after = torch.zeros(size, rounds, dtype=torch.float64, device="cpu")
     for each in range(rounds):
         notes = torch.zeros(size, dtype=torch.float64, device=device)
         notes[rank] = clocks.now()

@@ -36,7 +36,9 @@ class NonFiniteSteps:
         for device, verdicts in late.items():
             if device not in self._counts:
                 self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
-                self._copies[device] = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
+                self._copies[device] = torch.zeros(
+                    (), dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu"
+                )
             self._counts[device].add_((verdicts == 0).any())
             self._copies[device].copy_(self._counts[device], non_blocking=True)
         if not self._reported and (bad or any(self._copies.values())):

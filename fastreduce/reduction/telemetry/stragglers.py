@@ -154,7 +154,7 @@ class Stragglers:
             TransportError: if the collective fails.
         """
         mine = [*_figures(self._recorder.last_rows(EVERY)), *self._evenness.did()]
-        told = gather_rows(transport, torch.tensor(mine, dtype=torch.float64)).tolist()
+        told = gather_rows(transport, torch.tensor(mine, dtype=torch.float64, device="cpu")).tolist()
         self.last = self._judge(step, [row[:-DID] for row in told])
         differ = self._evenness.compare([Did(*map(int, row[-DID:])) for row in told], transport)
         if self.last is None:

@@ -17,7 +17,7 @@ class BlockMagnitudes:
     def __init__(self, bucket: Bucket, shards: int, block: int, form: BlockFormat) -> None:
         self._bucket, self._shards, self._block, self._form = bucket, shards, block, form
         counts = [-(-(s.offset + s.numel) // block) - s.offset // block for s in bucket.slots]
-        self._blocks_of_slots = torch.tensor(counts).to(bucket.device)
+        self._blocks_of_slots = torch.tensor(counts, device="cpu").to(bucket.device)
 
     def of_slots(self, wire: Tensor) -> Tensor:
         """Of each slot's average in the wire: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""

@@ -102,10 +102,10 @@ class LowRank(BucketWires):
 
     def _draw(self, bucket: Bucket, columns: int) -> Tensor:
         """The first right factors, `[columns, rank]`, small: by name of the parameter alone."""
-        drawn = torch.zeros(columns, self._rank, dtype=torch.float32)
+        drawn = torch.zeros(columns, self._rank, dtype=torch.float32, device="cpu")
         for matrix in self._matrices:
             generator = torch.Generator().manual_seed(int(bucket.table.keys[matrix.position]))
-            numbers = torch.randn(matrix.shape[1], self._rank, dtype=torch.float32, generator=generator)
+            numbers = torch.randn(matrix.shape[1], self._rank, dtype=torch.float32, generator=generator, device="cpu")
             drawn[matrix.right] = numbers * (STIR * matrix.shape[1] ** -0.5)
         return drawn.to(bucket.device)
 
@@ -266,9 +266,9 @@ class _Orthonormal:
         end = max((place.stop for place in places), default=0)
         self._rows = []
         for size, group in sizes.items():
-            rows = torch.full((len(group), size), end)
+            rows = torch.full((len(group), size), end, device="cpu")
             for i, place in enumerate(group):
-                rows[i, : place.stop - place.start] = torch.arange(place.start, place.stop)
+                rows[i, : place.stop - place.start] = torch.arange(place.start, place.stop, device="cpu")
             self._rows.append(rows.to(device))
 
     def __call__(self, stacked: Tensor) -> Tensor:

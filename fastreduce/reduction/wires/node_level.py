@@ -153,7 +153,7 @@ class NodeLevel:
         return self._sum_of_parts(parts, 1.0, slice(0, 0 if self.nodes.local_rank else self._bucket.total))
 
     def _sum_of_parts(self, parts: Mapping[int, SlotResiduals], scale: float, here: slice) -> dict[int, SlotResiduals]:
-        nothing = torch.zeros(0, dtype=torch.float32)
+        nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
         slots = [parts.get(i, SlotResiduals(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
         mine = [(part.unit, float(part.base is not None)) for part in slots]
         within, device = self._transport.levels.moves, self._bucket.device

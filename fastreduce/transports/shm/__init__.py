@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ...environment import caches
-from ...errors import DeviceError
 from ...kernels.slots import Pieces, SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
@@ -66,15 +65,12 @@ class ShmTransport(SlotTransport):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """The sum in rank order, in place: each rank sums a part of every piece, small tensors whole."""
-        self._check("all_reduce", tensor)
         return self._lease.connection.all_reduce(tensor)
 
     def all_reduce_slots(
         self, tensors: Sequence[Tensor], slots: SlotTable, scale: float, into: Sequence[Tensor]
     ) -> Work:
         """Straight from the tensors into the ring, and from there to where they belong: no flat."""
-        for tensor in (tensors[0], into[0]):
-            self._check("all_reduce", tensor)
         return self._lease.connection.all_reduce_slots(tensors, slots, scale, into)
 
     def two_shot(self, pieces: Pieces) -> Work:
@@ -92,25 +88,15 @@ class ShmTransport(SlotTransport):
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Each rank copies what is for it out of the others' rings."""
-        self._check("all_to_all", received)
-        self._check("all_to_all", wire)
         return self._lease.connection.all_to_all(received, wire)
 
     def all_gather(self, wire: Tensor) -> Work:
         """Each rank copies the others' shards out of their rings, in place."""
-        self._check("all_gather", wire)
         return self._lease.connection.all_gather(wire)
 
     def exchange(self, value: Any) -> list[Any]:
         """Two all-gathers: lengths, then bytes."""
         return self._lease.connection.exchange(value)
-
-    def _check(self, operation: str, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise DeviceError(
-                f"{self._me}: {operation} over shm: ShmTransport moves tensors on the CPU, "
-                f"and this one is on {tensor.device}: use NcclTransport, or move the tensor with .cpu()"
-            )
 
     def abort(self) -> None:
         """Collectives under way end with an error, on the peers at once."""

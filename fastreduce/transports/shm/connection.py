@@ -22,7 +22,7 @@ from torch import Tensor
 from ...environment.exits import Exit, each_at_exit
 from ...environment.forks import Owner
 from ...environment.signals import is_of_signal
-from ...errors import BackendUnavailableError, TransportError
+from ...errors import BackendUnavailableError, DeviceError, TransportError
 from ...kernels.numba_cpu_elements import addresses, stage
 from ...kernels.slots import Pieces, SlotTable
 from .. import messages
@@ -189,9 +189,9 @@ class ShmConnection:
         nbytes, kind, piece = slots.total * dtype.itemsize, ring.ONE_SHOT, self._geometry.cell_bytes
         if nbytes * (self.size - 1) > ONE_SHOT_BYTES:
             kind, piece = ring.ALL_REDUCE, self._part * self.size
-        places = (slots.offsets * dtype.itemsize, slots.numels * dtype.itemsize, scale)
-        arguments = (kind, (addresses(tensors), addresses(into), *places), nbytes, DTYPES[dtype])
-        return self._start("all_reduce", arguments, piece, [*tensors, *into])
+        found, kept = self._places("all_reduce", tensors), self._places("all_reduce", into)
+        places = (found, kept, slots.offsets * dtype.itemsize, slots.numels * dtype.itemsize, scale)
+        return self._start("all_reduce", (kind, places, nbytes, DTYPES[dtype]), piece, [*tensors, *into])
 
     def two_shot(self, pieces: Pieces) -> Work:
         """Averages that `pieces` makes, block by block: a piece is as many of each shard as fit a part of a cell."""
@@ -209,7 +209,7 @@ class ShmConnection:
 
     def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
         """Row r of `received` from rank r's own shard of bytes."""
-        places = (addresses([wire]), addresses([received]), _NOWHERE, _NOWHERE, 1.0)
+        places = (self._places("all_to_all", [wire]), self._places("all_to_all", [received]), _NOWHERE, _NOWHERE, 1.0)
         arguments = (ring.ALL_TO_ALL, places, wire.nbytes // self.size, 0)
         return self._start("all_to_all", arguments, self._part, [received, wire])
 
@@ -217,7 +217,8 @@ class ShmConnection:
         self, wire: Tensor, operation: str = "all_gather", after: Callable[[], object] | None = None
     ) -> Work:
         """Shard r of `wire` from rank r, in place, as bytes; then call `after`."""
-        places = (addresses([wire]), addresses([wire]), _NOWHERE, _NOWHERE, 1.0)
+        place = self._places(operation, [wire])
+        places = (place, place, _NOWHERE, _NOWHERE, 1.0)
         arguments = (ring.ALL_GATHER, places, wire.nbytes // self.size, 0)
         return self._start(operation, arguments, self._geometry.cell_bytes, [wire], after)
 
@@ -226,6 +227,19 @@ class ShmConnection:
         return messages.exchange_in_rows(
             value, self.rank, self.size, lambda rows: self.all_gather(rows, operation).wait()
         )
+
+    def _places(self, operation: str, tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+        """Where tensors of one device begin.
+
+        Raises:
+            DeviceError: if that is not the CPU: the process would end where it reads there.
+        """
+        if not tensors[0].is_cpu:
+            raise DeviceError(
+                f"{self._me}: {operation} over shm: ShmTransport moves tensors on the CPU, and this one is on "
+                f"{tensors[0].device}: use NcclTransport, or move the tensor with .cpu()"
+            )
+        return addresses(tensors)
 
     @property
     def _part(self) -> int:

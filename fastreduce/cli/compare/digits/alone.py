@@ -21,7 +21,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     chosen = torch.Generator().manual_seed(dist.get_rank())
     while True:
-        some = torch.randint(len(digits.train_labels), (BATCH,), generator=chosen)
+        some = torch.randint(len(digits.train_labels), (BATCH,), generator=chosen, device="cpu")
         optimizer.zero_grad()
         cross_entropy(model(digits.train_images[some]), digits.train_labels[some]).backward()
         optimizer.step()

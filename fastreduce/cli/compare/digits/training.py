@@ -92,8 +92,10 @@ def load_digits(seed: int, device: str = "cpu") -> Digits:
     pixels, labels = load_digits(return_X_y=True)
     scaled = (pixels - pixels.mean()) / pixels.std()
     split = train_test_split(scaled, labels, test_size=0.2, stratify=labels, random_state=seed)
-    train_images, test_images = (torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8) for x in split[:2])
-    train_labels, test_labels = (torch.tensor(y) for y in split[2:])
+    train_images, test_images = (
+        torch.tensor(x, dtype=torch.float32, device="cpu").view(-1, 1, 8, 8) for x in split[:2]
+    )
+    train_labels, test_labels = (torch.tensor(y, device="cpu") for y in split[2:])
     return Digits(*(each.to(device) for each in (train_images, train_labels, test_images, test_labels)))
 
 
@@ -247,10 +249,12 @@ def _sent_bytes(name: str, model: nn.Module, parameters: int, ranks: int) -> int
 
 def _batches(digits: Digits, experiment: Experiment, rank: int) -> list[tuple[Tensor, Tensor]]:
     """This rank's share of the training digits, shuffled anew in every pass."""
-    share = torch.arange(rank, len(digits.train_labels), experiment.ranks)
+    share = torch.arange(rank, len(digits.train_labels), experiment.ranks, device="cpu")
     wanted = experiment.steps_each * experiment.batch
     generator = torch.Generator().manual_seed(experiment.seed + rank)
-    passes = [share[torch.randperm(len(share), generator=generator)] for _ in range(wanted // len(share) + 1)]
+    passes = [
+        share[torch.randperm(len(share), generator=generator, device="cpu")] for _ in range(wanted // len(share) + 1)
+    ]
     chosen = torch.cat(passes)[:wanted].split(experiment.batch)
     return [(digits.train_images[indices], digits.train_labels[indices]) for indices in chosen]
 

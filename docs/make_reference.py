@@ -112,7 +112,8 @@ def environment() -> str:
     """The table of our variables."""
     rows = [[f"`{name}`", v.values, v.meaning] for name, v in variables.VARIABLES.items()]
     return (
-        "What is not allowed is an error before anything starts; a name that begins with `FASTREDUCE_` and is none of "
+        "What is not allowed is an error: before anything starts under `fastreduce run`, elsewhere where it is read; "
+        "`fastreduce doctor` says which one is. A name that begins with `FASTREDUCE_` and is none of "
         "these is one line of the log, on rank 0. `fastreduce doctor` lists those that are set, with the variables of "
         f"NCCL and gloo.\n\n{_table(['variable', 'values', 'what it does'], rows)}"
     )

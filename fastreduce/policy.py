@@ -58,10 +58,7 @@ class Policy:
         """
         check_environment()
         if setting is None:
-            try:
-                return _parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
-            except SettingError as error:
-                raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
+            return setting_asked_for()
         if isinstance(setting, str):
             return _parse(setting)
         if isinstance(setting, Mapping):
@@ -150,6 +147,18 @@ def assigned(setting: Compression | Policy, names: Sequence[str], parameters: Se
     if isinstance(setting, Policy):
         return setting.assign(names, parameters)
     return [setting] * len(names)
+
+
+def setting_asked_for() -> Compression | Policy:
+    """What FASTREDUCE_COMPRESSION says, or none.
+
+    Raises:
+        SettingError: if that is no setting and no policy.
+    """
+    try:
+        return _parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
+    except SettingError as error:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
 
 
 def _parse(spec: str) -> Compression | Policy:

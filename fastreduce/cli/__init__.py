@@ -11,12 +11,14 @@ from .advise import advise
 from .compare import CompareCommand, compare
 from .doctor import doctor
 from .launch import LaunchCommand, launch
+from .output import Commands
 from .report import report
 from .run import run
 from .trace import trace
 
 main = typer.Typer(
     name="fastreduce",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

@@ -11,14 +11,14 @@ import typer
 
 from ..compression import ENVIRONMENT_VARIABLE
 from ..environment.engines import find_place
-from ..environment.variables import folder_asked_for
+from ..environment.variables import writable_folder
 from ..policy import Policy
-from ..reduction.telemetry.counter_files import VARIABLE as COUNTERS
 from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..run import main, replacement, worker
 from .launch import make_parser, parse, start
 from .launch.torchs_launcher import fail, say
 from .trace import merge_after_run, stamps
+from .variables import CHECKS
 
 
 def run_parser() -> ArgumentParser:
@@ -45,15 +45,14 @@ def run(context: typer.Context) -> None:
         if options.compression is not None:
             Policy.of(options.compression)
             os.environ[ENVIRONMENT_VARIABLE] = options.compression
-        Policy.of(None)
     except ValueError as error:
-        fail(f"--compression: {error}" if options.compression is not None else str(error))
-    if options.trace is not None:
-        os.environ[TRACE] = os.path.abspath(options.trace)
+        fail(f"--compression: {error}")
     try:
-        for name in (TRACE, COUNTERS):
-            folder_asked_for(name)
-        replacement.seed()
+        if options.trace is not None:
+            writable_folder(options.trace, f"--trace {options.trace}")
+            os.environ[TRACE] = os.path.abspath(options.trace)
+        for check in CHECKS.values():
+            check()
         place = find_place()
     except ValueError as error:
         fail(str(error))

@@ -66,6 +66,19 @@ def collective_under_way() -> str:
     return ""
 
 
+def signal_asked_for() -> str:
+    """What FASTREDUCE_DUMP_SIGNAL says, in capitals and without SIG, or USR1.
+
+    Raises:
+        SettingError: if that is no such signal, and not none.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    name = (asked or SIGNALS[0]).upper().removeprefix("SIG")
+    if name not in (*SIGNALS, NO_SIGNAL):
+        raise SettingError(f"{VARIABLE}={asked}: allowed: {', '.join(SIGNALS)}, {NO_SIGNAL.lower()}")
+    return name
+
+
 def dump_at_signal(tell: Callable[[], str]) -> None:
     """Print `tell()` and all stacks to stderr at a signal: USR1, or the one that FASTREDUCE_DUMP_SIGNAL names.
 
@@ -75,16 +88,13 @@ def dump_at_signal(tell: Callable[[], str]) -> None:
     Raises:
         SettingError: if the variable names no such signal.
     """
-    asked = os.environ.get(VARIABLE, "")
-    name = (asked or SIGNALS[0]).upper().removeprefix("SIG")
-    if name not in (*SIGNALS, NO_SIGNAL):
-        raise SettingError(f"{VARIABLE}={asked}: allowed: {', '.join(SIGNALS)}, {NO_SIGNAL.lower()}")
+    name = signal_asked_for()
     if name == NO_SIGNAL or name in _printing:
         return
     if name not in _writing:
         number = signal.Signals[f"SIG{name}"]
         if _is_taken(number):
-            if asked:
+            if os.environ.get(VARIABLE):
                 logger.warning("%s: this process has a handler for SIG%s already, which stays", VARIABLE, name)
             return
         _writing[name] = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -93,15 +93,26 @@ def folder_asked_for(name: str) -> Path | None:
         SettingError: if nothing can be written there.
     """
     value = os.environ.get(name, "")
-    if not value:
-        return None
-    path = Path(value)
+    return writable_folder(value, f"{name}={value}") if value else None
+
+
+def writable_folder(name: str, asked: str) -> Path:
+    """A folder, which is made.
+
+    Args:
+        name: of the folder.
+        asked: how a user has asked for it, as an error says.
+
+    Raises:
+        SettingError: if nothing can be written there.
+    """
+    path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError(f"{name}={value}: {error}") from error
+        raise SettingError(f"{asked}: {error}") from error
     if not os.access(path, os.W_OK):
-        raise SettingError(f"{name}={value}: this folder cannot be written")
+        raise SettingError(f"{asked}: this folder cannot be written")
     return path
 
 

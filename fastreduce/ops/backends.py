@@ -195,6 +195,21 @@ def _translated(operation: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def kernels_asked_for() -> str | None:
+    """The backend that FASTREDUCE_KERNELS names, where it is set.
+
+    Raises:
+        SettingError: if there is no such backend.
+    """
+    asked = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    try:
+        if asked is not None:
+            _declared(asked)
+    except SettingError as error:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
+    return asked
+
+
 def name_for(device: torch.device) -> str:
     """The name of the backend that `choose` takes, or refuses."""
     return os.environ.get(ENVIRONMENT_VARIABLE) or ("numba_cpu" if device.type == "cpu" else "triton")
@@ -207,11 +222,8 @@ def choose(device: torch.device) -> Backend:
         SettingError: if FASTREDUCE_KERNELS names no backend.
         BackendUnavailableError: if the backend cannot serve `device`; nothing else is tried.
     """
-    asked, name = os.environ.get(ENVIRONMENT_VARIABLE), name_for(device)
-    try:
-        reason = why_not(name, device)
-    except SettingError as error:
-        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
+    asked, name = kernels_asked_for(), name_for(device)
+    reason = why_not(name, device)
     if reason is not None:
         source = f" ({ENVIRONMENT_VARIABLE}={asked})" if asked else ""
         raise BackendUnavailableError(f"kernel backend {name!r}{source} cannot run here: {reason}")

@@ -122,17 +122,28 @@ def make_transport(
     return _choose(group, sockets, nodes_of(hosts))
 
 
+def transport_asked_for() -> str | None:
+    """The transport that FASTREDUCE_TRANSPORT names, where it is set.
+
+    Raises:
+        SettingError: if there is no such transport.
+    """
+    told = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if told is not None and told not in TRANSPORTS:
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}={told}: allowed: {', '.join(TRANSPORTS)}")
+    return told
+
+
 def _asked_for(group: dist.ProcessGroup, asked: Transport | str | None, device: torch.device) -> tuple[str, str]:
     """The name of what this rank asks for, and how it does; no name where hosts decide."""
     if isinstance(asked, Transport):
         return f"{asked.name} of the user's", f"transport={type(asked).__name__}(...)"
     if asked is not None and not isinstance(asked, str):
         raise SettingError(f"transport={asked!r}: allowed: {', '.join(TRANSPORTS)}, or a Transport")
-    told = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if asked is not None and asked not in TRANSPORTS:
+        raise SettingError(f"transport={asked!r}: allowed: {', '.join(TRANSPORTS)}")
+    told = transport_asked_for()
     by_argument, by_variable = f"transport={asked!r}", f"{ENVIRONMENT_VARIABLE}={told}"
-    for name, how in ((asked, by_argument), (told, by_variable)):
-        if name is not None and name not in TRANSPORTS:
-            raise SettingError(f"{how}: allowed: {', '.join(TRANSPORTS)}")
     if asked is not None and device.type not in TRANSPORTS[asked]:
         raise BackendUnavailableError(
             f"{by_argument} moves tensors on {' or '.join(TRANSPORTS[asked])}, and these are on {device}"

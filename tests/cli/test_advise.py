@@ -36,6 +36,7 @@ def _invoke(out: Path, *arguments: object) -> tuple[Result, dict[str, Any]]:
         (["missing.py"], "there is no script 'missing.py'"),
         (["--settings", "torch:fp16", SCRIPT], "unknown compression 'torch'"),
         ([""], "there is no script ''"),
+        (["--timeout", "nan", SCRIPT], "--timeout nan: give seconds, 1 or more"),
         (["--nodes", "4", SCRIPT], "--nodes and --gbits go together"),
         (["--nodes", "4", "--gbits", "1", "--settings", "topk:ratio=0.1", SCRIPT], "grows with the number of ranks"),
         (

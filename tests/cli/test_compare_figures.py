@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from fastreduce.cli.compare.intervals import Estimate
 from fastreduce.cli.compare.script import plot, quality, speed
@@ -306,3 +307,14 @@ def test_a_script_may_have_any_name(tmp_path: Path):
     found = {each.setting: each for each in quality.summarise(PLAN, outcomes) if each.outcomes}
     plot.draw(tmp_path / "compare.png", Summary({}, found, []), 0.01, "日 $\\frac{$.py")
     assert (tmp_path / "compare.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("steps", [39, 60, 100, 119, 1000])
+def test_curves_are_of_stretches_of_one_length_all_along(steps: int):
+    """Else where they grow shorter noise seems to begin."""
+    outcomes = [quality.Outcome(BASE, 0, [1.0] * steps, [*map(float, range(steps))])]
+    axes = Figure().subplots()
+    plot._draw_losses(axes, quality.summarise(replace(PLAN, settings=(BASE,)), outcomes))
+    places = np.asarray(axes.get_lines()[0].get_xdata(), dtype=float)
+    assert min(steps, plot.STRETCHES) <= len(places) < 2 * plot.STRETCHES
+    assert np.diff(places).max() < 1.4 * np.diff(places).min()

@@ -84,6 +84,9 @@ def test_what_stands_behind_the_script_is_the_scripts(
             "one pair of parentheses says where",
         ),
         (["--target", "nan", SCRIPT], "--target nan: give a number"),
+        (["--margin", "nan", SCRIPT], "--margin nan: give percent, 0 or more"),
+        (["--margin", "-1", SCRIPT], "--margin -1: give percent, 0 or more"),
+        (["--timeout", "nan", SCRIPT], "--timeout nan: give seconds, 1 or more"),
         (["--train", "whole", "--metric-file", "", SCRIPT], "--metric-file '': give a file, as in metrics.json:loss"),
         (["--train", "whole", "--metric-file", ":loss", SCRIPT], "--metric-file ':loss': give a file"),
         (["--weights-from", "", SCRIPT], "unknown compression ''"),
@@ -217,6 +220,19 @@ def test_rounds_that_a_short_script_does_not_reach_are_said_to_be_missing(tmp_pa
     assert re.search(
         r"torch is undecided: step \d\.\d\d of none, which decides nothing: intervals need 6 rounds\.", said
     )
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.long
+def test_a_script_that_is_too_short_for_times_is_trained_all_the_same(tmp_path: Path):
+    options = ["--ranks", 2, "--settings", "none", "--rounds", 6, "--steps", 1, "--train", "whole", "--seeds", 1]
+    result = _invoke(tmp_path, *options, SCRIPT, 10)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert f"Missing: all 6 rounds of speed: {SCRIPT} ended before a round was over: six, the fewest that" in said
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["turns"], len(results["quality"]["none"]["outcomes"][0]["losses"])) == ([], 10)
+    assert "all 6 rounds of speed" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.usefixtures("forked")

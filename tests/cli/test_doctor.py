@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,10 @@ from fastreduce.cli.compare import results
 from fastreduce.cli.doctor import choices, machine, self_tests, to_json
 from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
+from fastreduce.cli.variables import CHECKS
 from fastreduce.distributed.processes import run_ranks
+from fastreduce.environment.variables import VARIABLES as VARIABLES_OF_OURS
+from fastreduce.errors import BackendUnavailableError, RanksFailedError, SettingError, TransportError
 from fastreduce.ops import backends
 from fastreduce.transports.nccl import library
 from tests.support.commands import FASTREDUCE, ROOT, Done, run
@@ -226,13 +230,78 @@ def test_shared_memory_is_chosen_where_it_can_be(monkeypatch: pytest.MonkeyPatch
     assert rows()["shm"] == Row("shm", "can run, for ranks of one host")
     monkeypatch.setenv("FASTREDUCE_TRANSPORT", "shm")
     assert rows()["chosen"] == Row("chosen", "shm")
-    monkeypatch.setattr(choices, "why_no_shm", lambda: "no room")
+    monkeypatch.setattr(choices, "why_no_shm", lambda _: "no room")
     assert rows()["chosen"] == Row("chosen", "none: no room", FAILED, "unset FASTREDUCE_TRANSPORT")
     assert rows()["shm"] == Row("shm", "no room", MISSING)
     monkeypatch.delenv("FASTREDUCE_TRANSPORT")
     assert rows()["chosen"] == Row("chosen", "gloo")
     monkeypatch.setenv("FASTREDUCE_TRANSPORT", "tcp")
     assert rows()["chosen"].state == FAILED and "allowed: gloo, shm, mpi, nccl, two_level" in rows()["chosen"].value
+
+
+def test_shared_memory_without_room_for_it_is_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FASTREDUCE_TRANSPORT", raising=False)
+    for megabytes, chosen, can in ((0.064, "gloo", False), (5, "gloo", True), (64, "shm within a host", True)):
+        free = SimpleNamespace(f_bavail=megabytes * 1e6, f_frsize=1)
+        monkeypatch.setattr(os, "statvfs", lambda _, free=free: free)
+        found = {r.name: r for r in choices.transport_rows(CPU)}
+        assert found["chosen"].value.startswith(chosen) and (found["shm"].state == OK) == can
+        assert can or "docker run --shm-size=" in found["shm"].value
+
+
+@pytest.mark.parametrize(
+    ("transport", "error", "helps"),
+    [
+        ("gloo", RuntimeError("Unable to find address for: nosuch0"), "GLOO_SOCKET_IFNAME"),
+        ("gloo", TransportError("no word from rank 1"), "GLOO_SOCKET_IFNAME"),
+        ("gloo", SettingError("FASTREDUCE_DEBUG=yes: allowed: 1 or true, 0 or false"), ""),
+        ("gloo", ValueError("the gradients under none are not the average of the ranks'"), ""),
+        ("gloo", None, ""),
+        ("shm", BackendUnavailableError("no room"), "docker run --shm-size=256m, or export FASTREDUCE_TRANSPORT=gloo"),
+        ("shm", SettingError("FASTREDUCE_DEBUG=yes: allowed: 1 or true, 0 or false"), ""),
+        ("shm", RuntimeError("Unable to find address for: nosuch0"), ""),
+        ("nccl", RuntimeError("NCCL error"), "NCCL_DEBUG=INFO"),
+    ],
+)
+def test_what_helps_fits_what_has_failed(
+    monkeypatch: pytest.MonkeyPatch, transport: str, error: Exception | None, helps: str
+):
+    def fail(*_: object, **__: object) -> None:
+        raise RanksFailedError(f"rank 0 failed:\n{error}") from error
+
+    monkeypatch.setattr(self_tests, "run_ranks", fail)
+    found = self_tests.transport_test("it", transport, 2, "cuda" if transport == "nccl" else "cpu")
+    assert found.state == FAILED and str(error) in found.value
+    assert helps in found.help if helps else found.help == ""
+
+
+WRONG = {
+    "COMPRESSION": ("fp17", "unknown compression 'fp17'; allowed: none, fp16"),
+    "COUNTERS": ("/dev/null/x", "/dev/null/x: [Errno 20] Not a directory"),
+    "DEBUG": ("yes", "=yes: allowed: 1 or true, 0 or false"),
+    "DUMP_SIGNAL": ("KILL", "=KILL: allowed: USR1, USR2, none"),
+    "KERNELS": ("numba", "unknown kernel backend 'numba'; allowed: reference, numba_cpu"),
+    "NODE_SECONDS": ("abc", "=abc: give seconds, more than 0"),
+    "SEED": ("-1", "=-1: give a whole number below 2^32"),
+    "TRACE": ("/proc/x", "/proc/x: [Errno 2]"),
+    "TRANSPORT": ("shmm", "=shmm: allowed: gloo, shm, mpi, nccl, two_level"),
+}
+
+
+def test_a_variable_that_holds_what_it_may_not_is_a_failure(monkeypatch: pytest.MonkeyPatch):
+    for name, (value, _) in WRONG.items():
+        monkeypatch.setenv(f"FASTREDUCE_{name}", value)
+    result = CliRunner().invoke(main, ["doctor", "--json"])
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["verdict"]) == (1, "broken")
+    found = report["sections"]["variables"]
+    for name, (_, said) in WRONG.items():
+        assert found[f"FASTREDUCE_{name}"]["state"] == FAILED and said in found[f"FASTREDUCE_{name}"]["value"]
+        assert f"variables: FASTREDUCE_{name}" in report["failed"]
+
+
+def test_every_variable_but_a_name_is_checked():
+    assert {f"FASTREDUCE_{name}" for name in WRONG} == set(CHECKS) == set(VARIABLES_OF_OURS) - {"FASTREDUCE_HOST"}
 
 
 def _no_package(name: str) -> str:

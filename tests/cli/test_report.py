@@ -412,6 +412,17 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path):
     assert done.exit_code == 2 and "cannot write to /dev/null/report.html" in done.output
 
 
+@pytest.mark.parametrize("out", ["results.json", "sub/../results.json", "hard link"])
+def test_the_results_are_not_written_over(tmp_path: Path, out: str):
+    path = write(of_a_script(), tmp_path)
+    before = path.read_bytes()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "hard link").hardlink_to(path)
+    result = _report(path, "--out", tmp_path / out)
+    said = f"fastreduce report: cannot write to {tmp_path / out}: it is RESULTS, which the page is made of\n"
+    assert (result.exit_code, result.stderr, path.read_bytes()) == (2, said, before)
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ending, "find_spec", lambda name: None if name == "plotly" else name)
     done = _report(write(of_digits(), tmp_path))

@@ -102,6 +102,34 @@ def test_a_setting_in_the_environment_is_checked_too(script: Path, monkeypatch: 
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("TRANSPORT", "shmm", "FASTREDUCE_TRANSPORT=shmm: allowed: gloo, shm, mpi, nccl, two_level"),
+        ("KERNELS", "numba", "FASTREDUCE_KERNELS: unknown kernel backend 'numba'; allowed: reference, numba_cpu, "),
+        ("DUMP_SIGNAL", "KILL", "FASTREDUCE_DUMP_SIGNAL=KILL: allowed: USR1, USR2, none"),
+        ("DEBUG", "yes", "FASTREDUCE_DEBUG=yes: allowed: 1 or true, 0 or false"),
+    ],
+)
+def test_a_variable_that_only_ranks_read_is_checked_too(
+    script: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, allowed: str
+):
+    monkeypatch.setattr(sys.modules["fastreduce.cli.run"], "start", lambda _: pytest.fail("a rank is started"))
+    monkeypatch.setenv(f"FASTREDUCE_{name}", value)
+    done = CliRunner().invoke(main, ["run", str(script)])
+    assert done.exit_code == 2 and done.stderr.startswith(f"fastreduce run: {allowed}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_file_in_the_place_of_a_folder_is_said_with_its_option(script: Path, tmp_path: Path):
+    done = CliRunner().invoke(main, ["run", "--trace", str(script), str(script)])
+    assert done.exit_code == 2 and done.stderr.startswith(f"fastreduce run: --trace {script}: "), done.stderr
+    (tmp_path / "rank.0").touch()
+    ended = run(*RUN, "--log-dir", tmp_path, script)
+    said = f"fastreduce run: --log-dir {tmp_path}: cannot make {tmp_path}/rank.0: File exists\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
+
+
 def test_help_says_it_all_in_words_that_hold_here():
     done = CliRunner().invoke(main, ["run", "--help"])
     text = " ".join(done.stdout.split())

@@ -56,9 +56,7 @@ def advise(
     ] = None,
     gbits: Annotated[float | None, typer.Option(min=0.001, help="Gbit/s of each host's adapter, for --nodes.")] = None,
     out: Annotated[Path, typer.Option(help="Where advice.json and the training's output go.")] = Path("out/advise"),
-    timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds after which a training that takes no step is ended.")
-    ] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a training that takes no step is ended.")] = 300.0,
     launch: starting.LaunchOption = None,
     nnodes: starting.NnodesOption = 1,
     node_rank: starting.NodeRankOption = None,
@@ -89,6 +87,7 @@ def advise(
             "projections know nothing; leave one of them out",
             command="advise",
         )
+    starting.check_timeout(timeout, "advise")
     here = starting.find_nodes(nnodes, node_rank, master_addr, master_port, "advise")
     if nodes is not None and here is not None:
         fail(

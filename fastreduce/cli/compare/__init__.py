@@ -115,9 +115,7 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds, for --train.", rich_help_panel=SCRIPT)] = 3,
     margin: Annotated[
         float,
-        typer.Option(
-            min=0.0, help="Percent of none's loss, up to which a loss counts as equal.", rich_help_panel=SCRIPT
-        ),
+        typer.Option(help="Percent of none's loss, up to which a loss counts as equal.", rich_help_panel=SCRIPT),
     ] = 1.0,
     target: Annotated[
         float | None, typer.Option(help="A loss: how soon is it reached?", rich_help_panel=SCRIPT)
@@ -125,7 +123,6 @@ def compare(
     timeout: Annotated[
         float,
         typer.Option(
-            min=1.0,
             help="Seconds after which a training that takes no step and prints nothing is ended.",
             rich_help_panel=SCRIPT,
         ),

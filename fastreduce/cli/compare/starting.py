@@ -60,6 +60,12 @@ class Nodes:
     port: int
 
 
+def check_timeout(seconds: float, command: str) -> None:
+    """An error of `command` and exit code 2, where --timeout is less than a second, or nan."""
+    if not seconds >= 1:
+        fail(f"--timeout {seconds:g}: give seconds, 1 or more", command=command)
+
+
 def find_nodes(count: int, rank: int | None, address: str | None, port: int, command: str) -> Nodes | None:
     """Those of the options; None where there is one, or an error of `command` and exit code 2."""
     if count == 1:

@@ -9,9 +9,10 @@ import torch
 
 from ... import FastreduceError
 from ...ops import backends
-from ...transports import ENVIRONMENT_VARIABLE, TRANSPORTS
+from ...transports import ENVIRONMENT_VARIABLE, SPARE, TRANSPORTS, transport_asked_for
 from ...transports.nccl.library import why_no_nccl
 from ...transports.shm import why_no_shm
+from ...transports.shm.segments import GEOMETRY
 from .rows import FAILED, MISSING, OK, Row
 
 CHOSEN = "chosen"
@@ -50,16 +51,18 @@ def transport_rows(device: torch.device) -> list[Row]:
         mpi = Row("mpi", 'between hosts by init_process_group("mpi") under mpirun; within one by transport="mpi"')
         if find_spec("mpi4py") is None:
             mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install mpi4py")
-        no_shm = why_no_shm()
+        two_ranks = 2 * GEOMETRY.nbytes
+        no_shm, spares_none = why_no_shm(two_ranks), why_no_shm(SPARE * two_ranks)
         shm = Row("shm", "can run, for ranks of one host") if no_shm is None else Row("shm", no_shm, MISSING)
         asked = os.environ.get(ENVIRONMENT_VARIABLE, "")
-        by_itself = "shm within a host, gloo between hosts" if no_shm is None else "gloo"
+        by_itself = "shm within a host, gloo between hosts" if spares_none is None else "gloo"
         chosen = Row(CHOSEN, asked if "cpu" in TRANSPORTS.get(asked, ()) else by_itself)
         if asked == "shm" and no_shm is not None:
             chosen = Row(CHOSEN, f"none: {no_shm}", FAILED, f"unset {ENVIRONMENT_VARIABLE}")
-        if asked and asked not in TRANSPORTS:
-            allowed = ", ".join(TRANSPORTS)
-            chosen = Row(CHOSEN, f"none: {ENVIRONMENT_VARIABLE}={asked}: allowed: {allowed}", FAILED)
+        try:
+            transport_asked_for()
+        except FastreduceError as error:
+            chosen = Row(CHOSEN, f"none: {error}", FAILED)
         levels = Row("two_level", "can run, where one of several hosts has several ranks")
         return [chosen, mpi, shm, levels, Row("nccl", "moves CUDA tensors only", MISSING)]
     if nccl is None:

@@ -25,7 +25,8 @@ from ...environment import variables
 from ...environment.caches import ensure
 from ...environment.packages import pip_install
 from ..compare.results import processor
-from .rows import MISSING, OK, Row, one_line, row
+from ..variables import CHECKS
+from .rows import FAILED, MISSING, OK, Row, one_line, row
 
 PROBE_SECONDS = 20
 VARIABLES = {name: variable.meaning for name, variable in variables.VARIABLES.items()} | {
@@ -264,5 +265,10 @@ def _variable(name: str) -> Row:
         meant = variables.unknown().get(name)
         value = f"{os.environ[name]}  (fastreduce knows no such variable)"
         return Row(name, value, MISSING, f"export {meant}, if that was meant" if meant else "")
+    if name in CHECKS:
+        try:
+            CHECKS[name]()
+        except ValueError as error:
+            return Row(name, str(error), FAILED)
     given = f"={os.environ[name]}" if name in os.environ else "not set"
     return Row(name, f"{given}  ({about or 'passed through'})", OK if name in os.environ else MISSING)

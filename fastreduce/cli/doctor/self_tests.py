@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ... import DistributedDataParallel
 from ...distributed.processes import Group, run_ranks
-from ...errors import RanksFailedError
+from ...errors import BackendUnavailableError, FastreduceError, RanksFailedError, TransportError
 from ...kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, SlotTable, shard_bytes
 from ...ops import backends
 from ...reduction.buckets import round_up, table_of
+from ...transports import ENVIRONMENT_VARIABLE
 from .rows import FAILED, MISSING, Row, one_line
 
 NUMELS = (1, 127, 1000, 4099)
@@ -90,8 +91,22 @@ def transport_test(title: str, transport: str, ranks: int, device: str) -> Row:
     except RanksFailedError as error:
         lines = str(error).splitlines()
         said = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
-        return Row(title, said, FAILED, _help_with_gloo() if device == "cpu" else "NCCL_DEBUG=INFO fastreduce doctor")
+        return Row(title, said, FAILED, _help(transport, error))
     return Row(title, f"gradients averaged over {names[0]}, {time.monotonic() - start:.1f} s")
+
+
+def _help(transport: str, failed: RanksFailedError) -> str:
+    """What may help; "" where that is what the error says."""
+    cause = failed.__cause__
+    if transport == "shm":
+        is_shm = isinstance(cause, BackendUnavailableError)  # else what the group has over gloo, or the kernels
+        return f"docker run --shm-size=256m, or export {ENVIRONMENT_VARIABLE}=gloo" if is_shm else ""
+    if isinstance(cause, FastreduceError) and not isinstance(cause, TransportError):
+        return ""
+    if transport == "nccl":
+        return "NCCL_DEBUG=INFO fastreduce doctor"
+    connecting = isinstance(cause, RuntimeError) or (cause is None and "they hang" in str(failed))
+    return _help_with_gloo() if connecting else ""
 
 
 def _help_with_gloo() -> str:

@@ -147,7 +147,10 @@ class Logs(LogsSpecs):
         to = LogsDest()
         for local_rank, env in envs.items():
             folder = root / f"rank.{env['RANK']}"
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OSError(f"--log-dir {self._root}: cannot make {folder}: {error.strerror}") from error
             env["TORCHELASTIC_ERROR_FILE"] = str(self._scratch / f"error.{attempt}.{env['RANK']}.json")
             to.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"]
             quiet = self._local_ranks_filter is not None and local_rank not in self._local_ranks_filter

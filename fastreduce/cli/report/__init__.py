@@ -28,6 +28,8 @@ def report(
     from .reading import ReportError
 
     path = results.parent / "report.html" if out is None else out
+    if path.exists() and results.exists() and path.samefile(results):
+        fail(f"cannot write to {path}: it is RESULTS, which the page is made of", command="report")
     try:
         page.write(results, path)
     except ReportError as error:

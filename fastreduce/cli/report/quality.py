@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..compare.intervals import Estimate
+from ..compare.intervals import Estimate, stretches
 from ..compare.script.equivalence import Equivalence
 from ..compare.script.plan import BASE
 from ..compare.script.quality import Quality
@@ -75,16 +75,16 @@ def draw_losses(c: Comparison) -> Figure:
     rows: list[tuple[str, list[Cell]]] = []
     for name, quality in c.qualities.items():
         steps = min(len(outcome.losses) for outcome in quality.outcomes)
-        stretches = np.array_split(np.arange(1, steps + 1), min(STRETCHES, steps))
-        curves = np.array([[np.take(o.losses, s - 1).mean() for s in stretches] for o in quality.outcomes])
+        parts = stretches(steps, STRETCHES)
+        curves = np.array([[np.take(o.losses, part).mean() for part in parts] for o in quality.outcomes])
         low, mean, high = curves.min(0).tolist(), curves.mean(0).tolist(), curves.max(0).tolist()
-        places = [float(s.mean()) for s in stretches]
+        places = [float(part.mean()) + 1 for part in parts]
         if len(quality.outcomes) > 1:
             data.append(_spread(c, name, places, low, high))
         data.append(curve(c, name, places, mean, "step %{x:.0f}: %{y:.4g}"))
         rows += [
-            (name, [Cell(f"{s[0]}–{s[-1]}", float(s[0])), *map(_significant, figures)])
-            for s, *figures in zip(stretches, mean, low, high, strict=True)
+            (name, [Cell(f"{part[0] + 1}–{part[-1] + 1}", float(part[0] + 1)), *map(_significant, figures)])
+            for part, *figures in zip(parts, mean, low, high, strict=True)
         ]
     seeds = max(len(quality.outcomes) for quality in c.qualities.values())
     raw = [

@@ -41,6 +41,7 @@ STEPS_APART = 20  # at least
 TRIMESTER = 7_889_238  # seconds; torch.profiler counts from the last whole number of them since 1970
 NAMES = {Phase.WAITING: "wait for averages", Phase.AFTER: "after averages"}  # else the phase's own
 TRACKS = 1000  # of one wrapper
+GRID = 8  # parts of a microsecond: as decimals and as doubles exact, so that a slice ends where the next begins
 
 _made: Counter[str] = Counter()  # traces of this process, by folder
 _runs: dict[str, str] = {}
@@ -137,9 +138,9 @@ class Trace:
         tail = f'"pid":{rank},"tid":{track},"args":{{"step":{step}}}}}'
         for phase, start, end in self._phases:
             name = NAMES.get(phase) or phase.name.lower()
-            at, until = max(1e6 * (start + shift), self._until), 1e6 * (end + shift)  # clocks may have been set back
-            self._until = max(at, until)
-            events.append(f'{{"ph":"X","name":"{name}","ts":{at:.3f},"dur":{self._until - at:.3f},{tail}')
+            at = max(_microseconds(start + shift), self._until)  # clocks may have been set back
+            self._until = max(at, _microseconds(end + shift))
+            events.append(_slice(name, at, self._until, tail))
         self._phases.clear()
         for bucket, ready in enumerate(row.ready):
             times = row.passed(bucket)
@@ -147,11 +148,11 @@ class Trace:
                 continue
             tail = f'"pid":{rank},"tid":{track + 1 + bucket},"args":{{"step":{step},{self._about[bucket]}}}}}'
             if ready <= times[Point.START]:  # else it was enqueued on a device, which came to it before
-                at, took = 1e6 * (ready + shift), 1e6 * (times[Point.START] - ready)
-                events.append(f'{{"ph":"X","name":"ready","ts":{at:.3f},"dur":{took:.3f},{tail}')
+                at, until = _microseconds(ready + shift), _microseconds(times[Point.START] + shift)
+                events.append(_slice("ready", at, until, tail))
             for name, first, last in stages_of(times):
-                at, took = 1e6 * (times[first] + shift), 1e6 * (times[last] - times[first])
-                events.append(f'{{"ph":"X","name":"{name}","ts":{at:.3f},"dur":{took:.3f},{tail}')
+                at, until = _microseconds(times[first] + shift), _microseconds(times[last] + shift)
+                events.append(_slice(name, at, until, tail))
         self._write(events)
 
     def _take_plan(self, plan: BucketPlan, events: list[str]) -> None:
@@ -212,6 +213,14 @@ class Trace:
                 merge(self._folder)
         except (OSError, ValueError) as error:  # also where another program's files lie there
             logger.warning("rank %d: the traces in %s are not merged: %s", self._rank, self._folder, error)
+
+
+def _microseconds(seconds: float) -> float:
+    return round(1e6 * seconds * GRID) / GRID
+
+
+def _slice(name: str, start: float, end: float, tail: str) -> str:
+    return f'{{"ph":"X","name":"{name}","ts":{start:.3f},"dur":{end - start:.3f},{tail}'
 
 
 each_at_exit(Exit.TRACES, Trace.close, _open)

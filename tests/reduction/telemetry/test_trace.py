@@ -117,8 +117,10 @@ def test_a_trace_of_two_ranks_whose_clocks_differ(ranks2: RankPool, tmp_path: Pa
             tracks[event["pid"], event["tid"]].append(event)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert tracks.keys() == names.keys()
-    for slices in tracks.values():  # one after the other, on each track
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in itertools.pairwise(slices))
+    for slices in tracks.values():  # one after the other, on each track, as doubles and as Perfetto's nanoseconds
+        for a, b in itertools.pairwise(slices):
+            assert a["ts"] + a["dur"] <= b["ts"], (a, b)
+            assert int(a["ts"] * 1000) + int(a["dur"] * 1000) <= int(b["ts"] * 1000), (a, b)
     by_step = defaultdict(list)
     for (rank, tid), slices in tracks.items():
         for event in slices:

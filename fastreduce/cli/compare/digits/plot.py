@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..intervals import say_ratio
+from ..intervals import say_ratio, stretches
 from .statistics import Figures
 from .training import TORCH, TORCH_FP16
 
@@ -37,10 +37,10 @@ def draw(path: Path, figures: Sequence[Figures], title: str) -> None:
 def _draw_losses(axes: Axes, figures: Sequence[Figures]) -> None:
     """Means over stretches of the training: single batches are too noisy to compare."""
     for i, f in enumerate(figures):
-        stretches = np.array_split(np.arange(len(f.losses)), min(STRETCHES, len(f.losses)))
-        means = [np.take(f.losses, steps).mean() for steps in stretches]
+        parts = stretches(len(f.losses), STRETCHES)
+        means = [np.take(f.losses, part).mean() for part in parts]
         axes.plot(
-            [steps.mean() for steps in stretches],
+            [part.mean() for part in parts],
             means,
             "--" if f.name in (TORCH, TORCH_FP16) else "-",
             color=CURVES[i % len(CURVES)],

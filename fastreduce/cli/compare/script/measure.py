@@ -95,11 +95,11 @@ def _measure_speed(plan: Plan, findings: Findings, watch: _Watch, others: FirstN
         _measure_apart(plan, findings, watch, others)
     elif not findings.turns:
         steps = speed.steps_needed(plan, findings.left_out, 6)
-        raise TrainingError(
-            f"{plan.name} ended before a round was over: six, the fewest that have an interval, take {steps} steps; "
-            "train longer, compare fewer --settings, or take no times: --rounds 0 with --train",
-            2,
-        )
+        short = f"{plan.name} ended before a round was over: six, the fewest that have an interval, take {steps} steps"
+        if not plan.trains:
+            wanted = "train longer, compare fewer --settings, or take no times: --rounds 0 with --train"
+            raise TrainingError(f"{short}; {wanted}", 2)
+        findings.missing.append(f"all {plan.rounds} rounds of speed: {short}")
     elif (rounds := _rounds(findings)) < plan.rounds:
         steps = speed.steps_needed(plan, findings.left_out, plan.rounds)
         missing = f"{plan.rounds - rounds} of {plan.rounds} rounds of speed: they take {steps} steps, the script fewer"

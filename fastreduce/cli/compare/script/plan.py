@@ -15,7 +15,7 @@ from .... import FastreduceError
 from ....run import why_not_found
 from ....run.contestants import NO_REDUCTION, TORCHS, canonical
 from ..ending import fail, need
-from ..starting import Nodes, read_launch
+from ..starting import Nodes, check_timeout, read_launch
 
 BASE = "none"
 AGAIN = "none again"  # the control
@@ -140,6 +140,9 @@ def make_plan(
         fail(f"--train {train}: give a number of steps, or whole")
     if target is not None and math.isnan(target):
         fail("--target nan: give a number")
+    if not margin >= 0:
+        fail(f"--margin {margin:g}: give percent, 0 or more")
+    check_timeout(timeout, "compare")
     if seed + seeds > 1 << 32:
         fail(f"--seed {seed} --seeds {seeds}: the last one is {seed + seeds - 1}; allowed: up to {(1 << 32) - 1}")
     if rounds == 0 and train is None:

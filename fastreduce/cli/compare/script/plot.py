@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from ..digits.plot import CURVES, tidy
-from ..intervals import Estimate
+from ..intervals import Estimate, stretches
 from .plan import AGAIN, BASE
 from .quality import Quality
 from .report import Summary
@@ -108,9 +108,9 @@ def _draw_losses(axes: Axes, qualities: Sequence[Quality]) -> None:
     lowest = np.inf
     for i, quality in enumerate(qualities):
         steps = min(len(outcome.losses) for outcome in quality.outcomes)
-        stretches = np.array_split(np.arange(steps), min(STRETCHES, steps))
-        curves = np.array([[np.take(o.losses, s).mean() for s in stretches] for o in quality.outcomes])
-        places = [stretch.mean() for stretch in stretches]
+        parts = stretches(steps, STRETCHES)
+        curves = np.array([[np.take(o.losses, part).mean() for part in parts] for o in quality.outcomes])
+        places = [part.mean() for part in parts]
         colour, style = CURVES[i % len(CURVES)], "--" if i >= len(CURVES) else "-"
         axes.plot(places, curves.mean(0), style, color=colour, label=quality.setting)
         axes.fill_between(places, curves.min(0), curves.max(0), color=colour, alpha=0.12, linewidth=0)

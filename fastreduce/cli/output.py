@@ -1,0 +1,70 @@
+"""Where commands print, and what becomes of one whose output cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, TextIO, cast
+
+import typer
+from typer.core import TyperGroup
+
+
+class Output:
+    """stdout, until it cannot be written: that is said once, and the command goes on, for its results go to files.
+
+    Attributes:
+        failed: whether it could not be written.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.failed = False
+
+    def write(self, text: str) -> int:
+        """As a file."""
+        try:
+            return self._file.write(text)
+        except OSError as error:
+            self._leave(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """As a file."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._leave(error)
+
+    def _leave(self, error: OSError) -> None:
+        self.failed = True
+        with contextlib.suppress(OSError):
+            typer.echo(f"fastreduce: cannot write to stdout: {error.strerror}", err=True)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._file.fileno())  # where the rest goes, what is in its buffer too
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class Commands(TyperGroup):
+    """Commands that print to an `Output`."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run one of them; the exit code is not 0 where what it printed could not be written."""
+        before = sys.stdout
+        if before is None:  # closed by whoever has started this
+            return super().main(*args, **options)
+        output = Output(before)
+        sys.stdout = cast(TextIO, output)
+        try:
+            return super().main(*args, **options)
+        except SystemExit as end:
+            output.flush()
+            if output.failed and not end.code:
+                raise SystemExit(1) from None
+            raise
+        finally:
+            sys.stdout = before

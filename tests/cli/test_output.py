@@ -1,0 +1,62 @@
+"""Commands whose output cannot be written: one line, exit code 1, and their results all the same."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastreduce.cli import main
+from tests.support.commands import INSTALLED, ROOT, run
+from tests.support.results_files import of_a_script, write
+
+SCRIPT = ROOT / "tests" / "support" / "trained_script.py"
+FULL = "fastreduce: cannot write to stdout: No space left on device\n"
+TRACE = '{"displayTimeUnit": "ms", "baseTimeNanoseconds": 0, "fastreduce": {"run": "this"}, "traceEvents": [\n{}\n]}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        (["--version"], ""),
+        (["--help"], ""),
+        (["run", "--help"], ""),
+        (["trace", "FOLDER"], "trace.json"),
+        (["report", "FOLDER/results.json"], "report.html"),
+    ],
+    ids=["version", "help", "help of run", "trace", "report"],
+)
+def test_a_full_disk_is_one_line(
+    arguments: list[str],
+    written: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    (tmp_path / "rank0.json").write_text(TRACE)
+    write(of_a_script(), tmp_path)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            main([word.replace("FOLDER", str(tmp_path)) for word in arguments])
+        assert sys.stdout is full
+    assert (end.value.code, capsys.readouterr().err) == (1, FULL)
+    assert not written or (tmp_path / written).stat().st_size > 0
+
+
+@pytest.mark.parametrize("unwritable", ["> /dev/full", pytest.param(">&-", marks=pytest.mark.long)])
+def test_a_process_ends_without_another_word(unwritable: str):
+    """As Python has, where it ends and text is left in a buffer."""
+    done = run("sh", "-c", f"{INSTALLED} --version {unwritable}")
+    assert (done.returncode, done.stderr) == ((1, FULL) if "full" in unwritable else (0, ""))
+
+
+@pytest.mark.long
+def test_a_comparison_that_nobody_reads_on_is_measured_to_its_end(tmp_path: Path):
+    options = f"--ranks 2 --settings fp16 --rounds 0 --train 5 --seeds 1 --out {tmp_path}"
+    done = run("bash", "-c", f"{INSTALLED} compare {options} {SCRIPT} 5 | head -1; exit ${{PIPESTATUS[0]}}")
+    assert (done.returncode, done.stderr) == (1, "fastreduce: cannot write to stdout: Broken pipe\n")
+    assert done.stdout.count("\n") == 1 and "--train 5 --seeds 1: none, fp16." in done.stdout
+    assert {"compare.png", "results.json"} <= set(os.listdir(tmp_path))

@@ -106,8 +106,14 @@ def test_an_argument_has_torchs_meaning(ranks2: RankPool, argument: str):
 def _arguments_in_order(rank: int, world_size: int) -> None:
     for kind in KINDS:
         names = [name for name in inspect.signature(TorchDDP).parameters if name != "module"]
-        model = DDP[kind](nn.Linear(2, 2), *[ARGUMENTS[n] if n in ("dim", "init_sync") else _default(n) for n in names])
+        given = {"dim": 1, "init_sync": False, "find_unused_parameters": True, "gradient_as_bucket_view": True}
+        torch.manual_seed(rank)
+        net = nn.Linear(2, 2)
+        own = net.weight.detach().clone()
+        model = DDP[kind](net, *[given.get(name, _default(name)) for name in names])
         assert (model.dim, model.process_group) == (1, dist.group.WORLD)
+        assert model.find_unused_parameters and model.gradient_as_bucket_view
+        assert torch.equal(net.weight, own)  # not rank 0's
 
 
 def _default(name: str) -> Any:
@@ -118,16 +124,24 @@ def test_arguments_may_be_given_by_position(ranks2: RankPool):
     ranks2.run(_arguments_in_order)
 
 
-def _mesh_of_all(rank: int, world_size: int) -> None:
-    mesh, seen = dist.device_mesh.init_device_mesh("cpu", (world_size,)), {}
-    for kind in KINDS:
-        model = wrap(kind, whole_(Branches()), device_mesh=mesh)
-        seen[kind] = play(model, ["f1", "b1", "f2", "b2"], rank)
-    assert_same_bits(seen["ours"], seen["torch"])
+def _meshed(rank: int, world_size: int) -> list[Any]:
+    """The gradients where the mesh is all ranks, and where it is this one alone."""
+    meshes, ends = dist.device_mesh.init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("all", "one")), []
+    for name in ("all", "one"):
+        seen = {}
+        for kind in KINDS:
+            model = wrap(kind, whole_(Branches()), device_mesh=meshes[name])
+            seen[kind] = play(model, ["f1", "b1", "f2", "b2"], rank)
+        assert_same_bits(seen["ours"], seen["torch"], name)
+        ends.append(seen["ours"])
+    return ends
 
 
 def test_a_device_mesh_gives_the_group(ranks2: RankPool):
-    ranks2.run(_mesh_of_all)
+    (first, alone), (second, other) = ranks2.run(_meshed)
+    assert_same_bits(first, second)
+    with pytest.raises(AssertionError):
+        assert_same_bits(alone, other)
 
 
 def _tensor_parallel(rank: int, world_size: int) -> None:

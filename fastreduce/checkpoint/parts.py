@@ -28,7 +28,7 @@ def load_into(part: Any, state: Any) -> None:
     target = unwrapped(part)
     if isinstance(target, nn.Module):
         own = target.state_dict()
-        for prefix in ("_orig_mod.", "module.", "_orig_mod."):  # of a file written without us
+        for prefix in ("_orig_mod.", "module.", "_orig_mod."):  # wrapped and compiled, either first
             if all(name.startswith(prefix) for name in state) and not any(name.startswith(prefix) for name in own):
                 state = {name.removeprefix(prefix): value for name, value in state.items()}
     target.load_state_dict(state)

@@ -166,6 +166,7 @@ def _check_same(
         if not set(names.values()) <= set(backends.parse(get_backend()).values()):
             asked["backend"] = (backend, get_backend())
     made = made_here()
+    # Where a store was handed over, nobody knows its address.
     if init_method is not None and made is not None and made.group is group and made.address != "store://":
         asked["address"] = (find_address(init_method, dist.get_world_size()), made.address)
     for name, (wanted, there) in asked.items():

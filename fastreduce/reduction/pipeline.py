@@ -202,7 +202,7 @@ class BucketPipeline:
         direct = self._goes_direct(grads, averaged)
         in_wire = self._kept_in_wire  # once: a hook may ask for statistics meanwhile
         if not direct:
-            with self._collectives if self.wires.nodes else nullcontext():  # of a node, which are part of it
+            with self._collectives if self.wires.nodes else nullcontext():  # it begins with a node's
                 self.compress(grads)
             if unused:
                 self.used.fill_(1)

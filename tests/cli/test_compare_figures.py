@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from fastreduce.cli.compare.curves import STRETCHES
 from fastreduce.cli.compare.intervals import Estimate
 from fastreduce.cli.compare.script import plot, quality, speed
 from fastreduce.cli.compare.script.equivalence import MOST_SEEDS, Equivalence, compare, seeds_needed
@@ -316,5 +317,5 @@ def test_curves_are_of_stretches_of_one_length_all_along(steps: int):
     axes = Figure().subplots()
     plot._draw_losses(axes, quality.summarise(replace(PLAN, settings=(BASE,)), outcomes))
     places = np.asarray(axes.get_lines()[0].get_xdata(), dtype=float)
-    assert min(steps, plot.STRETCHES) <= len(places) < 2 * plot.STRETCHES
+    assert min(steps, STRETCHES) <= len(places) < 2 * STRETCHES
     assert np.diff(places).max() < 1.4 * np.diff(places).min()

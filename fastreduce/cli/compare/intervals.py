@@ -1,4 +1,4 @@
-"""Medians of paired ratios, and their intervals; and the stretches of a training whose means are drawn."""
+"""Medians of paired ratios, and their intervals."""
 
 from __future__ import annotations
 
@@ -39,11 +39,6 @@ def estimate_median(values: Sequence[float] | Floats) -> Estimate:
     """The median and its 95 % interval: order statistics, valid for any distribution, from 6 values on."""
     interval = quantile_test(values, q=1.0, p=0.5).confidence_interval(0.95)
     return Estimate(float(np.median(values)), float(interval.low), float(interval.high))
-
-
-def stretches(steps: int, least: int) -> list[NDArray[np.intp]]:
-    """The steps of a training in `least` parts or more, of nearly the same length, so that noise is alike all along."""
-    return np.array_split(np.arange(steps), steps // max(1, steps // least))
 
 
 def say_ratio(ratio: Estimate, of: str = "") -> str:

@@ -182,8 +182,8 @@ class Ranks(SubprocessContext):
     watches_nodes: ClassVar[bool] = False
     nodes: ClassVar[Nodes | None] = None
     why: ClassVar[str] = ""  # the job has failed here
-    _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes,
-    _ended_at = 0  # nanoseconds; but for those that had told of their own end before
+    _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
+    _ended_at = 0  # when, in nanoseconds: those that had told of their own end before may be
 
     def _start(self) -> None:
         super()._start()  # type: ignore[no-untyped-call]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from ..compare.intervals import Estimate, stretches
+from ..compare.curves import means_over_stretches
+from ..compare.intervals import Estimate
 from ..compare.script.equivalence import Equivalence
 from ..compare.script.plan import BASE
 from ..compare.script.quality import Quality
@@ -28,8 +27,6 @@ from .traces import (
     make_trace,
     values_of,
 )
-
-STRETCHES = 40  # of a training, whose means are drawn
 
 
 def draw_differences(c: Comparison) -> Figure:
@@ -74,9 +71,7 @@ def draw_losses(c: Comparison) -> Figure:
     data: list[Trace] = []
     rows: list[tuple[str, list[Cell]]] = []
     for name, quality in c.qualities.items():
-        steps = min(len(outcome.losses) for outcome in quality.outcomes)
-        parts = stretches(steps, STRETCHES)
-        curves = np.array([[np.take(o.losses, part).mean() for part in parts] for o in quality.outcomes])
+        parts, curves = means_over_stretches([outcome.losses for outcome in quality.outcomes])
         low, mean, high = curves.min(0).tolist(), curves.mean(0).tolist(), curves.max(0).tolist()
         places = [float(part.mean()) + 1 for part in parts]
         if len(quality.outcomes) > 1:

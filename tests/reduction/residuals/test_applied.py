@@ -9,6 +9,7 @@ worked out in FP64. Their sums differ by the residuals that are saved at the end
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import SGD
 
 import fastreduce
 from fastreduce import hooks
@@ -364,20 +366,29 @@ def test_a_step_of_other_gradients_does_not_apply_an_average_that_is_gone():
     ddp.reducer.close()
 
 
+INT4 = "int4:block=32,error_feedback"
+
+
+def _averaged(parameter: torch.nn.Parameter, bring: Callable[[Tensor], None], zeroed: bool, thrown_away: bool) -> SGD:
+    """An average that is applied, and where `thrown_away` another one that is not; their optimizer."""
+    torch.manual_seed(0)
+    optimizer = SGD([parameter], lr=1.0)
+    for applied in [True, False][: 1 + thrown_away]:
+        bring(torch.randn(64))
+        fastreduce.all_reduce_gradients([parameter], INT4)
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=not zeroed)
+    return optimizer
+
+
 @pytest.mark.usefixtures("group_of_one")
 def test_an_average_zeroed_in_place_is_seen_where_no_gradient_comes_before_the_next_call():
     found = []
     for thrown_away in (False, True):
-        torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.zeros(64))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        for step in range(1 + thrown_away):
-            (parameter * torch.randn(64)).sum().backward()
-            fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")
-            if step == 0:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")  # what is owed of the first
+        _averaged(parameter, lambda grad, p=parameter: (p * grad).sum().backward(), True, thrown_away)
+        fastreduce.all_reduce_gradients([parameter], INT4)  # what is owed of the first
         found.append(parameter.grad)
     assert_same_bits(found[1], found[0])
 
@@ -388,20 +399,13 @@ def test_a_step_behind_a_call_under_another_setting_does_not_apply_an_average_th
     """No gradient has come to the parameter that would have told: this rank has none, and others have."""
     found = []
     for thrown_away in (False, True):
-        torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.zeros(64))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        for step in range(1 + thrown_away):
-            parameter.grad = torch.randn(64)
-            fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")
-            if step == 0:
-                optimizer.step()
-            optimizer.zero_grad()
+        optimizer = _averaged(parameter, lambda grad, p=parameter: setattr(p, "grad", grad), False, thrown_away)
         parameter.grad = torch.randn(64)
         fastreduce.all_reduce_gradients([parameter], other)
         optimizer.step()
         parameter.grad = torch.zeros(64)
-        fastreduce.all_reduce_gradients([parameter], "int4:block=32,error_feedback")  # what is owed of the first
+        fastreduce.all_reduce_gradients([parameter], INT4)  # what is owed of the first
         found.append(parameter.grad)
     assert_same_bits(found[1], found[0])
 

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..intervals import say_ratio, stretches
+from ..curves import means_over_stretches
+from ..intervals import say_ratio
 from .statistics import Figures
 from .training import TORCH, TORCH_FP16
 
@@ -35,10 +36,8 @@ def draw(path: Path, figures: Sequence[Figures], title: str) -> None:
 
 
 def _draw_losses(axes: Axes, figures: Sequence[Figures]) -> None:
-    """Means over stretches of the training: single batches are too noisy to compare."""
     for i, f in enumerate(figures):
-        parts = stretches(len(f.losses), STRETCHES)
-        means = [np.take(f.losses, part).mean() for part in parts]
+        parts, (means,) = means_over_stretches([f.losses], STRETCHES)
         axes.plot(
             [part.mean() for part in parts],
             means,

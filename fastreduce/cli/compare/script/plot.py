@@ -12,14 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from ..curves import means_over_stretches
 from ..digits.plot import CURVES, tidy
-from ..intervals import Estimate, stretches
+from ..intervals import Estimate
 from .plan import AGAIN, BASE
 from .quality import Quality
 from .report import Summary
 from .speed import Speed
 
-STRETCHES = 40
 WIDE = 3  # intervals whose ends are further apart than that are drawn on a logarithmic axis
 FASTER, SLOWER, OPEN = "#0072B2", "#D55E00", "#999999"
 
@@ -107,9 +107,7 @@ def _draw_losses(axes: Axes, qualities: Sequence[Quality]) -> None:
     """The mean over the seeds of means over stretches of the training; shaded from the lowest seed to the highest."""
     lowest = np.inf
     for i, quality in enumerate(qualities):
-        steps = min(len(outcome.losses) for outcome in quality.outcomes)
-        parts = stretches(steps, STRETCHES)
-        curves = np.array([[np.take(o.losses, part).mean() for part in parts] for o in quality.outcomes])
+        parts, curves = means_over_stretches([outcome.losses for outcome in quality.outcomes])
         places = [part.mean() for part in parts]
         colour, style = CURVES[i % len(CURVES)], "--" if i >= len(CURVES) else "-"
         axes.plot(places, curves.mean(0), style, color=colour, label=quality.setting)

@@ -10,6 +10,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 KERNELS = "FASTREDUCE_KERNELS"  # which a rank has been told to take
 PATIENCE_SECONDS = 2.0  # until something has failed for the other ranks, too
+NOBODY = "nobody"  # is gone
 
 
 class Nodes(NamedTuple):
@@ -265,12 +267,18 @@ class _Connecting:
         )
 
     def _missing(self, error: TransportError) -> tuple[int, ...]:
-        ranks = [str(rank) for rank in range(self._whole.world_size)]
-        self._notes.set(str(self._whole.rank), ", ".join(map(str, error.missing)))
-        wait_until(self._notes, lambda store: not store.absent(ranks), PATIENCE_SECONDS)
-        found = {rank: self._notes.read(rank) for rank in ranks}
-        missed = {name for note in found.values() if note for name in note.split(", ")}
-        return tuple(int(rank) for rank in ranks if rank in missed and found[rank] is None)
+        mine, ranks = self._whole.rank, [str(rank) for rank in range(self._whole.world_size)]
+        self._notes.set(str(mine), ", ".join(map(str, error.missing)))
+        wait_until(self._notes, lambda store: store.has("named") or not store.absent(ranks), PATIENCE_SECONDS)
+        notes = dict(zip(ranks, self._notes.read_each(ranks), strict=True))
+        missed = {name for note in notes.values() if note for name in note.split(", ")}
+        gone = [rank for rank in ranks if rank in missed and notes[rank] is None]
+        named = self._notes.set_first("named", ", ".join(gone) or NOBODY)
+        self._notes.add("told", 1)
+        waiting = len(ranks) - [*notes.values()].count(None)
+        with suppress(TransportError):  # the store may be this process's, which ends now: first all have the names
+            wait_until(self._notes, lambda store: store.add("told", 0) >= waiting, SOON_SECONDS)
+        return tuple(int(rank) for rank in named.split(", ") if rank not in (NOBODY, str(mine)))
 
 
 class _Telling(Transport):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastreduce.errors import TransportError
 from fastreduce.transports import Nodes, TwoLevelTransport, make_transport
+from fastreduce.transports.local import LocalTransport
 from fastreduce.transports.shm import segments
+from fastreduce.transports.store_client import StoreClient
+from fastreduce.transports.two_level import _Connecting
 from tests.support import two_nodes
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
@@ -31,6 +38,34 @@ def test_places_in_columns():
     assert [n.column for n in seen] == [(0, 1, 2)] * 3 + [()] * 3
     assert [Nodes.of([(0, 1), (2, 3)], rank).column for rank in range(4)] == [(0, 2), (1, 3)] * 2
     assert str(seen[0]) == "0,3 | 1 | 2,4,5"
+
+
+def test_who_asks_last_learns_whom_the_first_names_though_the_store_ends_with_its_process():
+    """Rank 2 is gone; rank 0, which holds the store, ends once it knows; rank 1 waited for rank 0, and learns better."""
+    held: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, ended = held.port, threading.Event()
+
+    def missing(rank: int, misses: int) -> tuple[int, ...]:
+        here: Any = _Connecting.__new__(_Connecting)
+        here._whole = LocalTransport()
+        here._whole.rank, here._whole.world_size = rank, 3
+        here._notes = StoreClient(dist.TCPStore("127.0.0.1", port), 1.0)
+        named: tuple[int, ...] = here._missing(TransportError("", [misses]))
+        return named
+
+    def ends() -> tuple[int, ...]:
+        nonlocal held
+        try:
+            return missing(0, misses=2)
+        finally:
+            del held
+            ended.set()
+
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(ends)
+        time.sleep(0.5)  # of its patience
+        assert missing(1, misses=0) == first.result() == (2,)
+        assert ended.wait(10)
 
 
 @pytest.mark.long

@@ -41,7 +41,7 @@ def test_places_in_columns():
 
 
 def test_who_asks_last_learns_whom_the_first_names_though_the_store_ends_with_its_process():
-    """Rank 2 is gone; rank 0, which holds the store, ends once it knows; rank 1 waited for rank 0, and learns better."""
+    """Rank 2 is gone; rank 0, which holds the store, ends once it knows; rank 1 waits for rank 0, and learns better."""
     held: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port, ended = held.port, threading.Event()
 

@@ -27,7 +27,7 @@ class GradBucket:
         self, index: int, buffer: Tensor, gradients: list[Tensor], parameters: list[Tensor], last: bool
     ) -> None:
         self._index, self._buffer, self._gradients = index, buffer, gradients
-        self._parameters, self._last = parameters, last
+        self._parameters, self._last, self._replaced = parameters, last, False
 
     def index(self) -> int:
         """Place of the bucket among the buckets of this backward."""
@@ -38,8 +38,12 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as views of the buffer."""
-        return self._gradients
+        """The gradients as views of the buffer, of one that `set_buffer` brought, too."""
+        if not self._replaced:
+            return self._gradients
+        flat = self._buffer.view(-1)
+        pieces = zip(flat.split([like.numel() for like in self._gradients]), self._gradients, strict=True)
+        return [piece.as_strided(like.size(), [n * flat.stride(0) for n in like.stride()]) for piece, like in pieces]
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of `gradients`."""
@@ -51,7 +55,7 @@ class GradBucket:
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Put another tensor of as many elements in the buffer's place."""
-        self._buffer = buffer
+        self._buffer, self._replaced = buffer, True
 
 
 class UserHook:

@@ -41,7 +41,7 @@ def _register(ddp: TorchDDP, name: str) -> None:
         ddp._register_fused_optim(torch.optim.SGD, 0.1)
 
 
-def _in_another_buffer(state: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _in_another_buffer(state, bucket):  # torch takes no annotations that are text
     bucket.set_buffer(bucket.buffer() / 2)
     for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
         gradient.mul_(parameter[0].sum())

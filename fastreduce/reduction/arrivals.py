@@ -129,6 +129,11 @@ class Arrivals:
         """Start anew with what is used."""
         self.used[:] = [False] * len(self.used)
 
+    def forget_thrown_away(self) -> None:
+        """What earlier backwards brought, and nobody has kept, was not used."""
+        if any(self.used):  # which it is after a backward that was not reduced
+            self.used[:] = [used and p.grad is not None for used, p in zip(self.used, self._parameters, strict=True)]
+
     def remove(self) -> None:
         """Take the hooks off the parameters."""
         self.attached = False

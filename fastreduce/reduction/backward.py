@@ -291,6 +291,7 @@ class Backward:
             self._recorder.enter(Phase.BACKWARD)
             self._buckets.look()
             if self.armed:
+                self.arrivals.forget_thrown_away()
                 self._tell_joined()
             if self.armed and self.reduced_once:
                 self.arrivals.count()

@@ -491,3 +491,8 @@ def test_with_gpus_each_rank_sees_one(tmp_path: Path, visible: str | None, sees:
     inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = run(sys.executable, WORKER, "script", path, env={**inherited, **env})
     assert done.stdout == f"{sees} 0\n", done.stderr
+
+
+def test_options_are_read_where_python_has_dropped_docstrings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "__doc__", None)  # as `python -OO` does
+    assert make_parser(launch).prog == "fastreduce launch"

@@ -248,6 +248,25 @@ def _play_unused(
     return _play_both(rank, world_size, ops, options, {})
 
 
+THROWN_AWAY = {
+    "before the forward": "f1:abc b1 z ( f2:ab b2 f3:b b3 ) z f4:c b4",
+    "between forward and backward": "f1:abc b1 z ( f2:ab b2 f3:b b3 ) f4:c z b4",
+}
+
+
+@pytest.mark.parametrize("setting", EACH_SETTING)
+@pytest.mark.parametrize("case", THROWN_AWAY)
+def test_what_was_used_and_thrown_away_is_not_used(ranks_views: tuple[RankPool, bool], case: str, setting: str):
+    """Nor does an optimizer move what the reduced backward leaves alone."""
+    ranks, views = ranks_views
+    options = {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-6, "compression": setting}
+    with_it = ranks.run(_play, THROWN_AWAY[case], options)
+    without = ranks.run(_play, "f1:abc b1 z f4:c b4", options)
+    for some, others in zip(with_it, without, strict=True):
+        assert {name for name, grad in some[-1].items() if grad is None} == {"a.weight", "a.bias", "b.weight", "b.bias"}
+        assert_same_bits(some[-1], others[-1])
+
+
 @pytest.mark.parametrize("setting", EACH_SETTING)
 def test_used_flags_travel_under_every_setting(ranks_views: tuple[RankPool, bool], setting: str):
     ranks, views = ranks_views

@@ -167,7 +167,8 @@ def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
     """The parser of torchrun, with our options, defaults and words, for a command: its docstring says what and how."""
     parser = torchrun.get_args_parser()
     parser.prog = torchs_launcher.command = f"fastreduce {function.__name__}"
-    parser.description, parser.usage = (inspect.getdoc(function) or "").split("\n\n")
+    if words := inspect.getdoc(function):  # python -OO leaves none
+        parser.description, parser.usage = words.split("\n\n")
     parser.add_argument(
         "--gpus", type=int, help="Ranks on this machine, each with one GPU of its own, device 0 to it; as CPU ranks "
         "where there is no GPU."

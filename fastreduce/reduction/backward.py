@@ -293,8 +293,8 @@ class Backward:
             if self.armed:
                 self.arrivals.forget_thrown_away()
                 self._tell_joined()
-            if self.armed and self.reduced_once:
-                self.arrivals.count()
+                if self.reduced_once:
+                    self.arrivals.count()
             self._stack.call_at_end(self._on_end)
 
     def _report(self, i: int) -> None:

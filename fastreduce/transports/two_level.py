@@ -267,17 +267,18 @@ class _Connecting:
         )
 
     def _missing(self, error: TransportError) -> tuple[int, ...]:
+        """Who is gone, by the notes of all who ask: the first of them to know tells the others."""
         mine, ranks = self._whole.rank, [str(rank) for rank in range(self._whole.world_size)]
         self._notes.set(str(mine), ", ".join(map(str, error.missing)))
         wait_until(self._notes, lambda store: store.has("named") or not store.absent(ranks), PATIENCE_SECONDS)
-        notes = dict(zip(ranks, self._notes.read_each(ranks), strict=True))
-        missed = {name for note in notes.values() if note for name in note.split(", ")}
-        gone = [rank for rank in ranks if rank in missed and notes[rank] is None]
+        notes = self._notes.read_each(ranks)
+        missed = {name for note in notes if note for name in note.split(", ")}
+        gone = [rank for rank, note in zip(ranks, notes, strict=True) if rank in missed and note is None]
         named = self._notes.set_first("named", ", ".join(gone) or NOBODY)
-        self._notes.add("told", 1)
-        waiting = len(ranks) - [*notes.values()].count(None)
-        with suppress(TransportError):  # the store may be this process's, which ends now: first all have the names
-            wait_until(self._notes, lambda store: store.add("told", 0) >= waiting, SOON_SECONDS)
+        asking = len(ranks) - notes.count(None)
+        with suppress(TransportError):  # the store may end with this process: not before all who ask have the names
+            self._notes.add("told", 1)
+            wait_until(self._notes, lambda store: store.add("told", 0) >= asking, SOON_SECONDS)
         return tuple(int(rank) for rank in named.split(", ") if rank not in (NOBODY, str(mine)))
 
 

@@ -213,6 +213,7 @@ UNUSED = {
     "on one rank only": ("f1:! b1 z f2:! b2 f3:! b3", ("abc", "ab", "abc")),
     "used under no_sync only": ("( f1:ab b1 ) f2:b b2 z ( f3:a b3 ) f4:b b4 z f5:b b5", None),
     "used under no_sync by one rank only": ("( f1:! b1 ) f2:b b2 z ( f3:! b3 ) f4:b b4 f5:b b5", ("ab", "b", "b")),
+    "used under no_sync only, and zeroed in place": ("f1:abc b1 Z ( f2:ab b2 ) Z f3:c b3", None),
     "from the third step on": ("f1:a b1 z f2:a b2 z f3:abc b3 z f4:abc b4 z f5:a b5", None),
     "stale and unused, then used by one rank": ("f1:abc b1 f2:a b2 f3:! b3 f4:a b4", ("abc", "a", "a")),
 }
@@ -257,7 +258,7 @@ THROWN_AWAY = {
 @pytest.mark.parametrize("setting", EACH_SETTING)
 @pytest.mark.parametrize("case", THROWN_AWAY)
 def test_what_was_used_and_thrown_away_is_not_used(ranks_views: tuple[RankPool, bool], case: str, setting: str):
-    """Nor does an optimizer move what the reduced backward leaves alone."""
+    """The reduced backward leaves it alone, as if those before had not been."""
     ranks, views = ranks_views
     options = {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-6, "compression": setting}
     with_it = ranks.run(_play, THROWN_AWAY[case], options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fastreduce.errors import TransportError
-from fastreduce.transports import Nodes, TwoLevelTransport, make_transport
+from fastreduce.transports import Nodes, TwoLevelTransport, make_transport, two_level
 from fastreduce.transports.local import LocalTransport
 from fastreduce.transports.shm import segments
 from fastreduce.transports.store_client import StoreClient
@@ -43,13 +42,12 @@ def test_places_in_columns():
 def test_who_asks_last_learns_whom_the_first_names_though_the_store_ends_with_its_process():
     """Rank 2 is gone; rank 0, which holds the store, ends once it knows; rank 1 waits for rank 0, and learns better."""
     held: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port, ended = held.port, threading.Event()
+    notes = [StoreClient(dist.TCPStore("127.0.0.1", held.port), 60.0) for _ in range(2)]
 
     def missing(rank: int, misses: int) -> tuple[int, ...]:
         here: Any = _Connecting.__new__(_Connecting)
-        here._whole = LocalTransport()
+        here._whole, here._notes = LocalTransport(), notes[rank]
         here._whole.rank, here._whole.world_size = rank, 3
-        here._notes = StoreClient(dist.TCPStore("127.0.0.1", port), 1.0)
         named: tuple[int, ...] = here._missing(TransportError("", [misses]))
         return named
 
@@ -59,13 +57,12 @@ def test_who_asks_last_learns_whom_the_first_names_though_the_store_ends_with_it
             return missing(0, misses=2)
         finally:
             del held
-            ended.set()
 
-    with ThreadPoolExecutor() as threads:
+    notes[1].set("1", "0")  # before rank 0 has lost its patience, however busy the machine is
+    with ThreadPoolExecutor() as threads, patch.object(two_level, "SOON_SECONDS", 60.0):
         first = threads.submit(ends)
-        time.sleep(0.5)  # of its patience
+        time.sleep(0.5)
         assert missing(1, misses=0) == first.result() == (2,)
-        assert ended.wait(10)
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from ..environment.signals import is_of_signal
 from ..errors import CheckpointError, SettingError, TransportError
 from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.flight_recorder import all_recorders
-from ..reduction.telemetry.whereabouts import explain_elsewhere, in_other_call
+from ..reduction.telemetry.watch import explain_elsewhere, in_other_call
 from ..transports.messages import gather_bytes
 from ..transports.ranks import check_process, group_device
 from . import snapshot_file

@@ -32,7 +32,8 @@ from ..reduction.telemetry.counter_files import VARIABLE as COUNTERS
 from ..reduction.telemetry.flight_record import Phase
 from ..reduction.telemetry.flight_recorder import all_flights, answer_debug_server
 from ..reduction.telemetry.trace import VARIABLE as TRACE
-from ..reduction.telemetry.whereabouts import Whereabouts, explain_elsewhere
+from ..reduction.telemetry.watch import explain_elsewhere
+from ..reduction.telemetry.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from ..transports.ranks import client_of, timeout_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastreduce
-from fastreduce.reduction.telemetry import whereabouts
+from fastreduce.reduction.telemetry import watch
 from tests.support.models import (
     EXACT,
     Branches,
@@ -36,7 +36,7 @@ def _regroup(rank: int, world_size: int, groups: list[list[int]], options: dict[
         for group, ranks in zip(made, groups, strict=True):
             model._update_process_group(group)
             if kind == "ours" and rank in ranks:  # one rank alone tells nobody where it is
-                assert (model.reducer.recorder in whereabouts._watch._places) == (len(ranks) > 1)
+                assert (model.reducer.recorder in watch._watch._places) == (len(ranks) > 1)
             for step in range(3):
                 model.zero_grad()
                 if rank in ranks:

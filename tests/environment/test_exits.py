@@ -79,14 +79,14 @@ def test_each_end_is_in_its_step():
     where = {step: sorted(modules) for step, modules in ends.items()}
     where["FILES"] = []  # where a folder was made
     assert where == {
-        "TELL": ["reduction.telemetry.whereabouts", "transports.mpi.communicator", "transports.shm.connection"],
+        "TELL": ["reduction.telemetry.watch", "transports.mpi.communicator", "transports.shm.connection"],
         "DELIVER": ["distributed.point_to_point"],
         "REDUCERS": [
             "elastic.membership",
             "fsdp.model",
             "hooks",
             "reduction.reducer",
-            "reduction.telemetry.whereabouts",
+            "reduction.telemetry.watch",
         ],
         "NCCL": ["transports.nccl.connection"],
         "GLOO": ["transports.gloo"],

@@ -19,7 +19,8 @@ from .flight_recorder import FlightRecorder
 from .nonfinite import NonFiniteSteps
 from .stragglers import EVERY, Stragglers
 from .trace import Trace
-from .whereabouts import Whereabouts, explain, forget, in_other_call, watch
+from .watch import forget, in_other_call, watch
+from .whereabouts import Whereabouts, explain
 
 
 class Telemetry:

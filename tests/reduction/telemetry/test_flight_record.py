@@ -27,6 +27,7 @@ from fastreduce.reduction.clocks import Point
 from fastreduce.reduction.telemetry import other_call, whereabouts
 from fastreduce.reduction.telemetry.flight_record import BucketFlight, Phase
 from fastreduce.reduction.telemetry.flight_recorder import STEPS, FlightRecorder, _of_optimizer
+from fastreduce.reduction.telemetry.watch import _Watch
 from fastreduce.reduction.telemetry.whereabouts import Whereabouts
 from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import finish, started, with_environment
@@ -294,9 +295,9 @@ def test_a_process_is_known_from_its_wrapping_on(monkeypatch: pytest.MonkeyPatch
         def introduce(self, rank: int) -> None:
             self.asked.set()
 
-    monkeypatch.setattr(whereabouts, "LOOK_SECONDS", 1000.0)
-    monkeypatch.setattr(whereabouts, "SHORTEST", 1000.0)
-    place, recorder, watch = There(), FlightRecorder(0, 2, [], []), whereabouts._Watch()
+    monkeypatch.setattr("fastreduce.reduction.telemetry.watch.LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr("fastreduce.reduction.telemetry.watch.SHORTEST", 1000.0)
+    place, recorder, watch = There(), FlightRecorder(0, 2, [], []), _Watch()
     watch.add(recorder, place, lambda: None)
     assert place.asked.wait(20.0)
     watch.remove(recorder)
@@ -314,7 +315,7 @@ def test_nobody_is_told_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
 
         tell = introduce
 
-    place, recorder, watch = Gone(), FlightRecorder(0, 2, [], []), whereabouts._Watch()
+    place, recorder, watch = Gone(), FlightRecorder(0, 2, [], []), _Watch()
     watch.add(recorder, place, lambda: None)
     deadline = time.monotonic() + 100
     while not place.asked and time.monotonic() < deadline:

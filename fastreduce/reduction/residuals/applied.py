@@ -82,6 +82,8 @@ class Applied:
         self._counted = counted
         self.expected: list[Factor] = [scale] * count
         self._rest: list[Factor] = [1.0] * count
+        # What another stream than its own may read still: until then its memory must not be given to anybody.
+        self._replaced: list[Factor | None] = []
         self._stepped = [False] * count
         self._told: set[int] = set()
         self._carried: list[Factor | None] = [None] * count
@@ -103,6 +105,10 @@ class Applied:
     def end(self) -> None:
         """Be told no more: `factors` has been asked for the last time."""
         leave(self)
+
+    def _replace(self, factors: list[Any], i: int, by: Factor) -> None:
+        self._replaced.append(factors[i])
+        factors[i] = by
 
     def _state(self, i: int) -> tuple[Tensor | None, bool]:
         """The gradient of slot `i`, and whether it is as it was left, but for what is known."""
@@ -156,7 +162,7 @@ class Applied:
                 if not (intact and self._counted):
                     written.append(i)
         for i, factor in zip(written, self._measure(written), strict=True):
-            self._rest[i] = self._rest[i] * factor
+            self._replace(self._rest, i, self._rest[i] * factor)
         if applies is ONE:  # a GradScaler that took the loss scale out has just waited for the device
             self._read_expected(chosen)
         if expected is not ONE:
@@ -205,7 +211,7 @@ class Applied:
                 self._carried[i] = factor
             else:  # zeroed in place, or something has accumulated already
                 there = float(factor != 0) if isinstance(factor, float) else (factor != 0).double()
-                self._carried[i] = known * there
+                self._replace(self._carried, i, known * there)
         self.refresh(written)
 
     def is_optimized(self, i: int) -> bool:
@@ -304,9 +310,9 @@ class Applied:
                 if own is None:
                     continue
                 if isinstance(factor, Tensor):
-                    mine[i] = torch.where(factor.isnan(), own, factor)
+                    self._replace(mine, i, torch.where(factor.isnan(), own, factor))
                 elif not math.isnan(factor) and factor != own:
-                    mine[i] = factor
+                    self._replace(mine, i, factor)
 
     def carried(self) -> set[int]:
         """Positions of the slots whose averages nobody has applied, and are in `.grad` still."""

@@ -230,7 +230,11 @@ def cuda_stand_in() -> Iterator[None]:
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
         current[0] = stream_id
 
-    calls = {"_cuda_getCurrentStream": lambda index: current, "_cuda_setStream": set_stream}
+    calls = {
+        "_cuda_getCurrentStream": lambda index: current,
+        "_cuda_setStream": set_stream,
+        "_cuda_getDevice": lambda: 0,
+    }
     with (
         patch.object(backends, "why_not", lambda name, device: None),
         patch.object(averaging, "one_by_one", lambda device, transport: True),

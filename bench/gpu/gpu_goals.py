@@ -56,7 +56,7 @@ def gpu_goals(rows: Iterable[Row]) -> Iterator[Goal]:
         yield worst(f"{backend}: times as fast as plain torch", 2.5, _faster(casts, ALLOCATING))
         yield worst(f"{backend}: times as fast as torch's foreach copies", 1.3, _faster(casts, ("foreach",)))
         yield with_statistics(backend, {what: cases[case] for what, case in STATISTICS.items() if case in cases})
-    for tokens in (128, 1024):
+    for tokens in (128, 1024, 4096):
         rival = good.get(f"gpt2, {tokens} tokens", {}).get("contestants", {}).get(RIVAL, {})
         what = f"GPT-2 124M, {tokens} tokens, fp16: time added to a step / by torch with views and FP16 hook"
         share = rival.get("overhead_ratio")

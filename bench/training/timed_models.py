@@ -65,13 +65,14 @@ class Gpt2(nn.Module):
 
 
 def build(name: str, width: int, rank: int, tokens: int = 128) -> tuple[nn.Module, Tensor]:
-    """A model, the same on every rank, and this rank's batch: of GPT-2 one sequence of so many tokens."""
+    """A model, the same on every rank, and this rank's batch: of GPT-2 tokens, in sequences of 1,024 at most."""
     torch.manual_seed(0)
     if name == "gpt2":
         vocabulary = 50257 if width == 768 else 100
-        model: nn.Module = Gpt2(width, 12 if width == 768 else 2, vocabulary, max(tokens, 128))
+        sequence = min(tokens, 1024)
+        model: nn.Module = Gpt2(width, 12 if width == 768 else 2, vocabulary, max(sequence, 128))
         torch.manual_seed(1 + rank)
-        return model, torch.randint(vocabulary, (1, tokens))
+        return model, torch.randint(vocabulary, (tokens // sequence, sequence))
     model = TinyParameters() if name == "tiny" else linear_layers(width)
     torch.manual_seed(1 + rank)
     return model, torch.randn(8, 64 if name == "tiny" else width)

@@ -324,14 +324,20 @@ class CudaStream:
 
     def submit(self, begin: Part) -> Pending:
         """Enqueue a job behind what the current stream holds now."""
-        ready = torch.cuda.current_stream(self._device).record_event()
+        current = torch.cuda.current_stream(self._device)
+        ready = current.record_event()
         if self._thread is not None:
             return _OnStream(self, self._thread.submit(lambda: self._begin(begin, ready)))
         self._ahead = True  # of what fails, too, a part may be on the stream
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
-            job = at_once(begin)
-        return _OnStream(self, job)
+        self._stream.wait_event(ready)
+        if torch.cuda.current_device() != self._device.index:
+            with torch.cuda.stream(self._stream):
+                return _OnStream(self, at_once(begin))
+        torch.cuda.set_stream(self._stream)  # a scope would look for the device and both streams anew
+        try:
+            return _OnStream(self, at_once(begin))
+        finally:
+            torch.cuda.set_stream(current)
 
     def begin(self, begin: Part) -> Pending:
         """Begin a job behind what the current stream holds now."""

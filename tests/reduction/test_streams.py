@@ -59,12 +59,12 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """The four names of torch.cuda that a stream may use."""
+    """The names of torch.cuda that a stream may use."""
 
     Stream = FakeStream
 
-    def __init__(self) -> None:
-        self.compute = FakeStream()
+    def __init__(self, device: int) -> None:
+        self.compute, self._device = FakeStream(), device
         self._on_thread = threading.local()
 
     @property
@@ -76,6 +76,13 @@ class FakeCuda:
         assert device == DEVICE
         return self.current
 
+    def current_device(self) -> int:
+        return self._device
+
+    def set_stream(self, stream: FakeStream) -> None:
+        assert self._device == DEVICE.index, "torch would make the stream's device the current one, and leave it so"
+        self._on_thread.stream = stream
+
     @contextlib.contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self._on_thread.stream = self.current, stream
@@ -85,9 +92,9 @@ class FakeCuda:
             self._on_thread.stream = before
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
+@pytest.fixture(params=[0, 1], ids=["", "another device is the current one"])
+def cuda(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeCuda:
+    fake = FakeCuda(request.param)
     monkeypatch.setattr(torch, "cuda", fake)
     return fake
 

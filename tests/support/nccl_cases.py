@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -317,3 +319,20 @@ def ends_cleanly(rank: int, size: int, place: Place) -> str:
 
 
 in_use: NcclTransport
+
+
+def lets_go_of_what_has_not_ended(rank: int, size: int, place: OnHost, seconds: float) -> None:
+    """The script ends behind a group whose communicator takes its time to end, and tells in a file that it has."""
+    destroy = nccl_stand_in.NcclCommunicator.destroy
+
+    def slowly(self: nccl_stand_in.NcclCommunicator) -> None:
+        time.sleep(seconds)
+        Path(place.directory, "ended").touch()
+        destroy(self)
+
+    nccl_stand_in.NcclCommunicator.destroy = slowly  # type: ignore[method-assign]
+    group = dist.new_group()
+    works_again(group, size, place)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from fastreduce.transports.nccl import library
+from tests.support import nccl_cases
+from tests.support.ranks import run_ranks
 
 
 def test_a_watchdog_has_a_context_when_it_asks_the_driver_for_a_capture_mode(
@@ -37,3 +40,10 @@ def test_a_watchdog_has_a_context_when_it_asks_the_driver_for_a_capture_mode(
     refuses[0] = True
     library.Cuda().enter_watchdog(torch.device("cuda", 0))
     assert "NCCL's watchdog on cuda:0: the driver refuses its thread a capture mode" in caplog.text
+
+
+def test_a_process_ends_behind_communicators_whose_group_is_gone(tmp_path: Path):
+    """A thread that comes back from C++ when Python has gone aborts the process: seen on a GPU."""
+    place = nccl_cases.OnHost(str(tmp_path))
+    run_ranks(nccl_cases.run_case, 1, nccl_cases.lets_go_of_what_has_not_ended, place, 2.0)
+    assert (tmp_path / "ended").exists()

@@ -25,7 +25,15 @@ from ..store_client import SOON_SECONDS
 from . import library
 from .communicator import Communicator, Enqueue, Entry
 from .library import GpuPlace, check_distinct
-from .watchdog import END_SECONDS, WAKE_SECONDS, Watchdog, raise_in_main_thread, withdraw_from_main_thread
+from .watchdog import (
+    END_SECONDS,
+    WAKE_SECONDS,
+    Watchdog,
+    join_all,
+    raise_in_main_thread,
+    running,
+    withdraw_from_main_thread,
+)
 
 PATIENCE_SECONDS = 4 * WAKE_SECONDS  # for ranks to note how far they are, once one has failed
 
@@ -106,10 +114,6 @@ class NcclConnection:
             if self._open and self._communicators:
                 self.leave()
             self._watchdog.end()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the communicators' end."""
-        self._watchdog.join(seconds)
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:
         """Every rank's value, over the store. A rank that raises has left; all ranks may then try again.
@@ -326,12 +330,9 @@ def _hex(value: Any) -> bytes:
 
 
 def _end_all() -> None:
-    connections = list(_alive)
-    for connection in connections:
+    for connection in list(_alive):
         connection.end()
-    deadline = time.monotonic() + 2 * END_SECONDS
-    for connection in connections:
-        connection.join(max(0.0, deadline - time.monotonic()))
 
 
 at_exit(Exit.NCCL, _end_all, _alive)
+at_exit(Exit.NCCL, join_all, running)

@@ -15,6 +15,9 @@ from .communicator import Communicator
 WAKE_SECONDS = 0.5
 END_SECONDS = 5.0  # for what is under way when communicators end: nobody waits for ever at exit
 
+running: set[Watchdog] = set()
+"""Those whose threads have not ended, though what they watched may be gone."""
+
 
 class Watched(Protocol):
     """What a watchdog looks after."""
@@ -32,14 +35,16 @@ class Watchdog:
 
     def __init__(self, watched: Watched, communicators: dict[Any, Communicator]) -> None:
         self._watched, self._communicators = weakref.ref(watched), communicators
-        self._over, self._done = threading.Event(), threading.Event()
-        self._aborts = self._started = False
+        self._over, self._aborts = threading.Event(), False
+        self._thread: threading.Thread | None = None
 
     def start(self, prepare: Callable[[], None]) -> None:
         """Begin, unless it has; `prepare` is called first, on the thread."""
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._work, args=(prepare,), name="fastreduce-nccl-watchdog", daemon=True).start()
+        if self._thread is None:
+            running.add(self)
+            name = "fastreduce-nccl-watchdog"
+            self._thread = threading.Thread(target=self._work, args=(prepare,), name=name, daemon=True)
+            self._thread.start()
 
     def end(self, abort: bool = False) -> None:
         """Stop looking; the communicators end, or are aborted."""
@@ -48,8 +53,8 @@ class Watchdog:
 
     def join(self, seconds: float) -> None:
         """Wait until the communicators have ended, but not for long: NCCL may wait for a peer that is gone."""
-        if self._started:
-            self._done.wait(seconds)
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def _work(self, prepare: Callable[[], None]) -> None:
         try:
@@ -61,7 +66,7 @@ class Watchdog:
                 del watched  # nobody waits for this thread to let go
             self._end_communicators()
         finally:
-            self._done.set()
+            running.discard(self)
 
     def _end_communicators(self) -> None:
         deadline = time.monotonic() + END_SECONDS
@@ -72,6 +77,13 @@ class Watchdog:
             while not self._aborts and communicator.busy and time.monotonic() < deadline:
                 time.sleep(0.01)
             communicator.end(abort=self._aborts or communicator.busy)
+
+
+def join_all() -> None:
+    """At exit, once all have been told to end: a thread that came back from C++ then would abort the process."""
+    deadline = time.monotonic() + 2 * END_SECONDS
+    for watchdog in list(running):
+        watchdog.join(max(0.0, deadline - time.monotonic()))
 
 
 def raise_in_main_thread(text: str) -> None:

@@ -24,8 +24,8 @@ COLUMNS = [
     "date", "commit", "rehearsal", "gpu", "driver", "cores", "load", "python", "torch", "triton", "cupy", "numba-cuda",
     "nccl", "phase", "case", "contestant", "rounds", "median_s", "gpu_s", "host_s", "late", "launches",
     "host_us_a_launch", "bytes", "gb_per_s", "of_copy", "ratio", "ratio_low", "ratio_high", "backward_host_s",
-    "backward_overhead_s", "overhead_s", "overhead_ratio", "overhead_ratio_low", "overhead_ratio_high", "first_of_turn_s",
-    "first_call_s", "peak_bytes", "device_bytes", "error", "wrong", "predicted", "other",
+    "backward_overhead_s", "overhead_s", "overhead_ratio", "overhead_ratio_low", "overhead_ratio_high",
+    "first_of_turn_s", "first_call_s", "peak_bytes", "device_bytes", "error", "wrong", "predicted", "other",
 ]  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from .goals import NOT_PLAIN, Results
 OURS, TORCH, NEITHER = "#0b6e99", "#e07b39", "#8a8a8a"
 BACKENDS = {"numba_cpu": OURS, "triton": OURS, "numba_cuda": "#7bb8d0"}
 
+HOOKS = "empty Python hooks"
+
 Rows = dict[str, Any]  # a contestant → its figures
 Panel = tuple[Callable[[Axes, Any], None], str, Any]
 
@@ -44,7 +46,7 @@ def draw(results: Results, path: Path) -> None:
         for panel, title, data in (
             (draw_kernels, "Kernels, gradients of ResNet-50, one thread", kernels),
             (draw_steps, "Step, 25 M parameters, 2 gloo ranks", steps),
-            (_overheads, "What a wrapper adds, 1,000 parameters of 64", overheads),
+            (draw_overheads, "What a wrapper adds, 1,000 parameters of 64", overheads),
         )
         if data
     ]
@@ -52,8 +54,8 @@ def draw(results: Results, path: Path) -> None:
         draw_panels(panels, path)
 
 
-def draw_panels(panels: Sequence[Panel], path: Path, height: float = 7, above: str = "") -> None:
-    """Write panels side by side: each a function that draws, a title, and what it draws."""
+def draw_panels(panels: Sequence[Panel], path: Path, height: float = 7, above: str = "", warns: bool = False) -> None:
+    """Write panels side by side: each a function that draws, a title, and what it draws; `warns`: `above` is red."""
     size = (7.2 * len(panels), height)
     figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for (panel, title, data), axis in zip(panels, axes[0], strict=True):
@@ -62,7 +64,7 @@ def draw_panels(panels: Sequence[Panel], path: Path, height: float = 7, above: s
         axis.spines[["top", "right"]].set_visible(False)
         axis.invert_yaxis()
     if above:
-        figure.suptitle(above, color="#b00020", fontweight="bold")
+        figure.suptitle(above, color="#b00020" if warns else "black", fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -89,7 +91,7 @@ def draw_kernels(axis: Axes, kernels: dict[str, dict[str, Rows]]) -> None:
     axis.axvline(1, color="black", lw=0.8, ls=":")
     axis.set_yticks(range(len(kernels)), list(kernels))
     axis.set(xlabel="bytes a second / those of a copy in the same run")
-    axis.legend(loc="lower right", frameon=False)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def draw_steps(axis: Axes, steps: dict[str, dict[str, Any]]) -> None:
@@ -102,15 +104,16 @@ def draw_steps(axis: Axes, steps: dict[str, dict[str, Any]]) -> None:
     axis.set(xlabel="ms, median and quartiles")
 
 
-def _overheads(axis: Axes, overheads: dict[str, dict[str, Any]]) -> None:
+def draw_overheads(axis: Axes, overheads: dict[str, dict[str, Any]]) -> None:
+    """By title and contestant: what a wrapper adds to a step."""
     labels: list[str] = []
     for title, rows in overheads.items():
         for name, row in rows.items():
             if "overhead_s" not in row:
                 continue
             median, low, high = (1e3 * s for s in row["overhead_s"])
-            colour = OURS if name == "fastreduce" else TORCH if name.startswith("torch") else NEITHER
+            colour = NEITHER if name == HOOKS else TORCH if name.startswith("torch") else OURS
             axis.barh(len(labels), median, 0.7, color=colour, xerr=[[median - low], [high - median]], capsize=2)
-            labels.append(f"{name} ({title})")
+            labels.append(f"{name} ({title})" if title else name)
     axis.set_yticks(range(len(labels)), labels)
     axis.set(xlabel="ms a step, median and its 95 % interval")

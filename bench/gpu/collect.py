@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..goals import NOT_PLAIN
-from ..plot import Panel, draw_kernels, draw_panels, draw_steps
+from ..kernels.kernel_cases import case_id
+from ..plot import Panel, draw_kernels, draw_overheads, draw_panels
 from ..report import COLOURS, add_goal, cells
 from .gpu_goals import gpu_goals, shown
+from .kernel_rows import GOALS
 from .lines import FILE, ROOT, Row, commit, read, rows, sources
 from .probe import MACHINE
 
@@ -349,20 +351,21 @@ def write(path: Path, found: Iterable[dict[str, Any]], mode: str) -> None:
 
 
 def draw(last: Sequence[Row], path: Path, above: str) -> None:
-    """Write the plot: kernels against a copy, and steps at each length."""
+    """Write the plot: kernels on which a goal stands against a copy, and what wrappers add to steps."""
     kernels: dict[str, dict[str, Any]] = {}
     panels: list[Panel] = []
+    shown_kernels = {case_id(named) for named in GOALS}
     for row in last:
         ours = row.result.get("ours", "")
         if row.status == "done" and ours in ("triton", "numba_cuda") and not row.result.get("wrong"):
-            case = row.case.removesuffix(f"-{ours}").replace("-", " ")
-            kernels.setdefault(case, {})[ours] = row.result["contestants"]
+            case = row.case.removesuffix(f"-{ours}")
+            if case in shown_kernels:
+                kernels.setdefault(case.replace("-", " "), {})[ours] = row.result["contestants"]
     if kernels:
         panels.append((draw_kernels, "Kernels, the GPU's time", kernels))
-    panels += [
-        (draw_steps, f"Step, {row.case}", row.result["contestants"])
-        for row in last
-        if row.status == "done" and "unwrapped" in row.result.get("contestants", {})
-    ][:3]
+    steps = [row for row in last if row.status == "done" and "unwrapped" in row.result.get("contestants", {})]
+    steps.sort(key=lambda row: row.case.count(","))  # the headline before other settings
+    for row in steps[:3]:
+        panels.append((draw_overheads, f"What a wrapper adds to a step: {row.case}", {"": row.result["contestants"]}))
     if panels:
-        draw_panels(panels, path, max(7, 0.3 * len(kernels)), above)
+        draw_panels(panels, path, max(7, 0.3 * len(kernels)), above, warns=any(row.rehearsal for row in last))

@@ -121,7 +121,7 @@ def numba_cases(rehearsal: bool) -> list[Case]:
     return [kernel_case("numba_cuda", each, "cpu" if rehearsal else "cuda", 12) for each in NUMBA]
 
 
-def kernel_case(backend: str, named: Named, device: str, seconds: float = 7) -> Case:
+def kernel_case(backend: str, named: Named, device: str, seconds: float = 4) -> Case:
     """One operation over a model's buckets by a backend, beside torch's ways and a copy."""
     return Case(f"{case_id(named)}-{backend}", seconds, partial(_kernel, backend, named, device))
 

@@ -10,7 +10,7 @@ from . import kernel_rows, probe, sharded_rows, step_rows
 from .worker_cases import Case
 
 # Minutes of thirty.
-SHARES = {"probe": 2.0, "tests": 4.0, "kernels": 7.5, "steps": 6.0, "ranks": 6.5, "numba": 4.0}
+SHARES = {"probe": 1.5, "tests": 3.0, "kernels": 5.0, "steps": 8.0, "ranks": 8.0, "numba": 4.5}
 GPU, NO_GPU = ("-m", "gpu"), ("-m", "not gpu and not long")
 
 

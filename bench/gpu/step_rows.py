@@ -118,12 +118,12 @@ def cases(rehearsal: bool, out: Path) -> list[Case]:
 
     def memory(*names: str) -> Iterator[Case]:
         for name in names:
-            yield Case(f"memory: {name}", 15, partial(_memory, HEADLINE[name], device), alone=True)
+            yield Case(f"memory: {name}", 12, partial(_memory, HEADLINE[name], device), alone=True)
 
     return [
-        Case("gpt2, 128 tokens", 55, partial(_steps, HEADLINE, device, 128, ROUNDS)),
-        Case("gpt2, 4096 tokens", 60, partial(_steps, HEADLINE, device, 4096)),
-        Case("gpt2, 1024 tokens", 50, partial(_steps, HEADLINE, device, 1024, ROUNDS)),
+        Case("gpt2, 128 tokens", 50, partial(_steps, HEADLINE, device, 128, ROUNDS)),
+        Case("gpt2, 4096 tokens", 45, partial(_steps, HEADLINE, device, 4096)),
+        Case("gpt2, 1024 tokens", 45, partial(_steps, HEADLINE, device, 1024, ROUNDS)),
         *memory(OURS, RIVAL),
         Case("gpt2, 128 tokens, settings", 40, partial(_steps, SETTINGS, device, 128)),
         Case("trace", 15, partial(_trace, device, out)),

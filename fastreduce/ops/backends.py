@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, wraps
+from importlib.metadata import version
 from types import ModuleType
 
 import torch
@@ -94,6 +95,13 @@ def _why_not_numba_cuda(device: torch.device) -> str | None:
             return (
                 f"numba-cuda finds no NVVM to compile with ({reason}): set CUDA_HOME to CUDA's folder, such as "
                 f"/usr/local/cuda, before the process starts, or: {pip_install('numba-cuda[cu{}]')}"
+            )
+        try:
+            importlib.import_module("numba.cuda.cudaimpl")  # which the first kernel would import
+        except AttributeError as error:
+            return (
+                f"numba-cuda {version('numba-cuda')} does not fit NumPy {version('numpy')} ({error}): pip install "
+                "'numpy<2.5', or a later numba-cuda"
             )
     if device.type != "cpu" and simulated:
         return f"Numba's simulator is on, which works on CPU tensors, not on {device}: unset NUMBA_ENABLE_CUDASIM"

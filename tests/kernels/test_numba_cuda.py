@@ -70,6 +70,23 @@ def test_the_reason_why_it_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch):
     assert "pip install" in (backends.why_not("numba_cuda", CUDA) or "")
 
 
+# As NumPy 2.5 is, which needs a later Python than some that this runs on.
+WITHOUT_ROW_STACK = """
+import numpy
+if hasattr(numpy, "row_stack"):
+    del numpy.row_stack
+import torch
+from fastreduce.ops import backends
+print(backends.why_not("numba_cuda", torch.device("cuda", 0)))
+"""
+
+
+def test_a_numpy_that_numba_cuda_does_not_fit_is_named():
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_ROW_STACK]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert "does not fit NumPy" in said and "pip install 'numpy<2.5'" in said
+
+
 TAGS = {**numba_cuda_tiles.TAGS, torch.int8: np.int8(0)}
 # Dtypes of memory that take every path of a load and of a store.
 PAIRS = [

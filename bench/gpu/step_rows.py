@@ -163,6 +163,7 @@ def _model(device: str, tokens: int) -> Iterator[tuple[nn.Module, Tensor, dist.P
 
 def _can_run(settings: dict[str, Setting], device: str) -> dict[str, Setting]:
     """All of them; in a rehearsal without NCCL, and with interpreted kernels for the first one that has Triton's."""
+    settings = {name: replace(setting, applies=True) for name, setting in settings.items()}
     if device == "cpu":
         found, first = {}, next((name for name, setting in settings.items() if setting.kernels == "triton"), "")
         for name, setting in settings.items():

@@ -51,6 +51,7 @@ class Setting:
     zero_in_place: bool = False  # in place of zero_grad's None
     node_hooks: bool = False  # a Python function on each parameter that does nothing
     clip: bool = False  # gradients by their norm, with what the wrapper offers for it
+    applies: bool = False  # averages, behind the step: what becomes of others error feedback has to measure
     recording: str = "record"  # as wrappers of ours do; "nothing" of a flight record; also "count", or "trace"
     kernels: str = "numba_cpu"
     transport: Callable[[dist.ProcessGroup], Transport] | str | None = "gloo"  # of our class; None: it chooses
@@ -91,12 +92,15 @@ class Contestant:
             # Its earliest beginning, so that the steps that warm up are over before times are taken.
             options: dict[str, Any] = {"start_powerSGD_iter": 2, "orthogonalization_epsilon": 1e-8}
             self.wrapped.register_comm_hook(PowerSGDState(group, setting.powersgd, **options), powerSGD_hook)
+        self.optimizer: torch.optim.Optimizer | None = None
+        if setting.applies:
+            self.optimizer = torch.optim.SGD(self.plain.parameters(), lr=1e-12, foreach=True)  # moves no parameter
         if setting.node_hooks:
             nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.plain.parameters()]
             self.hooks = [(node, node.register_hook(lambda *_: None)) for node in nodes]
 
     def step(self, x: Tensor) -> float:
-        """Forward and backward; no optimizer. Returns how long the host was in `backward`."""
+        """Forward and backward. Returns how long the host was in `backward`."""
         if self.setting.zero_in_place:
             self.plain.zero_grad(set_to_none=False)
         with self.wrapped.no_sync() if self.setting.no_sync else nullcontext():
@@ -111,7 +115,9 @@ class Contestant:
         return host
 
     def drop_gradients(self) -> None:
-        """Give their memory back, as `zero_grad` does."""
+        """Give their memory back, as `zero_grad` does, behind an optimizer's step if there is one."""
+        if self.optimizer is not None:
+            self.optimizer.step()
         if not self.setting.zero_in_place:
             self.plain.zero_grad()
 

@@ -95,6 +95,7 @@ class Follower:
         self._reduced: set[Followed] = set()  # since the last look of this backward
         self._backward: int | None = None
         self._looked: torch.cuda.Event | None = None
+        self._verdicts: list[Tensor] = []  # that the last look has read: their memory may be another stream's
 
     def add(self, followed: Sequence[Followed]) -> None:
         """Look at these from now on."""
@@ -113,6 +114,7 @@ class Follower:
             each.feedback.look()
             if each.transport is not None and (seen := each.seen()) is not None:
                 by_transport.setdefault(each.transport, []).append((each, seen))
+        self._verdicts = [each.feedback.finite for each in self._all]
         for transport, known in by_transport.items():
             infinite = torch.stack([~each.feedback.finite for each, _ in known]).sum()
             told = torch.cat([*(seen.flatten() for _, seen in known), infinite.double()[None]])

@@ -20,6 +20,7 @@ from fastreduce.reduction import shared_buffers
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.reduction.residuals import error_feedback, rows
+from fastreduce.reduction.residuals.applied import Applied
 from fastreduce.reduction.shared_buffers import SharedBuffers, Turns
 from fastreduce.reduction.streams import CudaStream, ThreadStream
 from fastreduce.transports import LocalTransport
@@ -210,6 +211,25 @@ def test_memory_that_is_outgrown_is_not_given_to_others_before_the_stream_that_u
         assert first.recorded == []
         assert grows_to(20)
     assert first.recorded == [other]
+
+
+def test_numbers_that_ranks_have_told_anew_live_until_the_next_averages_are_followed():
+    """They are the optimizer's stream's, and read by a reduce-scatter's: seen on a GPU, where backward wrote there."""
+
+    class Norms:
+        def of(self) -> torch.Tensor:
+            return torch.ones(2, 1, dtype=torch.float64)
+
+    norms, parameter = Norms(), torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    applied = Applied([parameter], [], norms.of, 1.0, True, [], counted=False)
+    read = []
+    for number in (0.5, 0.25, 0.125):
+        applied.put_fates([torch.tensor(number, dtype=torch.float64)], [float("nan")])
+        read.append(weakref.ref(applied.fates()[0][0]))
+    assert [float(number()) for number in read] == [0.5, 0.25, 0.125]
+    del applied
+    assert [number() for number in read] == [None] * 3
 
 
 @pytest.mark.parametrize("part", ["first", "second"])

@@ -199,7 +199,9 @@ def repeat(
     if kept is not None and kept[0] == made_of and not (wire.is_cuda and torch.cuda.is_current_stream_capturing()):
         kept[1].run()
     elif (launched := make()) is not None:
-        slots.cache[operation] = made_of, launched
+        # All but the tables is the caller's, who may let go of it: what comes again has to have the same address.
+        tables = tuple(each for each in launched.tensors if isinstance(each, Tensor) and each.dtype is torch.int64)
+        slots.cache[operation] = made_of, launched._replace(tensors=tables)
 
 
 def repeat_sum(

@@ -164,6 +164,7 @@ class Backward:
                 self._next = job.pipeline.bucket.index
                 break
             _goes_well(pending.result)
+        self._buckets.join()  # of what failed in its first part nobody has waited for the rest
         if self.armed:
             self._count()  # as on the ranks that reduce it
             for pipeline in self._buckets.pipelines[self._next :]:
@@ -203,6 +204,7 @@ class Backward:
 
     def reset(self) -> None:
         """Forget what is under way and what was learned, as if no backward had been."""
+        self._buckets.join()
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.active_ranks = None
         self._forget_last()

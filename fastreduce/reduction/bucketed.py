@@ -23,7 +23,7 @@ from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
-from .streams import Part, Stream
+from .streams import CudaStream, Part, Stream
 from .uneven import UnevenInputs
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -228,7 +228,17 @@ class BucketedGradients:
         self._make_streams()
         self.lay_out([[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets])
 
+    def join(self) -> None:
+        """Let callers' streams wait for what is on buckets' streams: what a backward that raised has left there.
+
+        Behind it memory may be let go of, or used otherwise, that such a bucket's work still writes to.
+        """
+        for stream in self.streams.values():
+            if isinstance(stream, CudaStream):
+                stream.join()
+
     def _make_streams(self) -> None:
+        self.join()
         devices = sorted({self.specs[i].device for i in self.indices}, key=str)
         self.streams.clear()
         self.streams.update((device, self._averaging.make_stream(device, self.transport)) for device in devices)

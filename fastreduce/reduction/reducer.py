@@ -492,6 +492,7 @@ class GradientReducer:
             ReducerError: if the last backward awaits its averages (`Backward.finish`).
         """
         self.backward.check_finished()
+        self.buckets.join()
         chosen = saved_state.pick([state] if isinstance(state, Mapping) else list(state), self.buckets)
         schedule = self.schedule_of(chosen)
         saved_state.restore(chosen, self.buckets)

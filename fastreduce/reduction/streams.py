@@ -376,9 +376,10 @@ class CudaStream:
         return self._thread is None or self._thread.idle
 
     def close(self) -> None:
-        """End the host's part."""
+        """End the host's part; the current stream waits for the device's, whose memory may be let go of now."""
         if self._thread is not None:
             self._thread.close()
+        self.join()
 
 
 class _OnStream:

@@ -5,10 +5,11 @@ nothing else; and steps whose buckets are reduced one by one in shared buffers.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -16,13 +17,14 @@ import torch
 from hypothesis import Phase, given, settings
 
 from fastreduce import Compression
-from fastreduce.reduction import shared_buffers
+from fastreduce.reduction import averaging, shared_buffers
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.pipeline import BucketPipeline
+from fastreduce.reduction.reducer import GradientReducer, shut_down
 from fastreduce.reduction.residuals import error_feedback, rows
 from fastreduce.reduction.residuals.applied import Applied
 from fastreduce.reduction.shared_buffers import SharedBuffers, Turns
-from fastreduce.reduction.streams import CudaStream, ThreadStream
+from fastreduce.reduction.streams import CudaStream, Part, Pending, ThreadStream, _OnStream, at_once
 from fastreduce.transports import LocalTransport
 from tests.support.models import SETTINGS, MixedDtypes, assert_same_bits, one_by_one, train
 from tests.support.random_models import Program, check
@@ -213,7 +215,7 @@ def test_memory_that_is_outgrown_is_not_given_to_others_before_the_stream_that_u
     assert first.recorded == [other]
 
 
-def test_numbers_that_ranks_have_told_anew_live_until_the_next_averages_are_followed():
+def test_numbers_that_ranks_tell_anew_leave_those_before_to_the_stream_that_reads_them(monkeypatch: pytest.MonkeyPatch):
     """They are the optimizer's stream's, and read by a reduce-scatter's: seen on a GPU, where backward wrote there."""
 
     class Norms:
@@ -223,13 +225,32 @@ def test_numbers_that_ranks_have_told_anew_live_until_the_next_averages_are_foll
     norms, parameter = Norms(), torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     applied = Applied([parameter], [], norms.of, 1.0, True, [], counted=False)
-    read = []
+    here, recorded = object(), []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def record_stream(self, stream: object) -> None:
+            assert stream is here
+            recorded.append(float(self))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: here)
+    monkeypatch.setattr(torch, "where", lambda _, own, told: told)
     for number in (0.5, 0.25, 0.125):
-        applied.put_fates([torch.tensor(number, dtype=torch.float64)], [float("nan")])
-        read.append(weakref.ref(applied.fates()[0][0]))
-    assert [float(number()) for number in read] == [0.5, 0.25, 0.125]
-    del applied
-    assert [number() for number in read] == [None] * 3
+        applied.put_fates([torch.tensor(number, dtype=torch.float64).as_subclass(OnGpu)], [float("nan")])
+    assert recorded == [0.5, 0.25], "what was there is read on this stream before its memory is anybody else's"
+
+
+def test_a_stream_that_is_closed_is_waited_for(cuda: FakeCuda, stream: CudaStream):
+    """Behind a backward that raised: what its buckets write to is let go of with the wrapper."""
+
+    def begin():
+        return lambda: cuda.current.work()
+
+    stream.submit(begin).begun()
+    shut_down({DEVICE: stream}, LocalTransport())
+    ours: Any = stream._stream
+    assert cuda.compute.seen[ours] == ours.done == 1
 
 
 @pytest.mark.parametrize("part", ["first", "second"])
@@ -247,6 +268,93 @@ def test_what_fails_behind_its_collectives_has_begun_and_the_callers_stream_wait
         pending.result()
     ours: Any = stream._stream
     assert cuda.compute.seen[ours] == ours.done == 1
+
+
+class LateStream(CudaStream):
+    """Does the host's part at once, and knows whether a caller's stream has been made to wait."""
+
+    made: ClassVar[list[LateStream]] = []
+
+    def __init__(self) -> None:
+        self._thread, self._ahead = None, False
+        self.made.append(self)
+
+    def submit(self, begin: Part) -> Pending:
+        self._ahead = True
+        return _OnStream(self, at_once(begin))
+
+    def join(self) -> None:
+        self._ahead = False
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise MemoryError
+
+
+def _raised(monkeypatch: pytest.MonkeyPatch, in_first_part: bool) -> tuple[GradientReducer, dict[str, Any]]:
+    """A reducer behind a backward that raised with a bucket launched, and its state from before."""
+    LateStream.made.clear()
+    parameters = [torch.nn.Parameter(torch.ones(600)) for _ in range(3)]
+    setting = Compression.parse("int8:error_feedback")
+    reducer = GradientReducer(parameters, list("abc"), LocalTransport(), setting, bucket_caps=[100])
+
+    def step(raises: bool) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        first = torch.ones(600) * parameters[0]
+        loss = (((Raises.apply(first) if raises else first) * parameters[1]) * parameters[2]).sum()  # type: ignore[no-untyped-call]
+        reducer.rebuild_buckets()
+        reducer.arm()
+        reducer.watch([loss])
+        loss.backward()
+
+    step(False)
+    step(False)
+    state = reducer.state_dict()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        if in_first_part:
+            patch.setattr(BucketPipeline, "compress", Raises.backward)
+        step(True)
+    assert any(stream._ahead for stream in LateStream.made), "a bucket was launched"
+    return reducer, state
+
+
+@pytest.mark.parametrize("how", ["next forward", "reset", "load_state_dict", "move_to", "dropped", "its first part"])
+def test_buckets_of_a_backward_that_raised_are_let_go_of_behind_their_stream(monkeypatch: pytest.MonkeyPatch, how: str):
+    """Else what a late peer's NCCL brings is written to memory that is others' by then."""
+    monkeypatch.setattr(averaging, "make_stream", lambda device, transport: LateStream())
+    monkeypatch.setattr(averaging, "one_by_one", lambda device, transport: True)
+    reducer, state = _raised(monkeypatch, how == "its first part")
+    streams, late = list(LateStream.made), list[bool]()
+
+    def note() -> None:
+        late.append(any(stream._ahead for stream in streams))
+
+    def let_go(pipeline: BucketPipeline) -> None:
+        note()
+
+    for pipeline in reducer.pipelines:
+        weakref.finalize(pipeline.wire, note)
+    monkeypatch.setattr(BucketPipeline, "run_broken", let_go)  # which writes to the wire
+    if how in ("next forward", "its first part"):
+        reducer.arm()
+    elif how == "reset":
+        weakref.finalize(reducer.backward._launches[0][0], note)
+        reducer.reset()
+    elif how == "load_state_dict":
+        weakref.finalize(reducer.backward._launches[0][0], note)
+        reducer.load_state_dict(state)
+    elif how == "move_to":
+        reducer.buckets.move_to(LocalTransport())
+    pipeline = reducer = None  # type: ignore[assignment]
+    gc.collect()
+    assert late and not any(late)
 
 
 def _steps_one_by_one(rank: int, world_size: int) -> None:

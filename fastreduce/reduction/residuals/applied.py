@@ -82,8 +82,6 @@ class Applied:
         self._counted = counted
         self.expected: list[Factor] = [scale] * count
         self._rest: list[Factor] = [1.0] * count
-        # What another stream than its own may read still: until then its memory must not be given to anybody.
-        self._replaced: list[Factor | None] = []
         self._stepped = [False] * count
         self._told: set[int] = set()
         self._carried: list[Factor | None] = [None] * count
@@ -107,7 +105,9 @@ class Applied:
         leave(self)
 
     def _replace(self, factors: list[Any], i: int, by: Factor) -> None:
-        self._replaced.append(factors[i])
+        """`by` is made of what it replaces, on the current stream: nobody may write to that before this has read it."""
+        if isinstance(replaced := factors[i], Tensor) and replaced.is_cuda:
+            replaced.record_stream(torch.cuda.current_stream(replaced.device))
         factors[i] = by
 
     def _state(self, i: int) -> tuple[Tensor | None, bool]:

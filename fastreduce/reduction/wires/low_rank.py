@@ -217,7 +217,11 @@ class LowRank(BucketWires):
     def factors(self) -> dict[str, Tensor]:
         """The same of all, by parameter name; during a reduction, on whatever thread, what that one started from."""
         with self.feedback.changing():
+            if self._last.is_cuda:
+                torch.cuda.synchronize(self._last.device)  # the reduction is on another stream
             factors = (self._last if self.feedback.stored else self._before).clone()
+            if self._last.is_cuda:
+                torch.cuda.synchronize(self._last.device)  # nor may it go on before the copy is made
         return {matrix.slot.name: factors[:, matrix.right].clone() for matrix in self._matrices}
 
     def go_on(self, position: int, factor: Tensor) -> None:

@@ -283,6 +283,9 @@ def check_each_format() -> None:
             if drawn:
                 launch = slots.cache[name.partition(" ")[0]][1]
                 assert step.data_ptr() in launch.passed, f"{name}: the number of another step"
+    theirs = {each.data_ptr() for each in (*wires.values(), *tensors, bf16, residuals, turn, finite)}
+    for name in ("flatten", "quantize", "dequantize"):
+        assert theirs.isdisjoint(each.data_ptr() for each in slots.cache[name][1].tensors), f"{name} keeps its caller's"
 
 
 def check_that_warming_up_compiles_all() -> None:

@@ -88,7 +88,7 @@ def test_each_end_is_in_its_step():
             "reduction.reducer",
             "reduction.telemetry.watch",
         ],
-        "NCCL": ["transports.nccl.connection"],
+        "NCCL": ["transports.nccl.connection", "transports.nccl.watchdog"],
         "GLOO": ["transports.gloo"],
         "STORE": ["transports.store_client"],
         "TRACES": ["reduction.telemetry.counter_files", "reduction.telemetry.trace"],

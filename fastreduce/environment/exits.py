@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing
 import multiprocessing.util
 import os
 import traceback
@@ -40,6 +41,7 @@ class Exit(Enum):
     MPI = "MPI is finalised, which waits for all ranks and ends the process where one may be gone: nothing comes after"
 
 
+_ended = 0  # which process has, by number
 _ends: dict[Exit, list[tuple[Callable[[], object], Kept | None]]] = {step: [] for step in Exit}
 
 
@@ -67,6 +69,10 @@ def each_at_exit(step: Exit, end: Callable[[Any], object], of: Kept) -> None:
 
 @atexit.register
 def _end_all() -> None:
+    global _ended
+    if _ended == os.getpid():  # by multiprocessing's finalizers, before atexit's turn
+        return
+    _ended = os.getpid()
     for step in Exit:
         for end, of in _ends[step]:
             try:
@@ -90,5 +96,13 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-# A process that `multiprocessing` forks ends by `os._exit` behind its finalizers.
-multiprocessing.util.register_after_fork(Exit, lambda _: multiprocessing.util.Finalize(None, _end_all, exitpriority=0))
+
+
+def _end_with_multiprocessing() -> None:
+    """What `multiprocessing` starts ends by `os._exit` behind its finalizers, unless it was spawned."""
+    multiprocessing.util.Finalize(None, _end_all, exitpriority=0)
+
+
+multiprocessing.util.register_after_fork(Exit, lambda _: _end_with_multiprocessing())
+if multiprocessing.parent_process() is not None:  # which has not imported this, or does not count: no fork of it
+    _end_with_multiprocessing()

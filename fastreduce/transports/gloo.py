@@ -32,11 +32,14 @@ at_exit(Exit.GLOO, lambda: drop_all("gloo"), ALL)
 
 
 class _GlooStore(dist.Store):
-    """Where gloo leaves the addresses that it listens at: torch's interface, over the one client."""
+    """Where gloo leaves the addresses that it listens at: torch's interface, over the one client.
+
+    Once `left` is set, because nobody waits for gloo any more, what waits for an address fails.
+    """
 
     def __init__(self, client: StoreClient, look: Callable[[], None]) -> None:
         super().__init__()
-        self._client, self._look = client, look
+        self._client, self._look, self.left = client, look, threading.Event()
 
     def set(self, key: str, value: Any) -> None:
         """Write bytes."""
@@ -52,8 +55,15 @@ class _GlooStore(dist.Store):
 
         Raises:
             TimeoutError: if they do not come within the client's deadline.
+            TransportError: once nobody waits for gloo any more.
         """
-        if not wait_until(self._client, lambda client: not client.absent(keys), self._client.seconds, self._look):
+
+        def there(client: StoreClient) -> bool:
+            if self.left.is_set():
+                raise TransportError("gloo is not waited for any more")
+            return not client.absent(keys)
+
+        if not wait_until(self._client, there, self._client.seconds, self._look):
             raise TimeoutError(f"no word at {', '.join(keys)} within {self._client.seconds:g} s")
 
 
@@ -94,7 +104,10 @@ class GlooConnection:
         def make() -> Any:
             return dist.ProcessGroupGloo(self._addresses, self.rank, self.size, timeout=timeout_of(group))
 
-        return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS, look)
+        try:
+            return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS, look)
+        finally:
+            self._addresses.left.set()  # by an interrupt, say
 
     @property
     def gloo(self) -> Any:

@@ -112,39 +112,94 @@ def _text(key: str, value: bytes) -> str:
 
 
 class _Line:
-    """Calls on their way to the thread."""
+    """Calls on their way to a daemon thread, which owns a connection and starts with the first call."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Any) -> None:
         self.jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
         self.silent_since: float | None = None  # a deadline has passed, and nothing has come back since
-        self.socket: socket.socket | None = None  # of the connection, where it has one that we have found
+        self.over = False  # the process ends: nothing is asked any more
+        self._store, self._start = store, threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._socket: socket.socket | None = None  # of the connection, where it has one that we have found
+
+    def put(self, answer: Future[T], function: Callable[[Any], T]) -> None:
+        """Have the thread call `function(connection)`."""
+        with self._start:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="fastreduce-store", daemon=True)
+                _running.add(self)
+                self._thread.start()
+        self.jobs.put((answer, function))
+
+    def end(self) -> None:
+        """At exit: end the thread, and its connection where it waits for an answer.
+
+        One that came back from C++ while Python goes would abort the process.
+        """
+        self.over = True
+        self.jobs.put(None)
+        if self._thread is None:
+            return
+        if self.silent_since is None:
+            self._thread.join(EXIT_SECONDS)
+        if self._thread.is_alive() and self._socket is not None:
+            with suppress(OSError):  # it is closed
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.join(EXIT_SECONDS)
+
+    def _work(self) -> None:
+        store: Any = None
+        while (job := self.jobs.get()) is not None:
+            answer, function = job
+            if answer.set_running_or_notify_cancel():
+                try:
+                    store = store or self._connect()
+                    answer.set_result(function(store))
+                except BaseException as error:
+                    answer.set_exception(error)
+            self.silent_since = None
+            del job, answer, function
+        if self._socket is not None:
+            self._socket.close()
+        _running.discard(self)
+
+    def _connect(self) -> Any:
+        """A connection of our own to the store."""
+        before = _sockets()
+        try:
+            store = self._store.clone()
+        except RuntimeError as error:
+            if "pure virtual" not in str(error):
+                raise
+            return self._store  # a store of the user's own class, in Python
+        port = getattr(root_of(self._store), "port", None)
+        for file in _sockets() - before:
+            # It may be another thread's: closed already, or of a kind whose peers have no port.
+            with suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
+                if found.family in INTERNET and found.getpeername()[1] == port:
+                    self._socket = found.dup()
+        return store
 
 
 class _Caller:
-    """Makes calls on a daemon thread, which starts with the first one and owns a connection."""
+    """Makes calls on a line, which ends once nobody has a client any more."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store, self._line, self._start, self._owner = store, _Line(), threading.Lock(), Owner()
-        self.thread: threading.Thread | None = None
-        self._end = weakref.finalize(self, self._line.jobs.put, None)
-        self._end.atexit = False
-        _alive.add(self)
+        self._line, self._owner = _Line(store), Owner()
+        weakref.finalize(self, self._line.jobs.put, None).atexit = False
 
     def call(self, function: Callable[[Any], T], client: StoreClient) -> T:
         """`function(connection)`."""
         self._owner.check("The store was called")
+        if self._line.over:
+            raise TransportError("the store is not asked any more: this process is ending")
         start = time.monotonic()
         silent = self._line.silent_since
         left = client.seconds if silent is None else client.seconds - (start - silent)
         if left <= 0:
             raise TransportError(f"{_holder()}, which holds the store, does not answer")
-        with self._start:
-            if self.thread is None:
-                work = (self._line, self._store)
-                self.thread = threading.Thread(target=_work, args=work, name="fastreduce-store", daemon=True)
-                self.thread.start()
         answer: Future[T] = Future()
-        self._line.jobs.put((answer, function))
+        self._line.put(answer, function)
         try:
             return answer.result(left)
         except TransportError:
@@ -161,54 +216,6 @@ class _Caller:
             if is_of_signal(error):
                 raise
             raise TransportError(f"the store is gone, and with it {_holder()}: {error}") from error
-
-    def end(self) -> None:
-        """At exit: end the thread, and its connection where it waits for an answer.
-
-        One that came back from C++ while Python goes would abort the process.
-        """
-        if self._end() is not None or self.thread is None:
-            return
-        if self._line.silent_since is None:
-            self.thread.join(EXIT_SECONDS)
-        if self.thread.is_alive() and self._line.socket is not None:
-            with suppress(OSError):  # it is closed
-                self._line.socket.shutdown(socket.SHUT_RDWR)
-            self.thread.join(EXIT_SECONDS)
-
-
-def _work(line: _Line, original: Any) -> None:
-    store: Any = None
-    while (job := line.jobs.get()) is not None:
-        answer, function = job
-        if answer.set_running_or_notify_cancel():
-            try:
-                store = store or _connect(original, line)
-                answer.set_result(function(store))
-            except BaseException as error:
-                answer.set_exception(error)
-        line.silent_since = None
-        del job, answer, function
-    if line.socket is not None:
-        line.socket.close()
-
-
-def _connect(original: Any, line: _Line) -> Any:
-    """A connection of our own to a store."""
-    before = _sockets()
-    try:
-        store = original.clone()
-    except RuntimeError as error:
-        if "pure virtual" not in str(error):
-            raise
-        return original  # a store of the user's own class, in Python
-    port = getattr(root_of(original), "port", None)
-    for file in _sockets() - before:
-        # It may be another thread's: closed already, or of a kind whose peers have no port.
-        with suppress(OSError), socket.socket(fileno=os.dup(file)) as found:
-            if found.family in INTERNET and found.getpeername()[1] == port:
-                line.socket = found.dup()
-    return store
 
 
 def _sockets() -> set[int]:
@@ -232,7 +239,8 @@ def _holder() -> str:
     return "rank 0's process (or the launcher that started the ranks)"
 
 
-_alive: weakref.WeakSet[_Caller] = weakref.WeakSet()
+_running: set[_Line] = set()
+"""Those whose threads have not ended, though their clients may be gone."""
 
 
 def root_of(store: Any) -> Any:
@@ -240,4 +248,4 @@ def root_of(store: Any) -> Any:
     return getattr(store, "_underlying_non_prefix_store", store)
 
 
-each_at_exit(Exit.STORE, _Caller.end, _alive)
+each_at_exit(Exit.STORE, _Line.end, _running)

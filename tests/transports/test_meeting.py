@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fastreduce import TransportError
 from fastreduce.transports.meeting import AbsentError, clear, meet, notes, until_cleared
 from fastreduce.transports.ranks import client_of
 from fastreduce.transports.store_client import StoreClient
@@ -63,10 +64,12 @@ def test_a_connection_is_told_from_what_other_threads_open_meanwhile():
     client = StoreClient(made, 20.0)
     try:
         client.set("here", "text")
-        found = client._caller._line.socket
+        found = client._caller._line._socket
         assert found is not None
         assert found.getpeername()[1] == store.port
     finally:
-        client._caller.end()
+        client._caller._line.end()
         for each in opened:
             each.close()
+    with pytest.raises(TransportError, match="this process is ending"):
+        client.read("here")  # nobody would answer

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from subprocess import Popen
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from tests.support.commands import FASTREDUCE, free_port, run, started, with_environment
 
@@ -104,6 +110,74 @@ def test_a_node_that_waits_for_another_says_so_and_ends_at_once(tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
+STAYS = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[1], os.environ["GROUP_RANK"]).touch()
+while not pathlib.Path(sys.argv[1], "end").exists():
+    time.sleep(0.01)
+"""
+
+
+def test_nodes_that_cannot_be_one_job_are_named(tmp_path: Path):
+    """One that was told another number of nodes ends all that wait; one that is there twice ends alone."""
+    script = tmp_path / "stays.py"
+    script.write_text(STAYS)
+
+    def node(rank: int, count: int, port: int) -> Popen[str]:
+        where = ["--nnodes", count, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+        return stack.enter_context(started(*LAUNCH, *where, "--nproc-per-node", 1, script, tmp_path))
+
+    with ExitStack() as stack:
+        port = free_port()
+        for launcher in (node(0, 2, port), node(2, 3, port)):
+            assert launcher.stderr is not None and launcher.wait(timeout=60) == 1
+            told = launcher.stderr.read()
+            assert re.search("node (0|2) was started with --nnodes (2|3), node (2|0) with (3|2)\n", told), told
+        port = free_port()
+        both = [node(0, 2, port), node(1, 2, port)]
+        while not all((tmp_path / rank).exists() for rank in "01"):
+            assert all(launcher.poll() is None for launcher in both)
+            time.sleep(0.01)
+        twice = node(1, 2, port)
+        assert twice.stderr is not None and twice.wait(timeout=60) == 1
+        here = f"node 1 is here already, on {socket.gethostname()}: give each node its own --node-rank\n"
+        assert twice.stderr.read() == f"fastreduce launch: {here}"
+        (tmp_path / "end").touch()
+        assert [launcher.wait(timeout=60) for launcher in both] == [0, 0]
+
+
+def alone(script: Path, rank: int, port: int) -> list[object]:
+    """One of two nodes."""
+    where = ["--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+    return [*LAUNCH, *where, "--nproc-per-node", 1, script]
+
+
+@pytest.mark.long
+def test_a_node_that_has_left_while_it_waited_may_come_again():
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # as node 0's
+    here = dist.PrefixStore("fastreduce/meeting", store)
+    for _ in range(2):
+        with started(*alone(Path(__file__), 1, port)) as launcher:
+            while not here.check(["node/1"]):
+                assert launcher.poll() is None
+                time.sleep(0.01)
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.long
+def test_a_node_that_has_met_one_that_does_nothing_more_ends_at_once():
+    """torch's launcher waits for what every node has to say of its ranks."""
+    port = free_port()
+    with started(*alone(Path(__file__), 0, port)) as launcher:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        dist.PrefixStore("fastreduce/meeting", store).set("node/1", "fake nobody")
+        time.sleep(2)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=30) == 128 + signal.SIGTERM
+
+
 SAVES = """
 import os, pathlib, signal, sys, time
 told = []
@@ -117,16 +191,38 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text("saved")
 
 
 @pytest.mark.long
-def test_ranks_that_save_when_they_are_told_to_end_have_the_time(tmp_path: Path):
-    path = tmp_path / "saves.py"
+@pytest.mark.parametrize("by", ["itself", "a shell, which ends at once"])
+def test_ranks_that_save_when_they_are_told_to_end_have_the_time(tmp_path: Path, by: str):
+    path, shell = tmp_path / "saves.py", tmp_path / "train.sh"
     path.write_text(SAVES)
-    with started(*LAUNCH, "--nproc-per-node", "2", path, tmp_path) as launcher:
+    shell.write_text(f'#!/bin/sh\n{sys.executable} {path} "$@"\necho ended\n')
+    shell.chmod(0o755)
+    rank = [path] if by == "itself" else ["--no-python", shell]
+    with started(*LAUNCH, "--nproc-per-node", "2", *rank, tmp_path) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
         os.kill(launcher.pid, signal.SIGTERM)
         assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
         assert [(tmp_path / rank).read_text() for rank in "01"] == ["saved"] * 2
         assert "had not ended" not in launcher.stderr.read()
+
+
+@pytest.mark.long
+def test_what_a_rank_has_started_is_waited_for_and_then_killed_by_name(tmp_path: Path):
+    shell = tmp_path / "train.sh"
+    shell.write_text("#!/bin/sh\n(trap '' TERM; exec sh -c 'echo $$; exec sleep 1000') &\nwait\n")
+    shell.chmod(0o755)
+    more = ["--shutdown-timeout", "3"] if "--shutdown-timeout" in run(*LAUNCH, "--help").stdout else []
+    with started(*LAUNCH, "--nproc-per-node", "1", *more, "--no-python", shell) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        child = psutil.Process(int(launcher.stdout.readline()))
+        os.kill(launcher.pid, signal.SIGTERM)
+        seconds = 3 if more else 30
+        line = f"fastreduce launch: rank 0 has {seconds - 2} s more to end; Ctrl-C once more kills at once\n"
+        assert launcher.stderr.readline() == line
+        killed = f"what was started by rank 0 had not ended {seconds} s after SIGTERM, and was killed"
+        assert killed in launcher.stderr.readline()
+        assert psutil.wait_procs([child], timeout=20)[1] == []
 
 
 IGNORES = """

@@ -31,19 +31,8 @@ from ...run import why_not_found, worker
 from . import torchs_launcher
 from .each_for_itself import EachForItself
 from .nodes import limit_seconds
-from .torchs_launcher import (
-    LOCAL,
-    STATIC,
-    LocalRendezvous,
-    Logs,
-    Ranks,
-    cause,
-    exit_code_of,
-    fail,
-    open_port,
-    say,
-    static_rendezvous,
-)
+from .rendezvous import LOCAL, STATIC, LocalRendezvous, open_port, static_rendezvous
+from .torchs_launcher import Logs, Ranks, cause, exit_code_of, fail, say
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
 HELP = {  # of torchrun's options that mean something else here

@@ -170,7 +170,7 @@ class Nodes:
             self._lost = f"{self._name(0)} is gone, and with it the store: {str(error).splitlines()[0]}"
 
     def _lost_by(self, node: int, why: str) -> str:
-        return f"{self._name(node)} has ended: {_line(why)}"
+        return f"{self._name(node)} has ended: {one_line(why)}"
 
     def _connect(self) -> StoreClient:
         host, port = self._address
@@ -184,10 +184,10 @@ class Nodes:
         with contextlib.suppress(TransportError):
             host = self._store and self._store.at("", self._limit / BEATS).read(f"host/{node}")
             if host:
-                return f"node {node} ({_line(host)})"
+                return f"node {node} ({one_line(host)})"
         return f"node {node}"
 
 
-def _line(told: str) -> str:
+def one_line(told: str) -> str:
     """What another node wrote, as one line that can be printed, whoever wrote it."""
     return "".join(letter if letter.isprintable() else "?" for letter in told[:LONGEST_LINE])

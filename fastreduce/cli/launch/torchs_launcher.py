@@ -1,13 +1,11 @@
-"""What `fastreduce launch` changes in torch's elastic launcher: where it listens, what it writes, how it ends."""
+"""What `fastreduce launch` changes in torch's elastic launcher: what it writes, and how it ends."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,99 +14,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-import torch.distributed as dist
 import typer
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SubprocessContext, to_map
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 
 from ...distributed.processes import name_of_signal
-from ...transports.deadlines import GRACE_SECONDS, in_background
 from .nodes import Nodes
 
-LOCAL, STATIC = "fastreduce-local", "fastreduce-static"
 BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
-NODES_SECONDS = 5.0  # in which nodes that are started together have met
+LOOK_SECONDS = 0.02
 
 command = "fastreduce launch"  # what the user has typed, which every message begins with
-
-
-def open_port(address: str, port: int) -> socket.socket:
-    """A listening socket on an address ("": all of them) and a port (0: a free one), or exit code 1 and a message."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, port), family=family)
-    except OSError as error:
-        where = f"{address or 'every address'}, port {port}"
-        if error.errno == errno.EADDRINUSE:
-            fail(f"{where} is in use; without --master-port a free one is taken on one node", code=1)
-        fail(f"cannot listen on {where}: {error.strerror or error}", code=1)
-
-
-class LocalRendezvous(StaticTCPRendezvous):
-    """One node alone: a store for its ranks on a socket that is bound already; after a restart, a store on a new port.
-
-    The second store is needed because ranks that start again must not find the addresses of those that ended.
-    """
-
-    def __init__(self, listener: socket.socket) -> None:
-        address, port = listener.getsockname()[:2]
-        super().__init__(address, port, rank=0, world_size=1, run_id=LOCAL, timeout=600)
-        self._listener = listener
-
-    def get_backend(self) -> str:
-        """The name it is registered under."""
-        return LOCAL
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open a store, and say where it is."""
-        if self._store is not None:
-            self._listener = open_port(self.master_addr, 0)
-            self.master_port = self._listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            self.master_addr,
-            self.master_port,
-            is_master=True,
-            timeout=self.timeout,
-            wait_for_workers=False,
-            master_listen_fd=self._listener.detach(),
-        )
-        return super().next_rendezvous()
-
-
-class StaticRendezvous(StaticTCPRendezvous):
-    """Several nodes, of which each knows its number and where the first one is.
-
-    torch's own waits for the others in C++, where neither Ctrl-C nor SIGTERM is seen, and says nothing.
-    """
-
-    def get_backend(self) -> str:
-        """The name it is registered under."""
-        return STATIC
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the others, or for a signal, and say so where that takes long."""
-        seconds = self.timeout.total_seconds()
-        others, at = "the others" if self.rank == 0 else "node 0", f"{self.master_addr}:{self.master_port}"
-        wait = f"node {self.rank} of {self.world_size} waits for {others} at {at}, for up to {seconds:g} s"
-        told = threading.Timer(NODES_SECONDS, say, [wait])
-        told.daemon = True
-        told.start()
-        try:
-            met: RendezvousInfo = in_background(super().next_rendezvous, seconds + GRACE_SECONDS)
-        finally:
-            told.cancel()
-        return met
-
-
-def static_rendezvous(parameters: RendezvousParameters) -> StaticRendezvous:
-    """As torch makes its own."""
-    made = create_rdzv_handler(parameters)
-    assert isinstance(made, StaticTCPRendezvous)
-    seconds = int(made.timeout.total_seconds())
-    return StaticRendezvous(made.master_addr, made.master_port, made.rank, made.world_size, made.run_id, seconds)
 
 
 class Logs(LogsSpecs):
@@ -214,13 +131,18 @@ class Ranks(SubprocessContext):
         still = threading.Timer(BROKEN_SECONDS, self._say_what_still_ends, [seconds - BROKEN_SECONDS])
         if seconds > BROKEN_SECONDS:
             still.start()
+        end = time.monotonic() + seconds
         try:
             super()._close(death_sig, seconds)
             ended = [(self.envs[rank]["RANK"], h.proc) for rank, h in self.subprocess_handlers.items()]
             killed = [rank for rank, p in ended if p.pid in self._ended and p.poll() == -signal.SIGKILL]
-            if killed:
-                names, told = ", ".join(killed), death_sig.name
-                say(f"rank {names} had not ended {seconds} s after {told}, and was killed{self.hint}")
+            while (left := self._still_end()) and time.monotonic() < end:  # what ranks have started was told, too
+                time.sleep(LOOK_SECONDS)
+            started = [rank for rank in left if rank not in killed]
+            for names, whose in ((killed, "rank"), (started, "what was started by rank")):
+                if names:
+                    who = f"{whose} {', '.join(names)}"
+                    say(f"{who} had not ended {seconds} s after {death_sig.name}, and was killed{self.hint}")
         finally:  # a second Ctrl-C comes here too
             still.cancel()
             for handler in handlers:
@@ -228,9 +150,13 @@ class Ranks(SubprocessContext):
                     os.killpg(handler.proc.pid, signal.SIGKILL)
                 handler.proc.wait()
 
+    def _still_end(self) -> list[str]:
+        """Ranks that were told to end and have not, or of whose process group somebody is there."""
+        of = [(self.envs[rank]["RANK"], h.proc) for rank, h in self.subprocess_handlers.items()]
+        return [rank for rank, p in of if p.pid in self._ended and (p.poll() is None or _is_group(p.pid))]
+
     def _say_what_still_ends(self, seconds: int) -> None:
-        ranks = [self.envs[rank]["RANK"] for rank, h in self.subprocess_handlers.items() if h.proc.poll() is None]
-        if ranks:
+        if ranks := self._still_end():
             say(f"rank {', '.join(ranks)} has {seconds} s more to end; Ctrl-C once more kills at once")
 
     def _poll(self) -> RunProcsResult | None:
@@ -263,6 +189,17 @@ class Ranks(SubprocessContext):
         restarts, most = int(env["TORCHELASTIC_RESTART_COUNT"]), int(env["TORCHELASTIC_MAX_RESTARTS"])
         if restarts < most:
             say(f"all ranks start again: restart {restarts + 1} of {most}")
+
+
+def _is_group(number: int) -> bool:
+    """Whether a process group has a process."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user by now
+        pass
+    return True
 
 
 def exit_code_of(failure: ProcessFailure) -> int:

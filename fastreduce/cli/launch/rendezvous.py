@@ -1,0 +1,180 @@
+"""How nodes meet before `fastreduce launch` starts their ranks, and where."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
+
+from ...transports.deadlines import in_background
+from .nodes import one_line
+from .torchs_launcher import fail, say
+
+LOCAL, STATIC = "fastreduce-local", "fastreduce-static"
+SLOW_SECONDS = 5.0  # in which nodes that are started together have met
+LOOK_SECONDS = 0.1
+LEAVE_SECONDS = 1.0
+REFUSED_SECONDS = 1.0  # in which the others have read why
+GRACE_SECONDS = 10.0  # beyond the time in which nodes meet, whose own error says more
+
+
+def open_port(address: str, port: int) -> socket.socket:
+    """A listening socket on an address ("": all of them) and a port (0: a free one), or exit code 1 and a message."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        where = f"{address or 'every address'}, port {port}"
+        if error.errno == errno.EADDRINUSE:
+            fail(f"{where} is in use; without --master-port a free one is taken on one node", code=1)
+        fail(f"cannot listen on {where}: {error.strerror or error}", code=1)
+
+
+class LocalRendezvous(StaticTCPRendezvous):
+    """One node alone: a store for its ranks on a socket that is bound already; after a restart, a store on a new port.
+
+    The second store is needed because ranks that start again must not find the addresses of those that ended.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        address, port = listener.getsockname()[:2]
+        super().__init__(address, port, rank=0, world_size=1, run_id=LOCAL, timeout=600)
+        self._listener = listener
+
+    def get_backend(self) -> str:
+        """The name it is registered under."""
+        return LOCAL
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open a store, and say where it is."""
+        if self._store is not None:
+            self._listener = open_port(self.master_addr, 0)
+            self.master_port = self._listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            self.master_addr,
+            self.master_port,
+            is_master=True,
+            timeout=self.timeout,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )
+        return super().next_rendezvous()
+
+
+class StaticRendezvous(StaticTCPRendezvous):
+    """Several nodes, of which each knows its number and where the first one is.
+
+    torch's own counts who connects, whoever that is, and waits in C++, where neither Ctrl-C nor SIGTERM is seen.
+
+    1. The first who comes writes into `nodes` how many there are and who it is. Who was told another number writes why
+       it leaves into `refused`, and all who have not met yet leave with it.
+    2. Each writes into `node/NODE` who it is. Whose place is taken leaves, and the others go on.
+    3. They have met when all are there. Who leaves before, on Ctrl-C, gives its place back.
+    """
+
+    def __init__(self, address: str, port: int, rank: int, nodes: int, run: str, seconds: int) -> None:
+        super().__init__(address, port, rank, nodes, run, seconds)
+        self._me, self._left = f"{uuid.uuid4().hex} {socket.gethostname()}", threading.Event()
+        self._here: dist.Store | None = None  # where this node's place is, once it is taken
+
+    def get_backend(self) -> str:
+        """The name it is registered under."""
+        return STATIC
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the others, or for a signal, and say so where that takes long.
+
+        Raises:
+            RuntimeError: if they do not come, were told another number of nodes, or this one is there already.
+        """
+        told = threading.Timer(SLOW_SECONDS, self._say_who_waits)
+        told.daemon = True
+        told.start()
+        try:
+            in_background(self._meet, self.timeout.total_seconds() + GRACE_SECONDS)
+        except BaseException:
+            self._left.set()
+            if self._here is not None:
+                with suppress(RuntimeError, TimeoutError):  # it may be gone
+                    in_background(partial(self._here.delete_key, f"node/{self.rank}"), LEAVE_SECONDS)
+            raise
+        finally:
+            told.cancel()
+        met: RendezvousInfo = super().next_rendezvous()
+        assert met.bootstrap_store_info is not None
+        return RendezvousInfo(cast(dist.Store, _Apart(met.store)), met.rank, met.world_size, met.bootstrap_store_info)
+
+    def _say_who_waits(self) -> None:
+        others = "node 0" if self._here is None and self.rank else "the others"
+        where = f"{self.master_addr}:{self.master_port}, for up to {self.timeout.total_seconds():g} s"
+        say(f"node {self.rank} of {self.world_size} waits for {others} at {where}")
+
+    def _meet(self) -> None:
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        if self._store is None:
+            self._store = dist.TCPStore(
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=self.rank == 0,
+                timeout=self.timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        store = dist.PrefixStore("fastreduce/meeting", self._store)
+        count, first = store.compare_set("nodes", "", f"{self.world_size} {self.rank}").decode().split()
+        if count != str(self.world_size):
+            why = f"node {self.rank} was started with --nnodes {self.world_size}, node {first} with {count}"
+            self._refuse(store, why)
+        there = store.compare_set(f"node/{self.rank}", "", self._me).decode()
+        if there != self._me:
+            host = one_line(there.partition(" ")[2])
+            raise RuntimeError(f"node {self.rank} is here already, on {host}: give each node its own --node-rank")
+        self._here = store
+        while absent := [node for node in range(self.world_size) if not store.check([f"node/{node}"])]:
+            if store.check(["refused"]):
+                self._refuse(store, one_line(store.get("refused").decode()))
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, absent))
+                raise RuntimeError(f"node {names} has not come within {self.timeout.total_seconds():g} s")
+            if self._left.wait(LOOK_SECONDS):
+                return
+
+    def _refuse(self, store: dist.Store, why: str) -> None:
+        store.set("refused", why)
+        if self.rank == 0:  # which holds the store
+            time.sleep(REFUSED_SECONDS)
+        raise RuntimeError(why)
+
+
+def static_rendezvous(parameters: RendezvousParameters) -> StaticRendezvous:
+    """As torch makes its own."""
+    made = create_rdzv_handler(parameters)
+    assert isinstance(made, StaticTCPRendezvous)
+    seconds = int(made.timeout.total_seconds())
+    return StaticRendezvous(made.master_addr, made.master_port, made.rank, made.world_size, made.run_id, seconds)
+
+
+class _Apart:
+    """A store whose calls are made on other threads: those that wait in C++ keep signals waiting."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._store, name)
+        return partial(_apart, value) if callable(value) else value
+
+
+def _apart(function: Callable[..., Any], *args: Any) -> Any:
+    return in_background(partial(function, *args), threading.TIMEOUT_MAX)

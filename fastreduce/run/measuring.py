@@ -5,9 +5,11 @@ The script knows nothing of it. A step ends with the backward that reduces gradi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -15,6 +17,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -280,7 +283,7 @@ class MeasuredTraining:
                 file.write(json.dumps(line) + "\n")
 
     def _leave(self) -> None:
-        """End the training: everything has been measured.
+        """End the training: everything has been measured; and end what this rank has started, as its exit would.
 
         At once, since a script may catch what is raised, and torch's own class over gloo aborts now and then in the
         interpreter's end. In `join()`, where rank 0 alone is measured, the others stay until it has left.
@@ -292,7 +295,21 @@ class MeasuredTraining:
             self._meet()
         sys.stdout.flush()
         sys.stderr.flush()
+        with contextlib.suppress(ValueError):  # of the main thread alone
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's would raise
+        for child in _started_by(os.getpid()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGTERM)
         os._exit(0)
+
+
+def _started_by(process: int) -> list[int]:
+    """The processes that one has started, and that these have."""
+    found: list[int] = []
+    for file in Path("/proc", str(process), "task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += map(int, file.read_text().split())
+    return found + [grandchild for child in found for grandchild in _started_by(child)]
 
 
 def _open_place(record: str, rank: int) -> BinaryIO:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from fastreduce.cli import main
 from tests.support import mpirun, two_nodes
-from tests.support.commands import ROOT, Done, command_line, finish, run, started, with_environment
+from tests.support.commands import ROOT, Done, command_line, finish, free_port, run, started, with_environment
 from tests.support.slurm import cluster, needs_slurm
 
 SCRIPT = str(ROOT / "tests" / "support" / "trained_script.py")
@@ -255,6 +257,23 @@ def test_nodes_that_were_asked_for_different_things_say_which(nodes: tuple[str, 
     assert (first.returncode, second.returncode) == (2, 2)
     said = "node 1 was asked for another margin: 0.02, here 0.01"
     assert said in first.stderr and second.stderr == f"fastreduce compare: node 0: {said}\n"
+
+
+@pytest.mark.long
+def test_a_node_that_is_there_twice_is_named_and_the_first_goes_on(tmp_path: Path):
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # as node 0's
+    where = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "127.0.0.1", "--master-port", port, "--ranks", 1]
+    command = [*COMPARE, *where, *BRIEF, "--out", tmp_path, SCRIPT, 90]
+    with started(*command, env=with_environment()) as first:
+        while not store.check(["came/1"]):
+            assert first.poll() is None
+            time.sleep(0.1)
+        second = run(*command)
+        said = f"node 1 is here already, on {socket.gethostname()}: give each node its own --node-rank\n"
+        assert (second.returncode, second.stderr) == (2, f"fastreduce compare: {said}")
+        store.set("end", json.dumps({"code": 0, "said": "done"}))
+        assert (finish(first, 60).returncode, store.get("knows/1")) == (0, b"")
 
 
 @pytest.mark.long

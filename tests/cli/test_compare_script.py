@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -206,6 +207,26 @@ def test_a_script_that_fails_is_named_at_once_with_its_setting_and_seed(tmp_path
     assert [(each["seed"], each["step"]) for each in results["gradient_errors"]] == [(3, step) for step in range(1, 6)]
     assert all(set(each["errors"]["int8"]) == {"all", "weights"} for each in results["gradient_errors"])
     assert "Missing: 3 of 4 trainings for quality." in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_signal_waits_until_what_was_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And what the ranks have started, which their script ends behind its last step, ends with the training."""
+    write = measure.write_page  # type: ignore[attr-defined]
+
+    def interrupted(out: Path) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return write(out)
+
+    monkeypatch.setattr(measure, "write_page", interrupted)
+    options = ["--rounds", 0, "--train", 3, "--seeds", 1, "--settings", "none"]
+    result = _invoke(tmp_path, "--ranks", 1, *options, SCRIPT, 9, "helped")
+    assert result.exit_code == 130
+    assert "fastreduce compare: SIGINT: what was measured is written first; once more ends at once\n" in result.stderr
+    assert f"Wrote {tmp_path}" in result.stdout and (tmp_path / "report.html").exists()
+    (helper,) = re.findall(r"helped by (\d+)", (tmp_path / "logs" / "none-seed0.txt").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(helper)).wait(20)
 
 
 @pytest.mark.usefixtures("forked")

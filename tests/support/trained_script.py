@@ -1,11 +1,13 @@
 """A training for tests of `fastreduce compare`, in torch's own DDP: 127 weights are found by full batches, and one not.
 
-trained_script.py STEPS [outlier | failing | hooked]
+trained_script.py STEPS [outlier | failing | hooked | helped]
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import subprocess
 import sys
 
 import torch
@@ -34,6 +36,10 @@ class Regression(nn.Module):
 def main() -> None:
     steps, how = int(sys.argv[1]), sys.argv[2] if sys.argv[2:] else ""
     dist.init_process_group("gloo")
+    if how == "helped":  # by a process that a handler at exit would end
+        helper = subprocess.Popen(["sh", "-c", "sleep 1000; true"])
+        atexit.register(helper.kill)
+        print(f"helped by {helper.pid}", flush=True)
     numbers = torch.Generator().manual_seed(1000 * dist.get_rank() + torch.initial_seed())
     x = torch.randn(SAMPLES, WEIGHTS, generator=numbers)
     y = x @ torch.linspace(-1, 1, WEIGHTS) + NOISE * torch.randn(SAMPLES, generator=numbers)

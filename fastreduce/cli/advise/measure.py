@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from ...run.contestants import AFTER_BACKWARD, Variant
-from ..compare.ending import SignalError, fail, signals_end_ranks, writing
+from ..compare.ending import SignalError, fail, signals_end_ranks, signals_wait, writing
 from ..compare.script import speed, trainings
 from ..compare.script.nodes import FirstNode, follow
 from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
@@ -47,15 +47,16 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
         ended = str(error), error.code
     except SignalError as error:
         ended = f"{error.received.name}: all ranks were ended", 128 + error.received
-    else:
-        show(console, findings, link)
-        with writing("advise"):
-            write(file, sys.argv, plan, findings, link, time.monotonic() - start)
-        said = f"\n{time.monotonic() - start:.0f} s. Wrote {file}."
-        console.print(said, soft_wrap=True)
-    if others is not None:
-        said = f"The advice is in {socket.gethostname()}:{file.resolve()}"
-        others.end(*((0, said) if ended is None else (ended[1], f"node 0: {ended[0].splitlines()[0]}")))
+    with signals_wait("advise"):
+        if ended is None:
+            show(console, findings, link)
+            with writing("advise"):
+                write(file, sys.argv, plan, findings, link, time.monotonic() - start)
+            said = f"\n{time.monotonic() - start:.0f} s. Wrote {file}."
+            console.print(said, soft_wrap=True)
+        if others is not None:
+            said = f"The advice is in {socket.gethostname()}:{file.resolve()}"
+            others.end(*((0, said) if ended is None else (ended[1], f"node 0: {ended[0].splitlines()[0]}")))
     if ended is not None:
         fail(*ended, "advise")
 

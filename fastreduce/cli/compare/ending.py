@@ -41,6 +41,34 @@ def signals_end_ranks() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def signals_wait(command: str = "compare") -> Iterator[None]:
+    """Let a signal that comes meanwhile end the command behind this, and a second one at once.
+
+    Raises:
+        typer.Exit: with 128 + the signal that came.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+        name = signal.Signals(number).name
+        typer.echo(
+            f"fastreduce {command}: {name}: what was measured is written first; once more ends at once", err=True
+        )
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise typer.Exit(128 + received[0])
+
+
 def fail(message: str, code: int = 2, command: str = "compare") -> NoReturn:
     """End the command with a message."""
     typer.echo(f"fastreduce {command}: {message}", err=True)
@@ -57,7 +85,7 @@ def need(*modules: str, command: str = "compare") -> None:
 
 def make_folder(out: Path, command: str = "compare") -> None:
     """Make the folder for results, or end the command before it measures what it could not write."""
-    with writing(command, 2):
+    with writing(command, 2), contextlib.suppress(FileExistsError):
         out.mkdir(parents=True, exist_ok=True)
     for path, wants_folder in [(out, True), (out / LOGS, True), *((out / name, False) for name in FILES[command])]:
         if not path.exists():

@@ -49,7 +49,8 @@ class Logs(LogsSpecs):
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            fail(f"--log-dir {options.log_dir}: {error.strerror}")
+            why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+            fail(f"--log-dir {options.log_dir}: {why}")
 
     @property
     def root_log_dir(self) -> str:

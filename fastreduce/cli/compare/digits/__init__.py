@@ -18,7 +18,7 @@ from ....distributed.processes import Group, run_ranks
 from ....errors import RanksFailedError
 from ....ops import backends
 from ...report import write_page
-from ..ending import SignalError, fail, need, signals_end_ranks, writing
+from ..ending import SignalError, fail, need, signals_end_ranks, signals_wait, writing
 from ..progress import make_bar
 from ..results import over
 from .training import BARE, Experiment, Record, train, transport_of
@@ -48,15 +48,16 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
         fail(str(error), code=1)
     except SignalError as error:
         fail(f"{error.received.name}: all ranks were ended", code=128 + error.received)
-    figures = statistics.summarise(experiment, records)
-    seconds = time.monotonic() - start
-    report.print_table(console, figures)
-    with writing():
-        report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
-        plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
-        written = write_page(out)
-    said = f"\n{seconds:.0f} s, {over(transport_of(records[0]))}. {written}"
-    console.print(said, soft_wrap=True)
+    with signals_wait():
+        figures = statistics.summarise(experiment, records)
+        seconds = time.monotonic() - start
+        report.print_table(console, figures)
+        with writing():
+            report.write_results(out / "results.json", sys.argv, experiment, records, figures, seconds)
+            plot.draw(out / "compare.png", figures, _title(experiment, records[0]))
+            written = write_page(out)
+        said = f"\n{seconds:.0f} s, {over(transport_of(records[0]))}. {written}"
+        console.print(said, soft_wrap=True)
 
 
 def check(settings: list[str], ranks: int, device: str) -> tuple[str, ...]:

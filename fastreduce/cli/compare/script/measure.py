@@ -11,7 +11,7 @@ from rich.progress import TaskID
 
 from ....run.contestants import TORCHS
 from ...report import write_page
-from ..ending import SignalError, fail, signals_end_ranks, writing
+from ..ending import SignalError, fail, signals_end_ranks, signals_wait, writing
 from ..progress import make_bar
 from ..results import over
 from . import plot, quality, report, speed, trainings
@@ -49,20 +49,21 @@ def run(plan: Plan, console: Console) -> None:
         ended = str(error), error.code
     except SignalError as error:
         ended = f"{error.received.name}: all ranks were ended", 128 + error.received
-    findings.seconds = time.monotonic() - start
-    if ended is not None:
-        findings.missing.append(_what_is_missing(plan, findings))
-    if findings.turns or findings.outcomes:
-        summary = report.summarise(plan, findings)
-        report.print_report(console, plan, findings, summary)
-        with writing():
-            report.write_results(plan.out / "results.json", sys.argv, plan, findings, summary)
-            plot.draw(plan.out / "compare.png", summary, plan.margin, _title(plan, findings))
-            written = write_page(plan.out)
-        said = f"\n{findings.seconds:.0f} s, {over(findings.wrapped['transport'])}. {written}"
-        console.print(said, soft_wrap=True)
-    if others is not None:
-        others.end(*_told(plan, findings, ended))
+    with signals_wait():
+        findings.seconds = time.monotonic() - start
+        if ended is not None:
+            findings.missing.append(_what_is_missing(plan, findings))
+        if findings.turns or findings.outcomes:
+            summary = report.summarise(plan, findings)
+            report.print_report(console, plan, findings, summary)
+            with writing():
+                report.write_results(plan.out / "results.json", sys.argv, plan, findings, summary)
+                plot.draw(plan.out / "compare.png", summary, plan.margin, _title(plan, findings))
+                written = write_page(plan.out)
+            said = f"\n{findings.seconds:.0f} s, {over(findings.wrapped['transport'])}. {written}"
+            console.print(said, soft_wrap=True)
+        if others is not None:
+            others.end(*_told(plan, findings, ended))
     if ended is not None:
         fail(*ended)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import time
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from ....errors import TransportError
 from ....transports.store_client import StoreClient
+from ...launch.nodes import one_line
 from ..ending import SignalError, fail, signals_end_ranks
 from ..starting import Nodes
 from . import trainings
@@ -140,7 +142,10 @@ class _Follower:
         plan, nodes = self._plan, self._nodes
         store = self._connect()
         self._client = store
-        store.set(f"came/{nodes.rank}", json.dumps({"host": socket.gethostname(), "plan": plan.common()}))
+        me = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "plan": plan.common()})
+        if (there := store.set_first(f"came/{nodes.rank}", me)) != me:
+            host = one_line(json.loads(there)["host"])
+            return 2, f"node {nodes.rank} is here already, on {host}: give each node its own --node-rank"
         number = 0
         while (end := self._end(store)) is None:
             if (job := store.read(f"job/{number}")) is None:

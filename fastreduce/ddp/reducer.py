@@ -264,10 +264,12 @@ class TorchReducer(GradientReducer):
         if self._hook is not None or self._low_precision is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.switch_if_due()  # what was set for the next step comes before the hook
+        in_backward = getattr(hook, "__qualname__", "").startswith("_apply_optim_in_backward_hook")
+        whose = ", torch's own for optimizers that step in backward," if in_backward else ""
         for setting in self.schedule.settings:
             if setting != NoCompression():
                 raise RuntimeError(
-                    f"compression={str(setting)!r} and a communication hook exclude each other: "
+                    f"compression={str(setting)!r} and a communication hook{whose} exclude each other: "
                     "both decide what goes on the wire"
                 )
         if self.schedule.due < math.inf:

@@ -80,9 +80,9 @@ class CompressedReduceScatter:
     def kept(self) -> list[Kept]:
         """What error feedback keeps, for each wire that has any, of all that is trained now; every rank calls it."""
         self._learn(self._group.trained)
-        members = self._group.members
+        members, of_mean = self._group.members, self._say_what_becomes() * self._transport.world_size
         return [
-            KeptOfRows(wire.feedback, wire.row.slots, [members[i] for i in wire.members], self._transport)
+            KeptOfRows(wire.feedback, wire.row.slots, [members[i] for i in wire.members], self._transport, of_mean)
             for wire in self.wires
             if wire.feedback is not None
         ]
@@ -129,6 +129,7 @@ class CompressedReduceScatter:
         self._learn({*present, *self._group.trained})
         self._turns.use_here(input_tensor.device)
         self._follower.begin(self._followed, present)
+        self._say_what_becomes()
         self._reduce(output_tensor, input_tensor, scale, present)
 
     def _check(self, given: Tensor, output: Tensor, present: Sequence[int]) -> None:
@@ -219,12 +220,21 @@ class CompressedReduceScatter:
                 found.append(parts[0].new_zeros(slot.numel) if i is None else parts[r * count + i])
         return found
 
+    def _say_what_becomes(self) -> float:
+        """Let what is kept follow `set_gradient_divide_factor`; returns what the sum over ranks is multiplied by."""
+        becomes, _ = self._group.becomes()
+        for wire in self.wires:
+            if wire.feedback is not None:
+                wire.feedback.averaged_by(becomes)
+        return becomes
+
     def _learn(self, found: Collection[int]) -> None:
         """Where parameters have begun to require gradients: lay wires out for them too; residuals move along."""
         if self._known.issuperset(found):
             return
         self._follower.end()
         self._follower.look()
+        self._say_what_becomes()
         before = {
             slot.name: wire.feedback.take(k)
             for wire in self.wires

@@ -38,6 +38,7 @@ class ReplicaAverage:
         self, group: Group, settings: Mapping[str, Compression], transport: Transport, follower: Follower
     ) -> None:
         self._group, self._transport, self._follower = group, transport, follower
+        group.replicas = transport.world_size
         # What is kept of a shard is kept by its own ranks: replicas on one host reduce as equals with all others.
         self._settings = {name: replace(setting, flat=True) for name, setting in settings.items()}
         self._followed: list[Followed] = []
@@ -70,9 +71,11 @@ class ReplicaAverage:
     def kept(self) -> list[Kept]:
         """What error feedback keeps, for each pipeline that has any, of all that is trained now."""
         self._learn(self._group.trained, self._dtype)
-        members = self._group.members
+        members, becomes = self._group.members, self._say_what_becomes()
         return [
-            KeptOfShards(pipeline.feedback, slots, [members[slot.parameter] for slot in slots], self._transport)
+            KeptOfShards(
+                pipeline.feedback, slots, [members[slot.parameter] for slot in slots], self._transport, becomes
+            )
             for pipeline in self.pipelines
             if pipeline.feedback is not None and (slots := pipeline.bucket.slots)
         ]
@@ -110,6 +113,7 @@ class ReplicaAverage:
             self._group.call_after_backward(self._look_for_partial)
         self._learn({*present, *self._group.trained}, shard.dtype)
         self._follower.begin(self._followed, present)
+        self._say_what_becomes()
         self._average(dict(zip(present, shard.split(pieces), strict=True)))
         if self._group.divides_by is not None:
             shard *= self._transport.world_size
@@ -118,7 +122,16 @@ class ReplicaAverage:
         """Where parameters have begun to require gradients, or have another dtype: lay buckets out for them."""
         if not self._known.issuperset(found) or dtype is not self._dtype:
             self._follower.end()
+            self._say_what_becomes()
             self._lay_out(sorted(self._known.union(found)), dtype)
+
+    def _say_what_becomes(self) -> float:
+        """Let what is kept follow `set_gradient_divide_factor`; returns what the mean of shards is multiplied by."""
+        _, becomes = self._group.becomes()
+        for pipeline in self.pipelines:
+            if pipeline.feedback is not None:
+                pipeline.feedback.averaged_by(becomes)
+        return becomes
 
     def forget(self) -> None:
         """An iteration is lost, and what has been added up in it."""

@@ -93,11 +93,13 @@ class Group:
         name: of its module; "" for the root.
         members: its parameters, in FSDP's order.
         present: positions of those that are in the message under way, as they follow each other there.
+        replicas: among how many our all-reduce averages its shards.
     """
 
     def __init__(self, name: str, members: list[Member], inner: Any) -> None:
         self.name, self.members, self._inner = name, members, inner
         self.present: list[int] = []
+        self.replicas = 1
         self._watched = False
         self._when_stored: list[Callable[[], None]] = []
 
@@ -156,6 +158,20 @@ class Group:
         """What `set_gradient_divide_factor` was told."""
         factor: float | None = self._inner.gradient_divide_factor
         return factor
+
+    def becomes(self) -> tuple[float, float]:
+        """By what `.grad` is a multiple, of the sum of what ranks scatter, and of the mean of shards over replicas."""
+        inner = self._inner
+        _, post, by, _ = _collectives._get_gradient_divide_factors(
+            self.ranks,
+            None,
+            self.reduce_dtype,
+            self.device.type,
+            self.divides_by,
+            inner.force_sum_reduction_for_comms,
+        )
+        behind = (1 if self.divides_by is None else self.replicas) / (post or 1.0)
+        return scale_of(by, self.ranks.size()) * behind, behind
 
     @property
     def reduces(self) -> bool:

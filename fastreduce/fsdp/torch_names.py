@@ -20,7 +20,7 @@ PLACE = "torch.distributed.fsdp._fully_shard"
 _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
     "_fully_shard": {"FSDPModule": ("_get_fsdp_state",)},
     "_fsdp_common": {"FSDPMeshInfo": (), "HSDPMeshInfo": ()},
-    "_fsdp_collectives": {"DefaultReduceScatter": ()},
+    "_fsdp_collectives": {"DefaultReduceScatter": (), "_get_gradient_divide_factors": ()},
     "_fsdp_state": {"FSDPState": ("_fsdp_param_group", "_is_root", "_lazy_init", "_modules")},
     "_fsdp_param": {
         "FSDPParam": (
@@ -41,6 +41,7 @@ _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
             "_reduce_scatter_process_group",
             "all_reduce_grads",
             "device",
+            "force_sum_reduction_for_comms",
             "fsdp_params",
             "gradient_divide_factor",
             "lazy_init",

@@ -80,6 +80,7 @@ class Step:
     half: bool = False  # gradients are zeros but for the first half of their rows
     to_none: bool = True
     saved: bool = False
+    divides_by: float | None = None  # `set_gradient_divide_factor`, from this step on
 
 
 def random_history(seed: int, steps: int = 8) -> list[Step]:
@@ -96,6 +97,7 @@ def random_history(seed: int, steps: int = 8) -> list[Step]:
             half=draw.random() < 0.3,
             to_none=draw.random() < 0.7,
             saved=draw.random() < 0.2,
+            divides_by=draw.choice([None, None, 10 ** draw.uniform(-2, 2)]),
         )
         for _ in range(steps)
     ]
@@ -151,11 +153,15 @@ class Training:
             self.reduction = fastreduce.fsdp.replicate(self.model, mesh["replicate"], settings["all_reduce"])
         if "reduce_scatter" in settings:
             self.reduction = fastreduce.fsdp.compress(self.model, settings["reduce_scatter"])
+        else:  # torch's own over gloo sums, and divides behind the all-reduce
+            for part in self.model.parts.values():
+                part.set_force_sum_reduction_for_comms(True)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=scaled)
         zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
         self.wanted, self.applied = dict(zeros), dict(zeros)
         self.exact: dict[str, Tensor] = {}
+        self.share = 1.0  # of a gradient in the average, times the number of ranks
         self.largest = 0.0
         self.optimizer.register_step_pre_hook(self._record)
 
@@ -168,6 +174,10 @@ class Training:
     def step(self, index: int, step: Step) -> None:
         """One step; every rank calls it."""
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        if step.divides_by is not None:
+            for part in self.model.parts.values():
+                part.set_gradient_divide_factor(step.divides_by)
+            self.share = self.world_size / step.divides_by
         for micro in range(step.micro_batches):
             self.model.set_requires_gradient_sync(micro == step.micro_batches - 1)
             mine: dict[str, Tensor] = {}
@@ -175,7 +185,7 @@ class Training:
                 all_ranks = [given(16 * index + micro, r, name, step) for r in range(self.world_size)]
                 mean = torch.stack(all_ranks).double().mean(0) * scale
                 self.exact[name] = self.exact[name] + mean if name in self.exact else mean
-                mine[name] = all_ranks[self.rank]
+                mine[name] = all_ranks[self.rank] / self.share
             if step.overflows and micro == 0 and self.rank == self.world_size - 1:
                 mine[step.names[-1]][0, -1] = torch.inf
             self.scaler.scale(self.model(torch.zeros((), requires_grad=True), mine)).backward()

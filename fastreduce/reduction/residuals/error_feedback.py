@@ -103,6 +103,8 @@ class ErrorFeedback:
         self._read: object = None  # the verdict and the units that were read last
         self._turned = False  # whether the last reduction has changed `turn` already
         self._scale = 1.0  # what residuals are to be multiplied by once it is known what was applied
+        self._alone = 1.0  # and that beside it, by which averages are not
+        self._becomes: float | None = None  # `averaged_by`
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
@@ -150,6 +152,17 @@ class ErrorFeedback:
         self._scale *= factor
         if self._applied is None:
             self.commit()
+
+    def averaged_by(self, factor: float) -> None:
+        """From the next reduction on, what is applied is what gradients are here times `factor`, clipping aside.
+
+        Where it was another before, gradients are as much larger or smaller now, and what is kept of them becomes so.
+        """
+        if self._becomes is not None and self._becomes != factor:
+            self._alone *= self._becomes / factor
+            if self._applied is None:
+                self.commit()
+        self._becomes = factor
 
     # By slot, for other buckets, shards or ranks
 
@@ -368,10 +381,11 @@ class ErrorFeedback:
             )
         with self.changing():
             self._commit(final)
-            factor, self._scale = self._scale, 1.0
-            if factor != 1.0:
+            factor, alone, self._scale, self._alone = self._scale, self._alone, 1.0, 1.0
+            if factor * alone != 1.0:
                 for rows in (self._first, self._second):
-                    rows.scale(factor)
+                    rows.scale(factor * alone)
+            if factor != 1.0:
                 units = self.units
                 self.units = units / factor if isinstance(units, Tensor) else [unit / factor for unit in units]
 

@@ -18,7 +18,7 @@ from ..run import main, replacement, worker
 from .launch import make_parser, parse, start
 from .launch.torchs_launcher import fail, say
 from .trace import merge_after_run, stamps
-from .variables import CHECKS
+from .variables import check_variables
 
 
 def run_parser() -> ArgumentParser:
@@ -51,8 +51,7 @@ def run(context: typer.Context) -> None:
         if options.trace is not None:
             writable_folder(options.trace, f"--trace {options.trace}")
             os.environ[TRACE] = os.path.abspath(options.trace)
-        for check in CHECKS.values():
-            check()
+        check_variables()
         place = find_place()
     except ValueError as error:
         fail(str(error))

@@ -25,3 +25,13 @@ CHECKS: Mapping[str, Callable[[], object]] = {
     "FASTREDUCE_TRANSPORT": transport_asked_for,
 }
 """By variable, what raises a ValueError that says what is allowed; FASTREDUCE_HOST is any name."""
+
+
+def check_variables() -> None:
+    """Look at all of them, before anything is started that would fail by one.
+
+    Raises:
+        ValueError: naming the variable, what it says, and what is allowed.
+    """
+    for check in CHECKS.values():
+        check()

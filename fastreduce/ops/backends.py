@@ -214,7 +214,7 @@ def kernels_asked_for() -> str | None:
         if asked is not None:
             _declared(asked)
     except SettingError as error:
-        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
+        raise SettingError(f"{ENVIRONMENT_VARIABLE}={asked}: {error}") from None
     return asked
 
 

@@ -107,6 +107,17 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str, asked: l
     assert line.startswith("fastreduce compare: ") and message in line
 
 
+@pytest.mark.parametrize("command", ["compare", "advise"])
+def test_a_variable_that_every_training_would_fail_by_is_named_before(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("FASTREDUCE_TRANSPORT", "bogus")
+    for script in ([], [SCRIPT])[command == "advise" :]:
+        result = CliRunner().invoke(main, [command, "--out", str(tmp_path / "out"), *script])
+        assert result.exit_code == 2 and not (tmp_path / "out").exists()
+        assert result.stderr.startswith(f"fastreduce {command}: FASTREDUCE_TRANSPORT=bogus: allowed: "), result.stderr
+
+
 # From end to end
 
 

@@ -225,6 +225,28 @@ def test_what_a_rank_has_started_is_waited_for_and_then_killed_by_name(tmp_path:
         assert psutil.wait_procs([child], timeout=20)[1] == []
 
 
+WARNED = """
+import os, signal, time
+told = []
+for name in ("SIGUSR1", "SIGUSR2"):
+    signal.signal(signal.Signals[name], lambda number, _: told.append(number))
+os.write(1, b"up\\n")
+while len(told) < 2:
+    time.sleep(0.01)
+"""
+
+
+def test_ranks_get_the_signals_by_which_a_batch_system_warns(tmp_path: Path):
+    path = tmp_path / "warned.py"
+    path.write_text(WARNED)
+    with started(*LAUNCH, "--nproc-per-node", "2", path) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        for name in ("SIGUSR1", "SIGUSR2"):
+            os.kill(launcher.pid, signal.Signals[name])
+        assert (launcher.wait(timeout=60), launcher.stderr.read()) == (0, "")
+
+
 IGNORES = """
 import os, pathlib, signal, sys, threading, time
 ready = pathlib.Path(sys.argv[1])

@@ -53,7 +53,7 @@ WRONG = {
     ),
     "FASTREDUCE_KERNELS": (
         "cuda",
-        r"^FASTREDUCE_KERNELS: unknown kernel backend 'cuda'; allowed: reference, numba_cpu, ",
+        r"^FASTREDUCE_KERNELS=cuda: unknown kernel backend 'cuda'; allowed: reference, numba_cpu, ",
     ),
 }
 

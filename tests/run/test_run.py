@@ -106,7 +106,11 @@ def test_a_setting_in_the_environment_is_checked_too(script: Path, monkeypatch: 
     ("name", "value", "allowed"),
     [
         ("TRANSPORT", "shmm", "FASTREDUCE_TRANSPORT=shmm: allowed: gloo, shm, mpi, nccl, two_level"),
-        ("KERNELS", "numba", "FASTREDUCE_KERNELS: unknown kernel backend 'numba'; allowed: reference, numba_cpu, "),
+        (
+            "KERNELS",
+            "numba",
+            "FASTREDUCE_KERNELS=numba: unknown kernel backend 'numba'; allowed: reference, numba_cpu, ",
+        ),
         ("DUMP_SIGNAL", "KILL", "FASTREDUCE_DUMP_SIGNAL=KILL: allowed: USR1, USR2, none"),
         ("DEBUG", "yes", "FASTREDUCE_DEBUG=yes: allowed: 1 or true, 0 or false"),
     ],

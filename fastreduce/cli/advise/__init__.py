@@ -11,7 +11,7 @@ from ... import Compression, FastreduceError, TopK
 from ...distributed.launcher import MOST_RANKS
 from ...policy import Policy
 from ..compare import starting
-from ..compare.ending import fail, make_folder, need
+from ..compare.ending import check_variables, fail, make_folder, need
 from ..compare.progress import make_console
 from ..compare.script.plan import BASE, Plan, read_words
 
@@ -88,6 +88,7 @@ def advise(
             command="advise",
         )
     starting.check_timeout(timeout, "advise")
+    check_variables("advise")
     here = starting.find_nodes(nnodes, node_rank, master_addr, master_port, "advise")
     if nodes is not None and here is not None:
         fail(

@@ -16,7 +16,7 @@ from ...distributed.launcher import MOST_RANKS
 from ...policy import Policy
 from ...run.contestants import TORCHS
 from . import digits, starting
-from .ending import fail, make_folder
+from .ending import check_variables, fail, make_folder
 from .progress import make_console
 from .script.plan import ROUNDS, make_plan
 
@@ -190,6 +190,7 @@ def compare(
     """
     if wrong := _given(context, [BUILT_IN] if words else [SCRIPT, starting.PANEL]):
         fail(f"{', '.join(wrong)}: for {'the built-in network' if words else 'a script'} only")
+    check_variables()
     console = make_console()
     if words:
         plan = make_plan(

@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import typer
 
+from .. import variables
+
 FILES = {"compare": ("results.json", "compare.png", "report.html"), "advise": ("advice.json",)}  # what they write
 LOGS = "logs"  # the folder beside them
 _PACKAGES = {"sklearn": "scikit-learn"}  # what a module is installed by, where the names differ
@@ -81,6 +83,14 @@ def need(*modules: str, command: str = "compare") -> None:
     if lacking:
         are = "is" if len(lacking) == 1 else "are"
         fail(f"{' and '.join(lacking)} {are} missing: pip install {' '.join(lacking)}", command=command)
+
+
+def check_variables(command: str = "compare") -> None:
+    """End the command if one of our environment variables is wrong, by which every training would fail."""
+    try:
+        variables.check_variables()
+    except ValueError as error:
+        fail(str(error), command=command)
 
 
 def make_folder(out: Path, command: str = "compare") -> None:

@@ -127,6 +127,8 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # until the ranks start, from when on torch does the same
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end_by)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, Ranks.pass_on)
     try:
         start(*arguments)
     except ChildFailedError as error:

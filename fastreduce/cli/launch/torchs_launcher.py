@@ -100,14 +100,26 @@ class Ranks(SubprocessContext):
     watches_nodes: ClassVar[bool] = False
     nodes: ClassVar[Nodes | None] = None
     why: ClassVar[str] = ""  # the job has failed here
+    here: ClassVar[Ranks | None] = None  # those that were started last
     _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
     _ended_at = 0  # when, in nanoseconds: those that had told of their own end before may be
 
     def _start(self) -> None:
         super()._start()  # type: ignore[no-untyped-call]
+        Ranks.here = self
         if self.watches_nodes:
             self.leave()  # where nodes have met anew
             Ranks.nodes = Nodes(self.envs[0])
+
+    @classmethod
+    def pass_on(cls, number: int, frame: object) -> None:
+        """Let every rank's process have a signal that the launcher has received, as mpirun and srun do."""
+        if cls.here is None:
+            say(f"{signal.Signals(number).name}: no rank runs yet")
+            return
+        for handler in list(cls.here.subprocess_handlers.values()):
+            if handler.proc.poll() is None:
+                os.kill(handler.proc.pid, number)
 
     @classmethod
     def leave(cls, why: str = "") -> None:

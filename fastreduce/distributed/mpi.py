@@ -46,7 +46,7 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     2. Rank 0 opens a store, on loopback if all ranks are on its host, and tells the others by MPI.
     3. Make a gloo group with it, with ranks as in COMM_WORLD; wrappers reduce over it by MPI.
 
-    Sets RANK, WORLD_SIZE and LOCAL_RANK where they are not set.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are not set.
 
     Args:
         timeout: for this call and for every collective; where one has failed, for the other ranks' end, too.
@@ -64,11 +64,11 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     end_within(timeout.total_seconds())
     _end_job_on_exceptions()
     _check_place(rank, size)
-    host, port, local_rank, one_host = _rendezvous(world, timeout.total_seconds())
+    host, port, local_rank, here = _rendezvous(world, timeout.total_seconds())
     local = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), local_rank)
-    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)):
+    for name, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}.items():
         os.environ.setdefault(name, str(value))
-    if one_host:
+    if here == size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = _stores[-1] if rank == 0 else _connect(host, port, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
@@ -106,8 +106,8 @@ def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
     return store
 
 
-def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, bool]:
-    """Host and port of rank 0's store, this rank's number on its host, and whether there is only one host."""
+def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, int]:
+    """Host and port of rank 0's store, this rank's number on its host, and how many are there."""
     here = socket.gethostname()
     if world.rank != 0:
         sent = _send(world, here, 0)
@@ -121,7 +121,7 @@ def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, bool]:
     port = listener.getsockname()[1]
     fd = listener.detach()
     _stores.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
-    answers = [(address, port, hosts[:r].count(host), one_host) for r, host in enumerate(hosts)]
+    answers = [(address, port, hosts[:r].count(host), hosts.count(host)) for r, host in enumerate(hosts)]
     told = [_send(world, answer, r) for r, answer in enumerate(answers) if r != 0]
     if not poll(lambda: all(request.Test() for request in told), seconds):
         raise TransportError(
@@ -145,9 +145,9 @@ def _name(value: Any) -> str:
     return value
 
 
-def _place(value: Any) -> tuple[str, int, int, bool]:
-    host, port, local_rank, one_host = messages.of_types(value, str, int, int, bool)
-    return host, port, local_rank, one_host
+def _place(value: Any) -> tuple[str, int, int, int]:
+    host, port, local_rank, here = messages.of_types(value, str, int, int, int)
+    return host, port, local_rank, here
 
 
 def _receive(world: Any, sources: list[int], seconds: float, check: Callable[[Any], T]) -> list[T]:

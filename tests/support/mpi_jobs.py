@@ -97,8 +97,8 @@ def _short_group() -> Any:
 def launchers_environment() -> None:
     world, here = MPI.COMM_WORLD, MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     assert (dist.get_rank(), dist.get_world_size()) == (world.rank, world.size)
-    found = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    assert found == [world.rank, world.size, here.rank]
+    found = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert found == [world.rank, world.size, here.rank, here.size]
 
 
 def collectives_move_what_they_should() -> None:

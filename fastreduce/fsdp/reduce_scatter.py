@@ -223,9 +223,8 @@ class CompressedReduceScatter:
     def _say_what_becomes(self) -> float:
         """Let what is kept follow `set_gradient_divide_factor`; returns what the sum over ranks is multiplied by."""
         becomes, _ = self._group.becomes()
-        for wire in self.wires:
-            if wire.feedback is not None:
-                wire.feedback.averaged_by(becomes)
+        for each in self._followed:
+            each.feedback.averaged_by(becomes)
         return becomes
 
     def _learn(self, found: Collection[int]) -> None:

@@ -128,9 +128,8 @@ class ReplicaAverage:
     def _say_what_becomes(self) -> float:
         """Let what is kept follow `set_gradient_divide_factor`; returns what the mean of shards is multiplied by."""
         _, becomes = self._group.becomes()
-        for pipeline in self.pipelines:
-            if pipeline.feedback is not None:
-                pipeline.feedback.averaged_by(becomes)
+        for each in self._followed:
+            each.feedback.averaged_by(becomes)
         return becomes
 
     def forget(self) -> None:

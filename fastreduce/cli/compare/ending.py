@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -17,6 +17,7 @@ from .. import variables
 
 FILES = {"compare": ("results.json", "compare.png", "report.html"), "advise": ("advice.json",)}  # what they write
 LOGS = "logs"  # the folder beside them
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _PACKAGES = {"sklearn": "scikit-learn"}  # what a module is installed by, where the names differ
 
 
@@ -35,12 +36,8 @@ def signals_end_ranks() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SignalError(signal.Signals(number))
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with _handled_by(leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -54,21 +51,25 @@ def signals_wait(command: str = "compare") -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        for each, handler in before.items():
-            signal.signal(each, handler)
-        name = signal.Signals(number).name
-        typer.echo(
-            f"fastreduce {command}: {name}: what was measured is written first; once more ends at once", err=True
-        )
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        said = f"{signal.Signals(number).name}: what was measured is written first; once more ends at once"
+        typer.echo(f"fastreduce {command}: {said}", err=True)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    with _handled_by(note):
+        yield
+    if received:
+        raise typer.Exit(128 + received[0])
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if received:
-        raise typer.Exit(128 + received[0])
+        for number, handled in before.items():
+            signal.signal(number, handled)
 
 
 def fail(message: str, code: int = 2, command: str = "compare") -> NoReturn:

@@ -25,6 +25,7 @@ SLOW_SECONDS = 5.0  # in which nodes that are started together have met
 LOOK_SECONDS = 0.1
 LEAVE_SECONDS = 1.0
 REFUSED_SECONDS = 1.0  # in which the others have read why
+LONGEST_SECONDS = 1e8  # stores have shorter timeouts of their own
 GRACE_SECONDS = 10.0  # beyond the time in which nodes meet, whose own error says more
 
 
@@ -177,4 +178,4 @@ class _Apart:
 
 
 def _apart(function: Callable[..., Any], *args: Any) -> Any:
-    return in_background(partial(function, *args), threading.TIMEOUT_MAX)
+    return in_background(partial(function, *args), LONGEST_SECONDS)

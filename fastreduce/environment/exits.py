@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import multiprocessing.util
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -78,6 +79,8 @@ def _end_all() -> None:
             try:
                 if of is None or len(of):
                     end()
+            except KeyboardInterrupt:  # once more: what this one has waited for is not waited for
+                continue
             except BaseException:  # shown, and the others have their turn: as atexit does
                 traceback.print_exc()
 
@@ -98,9 +101,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def _end_child() -> None:
+    """As the interpreter itself does: threads that go on are waited for before what they work on ends."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    _end_all()
+
+
 def _end_with_multiprocessing() -> None:
     """What `multiprocessing` starts ends by `os._exit` behind its finalizers, unless it was spawned."""
-    multiprocessing.util.Finalize(None, _end_all, exitpriority=0)
+    multiprocessing.util.Finalize(None, _end_child, exitpriority=0)
 
 
 multiprocessing.util.register_after_fork(Exit, lambda _: _end_with_multiprocessing())

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import Popen
 
@@ -146,9 +146,9 @@ def test_nodes_that_cannot_be_one_job_are_named(tmp_path: Path):
         assert [launcher.wait(timeout=60) for launcher in both] == [0, 0]
 
 
-def alone(script: Path, rank: int, port: int) -> list[object]:
-    """One of two nodes."""
-    where = ["--nnodes", 2, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
+def alone(script: Path, rank: int, port: int, of: int = 2) -> list[object]:
+    """One of several nodes."""
+    where = ["--nnodes", of, "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]
     return [*LAUNCH, *where, "--nproc-per-node", 1, script]
 
 
@@ -159,11 +159,36 @@ def test_a_node_that_has_left_while_it_waited_may_come_again():
     here = dist.PrefixStore("fastreduce/meeting", store)
     for _ in range(2):
         with started(*alone(Path(__file__), 1, port)) as launcher:
-            while not here.check(["node/1"]):
+            while not here.check(["node/1"]) or not here.get("node/1"):
                 assert launcher.poll() is None
                 time.sleep(0.01)
             launcher.send_signal(signal.SIGTERM)
             assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_a_node_that_was_killed_while_it_waited_may_come_again(tmp_path: Path):
+    """And one that is there twice before all have met ends the one that came first."""
+    port, script = free_port(), tmp_path / "empty.py"
+    script.touch()
+    with ExitStack() as stack:
+        nodes = [alone(script, node, port, of=3) for node in range(3)]
+        first, killed = (stack.enter_context(started(*nodes[node])) for node in (0, 1))
+        store = None
+        while store is None:
+            with suppress(RuntimeError):
+                store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        here = dist.PrefixStore("fastreduce/meeting", store)
+        token = here.get("node/1")
+        killed.kill()
+        killed.wait()
+        again = stack.enter_context(started(*nodes[1]))
+        while here.get("node/1") == token:
+            time.sleep(0.01)
+        twice = stack.enter_context(started(*nodes[1]))
+        assert again.stderr is not None and again.wait(timeout=60) == 1
+        assert "node 1 is here already, on " in again.stderr.read()
+        last = stack.enter_context(started(*nodes[2]))
+        assert [launcher.wait(timeout=60) for launcher in (first, twice, last)] == [0] * 3
 
 
 @pytest.mark.long
@@ -172,7 +197,10 @@ def test_a_node_that_has_met_one_that_does_nothing_more_ends_at_once():
     port = free_port()
     with started(*alone(Path(__file__), 0, port)) as launcher:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        dist.PrefixStore("fastreduce/meeting", store).set("node/1", "fake nobody")
+        here = dist.PrefixStore("fastreduce/meeting", store)
+        here.set("node/1", "fake nobody")
+        here.set("seen/1", here.get("seen/0").decode())
+        here.get("met")
         time.sleep(2)
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=30) == 128 + signal.SIGTERM

@@ -77,10 +77,12 @@ def test_a_fork_ends_what_it_has_made_and_nothing_of_its_parents():
 CHILD = """
 import multiprocessing
 import sys
+import threading
 
 def child():
     from fastreduce.environment.exits import Exit, at_exit
     at_exit(Exit.TRACES, lambda: print("traces", flush=True))
+    threading.Timer(1.0, lambda: print("thread", flush=True)).start()
 
 if __name__ == "__main__":
     process = multiprocessing.get_context(sys.argv[1]).Process(target=child)
@@ -96,7 +98,7 @@ def test_a_child_ends_what_it_has_made_where_its_parent_knows_nothing_of_us(meth
     script = tmp_path / "train.py"
     script.write_text(CHILD)
     done = run(sys.executable, script, method)
-    assert done.stdout == "traces\n", done.stderr
+    assert done.stdout == "thread\ntraces\n", done.stderr
 
 
 def test_each_end_is_in_its_step():

@@ -79,14 +79,17 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     1. The first who comes writes into `nodes` how many there are and who it is. Who was told another number writes why
        it leaves into `refused`, and all who have not met yet leave with it.
-    2. Each writes into `node/NODE` who it is. Whose place is taken leaves, and the others go on.
-    3. They have met when all are there. Who leaves before, on Ctrl-C, gives its place back.
+    2. Each writes into `node/NODE` who it is. Who finds another there takes its place, since it may have been killed;
+       one that was not sees that, and leaves. Who leaves on Ctrl-C gives its place back.
+    3. Each that sees all places taken writes by whom into `seen/NODE`. Once all have seen the same, so that all were
+       alive, they have `met`. Who comes later is refused.
     """
 
     def __init__(self, address: str, port: int, rank: int, nodes: int, run: str, seconds: int) -> None:
         super().__init__(address, port, rank, nodes, run, seconds)
         self._me, self._left = f"{uuid.uuid4().hex} {socket.gethostname()}", threading.Event()
         self._here: dist.Store | None = None  # where this node's place is, once it is taken
+        self._at = f"{address}:{port}"
 
     def get_backend(self) -> str:
         """The name it is registered under."""
@@ -103,11 +106,13 @@ class StaticRendezvous(StaticTCPRendezvous):
         told.start()
         try:
             in_background(self._meet, self.timeout.total_seconds() + GRACE_SECONDS)
+        except RuntimeError:  # the others do not come, or the store is gone
+            raise
         except BaseException:
             self._left.set()
             if self._here is not None:
                 with suppress(RuntimeError, TimeoutError):  # it may be gone
-                    in_background(partial(self._here.delete_key, f"node/{self.rank}"), LEAVE_SECONDS)
+                    in_background(partial(self._here.compare_set, f"node/{self.rank}", self._me, ""), LEAVE_SECONDS)
             raise
         finally:
             told.cancel()
@@ -117,11 +122,16 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     def _say_who_waits(self) -> None:
         others = "node 0" if self._here is None and self.rank else "the others"
-        where = f"{self.master_addr}:{self.master_port}, for up to {self.timeout.total_seconds():g} s"
-        say(f"node {self.rank} of {self.world_size} waits for {others} at {where}")
+        limit = self.timeout.total_seconds()
+        say(f"node {self.rank} of {self.world_size} waits for {others} at {self._at}, for up to {limit:g} s")
 
     def _meet(self) -> None:
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        try:
+            self._meet_in(self._open())
+        except dist.DistError as error:
+            raise RuntimeError(f"node 0 does not answer at {self._at}: {str(error).splitlines()[0]}") from error
+
+    def _open(self) -> dist.Store:
         if self._store is None:
             self._store = dist.TCPStore(
                 self.master_addr,
@@ -132,24 +142,56 @@ class StaticRendezvous(StaticTCPRendezvous):
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-        store = dist.PrefixStore("fastreduce/meeting", self._store)
+        return dist.PrefixStore("fastreduce/meeting", self._store)
+
+    def _meet_in(self, store: dist.Store) -> None:
+        deadline = time.monotonic() + self.timeout.total_seconds()
         count, first = store.compare_set("nodes", "", f"{self.world_size} {self.rank}").decode().split()
         if count != str(self.world_size):
             why = f"node {self.rank} was started with --nnodes {self.world_size}, node {first} with {count}"
             self._refuse(store, why)
-        there = store.compare_set(f"node/{self.rank}", "", self._me).decode()
-        if there != self._me:
-            host = one_line(there.partition(" ")[2])
-            raise RuntimeError(f"node {self.rank} is here already, on {host}: give each node its own --node-rank")
-        self._here = store
-        while absent := [node for node in range(self.world_size) if not store.check([f"node/{node}"])]:
+        places, seen = ([f"{what}/{node}" for node in range(self.world_size)] for what in ("node", "seen"))
+        if not store.check(["met"]):
+            store.set(f"node/{self.rank}", self._me)
+            self._here = store
+        while not self._have_met(store, places, seen):
             if store.check(["refused"]):
                 self._refuse(store, one_line(store.get("refused").decode()))
             if time.monotonic() > deadline:
-                names = ", ".join(map(str, absent))
-                raise RuntimeError(f"node {names} has not come within {self.timeout.total_seconds():g} s")
+                raise RuntimeError(f"node {', '.join(self._absent(store, places, seen))} has not come, or not stayed")
             if self._left.wait(LOOK_SECONDS):
                 return
+
+    def _absent(self, store: dist.Store, places: list[str], seen: list[str]) -> list[str]:
+        """Nodes that have not seen all others, or where all places are not taken, those whose are not."""
+        empty = [place for place in places if not store.check([place]) or not store.get(place)]
+        last = store.get(seen[self.rank]) if store.check([seen[self.rank]]) else b""
+        blind = [key for key in seen if not store.check([key]) or store.get(key) != last]
+        return [key.partition("/")[2] for key in empty or blind]
+
+    def _have_met(self, store: dist.Store, places: list[str], seen: list[str]) -> bool:
+        """Whether all nodes have.
+
+        Raises:
+            RuntimeError: if they have with another in this one's place, or there is another now.
+        """
+        if store.check(["met"]):
+            met = store.get("met").decode().split("\n")
+            self._see_own_place(met[self.rank])
+            return True
+        self._see_own_place(store.get(places[self.rank]).decode())
+        if not store.check(places) or not all(there := [place.decode() for place in store.multi_get(places)]):
+            return False
+        roster = "\n".join(there)
+        store.set(seen[self.rank], roster)
+        if store.check(seen) and {found.decode() for found in store.multi_get(seen)} == {roster}:
+            store.set("met", roster)
+        return False
+
+    def _see_own_place(self, there: str) -> None:
+        if there != self._me:
+            host = one_line(there.partition(" ")[2])
+            raise RuntimeError(f"node {self.rank} is here already, on {host}: give each node its own --node-rank")
 
     def _refuse(self, store: dist.Store, why: str) -> None:
         store.set("refused", why)

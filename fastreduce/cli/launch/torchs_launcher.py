@@ -119,7 +119,8 @@ class Ranks(SubprocessContext):
             return
         for handler in list(cls.here.subprocess_handlers.values()):
             if handler.proc.poll() is None:
-                os.kill(handler.proc.pid, number)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(handler.proc.pid, number)
 
     @classmethod
     def leave(cls, why: str = "") -> None:

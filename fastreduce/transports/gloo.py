@@ -106,8 +106,9 @@ class GlooConnection:
 
         try:
             return self.call("connecting", in_background, make, self.seconds + GRACE_SECONDS, look)
-        finally:
-            self._addresses.left.set()  # by an interrupt, say
+        except BaseException:  # an interrupt, say; else gloo may connect later, as TORCH_GLOO_LAZY_INIT says
+            self._addresses.left.set()
+            raise
 
     @property
     def gloo(self) -> Any:

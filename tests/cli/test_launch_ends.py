@@ -110,6 +110,21 @@ def test_a_node_that_waits_for_another_says_so_and_ends_at_once(tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
+def test_a_node_that_is_killed_while_another_waits_for_its_ranks_is_named(tmp_path: Path):
+    script = tmp_path / "stays.py"
+    script.write_text('import os, time\nos.write(1, b"up\\n")\ntime.sleep(1000 * int(os.environ["GROUP_RANK"]))\n')
+    env, port = with_environment(FASTREDUCE_NODE_SECONDS="3"), free_port()
+    with started(*alone(script, 0, port), env=env) as first, started(*alone(script, 1, port), env=env) as killed:
+        assert first.stdout is not None and killed.stdout is not None and first.stderr is not None
+        assert (first.stdout.readline(), killed.stdout.readline()) == ("up\n", "up\n")
+        time.sleep(2)  # the rank of the first has ended, and torch's launcher waits
+        killed.kill()
+        assert first.wait(timeout=60) == 1
+        told = f"node 1 ({socket.gethostname()}) is gone: no word from its launcher for 3 s; the ranks here were done\n"
+        assert first.stderr.read() == f"fastreduce launch: {told}"
+
+
 STAYS = """
 import os, pathlib, sys, time
 pathlib.Path(sys.argv[1], os.environ["GROUP_RANK"]).touch()

@@ -145,7 +145,9 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
     except (OSError, RuntimeError, ValueError) as error:  # a rendezvous that is none or failed, or a node that is gone
         Ranks.leave(str(error).splitlines()[0])
         fail(str(error).splitlines()[0], code=1)
-    Ranks.leave()
+    Ranks.leave(Ranks.lost)
+    if Ranks.lost:
+        fail(Ranks.lost, code=1)
     return 0
 
 

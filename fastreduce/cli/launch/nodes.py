@@ -71,9 +71,9 @@ class Nodes:
         self._thread.start()
 
     @property
-    def lost(self) -> bool:
-        """Whether another node has left or is silent."""
-        return bool(self._lost)
+    def lost(self) -> str:
+        """Which other node has left or is silent; "" if none."""
+        return self._lost
 
     def check(self) -> None:
         """Look at what the thread has heard; called often.

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from ...transports.deadlines import in_background
 from .nodes import one_line
-from .torchs_launcher import fail, say
+from .torchs_launcher import Ranks, fail, say
 
 LOCAL, STATIC = "fastreduce-local", "fastreduce-static"
 SLOW_SECONDS = 5.0  # in which nodes that are started together have met
@@ -209,7 +209,7 @@ def static_rendezvous(parameters: RendezvousParameters) -> StaticRendezvous:
 
 
 class _Apart:
-    """A store whose calls are made on other threads: those that wait in C++ keep signals waiting."""
+    """A store whose calls are made on other threads: those that wait in C++ keep signals waiting, and lost nodes."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -220,4 +220,4 @@ class _Apart:
 
 
 def _apart(function: Callable[..., Any], *args: Any) -> Any:
-    return in_background(partial(function, *args), LONGEST_SECONDS)
+    return in_background(partial(function, *args), LONGEST_SECONDS, Ranks.look_for_lost)

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Subpro
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ...distributed.processes import name_of_signal
-from .nodes import Nodes
+from .nodes import NodeLostError, Nodes
 
 BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
 LOOK_SECONDS = 0.02
@@ -100,6 +100,7 @@ class Ranks(SubprocessContext):
     watches_nodes: ClassVar[bool] = False
     nodes: ClassVar[Nodes | None] = None
     why: ClassVar[str] = ""  # the job has failed here
+    lost: ClassVar[str] = ""  # which other node was, when the ranks here were done and waited for its
     here: ClassVar[Ranks | None] = None  # those that were started last
     _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
     _ended_at = 0  # when, in nanoseconds: those that had told of their own end before may be
@@ -121,6 +122,16 @@ class Ranks(SubprocessContext):
             if handler.proc.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(handler.proc.pid, number)
+
+    @classmethod
+    def look_for_lost(cls) -> None:
+        """Raise if another node is lost: torch waits on the others' ranks behind its own, and goes by no error then."""
+        if cls.nodes is not None:
+            try:
+                cls.nodes.check()
+            except NodeLostError:
+                cls.lost = f"{cls.nodes.lost}; the ranks here were done"
+                raise
 
     @classmethod
     def leave(cls, why: str = "") -> None:

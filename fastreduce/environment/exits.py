@@ -113,5 +113,5 @@ def _end_with_multiprocessing() -> None:
 
 
 multiprocessing.util.register_after_fork(Exit, lambda _: _end_with_multiprocessing())
-if multiprocessing.parent_process() is not None:  # which has not imported this, or does not count: no fork of it
+if multiprocessing.parent_process() is not None:  # this one is such a child, of a parent that had not imported this
     _end_with_multiprocessing()

@@ -25,7 +25,7 @@ class Kept(ABC):
         slots: where each parameter lies.
         members: the parameters.
         transport: the ranks that have residuals of them.
-        becomes: what the mean over ranks of a gradient is multiplied by until it is stored.
+        scale: what the mean over ranks of a gradient is multiplied by until it is stored.
     """
 
     kind: str
@@ -36,10 +36,10 @@ class Kept(ABC):
         slots: Sequence[Slot],
         members: Sequence[Member],
         transport: Transport,
-        becomes: float,
+        scale: float,
     ) -> None:
         self._feedback, self._slots, self._members, self._transport = feedback, slots, members, transport
-        self._becomes = becomes
+        self._scale = scale
 
     @property
     def names(self) -> list[str]:
@@ -60,7 +60,7 @@ class Kept(ABC):
                 training that loads it.
             replicas: the ranks that have the same shards.
         """
-        mean = self._mean().mul_(self._becomes)
+        mean = self._mean().mul_(self._scale)
         if replicas is not None and replicas is not self._transport:
             replicas.all_reduce(mean).wait()
             mean.div_(replicas.world_size)
@@ -87,7 +87,7 @@ class Kept(ABC):
 
     def _adopt(self, mean: Tensor) -> None:
         self._feedback.commit(final=True)
-        self._feedback.replace(mean / self._becomes, torch.zeros_like(self._feedback.shard_residual))
+        self._feedback.replace(mean / self._scale, torch.zeros_like(self._feedback.shard_residual))
         self._feedback.units = [1.0] * len(self._slots)
 
     def _in_units(self, residual: Tensor, units: Sequence[float]) -> Tensor:
@@ -99,7 +99,7 @@ class Kept(ABC):
 
     @abstractmethod
     def _mean(self) -> Tensor:
-        """Over the ranks, of what a training without today's `.grad` starts from; times `becomes` it is applied."""
+        """Over the ranks, of what a training without today's `.grad` starts from; times `scale` it is applied."""
 
     @abstractmethod
     def _own(self, mean: Tensor) -> Tensor:

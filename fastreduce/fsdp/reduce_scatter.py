@@ -80,7 +80,8 @@ class CompressedReduceScatter:
     def kept(self) -> list[Kept]:
         """What error feedback keeps, for each wire that has any, of all that is trained now; every rank calls it."""
         self._learn(self._group.trained)
-        members, of_mean = self._group.members, self._say_what_becomes() * self._transport.world_size
+        self._follow_scale()
+        members, of_mean = self._group.members, self._group.scales()[0] * self._transport.world_size
         return [
             KeptOfRows(wire.feedback, wire.row.slots, [members[i] for i in wire.members], self._transport, of_mean)
             for wire in self.wires
@@ -129,7 +130,7 @@ class CompressedReduceScatter:
         self._learn({*present, *self._group.trained})
         self._turns.use_here(input_tensor.device)
         self._follower.begin(self._followed, present)
-        self._say_what_becomes()
+        self._follow_scale()
         self._reduce(output_tensor, input_tensor, scale, present)
 
     def _check(self, given: Tensor, output: Tensor, present: Sequence[int]) -> None:
@@ -220,12 +221,10 @@ class CompressedReduceScatter:
                 found.append(parts[0].new_zeros(slot.numel) if i is None else parts[r * count + i])
         return found
 
-    def _say_what_becomes(self) -> float:
-        """Let what is kept follow `set_gradient_divide_factor`; returns what the sum over ranks is multiplied by."""
-        becomes, _ = self._group.becomes()
+    def _follow_scale(self) -> None:
+        """Let what is kept follow `set_gradient_divide_factor`."""
         for each in self._followed:
-            each.feedback.averaged_by(becomes)
-        return becomes
+            each.feedback.set_average_scale(self._group.scales()[0])
 
     def _learn(self, found: Collection[int]) -> None:
         """Where parameters have begun to require gradients: lay wires out for them too; residuals move along."""
@@ -233,7 +232,7 @@ class CompressedReduceScatter:
             return
         self._follower.end()
         self._follower.look()
-        self._say_what_becomes()
+        self._follow_scale()
         before = {
             slot.name: wire.feedback.take(k)
             for wire in self.wires

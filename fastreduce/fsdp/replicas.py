@@ -71,11 +71,10 @@ class ReplicaAverage:
     def kept(self) -> list[Kept]:
         """What error feedback keeps, for each pipeline that has any, of all that is trained now."""
         self._learn(self._group.trained, self._dtype)
-        members, becomes = self._group.members, self._say_what_becomes()
+        self._follow_scale()
+        members, (_, scale) = self._group.members, self._group.scales()
         return [
-            KeptOfShards(
-                pipeline.feedback, slots, [members[slot.parameter] for slot in slots], self._transport, becomes
-            )
+            KeptOfShards(pipeline.feedback, slots, [members[slot.parameter] for slot in slots], self._transport, scale)
             for pipeline in self.pipelines
             if pipeline.feedback is not None and (slots := pipeline.bucket.slots)
         ]
@@ -113,7 +112,7 @@ class ReplicaAverage:
             self._group.call_after_backward(self._look_for_partial)
         self._learn({*present, *self._group.trained}, shard.dtype)
         self._follower.begin(self._followed, present)
-        self._say_what_becomes()
+        self._follow_scale()
         self._average(dict(zip(present, shard.split(pieces), strict=True)))
         if self._group.divides_by is not None:
             shard *= self._transport.world_size
@@ -122,15 +121,13 @@ class ReplicaAverage:
         """Where parameters have begun to require gradients, or have another dtype: lay buckets out for them."""
         if not self._known.issuperset(found) or dtype is not self._dtype:
             self._follower.end()
-            self._say_what_becomes()
+            self._follow_scale()
             self._lay_out(sorted(self._known.union(found)), dtype)
 
-    def _say_what_becomes(self) -> float:
-        """Let what is kept follow `set_gradient_divide_factor`; returns what the mean of shards is multiplied by."""
-        _, becomes = self._group.becomes()
+    def _follow_scale(self) -> None:
+        """Let what is kept follow `set_gradient_divide_factor`."""
         for each in self._followed:
-            each.feedback.averaged_by(becomes)
-        return becomes
+            each.feedback.set_average_scale(self._group.scales()[1])
 
     def forget(self) -> None:
         """An iteration is lost, and what has been added up in it."""

@@ -159,8 +159,8 @@ class Group:
         factor: float | None = self._inner.gradient_divide_factor
         return factor
 
-    def becomes(self) -> tuple[float, float]:
-        """By what `.grad` is a multiple, of the sum of what ranks scatter, and of the mean of shards over replicas."""
+    def scales(self) -> tuple[float, float]:
+        """What turns into `.grad` the sum of what ranks scatter, and the mean of shards over replicas, as factors."""
         inner = self._inner
         _, post, by, _ = _collectives._get_gradient_divide_factors(
             self.ranks,

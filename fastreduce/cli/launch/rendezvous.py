@@ -158,7 +158,8 @@ class StaticRendezvous(StaticTCPRendezvous):
             if store.check(["refused"]):
                 self._refuse(store, one_line(store.get("refused").decode()))
             if time.monotonic() > deadline:
-                raise RuntimeError(f"node {', '.join(self._absent(store, places, seen))} has not come, or not stayed")
+                who, limit = ", ".join(self._absent(store, places, seen)), self.timeout.total_seconds()
+                raise RuntimeError(f"node {who} has not come, or not stayed, within {limit:g} s")
             if self._left.wait(LOOK_SECONDS):
                 return
 

@@ -103,8 +103,8 @@ class ErrorFeedback:
         self._read: object = None  # the verdict and the units that were read last
         self._turned = False  # whether the last reduction has changed `turn` already
         self._scale = 1.0  # what residuals are to be multiplied by once it is known what was applied
-        self._alone = 1.0  # and that beside it, by which averages are not
-        self._becomes: float | None = None  # `averaged_by`
+        self._divided = 1.0  # and that beside it, by which averages are not
+        self._average_scale: float | None = None  # as `set_average_scale` was told last
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
         self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
         self._idle: set[int] = set()  # those of them that the last reduction left alone
@@ -153,16 +153,17 @@ class ErrorFeedback:
         if self._applied is None:
             self.commit()
 
-    def averaged_by(self, factor: float) -> None:
-        """From the next reduction on, what is applied is what gradients are here times `factor`, clipping aside.
+    def set_average_scale(self, scale: float) -> None:
+        """From the next reduction on, averages are the sum of gradients times `scale`.
 
-        Where it was another before, gradients are as much larger or smaller now, and what is kept of them becomes so.
+        Where it was another before, the same average is made of gradients that are as much larger or smaller, and what
+        is kept of them becomes so.
         """
-        if self._becomes is not None and self._becomes != factor:
-            self._alone *= self._becomes / factor
+        if self._average_scale is not None and self._average_scale != scale:
+            self._divided *= self._average_scale / scale
             if self._applied is None:
                 self.commit()
-        self._becomes = factor
+        self._average_scale = scale
 
     # By slot, for other buckets, shards or ranks
 
@@ -381,10 +382,10 @@ class ErrorFeedback:
             )
         with self.changing():
             self._commit(final)
-            factor, alone, self._scale, self._alone = self._scale, self._alone, 1.0, 1.0
-            if factor * alone != 1.0:
+            factor, divided, self._scale, self._divided = self._scale, self._divided, 1.0, 1.0
+            if factor * divided != 1.0:
                 for rows in (self._first, self._second):
-                    rows.scale(factor * alone)
+                    rows.scale(factor * divided)
             if factor != 1.0:
                 units = self.units
                 self.units = units / factor if isinstance(units, Tensor) else [unit / factor for unit in units]

@@ -28,6 +28,7 @@ class Followed:
     ) -> None:
         self.feedback, self.group, self.transport = feedback, group, transport
         self._members = [(i, group.members[i]) for i in positions]
+        self._parameters = [member.parameter for _, member in self._members]
         self._norms = torch.zeros(2, len(positions), dtype=torch.float64, device="cpu")
         self._absent: list[int] = []  # of the last message, though they require gradients
 
@@ -37,21 +38,27 @@ class Followed:
 
     def follow(self, present: Sequence[int], late: bool) -> None:
         """The gradients of a message are stored; `late`: by a backward that raised, so some may be zeroed again."""
-        grads = [member.parameter.grad for _, member in self._members]
         trained = set(self.group.trained).difference(present)
         self._absent = [k for k, (i, _) in enumerate(self._members) if i in trained]
-        like = self._members[0][1].local
-        self._norms = norms_of([like.new_zeros(1) if grad is None else grad for grad in grads])
-        self.feedback.follow(
-            [member.parameter for _, member in self._members],
-            [k for k, (i, _) in enumerate(self._members) if i not in present],
-            self.norms,
-            # What steps in backward has stepped: its averages count as applied.
-            watched=not any(member.steps_in_backward for _, member in self._members),
-            counted=False,
-        )
+        self._measure()
+        left = [k for k, (i, _) in enumerate(self._members) if i not in present]
+        self.feedback.follow(self._parameters, left, self.norms, watched=self._is_watched, counted=False)
         if late:
             self.feedback.throw_away(k for k, largest in enumerate(self._norms[0].tolist()) if not largest)
+
+    def follow_on(self) -> None:
+        """What is kept has come from another layout, and averages may be in `.grad` still; every rank calls it."""
+        self._measure()
+        self.feedback.follow_on(self._parameters, self._is_watched, counted=False)
+
+    def _measure(self) -> None:
+        like, grads = self._members[0][1].local, [parameter.grad for parameter in self._parameters]
+        self._norms = norms_of([like.new_zeros(1) if grad is None else grad for grad in grads])
+
+    @property
+    def _is_watched(self) -> bool:
+        """What steps in backward has stepped: its averages count as applied."""
+        return not any(member.steps_in_backward for _, member in self._members)
 
     def seen(self) -> Tensor | None:
         """What this rank knows of their averages, FP64 `[4, parameters]`: `ErrorFeedback.fates`, 1, and 1.
@@ -147,6 +154,10 @@ class Follower:
             torch.cuda.current_stream(device).wait_event(self._looked)
         self._reduced.update(followed)
         self._stored.update((each, list(present)) for each in followed)
+
+    def catch_up(self) -> None:
+        """Follow what was stored and is not followed yet, as where a backward has raised."""
+        self.end(late=backward_under_way() != self._backward)
 
     @torch.no_grad()
     def end(self, late: bool = False) -> None:

@@ -230,7 +230,7 @@ class CompressedReduceScatter:
         """Where parameters have begun to require gradients: lay wires out for them too; residuals move along."""
         if self._known.issuperset(found):
             return
-        self._follower.end()
+        self._follower.catch_up()
         self._follower.look()
         self._follow_scale()
         before = {
@@ -244,3 +244,5 @@ class CompressedReduceScatter:
             for k, slot in enumerate(wire.row.slots):
                 if wire.feedback is not None and slot.name in before:
                     wire.feedback.put(k, before[slot.name])
+        for each in self._followed:
+            each.follow_on()

@@ -120,9 +120,11 @@ class ReplicaAverage:
     def _learn(self, found: Collection[int], dtype: torch.dtype) -> None:
         """Where parameters have begun to require gradients, or have another dtype: lay buckets out for them."""
         if not self._known.issuperset(found) or dtype is not self._dtype:
-            self._follower.end()
+            self._follower.catch_up()
             self._follow_scale()
             self._lay_out(sorted(self._known.union(found)), dtype)
+            for each in self._followed:
+                each.follow_on()
 
     def _follow_scale(self) -> None:
         """Let what is kept follow `set_gradient_divide_factor`."""

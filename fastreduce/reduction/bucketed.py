@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -21,7 +21,7 @@ from .buckets import BucketPlan, group_by_size, shortest
 from .clocks import Seconds
 from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
-from .residuals.error_feedback import ErrorFeedback, agree_that_finite
+from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
 from .residuals.notices import notice_unscaling
 from .streams import CudaStream, Part, Stream
 from .uneven import UnevenInputs
@@ -170,7 +170,7 @@ class BucketedGradients:
             self.caps = tuple(caps)
             groups = self._groups()
         self.lay_out(groups)
-        saved_residuals.restore(kept, self.pipelines)
+        self._go_on_with(kept)
 
     def use(self, compression: Compression | Policy) -> None:
         """Lay buckets out for another setting from now on.
@@ -212,7 +212,7 @@ class BucketedGradients:
         kept = saved_residuals.collect_alike(self.pipelines)
         self.orders = [order, idle]
         self.lay_out(self._groups())
-        saved_residuals.restore(kept, self.pipelines)
+        self._go_on_with(kept)
 
     def move_to(self, transport: Transport) -> None:
         """Lay buckets out as at construction, for the ranks of another transport. Residuals move along."""
@@ -220,7 +220,14 @@ class BucketedGradients:
         self.transport = transport
         self._make_streams()
         self.lay_out(self.first_groups())
+        self._go_on_with(kept)
+
+    def _go_on_with(self, kept: Mapping[str, SlotResiduals]) -> None:
+        """Put residuals into new pipelines; what becomes of averages that are in `.grad` still is watched there."""
         saved_residuals.restore(kept, self.pipelines)
+        for pipeline, members in zip(self.pipelines, self._members, strict=True):
+            if pipeline.kept is not None:
+                pipeline.kept.follow_on(members.parameters, watched=not self.uneven.here)
 
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets, from the same groups, from now on."""

@@ -158,7 +158,8 @@ def _take(reduction: _Reduction, name: str) -> SlotResiduals:
         if slot.name == name
     )
     found = pipeline.take(i)
-    feedback.follow_on()  # the others' averages may not have been applied yet, nor thrown away
+    if parameters := feedback.followed:
+        feedback.follow_on(parameters)  # the others' averages may not have been applied yet, nor thrown away
     return found
 
 

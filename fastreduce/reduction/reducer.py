@@ -337,6 +337,7 @@ class GradientReducer:
 
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets from now on."""
+        self._make_up_for_raised()
         self.buckets.average_with(averaging)
         self.backward.lay_out()
 
@@ -460,6 +461,14 @@ class GradientReducer:
         """
         self.backward.drop_broken()
 
+    def _make_up_for_raised(self) -> None:
+        """Before what tells or changes where this rank is: other ranks count the step of a backward that raised here.
+
+        Not where ranks may be lost: such a backward is no step of anybody's there.
+        """
+        if self.backward.has_raised and self.backward.recover is None:
+            self.drop_broken_backward()
+
     def take_part(self) -> None:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
         self.backward.take_part()
@@ -470,7 +479,11 @@ class GradientReducer:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own."""
+        """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own.
+
+        Behind a backward that raised on this rank, what the other ranks wait for is made up for first.
+        """
+        self._make_up_for_raised()
         progress = {"schedule": self.schedule.state(), "rebuilt": self._rebuilt}
         return {**saved_state.save(self.buckets), **progress, **self.backward.state()}
 
@@ -492,6 +505,7 @@ class GradientReducer:
             ReducerError: if the last backward awaits its averages (`Backward.finish`).
         """
         self.backward.check_finished()
+        self._make_up_for_raised()
         self.buckets.join()
         chosen = saved_state.pick([state] if isinstance(state, Mapping) else list(state), self.buckets)
         schedule = self.schedule_of(chosen)

@@ -292,3 +292,37 @@ def _load_of_other_parameters(rank: int, world_size: int) -> str:
 def test_a_state_of_other_parameters_is_refused(ranks2: RankPool):
     for said in ranks2.run(_load_of_other_parameters):
         assert said == "fastreduce.fsdp: only this model has residuals of parameter '0.bias' under 'reduce_scatter'"
+
+
+def _thawed_amid(rank: int, world_size: int, settings: dict[str, str]) -> float:
+    """By how much the law is missed, where others are thawed, and a state saved, before a step is left out."""
+    whole = Given()
+    whole.parts["c"].weight.requires_grad_(False)
+    mesh = mesh_of(2 if "all_reduce" in settings else 1)
+    model: Any = fully_shard(whole, mesh=mesh["shard"])
+    if "all_reduce" in settings:
+        reduction = fastreduce.fsdp.replicate(model, mesh["replicate"], settings["all_reduce"])
+        model.set_force_sum_reduction_for_comms(True)
+    else:
+        reduction = fastreduce.fsdp.compress(model, settings["reduce_scatter"])
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    given = torch.randn(4, world_size, 6, 50, generator=torch.Generator().manual_seed(3))
+    applied = torch.zeros(6, 50, dtype=torch.float64)
+    for step, of_ranks in enumerate(given):
+        mine = {"a": of_ranks[rank]} | ({"c": torch.ones(7, 20)} if step > 1 else {})
+        model(torch.zeros((), requires_grad=True), mine).backward()
+        if step == 1:
+            model.parts["c"].weight.requires_grad_(True)
+            reduction.state_dict()
+        else:
+            applied += gradients(model.parts["a"])["weight"]
+            optimizer.step()
+        optimizer.zero_grad()
+    kept = next(iter(reduction.state_dict().values()))["parts.a.weight"].full_tensor()
+    assert kept.any()
+    return float((given[[0, 2, 3]].double().mean(1).sum(0) - applied - kept).abs().max())
+
+
+@pytest.mark.parametrize("way", ["scattered", "averaged"])
+def test_nothing_is_lost_where_others_are_thawed_before_a_step_is_left_out(ranks2: RankPool, way: str):
+    assert max(ranks2.run(_thawed_amid, EACH_WAY[way])) < tolerances.APPLIED * 8

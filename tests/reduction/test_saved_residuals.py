@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from fastreduce import GradientReducer, SettingError
 from fastreduce.reduction import saved_residuals
-from tests.support.models import Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
+from tests.support.models import Breaking, Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
 from tests.support.ranks import RankPool
 from tests.support.thread_ranks import backward_of_step, in_threads, make_reducer, seeded
 
@@ -27,6 +29,29 @@ def _steps(model: Any, rank: int, first: int, last: int) -> list[Grads]:
         optimizer.step()
         seen.append(grads_of(model.module))
     return seen
+
+
+def _back_behind_one_that_raised(rank: int, world_size: int) -> tuple[list[int], Any, Any]:
+    """Steps as ranks tell them behind a backward that raised on rank 0, and gradients when all go back then."""
+    model: Any = wrap("ours", Breaking(20), compression=FEEDBACK, bucket_cap_mb=1e-4)
+    _steps(model, rank, 0, 3)
+    weights, saved = copy.deepcopy(model.module.state_dict()), model.reducer.state_dict()
+    expected = _steps(model, rank, 3, 6)
+    found = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom") if rank == 0 else nullcontext():
+            model(batch(rank, 9, 4, 20), boom=rank == 0).square().mean().backward()
+        if not found:
+            found.append(model.reducer.state_dict()["schedule"]["step"])
+        model.module.load_state_dict(weights)
+        model.reducer.load_state_dict(saved)
+    return found, _steps(model, rank, 3, 6), expected
+
+
+def test_a_state_is_told_and_loaded_behind_the_step_that_raised_here(ranks2: RankPool):
+    for found, resumed, expected in ranks2.run(_back_behind_one_that_raised):
+        assert found == [7]
+        assert_same_bits(resumed, expected)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])

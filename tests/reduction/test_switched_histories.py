@@ -36,12 +36,14 @@ SETTINGS = [
 
 
 def switching_steps(world_size: int, settings: Sequence[str] = SETTINGS) -> st.SearchStrategy[Step]:
-    def switched(step: Step, switch: str, cap: float | None) -> Step:
+    def switched(step: Step, switch: str, cap: float | None, again: bool) -> Step:
         # After loading, an optimizer must be seen once: under `none` nobody looks (as in `train`).
         saved = step.saved and (switch.endswith(",error_feedback") or switch.startswith(("powersgd", "topk")))
-        return dataclasses.replace(step, switch=switch, switched_cap_mb=cap if switch else None, saved=saved)
+        cap = cap if switch else None
+        return dataclasses.replace(step, switch=switch, switched_cap_mb=cap, saved=saved, looks_again=again)
 
-    return st.builds(switched, steps(world_size), FEW(["", *settings]), FEW([None, None, 1e-6, 1e-3]))
+    again = FEW([False, False, True])
+    return st.builds(switched, steps(world_size), FEW(["", *settings]), FEW([None, None, 1e-6, 1e-3]), again)
 
 
 def hunt(ranks: RankPool, examples: int) -> None:

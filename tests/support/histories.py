@@ -50,6 +50,7 @@ class Step:
     switch: str = ""  # a setting that begins with the step
     switched_cap_mb: float | None = None
     saved: bool = False  # a checkpoint ends the step, and training goes on from it
+    looks_again: bool = False  # a forward of its own between backward and the optimizer; the setting begins with that
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ class Training:
         return step.used[rank]
 
     def step(self, index: int, step: Step, zero_first: bool) -> None:
-        if step.switch and self.setup.way == "ddp":
-            self.ddp.set_compression(step.switch, bucket_cap_mb=step.switched_cap_mb)
+        if not step.looks_again:
+            self.switch(step)
         if zero_first and not step.zero_late:
             self.zero(step)
         for micro in range(step.micro_batches):
@@ -166,6 +167,9 @@ class Training:
             if loss.requires_grad:
                 self.scaler.scale(loss).backward()
         self.add_exact(index, step)
+        if step.looks_again:
+            self.switch(step)
+            self.ddp(mine)
         if self.setup.way == "call":
             fastreduce.all_reduce_gradients(self.module.parameters(), self.spec)
         bad = any(p.grad is not None and not p.grad.isfinite().all() for p in self.module.parameters())
@@ -177,6 +181,10 @@ class Training:
             self.apply(step)
         if bad and step.ends == "keep":  # else the next one begins with that
             self.zero(step)
+
+    def switch(self, step: Step) -> None:
+        if step.switch and self.setup.way == "ddp":
+            self.ddp.set_compression(step.switch, bucket_cap_mb=step.switched_cap_mb)
 
     def add_exact(self, index: int, step: Step) -> None:
         scale = self.scaler.get_scale() if self.setup.scaled else 1.0

@@ -92,13 +92,11 @@ class Applied:
                 self._older[i] = norms_of([grad])[:, 0] / scale
         listen(self)
 
-    def of_older(self, positions: Set[int]) -> Applied:
-        """What goes on with gradients of these slots, as an earlier reduction's, where this one has ended."""
-        dead, magnitudes = torch.empty(0, device="cpu"), self._magnitudes()
-        parameters = [dead if (alive := parameter()) is None else alive for parameter in self._parameters]
-        left = set(range(len(parameters))) - positions
-        assert magnitudes is not None  # a method of what keeps this
-        return Applied(parameters, left, magnitudes, 1.0, self._watched, positions, self._counted)
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those of the slots, an empty tensor in the place of one that is gone."""
+        gone = torch.empty(0, device="cpu")
+        return [gone if (alive := parameter()) is None else alive for parameter in self._parameters]
 
     def end(self) -> None:
         """Be told no more: `factors` has been asked for the last time."""

@@ -286,11 +286,25 @@ class ErrorFeedback:
         self._idle, self.stored = self._carried.intersection(left), True
         self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle, counted)
 
-    def follow_on(self) -> None:
-        """Watch what becomes of averages that are in `.grad` still, behind a `take` amid them, which has ended that."""
-        if self._carried and self._last is not None and self._applied is None:
+    def follow_on(self, parameters: Sequence[Tensor], watched: bool = True, counted: bool = True) -> None:
+        """Watch what becomes of averages that are in `.grad` still, behind a `take` amid them, which has ended that.
+
+        Also where that was elsewhere, and `put` has brought what is kept (arguments: `Applied`).
+        """
+        if self._applied is None:
             self._idle = set(self._carried)
-            self._applied = self._last.of_older(self._idle)
+            left = set(range(len(parameters))) - self._idle
+            self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, self._idle, counted)
+
+    def _unmeasured(self) -> Tensor:
+        """The magnitudes of averages of which no reduction here has told."""
+        return torch.zeros(2, len(self._bucket.slots), dtype=torch.float64, device=self.turn.device)
+
+    @property
+    def followed(self) -> list[Tensor]:
+        """The parameters whose averages were watched last, an empty tensor in the place of one that is gone."""
+        last = self._applied or self._last
+        return [] if last is None else last.parameters
 
     @property
     def is_settled(self) -> bool:

@@ -162,10 +162,15 @@ class DistributedDataParallel(TorchDDP):
             description |= describe_wrapping(module, self._schedule, arguments)
         except Exception as found:  # whatever it is, other ranks must not wait
             error = found
-        check_agreement(self._transport, description, error)
-        self._description = description
-        with _warnings_where_called():
-            super().__init__(module, device_ids, output_device, *args, **kwargs)
+        try:
+            check_agreement(self._transport, description, error)
+            self._description = description
+            with _warnings_where_called():
+                super().__init__(module, device_ids, output_device, *args, **kwargs)
+        except BaseException:
+            if self._transport is not transport:
+                self._transport.close()  # its connection is the next wrapper's
+            raise
         if self.mixed_precision is not None and not self._delay_all_reduce_all_params:
             for inner in self.module.modules():
                 inner.register_state_dict_post_hook(put_own)

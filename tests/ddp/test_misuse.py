@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastreduce
-from fastreduce import SettingError
+from fastreduce import MismatchError, SettingError
 from tests.support.models import (
     DDP,
     EXACT,
@@ -28,6 +30,7 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import RankPool, run_ranks
+from tests.support.threads import threads_of_all
 
 KINDS = ("torch", "ours")
 
@@ -409,3 +412,23 @@ def _with_others(rank: int, world_size: int) -> list[str]:
             call()
         said.append(str(caught.value))
     return said
+
+
+def _refused(rank: int, world_size: int, transport: str) -> list[tuple[int, int]]:
+    """Descriptors and threads after one construction that was refused on all ranks, and after some more."""
+    found, process = [], psutil.Process()
+    for _ in range(6):
+        model = nn.Linear(3 + rank, 4)
+        with pytest.raises(MismatchError):
+            fastreduce.DistributedDataParallel(model, transport=transport)
+        with pytest.raises(SettingError):
+            fastreduce.DistributedDataParallel(model, compression="nonsense", transport=transport)
+        gc.collect()
+        found.append((process.num_fds(), threads_of_all()))
+    return [found[0], found[-1]]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_refused_constructions_leave_nothing(transport: str):
+    for early, late in run_ranks(_refused, 2, transport):
+        assert late == early

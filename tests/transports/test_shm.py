@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -186,6 +187,23 @@ def _groups(rank: int, world_size: int) -> tuple[int, int]:
 def test_segments_end_with_their_group():
     for descriptors, mapped in run_ranks(_groups, 2):
         assert mapped <= 4 and descriptors < 100
+
+
+def _behind_a_failure(rank: int, world_size: int) -> int:
+    """Tensors that collectives behind a failed one keep alive."""
+    transport, left = ShmTransport(world()), []
+    transport.exchange(rank)
+    transport._lease.connection.abort()
+    for _ in range(3):
+        tensor = torch.ones(10)
+        left.append(weakref.ref(tensor))
+        assert "failed" in message(lambda x=tensor: transport.all_reduce(x).wait())
+        del tensor
+    return sum(tensor() is not None for tensor in left)
+
+
+def test_collectives_behind_a_failure_keep_nothing():
+    assert run_ranks(_behind_a_failure, 2) == [0, 0]
 
 
 def _killed(rank: int, world_size: int, folder: str) -> tuple[str, float]:

@@ -129,9 +129,9 @@ class ShmConnection:
             )
         place, path = str(hosts[0]["place"]), None
         segments: list[Segment | None] = [None] * self.size
+        if len(place) != 32 or not place.isalnum():
+            raise TransportError(f"rank 0 sent {place!r:.40}, which is no name of a segment")
         try:
-            if len(place) != 32 or not place.isalnum():
-                raise TransportError(f"rank 0 sent {place!r:.40}, which is no name of a segment")
             self._agree(store.at("can"), why_no_shm(times * self.size * self._geometry.nbytes) or "")
             path, reason = file_of(place, self.rank), ""
             try:
@@ -254,6 +254,8 @@ class ShmConnection:
         after: Callable[[], object] | None = None,
     ) -> Collective:
         work = Collective(self, operation, arguments, -(-arguments[2] // piece), keep, after)
+        if self.failed:
+            return work  # `wait` tells it
         with self._lock:
             work.first = self._pieces
             self._pieces += work.pieces
@@ -267,6 +269,8 @@ class ShmConnection:
         """Bring all up to this one to their end."""
         with self._lock:
             while not work.done:
+                if self.failed:
+                    raise self._error(work.operation)
                 head = self._under_way[0]
                 try:
                     self._finish(head)

@@ -124,7 +124,7 @@ def take(model: Any, name: str) -> None:
     """
     if model in _set_aside:
         model.reducer._remove_autograd_hooks()
-        model.__class__, model.reducer, model.logger = _set_aside.pop(model)
+        _set_aside.pop(model).put_into(model)
         model.reducer.replace_hooks()
     if name not in TORCHS:
         variant = Variant.of(name)
@@ -139,15 +139,17 @@ def take(model: Any, name: str) -> None:
         return
     model.reducer.look()  # lets error feedback see what became of the last averages
     model.reducer.remove_hooks()
-    _set_aside[model] = model.__class__, model.reducer, model.logger
+    _set_aside[model] = Place.of(model)
+    instead: dict[str, Callable[..., Any]] = {"clip_grad_norm_": _clip, "__getstate__": _state}
     if name == NO_REDUCTION:
-        model.__class__ = _without_reduction(model.__class__)
+        Place(model.reducer, model.logger, instead | {"_post_forward": _leave_gradients}).put_into(model)
         return
-    model.__class__ = _with_torchs_reducer(model.__class__)
+    instead |= {method: getattr(TorchDDP, method) for method in _OF_TORCHS_REDUCER}
+    Place(model.reducer, model.logger, instead).put_into(model)
     parameters, sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
     model._static_graph_delay_allreduce_enqueued = False
-    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    TorchDDP._ddp_init_helper(model, parameters, sparse, names, model.static_graph)
     if model.static_graph:
         model.reducer._set_static_graph()
         model.logger._set_static_graph()
@@ -155,29 +157,53 @@ def take(model: Any, name: str) -> None:
         dist._register_comm_hook(model.reducer, None, hook)
 
 
-_set_aside: weakref.WeakKeyDictionary[Any, tuple[type, Any, Any]] = weakref.WeakKeyDictionary()
+_OF_TORCHS_REDUCER = ("_post_forward", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce")
+_REPLACED = (*_OF_TORCHS_REDUCER, "clip_grad_norm_", "__getstate__")
 
 
-@functools.cache
-def _with_torchs_reducer(ours: Any) -> type:
-    """A class derived from ours, or from a script's that is, whose reducer is torch's."""
-    taken = ("_ddp_init_helper", "_post_forward", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce")
-    return _derived(ours, **{name: getattr(TorchDDP, name) for name in taken})
+class Place(NamedTuple):
+    """Who reduces the gradients of a wrapper, and what it calls in place of methods of its class.
+
+    The class stays: scripts compare it, and pickles name it.
+    """
+
+    reducer: Any
+    logger: Any
+    instead: dict[str, Callable[..., Any]]
+
+    @staticmethod
+    def of(model: Any) -> Place:
+        """What is in the wrapper's place now."""
+        found = {name: model.__dict__[name].func for name in _REPLACED if name in model.__dict__}
+        return Place(model.reducer, model.logger, found)
+
+    def put_into(self, model: Any) -> None:
+        """Let the wrapper have this from now on."""
+        model.reducer, model.logger = self.reducer, self.logger
+        for name in _REPLACED:
+            model.__dict__.pop(name, None)
+        model.__dict__.update((name, functools.partial(function, model)) for name, function in self.instead.items())
 
 
-@functools.cache
-def _without_reduction(ours: Any) -> type:
-    """A class derived from ours that leaves gradients alone; buffers are still made equal before a forward."""
-
-    def _post_forward(self: Any, output: Any) -> Any:
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        return output
-
-    return _derived(ours, _post_forward=_post_forward)
+_set_aside: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
 
 
-def _derived(ours: Any, **body: Any) -> type:
-    def clip_grad_norm_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return torch.nn.utils.clip_grad_norm_(self.parameters(), *args, **kwargs)
+def _leave_gradients(model: Any, output: Any) -> Any:
+    """In place of `_post_forward`: buffers are still made equal before a forward."""
+    model.require_forward_param_sync = torch.is_grad_enabled() and model.require_backward_grad_sync
+    return output
 
-    return type(ours.__name__, (ours,), {**body, "clip_grad_norm_": clip_grad_norm_, "__module__": ours.__module__})
+
+def _clip(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), *args, **kwargs)
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """Of a copy or a pickle: as if our own reducer were there."""
+    now = Place.of(model)
+    _set_aside[model].put_into(model)
+    try:
+        state: dict[str, Any] = model.__getstate__()
+        return state
+    finally:
+        now.put_into(model)

@@ -20,6 +20,7 @@ from ..reduction.residuals.applied import norms_of
 from ..reduction.schedule import Schedule
 from ..reduction.telemetry.flight_record import Phase
 from ..transports import make_transport
+from .contestants import Place
 
 REPETITIONS = 5  # of a copy whose time is taken
 
@@ -47,7 +48,7 @@ class WeightsFrom:
         if model._elastic:
             raise SettingError("--weights-from and elastic=True: a reduction that is made twice cannot lose a rank")
         self._model = weakref.ref(model)
-        self._kind, self._own, self._logger = type(model), model.reducer, model.logger
+        self._own, self._own_place = model.reducer, Place.of(model)
         self._parameters = model.reducer.buckets.gradients.parameters
         self._copies: list[Tensor | None] = [None] * len(self._parameters)
         self._kept: dict[int, Tensor | None] = {}  # gradients of this rank in the backward under way; None: none
@@ -59,8 +60,8 @@ class WeightsFrom:
         for i, node in enumerate(self._nodes):
             node.register_hook(partial(weakly(self._arrive), i))
         self._contestants = self._make_reducer(model)
-        self._place: tuple[type, Any, Any] = self._kind, self._contestants, model.logger  # the contestant's
-        model.reducer, model.logger = self._own, self._logger
+        self._place = Place.of(model)  # the contestant's
+        self._own_place.put_into(model)
         self._reductions = 0  # of the contestants', when their residuals were told last
         self._followed: list[_Followed] = []
 
@@ -84,7 +85,7 @@ class WeightsFrom:
         """Before a forward with gradients: from here on the contestant is in the wrapper's place."""
         self._own._rebuild_buckets()
         if model.reducer is self._own:
-            model.__class__, model.reducer, model.logger = self._place
+            self._place.put_into(model)
             self._kept.clear()
             self._order.clear()
             if self._own.buckets.keeps_statistics:
@@ -104,8 +105,8 @@ class WeightsFrom:
         if not self._order or model is None:
             return
         if model.reducer is not self._own:
-            self._place = type(model), model.reducer, model.logger
-            model.__class__, model.reducer, model.logger = self._kind, self._own, self._logger
+            self._place = Place.of(model)
+            self._own_place.put_into(model)
         self._put_back()
         self._own.replay(self._order, self._used)
         self._due = False

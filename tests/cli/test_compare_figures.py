@@ -145,6 +145,36 @@ def test_only_seeds_of_both_are_paired():
     assert found.seeds == [0] and len(found.outcomes) == 1
 
 
+def _begun(setting: str, seed: int, first: float, steps: int) -> Outcome:
+    return Outcome(setting, seed, [first] + [1.0] * (steps - 1), [0.1 * i for i in range(steps)])
+
+
+@pytest.mark.parametrize(
+    ("first", "steps", "said"),
+    [
+        (2.01, 20, ""),
+        (1.5, 20, "with seed 1 it begins at 1.5 and none at 2, though nothing has been reduced by then"),
+        (math.nan, 20, ""),
+        (2.0, 10, "with seed 1 it took 10 steps, and none 20"),
+    ],
+)
+def test_trainings_that_are_no_pair_are_not_tested(first: float, steps: int, said: str):
+    """As where the script goes on from the checkpoint that another training has left."""
+    begun = [_begun(BASE, 0, 2.0, 30), _begun("int8", 0, 2.0, 30), _begun(BASE, 1, 2.0, 20)]
+    found = quality.summarise(PLAN, [*begun, _begun("int8", 1, first, steps)])
+    (verdict,) = judge(PLAN, {}, {each.setting: each for each in found if each.outcomes})
+    if said:
+        assert found[1].loss is None and said in found[1].note
+        assert verdict.sentence.startswith(f"int8 is undecided: loss not tested: {said}")
+    else:
+        assert verdict.word == "is equal" and found[1].note == "trainings took 20 to 30 steps"
+
+
+def test_means_and_curves_are_of_the_seeds_that_all_have():
+    none, int8 = quality.summarise(PLAN, _outcomes({"none": [1.0, 9.0], "int8": [1.0]}))
+    assert none.final == int8.final == 1.0 and len(none.outcomes) == len(int8.outcomes) == 1
+
+
 # Speed
 
 

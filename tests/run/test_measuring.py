@@ -76,6 +76,30 @@ def test_contestants_take_turns_at_step_boundaries(tmp_path: Path, wrapping: str
     assert lines[0]["wrapped"] == "Linear" and lines[0]["parameters"] == 8 and lines[-1] == {"done": True}
 
 
+COPIES = """
+ddp = DDP(torch.nn.Linear(4, 2), compression="none")
+for step in range(100):
+    ddp(torch.ones(1, 4)).sum().backward()
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    copies = [copy.deepcopy(ddp), torch.load(file, weights_only=False)]
+    DDP = torch.nn.parallel.DistributedDataParallel
+    kinds = {type(each) is DDP and isinstance(each.reducer, fastreduce.GradientReducer) for each in copies}
+    if dist.get_rank() == 0:
+        print("COPIED", isinstance(ddp.reducer, fastreduce.GradientReducer), type(ddp) is DDP, kinds)
+"""
+
+
+def test_wrappers_keep_their_class_in_turns_of_torchs_and_can_be_copied_there(tmp_path: Path):
+    names = ("none", "torch", "no reduction")
+    script = "import copy\nimport io\nimport fastreduce\n" + SHOW + COPIES
+    done, lines = measured(tmp_path, script, 2, contestants=names, rounds=1, warm_up=2, settle=1, steps=2)
+    assert done.returncode == 0 and lines[-1] == {"done": True}, done.stderr
+    told = [line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("COPIED")]
+    assert {rest for _, rest in told} == {"True {True}"} and {reducer for reducer, _ in told} == {"True", "False"}
+
+
 LOSSES = """
 torch.manual_seed(0)
 ddp = DDP(torch.nn.Linear(2, 1, bias=False))

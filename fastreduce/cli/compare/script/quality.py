@@ -173,8 +173,14 @@ def _read_metric(plan: Plan, training: Training, before: Stamp | None) -> float 
 
 
 def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> list[Quality]:
-    """What the trainings so far say of each setting, `none` first."""
+    """What the trainings so far say of each setting, `none` first.
+
+    Where they have ended early, the seeds count that all settings have, so that means are of the same ones.
+    """
     of = {(outcome.setting, outcome.seed): outcome for outcome in outcomes}
+    there = {setting for setting, _ in of}
+    if whole := {seed for seed in plan.seeds if all((setting, seed) in of for setting in there)}:
+        of = {(setting, seed): outcome for (setting, seed), outcome in of.items() if seed in whole}
     based = [seed for seed in plan.seeds if (BASE, seed) in of]
     finals = [of[BASE, seed].losses for seed in based]
     fixed = len(finals) > 1 and all(losses == finals[0] for losses in finals)
@@ -190,14 +196,12 @@ def _summarise(
     loss = metric = None
     note = ""
     if setting != BASE and pairs:
+        why_not = _why_no_pairs(plan, pairs, fixed)
         lengths = {len(outcome.losses) for pair in pairs for outcome in pair}
-        if fixed and any(ours.losses != base.losses for ours, base in pairs):
-            note = SAME_SEEDS
-        elif len(lengths) > 1:
-            note = f"trainings took {min(lengths)} to {max(lengths)} steps"
-        if note != SAME_SEEDS:
+        note = why_not or (f"trainings took {min(lengths)} to {max(lengths)} steps" if len(lengths) > 1 else "")
+        if not why_not:
             loss = compare([a.final for a, _ in pairs], [b.final for _, b in pairs], plan.margin)
-        if note != SAME_SEEDS and plan.has_metric:
+        if not why_not and plan.has_metric:
             metric = compare(
                 [math.nan if a.metric is None else a.metric for a, _ in pairs],
                 [math.nan if b.metric is None else b.metric for _, b in pairs],
@@ -218,3 +222,23 @@ def _summarise(
         reached=len(reached),
         outcomes=own,
     )
+
+
+def _why_no_pairs(plan: Plan, pairs: Sequence[tuple[Outcome, Outcome]], fixed: bool) -> str:
+    """Why trainings of a setting and of none cannot be held against each other; "" where they can."""
+    if fixed and any(ours.losses != base.losses for ours, base in pairs):
+        return SAME_SEEDS
+    for ours, base in pairs:
+        first = ours.losses[0], base.losses[0]
+        if np.all(np.isfinite(first)) and abs(first[0] - first[1]) > plan.margin * max(map(abs, first)):
+            return (
+                f"with seed {ours.seed} it begins at {first[0]:.4g} and none at {first[1]:.4g}, though nothing has "
+                "been reduced by then: the script goes on from what another training has left (let it write to "
+                "'{out}/{setting}-{seed}', which stands for a folder of its own), or draws at random what no seed tells"
+            )
+        if len(ours.losses) != len(base.losses):
+            return (
+                f"with seed {ours.seed} it took {len(ours.losses)} steps, and none {len(base.losses)}: --train STEPS "
+                "gives all the same"
+            )
+    return ""

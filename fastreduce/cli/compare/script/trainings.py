@@ -192,9 +192,9 @@ def _places(record: Path, ranks: int) -> str:
 
 
 def fill(text: str, plan: Plan, setting: str, seed: int) -> str:
-    """The text with {seed}, {setting} and {out} filled in, the setting as a file may be named."""
+    """The text with {seed}, {setting} and {out} filled in: as a file may be named, and absolute, for scripts move."""
     safe = re.sub(r"[^\w.=-]+", "-", setting)
-    return text.replace("{seed}", str(seed)).replace("{setting}", safe).replace("{out}", str(plan.out))
+    return text.replace("{seed}", str(seed)).replace("{setting}", safe).replace("{out}", str(plan.out.resolve()))
 
 
 def _new_lines(file: Any) -> list[Line]:

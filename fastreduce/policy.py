@@ -85,7 +85,10 @@ class Policy:
         matched = {place for places in matching for place in places}
         for i, (key, setting) in enumerate(self.rules):
             if i not in matched and not self.name:
-                raise SettingError(f"the key {key!r} of the policy, for {str(setting)!r}, matches no parameter")
+                raise SettingError(
+                    f"the key {key!r} of the policy, for {str(setting)!r}, matches no parameter; one that is tied goes "
+                    "by the first of its names"
+                )
         return [self.rules[places[0]][1] for places in matching]
 
     def _ask(self, name: str, parameter: Tensor) -> Compression | str:

@@ -525,6 +525,18 @@ def saves_behind_a_failure() -> Any:
     return connections.failed_here.is_set()
 
 
+def finalizes_early() -> Any:
+    """All end MPI, and train on."""
+    model = wrap("ours", _seeded(), compression="fp16")
+    model(batch(_rank(), 0, 4, 20)).sum().backward()
+    rank = _rank()
+    MPI.Finalize()
+    try:
+        model(batch(rank, 1, 4, 20)).sum().backward()
+    except TransportError as error:
+        return str(error)
+
+
 def stays_away() -> Any:
     raise AssertionError("rank 0 joined")
 
@@ -538,6 +550,7 @@ JOBS: dict[str, Callable[[], Any]] = {
         exits,
         stops_and_the_other_goes_on,
         saves_behind_a_failure,
+        finalizes_early,
         stays_away,
     )
 }

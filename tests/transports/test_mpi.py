@@ -89,6 +89,15 @@ def test_a_rank_that_saves_for_long_is_not_ended_where_a_collective_has_failed(t
 
 @needs_mpirun
 @pytest.mark.long
+def test_training_behind_mpis_end_is_an_error(tmp_path: Path):
+    code, output = run_job(tmp_path, 2, "finalizes_early")
+    assert code == 0, output
+    for rank in (0, 1):
+        assert "over MPI failed: MPI.Finalize() has been called" in json.loads((tmp_path / f"{rank}.json").read_text())
+
+
+@needs_mpirun
+@pytest.mark.long
 def test_a_rank_that_does_not_join_is_named(tmp_path: Path):
     output = _ended(tmp_path, "stays_away")
     assert "rank 0 of 2: init_process_group over MPI failed: rank 1 did not come within 4 s" in output

@@ -175,6 +175,8 @@ class MpiConnection:
         """Start a collective on the tensors `keep`, and a second one, `then`, when it has ended; then call `after`."""
         work = PolledWork(self, operation, keep, after)
         with self._errors(operation), _GATE:
+            if load_mpi().Is_finalized():  # a call behind it ends the process
+                raise TransportError("MPI.Finalize() has been called; destroy_process_group() comes first")
             if self.failed:
                 raise TransportError(self._why or "it was aborted")
             self._started += 1

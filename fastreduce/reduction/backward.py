@@ -159,12 +159,14 @@ class Backward:
 
     def _bring_rest(self) -> None:
         """What the others wait for of a backward that raised here, with NaN in the place of gradients."""
-        for job, pending in self._launches:
-            if not _goes_well(pending.begun):  # nor do those behind it begin
-                self._next = job.pipeline.bucket.index
-                break
-            _goes_well(pending.result)
-        self._buckets.join()  # of what failed in its first part nobody has waited for the rest
+        try:
+            for job, pending in self._launches:
+                if not _goes_well(pending.begun):  # nor do those behind it begin
+                    self._next = job.pipeline.bucket.index
+                    break
+                _goes_well(pending.result)
+        finally:
+            self._buckets.join()  # of what failed in its first part nobody has waited for the rest
         if self.armed:
             self._count()  # as on the ranks that reduce it
             for pipeline in self._buckets.pipelines[self._next :]:
@@ -469,10 +471,11 @@ class Backward:
         try:
             for _, pending in self._launches[-1:]:
                 pending.begun()  # streams leave starting collectives to this thread
-            while (index := self._next) < (count := len(self._buckets.pipelines)):
-                if not self._buckets.alone(index):
-                    self._launches.append(self._begun(index, self._launches, index == count - 1))
-                self._next = index + 1
+            with self._launching:  # `finish` in a hook, where another device's hook may be launching one
+                while (index := self._next) < (count := len(self._buckets.pipelines)):
+                    if not self._buckets.alone(index):
+                        self._launches.append(self._begun(index, self._launches, index == count - 1))
+                    self._next = index + 1
             self._left_over |= self._unused_alone(range(self._next)) | self._store(self._launches)
             self._left_over |= self._sparse.settle(self.arrivals.used, self._divisor())
             self._stage = _Stage.SPARSE
@@ -485,6 +488,7 @@ class Backward:
                 for _, pending in self._launches:
                     pending.result()  # the first bucket that failed tells more than the last
             finally:
+                self._buckets.join()  # behind the first that failed
                 self._end_reduction()
             raise
         except BaseException:

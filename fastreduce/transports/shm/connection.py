@@ -103,6 +103,7 @@ class ShmConnection:
         self._owner = Owner()
         self._futex = NUMBERS.get(os.uname().machine, 0)
         self._segments: list[Segment] = []
+        self._scratch = stage(max(ring.BLOCK, self._part) // 8)  # compiled before others wait for this rank
         try:
             self._segments = self._connect(client_of(group).at(f"fastreduce/shm/{name}"), times)
         except AbsentError as error:
@@ -110,7 +111,6 @@ class ShmConnection:
         except TransportError as error:  # the store's
             raise self._fail("connecting", (), f"{error}. {no_word_from([])}") from error
         self._bases = np.array([segment.address for segment in self._segments], np.int64)
-        self._scratch = stage(max(ring.BLOCK, self._part) // 8)
         self._limit = np.array([0, SLICE_NANOSECONDS], np.int64)  # a timespec
         # Ranks that share cores do not spin: who is waited for may need this one's.
         self._spins = SPINS if len(os.sched_getaffinity(0)) >= self.size else 0

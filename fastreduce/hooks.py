@@ -238,7 +238,7 @@ class CompressState:
         """This rank's residuals by parameter name, and the step; each rank saves its own."""
         ranks = self._ranks()
         buckets = [self._pipelines[index] for index in sorted(self._pipelines)]
-        plan = BucketPlan(tuple(p.bucket for p in buckets), self.compression.alignment, ranks.size())
+        plan = BucketPlan(tuple(p.bucket for p in buckets), ranks.size())
         saved = saved_residuals.save(plan, buckets, ranks.rank(), str(self.compression), folded=True)
         return {
             **saved,

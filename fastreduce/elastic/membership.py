@@ -18,6 +18,7 @@ from ..environment.exits import Exit, each_at_exit
 from ..errors import BackendUnavailableError, MismatchError, SettingError, TransportError
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
+from ..reduction.telemetry.flight_record import Phase
 from ..transports import GlooTransport, LocalTransport, NcclTransport, ShmTransport, Transport
 from ..transports.connections import abort_beside
 from ..transports.messages import checked
@@ -168,11 +169,17 @@ class Membership:
         Raises:
             TransportError: see `fastreduce.elastic.join`.
         """
-        self.generation = self._meetings.first(least, self._digest, seconds)
-        self._share_samples()
-        if not self._connected():
-            self._regroup(self._own_note())
-        self._reducer.follow()
+        recorder = self._reducer.recorder
+        before = recorder.phase
+        recorder.enter(Phase.WAITING)  # it may be long, and be asked what it does
+        try:
+            self.generation = self._meetings.first(least, self._digest, seconds)
+            self._share_samples()
+            if not self._connected():
+                self._regroup(self._own_note())
+            self._reducer.follow()
+        finally:
+            recorder.enter(before)
 
     def _compare(self, step: int) -> None:
         """Say so where who has come has other parameters than the rest after its first turn."""

@@ -84,7 +84,6 @@ class BucketPlan:
     """The frozen assignment of parameters to buckets and offsets; `print` it to read it."""
 
     buckets: tuple[Bucket, ...]
-    alignment: int
     shards: int
 
     def names(self) -> list[list[str]]:
@@ -183,4 +182,4 @@ def build_plan(
         total = round_up(end + len(slots), alignment * count)
         spec = specs[group[0]]
         buckets.append(Bucket(index, spec.dtype, spec.device, tuple(slots), end, total))
-    return BucketPlan(tuple(buckets), max(alignments, default=1), shards)
+    return BucketPlan(tuple(buckets), shards)

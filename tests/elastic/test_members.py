@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +89,17 @@ def test_who_could_not_join_does_not_train_alone(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(NotInitializedError, match=r"fastreduce\.elastic\.join"):
         ddp(torch.ones(2, 4))
     elastic.join(ddp, store=dist.HashStore(), least=1, timeout=5).leave()
+
+
+def test_who_waits_to_join_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(elastic, "START_SECONDS", 2.0)
+    ddp, told = _wrapped(), list[str]()
+    asking = threading.Timer(0.5, lambda: told.append(ddp.reducer.flight_record().doing))
+    asking.start()
+    with pytest.raises(TransportError, match="1 of 2 processes came"):
+        elastic.join(ddp, store=dist.HashStore(), least=2, timeout=5)
+    asking.join()
+    assert told[0].startswith("waiting for other ranks"), told
 
 
 def test_a_store_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture):

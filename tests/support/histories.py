@@ -78,10 +78,6 @@ class Given(nn.Module):
         return sum(terms, torch.zeros(()))
 
 
-def _block(setup: Setup) -> int:
-    return Compression.parse(setup.setting).alignment
-
-
 def gradient(step: Step, index: int, micro: int, rank: int, name: str) -> Tensor:
     """Of one parameter in one micro-batch: magnitudes differ widely within a block."""
     size = SIZES[NAMES.index(name)]
@@ -256,7 +252,7 @@ def kept_by(training: Training) -> dict[str, Any]:
     parameters = list(training.module.parameters())
     found = [each.find(parameters) for of in one_call._owners.values() for each in of.values()]
     (pipelines,) = (reduction.pipelines for reduction in found if reduction is not None)
-    plan = BucketPlan(tuple(p.bucket for p in pipelines), _block(training.setup), training.world_size)
+    plan = BucketPlan(tuple(p.bucket for p in pipelines), training.world_size)
     state = saved_residuals.save(plan, pipelines, training.rank, training.spec)
     rename = {f"tensor {i}": name for i, name in enumerate(NAMES)}
     return {

@@ -42,7 +42,8 @@ class BucketPipeline:
     of matrices (`LowRank`), under top-k the largest elements (`SparseTop`). Where the transport takes tensors as they
     lie, the three stages are one.
 
-    Nothing of a bucket's size is allocated after construction, but for what `keep_statistics` asks for.
+    What a step needs of a bucket's size is allocated at construction. More is allocated for statistics, for averages
+    that stay in `.grad`, and while something is left of an earlier setting.
 
     Args:
         bucket: what is averaged.

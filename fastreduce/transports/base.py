@@ -60,7 +60,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's small value in rank order; blocks. For construction, not for steps.
+        """Every rank's small value in rank order; blocks. In steps only where ranks have joined.
 
         Values are what JSON has: None, bools, numbers, strings, lists, dicts with string keys. They are somebody
         else's: who uses them looks whether they are what was to come.

@@ -319,11 +319,11 @@ class BucketedGradients:
         rest = [p.finite for p in self.pipelines if p.kept is None and p.finite is not None]
         agree_that_finite(self.feedbacks, rest)
 
-    def look(self) -> None:
-        """Before gradients accumulate: let error feedback see what has become of the last averages."""
+    def look(self, others_follow: bool = True) -> None:
+        """Let error feedback see what has become of the last averages (`Applied.look`)."""
         for pipeline, members in zip(self.pipelines, self._members, strict=True):
             if pipeline.kept is not None:
-                pipeline.kept.look(members.parameters)
+                pipeline.kept.look(members.parameters, others_follow)
 
     def tell_joined(self, reducing: bool = False) -> None:
         """Where ranks have joined (`UnevenInputs`), let them hear from the others what became of the last averages.

@@ -439,8 +439,8 @@ class GradientReducer:
     # One backward
 
     def look(self) -> None:
-        """Before gradients accumulate: let error feedback see what has become of the last averages."""
-        self.buckets.look()
+        """Before a forward: let error feedback see what has become of the last averages."""
+        self.buckets.look(others_follow=False)
 
     def arm(self) -> None:
         """Make the next backward reduce, whatever an earlier one left behind."""

@@ -36,14 +36,15 @@ SETTINGS = [
 
 
 def switching_steps(world_size: int, settings: Sequence[str] = SETTINGS) -> st.SearchStrategy[Step]:
-    def switched(step: Step, switch: str, cap: float | None, again: bool) -> Step:
+    def switched(step: Step, switch: str, cap: float | None, again: bool, halved: bool, late: bool) -> Step:
         # After loading, an optimizer must be seen once: under `none` nobody looks (as in `train`).
         saved = step.saved and (switch.endswith(",error_feedback") or switch.startswith(("powersgd", "topk")))
         cap = cap if switch else None
-        return dataclasses.replace(step, switch=switch, switched_cap_mb=cap, saved=saved, looks_again=again)
+        found = dataclasses.replace(step, switch=switch, switched_cap_mb=cap, saved=saved)
+        return dataclasses.replace(found, looks_again=again, halved=halved, looks_late=late)
 
-    again = FEW([False, False, True])
-    return st.builds(switched, steps(world_size), FEW(["", *settings]), FEW([None, None, 1e-6, 1e-3]), again)
+    flags = [FEW([False, False, True])] * 3
+    return st.builds(switched, steps(world_size), FEW(["", *settings]), FEW([None, None, 1e-6, 1e-3]), *flags)
 
 
 def hunt(ranks: RankPool, examples: int) -> None:
@@ -106,3 +107,19 @@ def test_what_only_one_rank_has_left_is_loaded_at_another_world_size():
         half = states[1]["residuals"]["6.weight"] / 2
         assert_same_bits(loaded["residuals"]["6.weight"], half)
         assert loaded["units"]["6.weight"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(halved=True, looks_again=True),
+        Step(looks_again=True, clip="torch", max_norm=0.1, looks_late=True),
+        Step(looks_again=True, halved=True, clip="torch", max_norm=0.1, looks_late=True),
+        Step(looks_again=True, clip="ours", max_norm=0.1, looks_late=True),
+    ],
+    ids=["by hand before a forward", "clipped between two", "both", "by ours between two"],
+)
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_what_gradients_are_multiplied_by_around_forwards_is_seen(ranks2: RankPool, step: Step, scaled: bool):
+    setup = Setup(scaled=scaled, setting="int4:block=32")
+    check_law(setup, ranks2.run(train, setup, [Step(), step, Step(), dataclasses.replace(step, seed=1)]))

@@ -51,6 +51,8 @@ class Step:
     switched_cap_mb: float | None = None
     saved: bool = False  # a checkpoint ends the step, and training goes on from it
     looks_again: bool = False  # a forward of its own between backward and the optimizer; the setting begins with that
+    halved: bool = False  # gradients are multiplied by hand before it
+    looks_late: bool = False  # a forward of its own behind clipping
 
 
 @dataclass(frozen=True)
@@ -163,18 +165,20 @@ class Training:
             if loss.requires_grad:
                 self.scaler.scale(loss).backward()
         self.add_exact(index, step)
+        if self.setup.way == "call":
+            fastreduce.all_reduce_gradients(self.module.parameters(), self.spec)
+        if step.halved:
+            self.halve()
         if step.looks_again:
             self.switch(step)
             self.ddp(mine)
-        if self.setup.way == "call":
-            fastreduce.all_reduce_gradients(self.module.parameters(), self.spec)
         bad = any(p.grad is not None and not p.grad.isfinite().all() for p in self.module.parameters())
         for name, parameter in self.module.named_parameters():
             assert (self.exact[name] is None) == (parameter.grad is None), name
         if step.ends == "keep" and not bad:
             return
         if step.ends == "step" and (self.setup.scaled or not bad):
-            self.apply(step)
+            self.apply(step, mine)
         if bad and step.ends == "keep":  # else the next one begins with that
             self.zero(step)
 
@@ -194,7 +198,13 @@ class Training:
                 exact = self.exact[name]
                 self.exact[name] = total / self.world_size + (0 if exact is None else exact)
 
-    def apply(self, step: Step) -> None:
+    def halve(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        self.multiply(0.5)
+
+    def apply(self, step: Step, mine: dict[str, Tensor]) -> None:
         if self.setup.scaled:
             scale = self.scaler.get_scale()
             if step.clip:
@@ -208,6 +218,8 @@ class Training:
             else:
                 norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), step.max_norm)
             self.multiply(float((step.max_norm / (norm + 1e-6)).clamp(max=1.0)))
+        if step.looks_late:
+            self.ddp(mine)
         if self.setup.scaled:
             self.scaler.scale(torch.zeros(()))
             if any(p.grad is not None for p in self.module.parameters()):

@@ -84,7 +84,8 @@ class Applied:
         self._rest: list[Factor] = [1.0] * count
         self._stepped = [False] * count
         self._told: set[int] = set()
-        self._carried: list[Factor | None] = [None] * count
+        self._carried: list[Factor | None] = [None] * count  # 1 where it was there, 0 where it was gone
+        self._others = False  # whether others may have accumulated
         self._heard: list[bool] | None = None  # by slot, whether an optimizer tells of it where `hear` has told
         self._older: dict[int, Tensor] = {}  # what `magnitudes` would tell of them
         for i in older:
@@ -190,8 +191,11 @@ class Applied:
             places = sorted(self._places[identity] for identity in parameters & self._places.keys())
         return [i for i in places if self._parameters[i]() is not None]
 
-    def look(self) -> None:
-        """See what is left of gradients that nobody has applied, before others accumulate."""
+    def look(self, others_follow: bool = True) -> None:
+        """See what is left of gradients that nobody has applied.
+
+        `others_follow`: others accumulate behind it, where what is measured later is not of these alone.
+        """
         written = []
         for i, stepped in enumerate(self._stepped):
             if stepped or i in self._left or not self._watched:
@@ -205,12 +209,13 @@ class Applied:
                 self._carried[i] = 1.0
         for i, factor in zip(written, self._measure(written), strict=True):
             known = self._carried[i]
-            if known is None:
-                self._carried[i] = factor
-            else:  # zeroed in place, or something has accumulated already
-                there = float(factor != 0) if isinstance(factor, float) else (factor != 0).double()
-                self._replace(self._carried, i, known * there)
+            there: Factor = (factor != 0).double() if isinstance(factor, Tensor) else float(factor != 0)
+            self._replace(self._carried, i, there if known is None else known * there)
+            by = torch.where(factor != 0, factor, 1.0) if isinstance(factor, Tensor) else factor or 1.0
+            if not (self._others or known_to_be(by, 1.0)):
+                self._replace(self._rest, i, self._rest[i] * by)
         self.refresh(written)
+        self._others |= others_follow
 
     def is_optimized(self, i: int) -> bool:
         """Whether an optimizer tells of the parameter of slot `i`."""

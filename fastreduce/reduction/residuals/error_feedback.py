@@ -337,14 +337,14 @@ class ErrorFeedback:
             rest, carried = (list(row.unbind()) if reads_late(row) else row.tolist() for row in fates)
             self._applied.put_fates(rest, carried)
 
-    def look(self, parameters: Sequence[Tensor] = ()) -> None:
-        """See whether gradients that nobody has applied are still there; before others accumulate.
+    def look(self, parameters: Sequence[Tensor] = (), others_follow: bool = True) -> None:
+        """See whether gradients that nobody has applied are still there (`Applied.look`).
 
         `parameters` are those of the slots: they tell where nothing is followed, since the last reduction's averages
         were not stored, or what is kept came from other buckets.
         """
         if self._applied is not None:
-            self._applied.look()
+            self._applied.look(others_follow)
         elif self._carried and parameters:
             self.commit()
             with self.changing():

@@ -89,7 +89,8 @@ def _check_place(rank: int, size: int) -> None:
     if not same:
         raise SettingError(
             f"init_process_group over MPI: MPI says rank {rank} of {size}, and {who}. Start the script with mpirun, or "
-            "with srun --mpi=TYPE for a TYPE that this MPI knows; ranks of torchrun cannot talk over MPI"
+            "with srun --mpi=TYPE for a TYPE that this MPI knows; ranks of torchrun cannot talk over MPI. If RANK and "
+            "WORLD_SIZE are left over, unset them"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP  # its other name is ours in a run
@@ -158,7 +158,17 @@ def take(model: Any, name: str) -> None:
 
 
 _OF_TORCHS_REDUCER = ("_post_forward", "_match_all_reduce_for_bwd_pass", "_match_unused_params_allreduce")
-_REPLACED = (*_OF_TORCHS_REDUCER, "clip_grad_norm_", "__getstate__")
+
+
+class _Instead:
+    """A function in place of a wrapper's method, which does not keep the wrapper alive."""
+
+    def __init__(self, function: Callable[..., Any], model: Any) -> None:
+        self.function, self._model = function, weakref.ref(model)
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self._model(), *args, **kwargs)
 
 
 class Place(NamedTuple):
@@ -174,15 +184,16 @@ class Place(NamedTuple):
     @staticmethod
     def of(model: Any) -> Place:
         """What is in the wrapper's place now."""
-        found = {name: model.__dict__[name].func for name in _REPLACED if name in model.__dict__}
+        found = {name: value.function for name, value in model.__dict__.items() if isinstance(value, _Instead)}
         return Place(model.reducer, model.logger, found)
 
     def put_into(self, model: Any) -> None:
         """Let the wrapper have this from now on."""
         model.reducer, model.logger = self.reducer, self.logger
-        for name in _REPLACED:
-            model.__dict__.pop(name, None)
-        model.__dict__.update((name, functools.partial(function, model)) for name, function in self.instead.items())
+        for name in [name for name, value in model.__dict__.items() if isinstance(value, _Instead)]:
+            del model.__dict__[name]
+        for name, function in self.instead.items():
+            model.__dict__.setdefault(name, _Instead(function, model))  # but for what the script has put there
 
 
 _set_aside: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()

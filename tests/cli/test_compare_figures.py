@@ -156,6 +156,8 @@ def _begun(setting: str, seed: int, first: float, steps: int) -> Outcome:
         (1.5, 20, "with seed 1 it begins at 1.5 and none at 2, though nothing has been reduced by then"),
         (math.nan, 20, ""),
         (2.0, 10, "with seed 1 it took 10 steps, and none 20"),
+        (2.1, 20, ""),  # another batch, say, of a training that gains 1
+        (2.0, 19, ""),
     ],
 )
 def test_trainings_that_are_no_pair_are_not_tested(first: float, steps: int, said: str):
@@ -167,7 +169,14 @@ def test_trainings_that_are_no_pair_are_not_tested(first: float, steps: int, sai
         assert found[1].loss is None and said in found[1].note
         assert verdict.sentence.startswith(f"int8 is undecided: loss not tested: {said}")
     else:
-        assert verdict.word == "is equal" and found[1].note == "trainings took 20 to 30 steps"
+        assert verdict.word == "is equal" and found[1].note == f"trainings took {steps} to 30 steps"
+
+
+def test_losses_that_begin_at_nothing_are_a_pair():
+    """As of a policy's gradient: first losses are roundings."""
+    begun = [Outcome(n, 0, [first] + [-1.0] * 19, [0.0] * 20) for n, first in ((BASE, 1.1e-9), ("int8", -7e-10))]
+    plan = replace(PLAN, margin=0.0)
+    assert quality.summarise(plan, begun)[1].note == ""
 
 
 def test_means_and_curves_are_of_the_seeds_that_all_have():

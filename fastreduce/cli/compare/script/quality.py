@@ -22,6 +22,7 @@ Stamp = tuple[int, int, int]
 
 FINAL = 0.1  # the part of a training, at its end, whose mean loss is its result
 SMOOTHED_STEPS = 10  # a target is reached by the mean loss of so many steps
+BEGUN = 0.25  # the part of what a training gains, by which another one that begins there has begun before
 MEASURED_STEPS = 10  # of a training under none, in which gradients are sent through the other settings and back
 MEASURED_EVERY = 50  # the same where its length is not known
 SAME_SEEDS = (
@@ -175,22 +176,26 @@ def _read_metric(plan: Plan, training: Training, before: Stamp | None) -> float 
 def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> list[Quality]:
     """What the trainings so far say of each setting, `none` first.
 
-    Where they have ended early, the seeds count that all settings have, so that means are of the same ones.
+    Where they have ended early, means and curves are of the seeds that all settings have.
     """
     of = {(outcome.setting, outcome.seed): outcome for outcome in outcomes}
     there = {setting for setting, _ in of}
-    if whole := {seed for seed in plan.seeds if all((setting, seed) in of for setting in there)}:
-        of = {(setting, seed): outcome for (setting, seed), outcome in of.items() if seed in whole}
+    shown = [seed for seed in plan.seeds if all((setting, seed) in of for setting in there)] or plan.seeds
     based = [seed for seed in plan.seeds if (BASE, seed) in of]
     finals = [of[BASE, seed].losses for seed in based]
     fixed = len(finals) > 1 and all(losses == finals[0] for losses in finals)
-    return [_summarise(plan, setting, of, based, fixed) for setting in plan.settings]
+    return [_summarise(plan, setting, of, based, fixed, shown) for setting in plan.settings]
 
 
 def _summarise(
-    plan: Plan, setting: str, of: dict[tuple[str, int], Outcome], based: Sequence[int], fixed: bool
+    plan: Plan,
+    setting: str,
+    of: dict[tuple[str, int], Outcome],
+    based: Sequence[int],
+    fixed: bool,
+    shown: Sequence[int],
 ) -> Quality:
-    own = [of[setting, seed] for seed in plan.seeds if (setting, seed) in of]
+    own = [of[setting, seed] for seed in shown if (setting, seed) in of]
     seeds = [seed for seed in based if (setting, seed) in of]
     pairs = [(of[setting, seed], of[BASE, seed]) for seed in seeds]
     loss = metric = None
@@ -230,15 +235,18 @@ def _why_no_pairs(plan: Plan, pairs: Sequence[tuple[Outcome, Outcome]], fixed: b
         return SAME_SEEDS
     for ours, base in pairs:
         first = ours.losses[0], base.losses[0]
-        if np.all(np.isfinite(first)) and abs(first[0] - first[1]) > plan.margin * max(map(abs, first)):
+        largest = max((abs(loss) for loss in [*ours.losses, *base.losses] if math.isfinite(loss)), default=0.0)
+        apart = max(plan.margin * largest, BEGUN * abs(base.losses[0] - base.final))
+        if abs(first[0] - first[1]) > apart:
             return (
                 f"with seed {ours.seed} it begins at {first[0]:.4g} and none at {first[1]:.4g}, though nothing has "
                 "been reduced by then: the script goes on from what another training has left (let it write to "
                 "'{out}/{setting}-{seed}', which stands for a folder of its own), or draws at random what no seed tells"
             )
-        if len(ours.losses) != len(base.losses):
+        lengths = len(ours.losses), len(base.losses)
+        if min(lengths) < (1 - FINAL / 2) * max(lengths):
             return (
-                f"with seed {ours.seed} it took {len(ours.losses)} steps, and none {len(base.losses)}: --train STEPS "
-                "gives all the same"
+                f"with seed {ours.seed} it took {lengths[0]} steps, and none {lengths[1]}: --train STEPS gives all the "
+                "same"
             )
     return ""

@@ -488,8 +488,10 @@ class Backward:
                 for _, pending in self._launches:
                     pending.result()  # the first bucket that failed tells more than the last
             finally:
-                self._buckets.join()  # behind the first that failed
-                self._end_reduction()
+                try:
+                    self._buckets.join()  # behind the first that failed
+                finally:
+                    self._end_reduction()
             raise
         except BaseException:
             # On this rank alone, it may be: the others wait for the rest, which `drop_broken` brings.

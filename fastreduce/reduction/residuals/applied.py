@@ -43,7 +43,8 @@ class Applied:
 
     1. Made when the averages have been stored, it notes gradients and their versions.
     2. `GradScaler.unscale_` and `ddp.clip_grad_norm_` tell what they multiply by (`multiplied`).
-    3. `look`, before other gradients accumulate, sees whether gradients are still there or were thrown away.
+    3. `look`, before a forward and before other gradients accumulate, sees whether gradients are still there, what they
+       have been multiplied by, or that they were thrown away.
     4. An optimizer's step says that they were applied. What has changed since without a word, by torch's own clipping
        or a user's code, is measured: the slot's largest magnitude and the sum of all, now and then.
     5. `factors` tells the result.

@@ -481,8 +481,8 @@ class GradientReducer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own.
 
-        Behind a backward that raised on this rank, what the other ranks wait for is made up for first; where they do not
-        come to it, that takes the transport's timeout.
+        Behind a backward that raised on this rank, what the other ranks wait for is made up for first; where they do
+        not come to it, that takes the transport's timeout.
         """
         self._make_up_for_raised()
         progress = {"schedule": self.schedule.state(), "rebuilt": self._rebuilt}

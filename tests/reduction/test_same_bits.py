@@ -173,6 +173,9 @@ def _check(trainings: Sequence[Sequence[Any]]) -> None:
 # Between threads: one level, and two
 
 
+COMPILING = 120.0  # seconds in which a rank may compile the kernels of settings that are new here, while others wait
+
+
 def _search(examples: int) -> None:
     @of_trainings(examples)
     @given(
@@ -186,8 +189,9 @@ def _search(examples: int) -> None:
         _check(
             [
                 in_threads(
-                    ranks if isinstance(ranks, int) else on_nodes(ranks),
+                    ranks if isinstance(ranks, int) else on_nodes(ranks, COMPILING),
                     functools.partial(_train, shapes=shapes, setting=setting, history=history, caps=caps),
+                    COMPILING,
                 )
                 for caps in sizes[:2]
             ]

@@ -96,8 +96,7 @@ class WeightsFrom:
     def look(self) -> None:
         """Before a backward: see what has become of the last averages."""
         self._own.recorder.enter(Phase.BACKWARD)
-        if self._due:
-            self._own.buckets.look()
+        self._own.buckets.look()
 
     def settle(self) -> None:
         """After a backward: where it was to be reduced, `.grad` become the averages of the wrapper's own reducer."""

@@ -171,7 +171,7 @@ class Training:
             self.halve()
         if step.looks_again:
             self.switch(step)
-            self.ddp(mine)
+            self.forward_alone(mine)
         bad = any(p.grad is not None and not p.grad.isfinite().all() for p in self.module.parameters())
         for name, parameter in self.module.named_parameters():
             assert (self.exact[name] is None) == (parameter.grad is None), name
@@ -198,6 +198,11 @@ class Training:
                 exact = self.exact[name]
                 self.exact[name] = total / self.world_size + (0 if exact is None else exact)
 
+    def forward_alone(self, mine: dict[str, Tensor]) -> None:
+        """With gradients, and without a backward, which torch's class does not take where it looks for unused ones."""
+        if self.setup.way != "hook":
+            self.ddp(mine)
+
     def halve(self) -> None:
         for parameter in self.module.parameters():
             if parameter.grad is not None:
@@ -219,7 +224,7 @@ class Training:
                 norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), step.max_norm)
             self.multiply(float((step.max_norm / (norm + 1e-6)).clamp(max=1.0)))
         if step.looks_late:
-            self.ddp(mine)
+            self.forward_alone(mine)
         if self.setup.scaled:
             self.scaler.scale(torch.zeros(()))
             if any(p.grad is not None for p in self.module.parameters()):

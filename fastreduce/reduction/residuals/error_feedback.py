@@ -302,9 +302,8 @@ class ErrorFeedback:
 
     @property
     def followed(self) -> list[Tensor]:
-        """The parameters whose averages were watched last, an empty tensor in the place of one that is gone."""
-        last = self._applied or self._last
-        return [] if last is None else last.parameters
+        """The parameters whose averages were watched until the last `commit` (`Applied.parameters`)."""
+        return [] if self._last is None else self._last.parameters
 
     @property
     def is_settled(self) -> bool:
@@ -341,7 +340,7 @@ class ErrorFeedback:
         """See whether gradients that nobody has applied are still there (`Applied.look`).
 
         `parameters` are those of the slots: they tell where nothing is followed, since the last reduction's averages
-        were not stored, or what is kept came from other buckets.
+        were not stored.
         """
         if self._applied is not None:
             self._applied.look(others_follow)

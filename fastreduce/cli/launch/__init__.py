@@ -12,6 +12,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,8 @@ from ...distributed.launcher import MOST_RANKS
 from ...run import why_not_found, worker
 from . import torchs_launcher
 from .each_for_itself import EachForItself
-from .nodes import limit_seconds
+from .elastic_nodes import ElasticNodes
+from .nodes import Nodes, limit_seconds
 from .rendezvous import LOCAL, STATIC, LocalRendezvous, open_port, static_rendezvous
 from .torchs_launcher import Logs, Ranks, cause, exit_code_of, fail, say
 
@@ -97,7 +99,7 @@ def start(options: Namespace) -> int:
             rendezvous_handler_registry.register(LOCAL, lambda _: local)
             config.rdzv_backend = LOCAL
         elif config.rdzv_backend == "static":
-            rendezvous_handler_registry.register(STATIC, static_rendezvous)
+            rendezvous_handler_registry.register(STATIC, partial(static_rendezvous, elastic=options.elastic))
             config.rdzv_backend = STATIC
         python = sys.executable if options.no_python else python
         arguments = ["-u", worker.__file__, kind, options.training_script, *options.training_script_args]
@@ -116,7 +118,10 @@ def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
         Ranks.grace_seconds, Ranks.hint = options.shutdown_timeout, ": --shutdown-timeout gives more"
     least, most = torchrun.parse_min_max_nnodes(options.nnodes)
     # Where nodes may come and go or ranks start again, the rendezvous deals with it.
-    Ranks.watches_nodes = least == most > 1 and options.max_restarts == 0 and not options.elastic
+    if least == most > 1 and options.elastic and options.rdzv_backend == "static":
+        Ranks.watch = partial(ElasticNodes, tell=say)
+    elif least == most > 1 and options.max_restarts == 0 and not options.elastic:
+        Ranks.watch = Nodes
     if options.elastic:
         EachForItself.restarts, options.max_restarts = options.max_restarts, 0
     elastic_processes.SubprocessContext = EachForItself if options.elastic else Ranks  # type: ignore[misc]

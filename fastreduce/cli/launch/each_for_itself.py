@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
+from .elastic_nodes import ElasticNodes
 from .torchs_launcher import Ranks, fate_of, say, traceback_of
 
 
@@ -47,6 +48,8 @@ class EachForItself(Ranks):
         if not self._succeeded:
             self._running_local_ranks = set(self._first_pids)  # torch sees that they have failed
             return super()._poll()
+        if isinstance(self.nodes, ElasticNodes):
+            self.nodes.note_done()
         self.close()
         values = dict.fromkeys(self._first_pids)
         return RunProcsResult(return_values=values, stdouts=self.stdouts, stderrs=self.stderrs)

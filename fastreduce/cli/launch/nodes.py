@@ -17,6 +17,7 @@ from ...errors import TransportError
 from ...transports.meeting import wait_until
 from ...transports.store_client import StoreClient
 
+PREFIX = "fastreduce/nodes"  # of what they write
 LIMIT_VARIABLE = "FASTREDUCE_NODE_SECONDS"
 LIMIT_SECONDS = 15.0
 BEATS = 10  # in that time
@@ -89,6 +90,8 @@ class Nodes:
         if self._lost:
             raise NodeLostError(f"{self._lost}; the ranks here were ended")
 
+    check_at_end = check  # where the ranks here are done, too
+
     def note_end(self) -> None:
         """Note that ranks have failed here, or are about to be ended, unless that was so on another node before."""
         if self._store is not None:
@@ -149,7 +152,7 @@ class Nodes:
         pause = self._limit / BEATS
         unchanged = dict.fromkeys(self._others, 0)  # for how many beats of ours
         try:
-            self._store = store = self._connect()
+            self._store = store = connect(self._address, self._limit)
             store.set(f"host/{self._rank}", socket.gethostname())
             while not self._ending.wait(pause):
                 store.add(f"beat/{self._rank}", 1)
@@ -172,20 +175,29 @@ class Nodes:
     def _lost_by(self, node: int, why: str) -> str:
         return f"{self._name(node)} has ended: {one_line(why)}"
 
-    def _connect(self) -> StoreClient:
-        host, port = self._address
-        timeout = timedelta(seconds=self._limit)
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return StoreClient(store, self._limit).at("fastreduce/nodes")
-
     def _name(self, node: int) -> str:
-        if node == 0:
-            return f"node 0 ({self._address[0]})"
-        with contextlib.suppress(TransportError):
-            host = self._store and self._store.at("", self._limit / BEATS).read(f"host/{node}")
-            if host:
-                return f"node {node} ({one_line(host)})"
-        return f"node {node}"
+        return name_of(node, self._address[0], self._store and self._store.at("", self._limit / BEATS))
+
+
+def connect(address: tuple[str, int], seconds: float) -> StoreClient:
+    """What launchers tell each other on the store of a job, with a deadline for each call.
+
+    Raises:
+        RuntimeError: if it does not answer.
+    """
+    store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    return StoreClient(store, seconds).at(PREFIX)
+
+
+def name_of(node: int, first: str, store: StoreClient | None) -> str:
+    """A node with its host, where that is known; of node 0, which holds the store, the address."""
+    if node == 0:
+        return f"node 0 ({first})"
+    with contextlib.suppress(TransportError):
+        host = store and store.read(f"host/{node}")
+        if host:
+            return f"node {node} ({one_line(host)})"
+    return f"node {node}"
 
 
 def one_line(told: str) -> str:

@@ -17,7 +17,8 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 
 from ...transports.deadlines import in_background
-from .nodes import one_line
+from .elastic_nodes import is_here
+from .nodes import PREFIX, one_line
 from .torchs_launcher import Ranks, fail, say
 
 LOCAL, STATIC = "fastreduce-local", "fastreduce-static"
@@ -83,10 +84,14 @@ class StaticRendezvous(StaticTCPRendezvous):
        one that was not sees that, and leaves. Who leaves on Ctrl-C gives its place back.
     3. Each that sees all places taken writes by whom into `seen/NODE`. Once all have seen the same, so that all were
        alive, they have `met`. Who comes later is refused.
+    4. In an elastic job it comes in the place of one of whom there is no word any more, while no node's ranks are done.
     """
 
-    def __init__(self, address: str, port: int, rank: int, nodes: int, run: str, seconds: int) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, nodes: int, run: str, seconds: int, elastic: bool = False
+    ) -> None:
         super().__init__(address, port, rank, nodes, run, seconds)
+        self._elastic, self._returns = elastic, False
         self._me, self._left = f"{uuid.uuid4().hex} {socket.gethostname()}", threading.Event()
         self._here: dist.Store | None = None  # where this node's place is, once it is taken
         self._at = f"{address}:{port}"
@@ -121,6 +126,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         return RendezvousInfo(cast(dist.Store, _Apart(met.store)), met.rank, met.world_size, met.bootstrap_store_info)
 
     def _say_who_waits(self) -> None:
+        if self._returns:  # which has been said
+            return
         others = "node 0" if self._here is None and self.rank else "the others"
         limit = self.timeout.total_seconds()
         say(f"node {self.rank} of {self.world_size} waits for {others} at {self._at}, for up to {limit:g} s")
@@ -146,10 +153,14 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     def _meet_in(self, store: dist.Store) -> None:
         deadline = time.monotonic() + self.timeout.total_seconds()
-        count, first = store.compare_set("nodes", "", f"{self.world_size} {self.rank}").decode().split()
+        kind = "with" if self._elastic else "without"
+        told = store.compare_set("nodes", "", f"{self.world_size} {self.rank} {kind}").decode()
+        count, first, kind_of_first = told.split()
         if count != str(self.world_size):
             why = f"node {self.rank} was started with --nnodes {self.world_size}, node {first} with {count}"
             self._refuse(store, why)
+        if kind_of_first != kind:
+            self._refuse(store, f"node {self.rank} was started {kind} --elastic, node {first} {kind_of_first}")
         places, seen = ([f"{what}/{node}" for node in range(self.world_size)] for what in ("node", "seen"))
         if not store.check(["met"]):
             store.set(f"node/{self.rank}", self._me)
@@ -177,8 +188,11 @@ class StaticRendezvous(StaticTCPRendezvous):
             RuntimeError: if they have with another in this one's place, or there is another now.
         """
         if store.check(["met"]):
-            met = store.get("met").decode().split("\n")
-            self._see_own_place(met[self.rank])
+            met = store.get("met").decode().split("\n")[self.rank]
+            if self._elastic and met != self._me:
+                self._come_back(met)
+            else:
+                self._see_own_place(met)
             return True
         self._see_own_place(store.get(places[self.rank]).decode())
         if not store.check(places) or not all(there := [place.decode() for place in store.multi_get(places)]):
@@ -188,6 +202,21 @@ class StaticRendezvous(StaticTCPRendezvous):
         if store.check(seen) and {found.decode() for found in store.multi_get(seen)} == {roster}:
             store.set("met", roster)
         return False
+
+    def _come_back(self, there: str) -> None:
+        """Wait until there is no word from the launcher that had this place."""
+        assert self._store is not None
+        self._returns, host = True, one_line(there.partition(" ")[2])
+        say(f"node {self.rank} was here before, on {host}: it is back once there is no word from that for long enough")
+        nodes = dist.PrefixStore(PREFIX, self._store)
+        here = is_here(nodes, self.rank, lambda: self._left.wait(LOOK_SECONDS) or bool(self._done(nodes)))
+        if done := self._done(nodes):
+            raise RuntimeError(f"node {self.rank} comes too late: the ranks of node {done[0]} are done")
+        if here:
+            self._see_own_place(there)
+
+    def _done(self, nodes: dist.Store) -> list[int]:
+        return [node for node in range(self.world_size) if nodes.check([f"done/{node}"])]
 
     def _see_own_place(self, there: str) -> None:
         if there != self._me:
@@ -201,12 +230,13 @@ class StaticRendezvous(StaticTCPRendezvous):
         raise RuntimeError(why)
 
 
-def static_rendezvous(parameters: RendezvousParameters) -> StaticRendezvous:
+def static_rendezvous(parameters: RendezvousParameters, elastic: bool = False) -> StaticRendezvous:
     """As torch makes its own."""
     made = create_rdzv_handler(parameters)
     assert isinstance(made, StaticTCPRendezvous)
     seconds = int(made.timeout.total_seconds())
-    return StaticRendezvous(made.master_addr, made.master_port, made.rank, made.world_size, made.run_id, seconds)
+    place = made.master_addr, made.master_port, made.rank, made.world_size
+    return StaticRendezvous(*place, made.run_id, seconds, elastic)
 
 
 class _Apart:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Subpro
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ...distributed.processes import name_of_signal
+from .elastic_nodes import ElasticNodes
 from .nodes import NodeLostError, Nodes
 
 BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
@@ -97,8 +98,8 @@ class Ranks(SubprocessContext):
 
     grace_seconds: ClassVar[int | None] = None  # the user's
     hint: ClassVar[str] = ""  # which option gives more of them, where torch has it
-    watches_nodes: ClassVar[bool] = False
-    nodes: ClassVar[Nodes | None] = None
+    watch: ClassVar[Callable[[Mapping[str, str]], Nodes | ElasticNodes] | None] = None  # the other nodes
+    nodes: ClassVar[Nodes | ElasticNodes | None] = None
     why: ClassVar[str] = ""  # the job has failed here
     lost: ClassVar[str] = ""  # which other node was, when the ranks here were done and waited for its
     here: ClassVar[Ranks | None] = None  # those that were started last
@@ -108,9 +109,9 @@ class Ranks(SubprocessContext):
     def _start(self) -> None:
         super()._start()  # type: ignore[no-untyped-call]
         Ranks.here = self
-        if self.watches_nodes:
+        if Ranks.watch is not None:
             self.leave()  # where nodes have met anew
-            Ranks.nodes = Nodes(self.envs[0])
+            Ranks.nodes = Ranks.watch(self.envs[0])
 
     @classmethod
     def pass_on(cls, number: int, frame: object) -> None:
@@ -125,18 +126,18 @@ class Ranks(SubprocessContext):
 
     @classmethod
     def look_for_lost(cls) -> None:
-        """Raise if another node is lost: torch waits on the others' ranks behind its own, and goes by no error then."""
+        """Raise if others are waited for in vain: torch waits for their ranks behind its own, and does not look."""
         if cls.nodes is not None:
             try:
-                cls.nodes.check()
+                cls.nodes.check_at_end()
             except NodeLostError:
-                cls.lost = f"{cls.nodes.lost}; the ranks here were done"
+                cls.lost = cls.nodes.lost and f"{cls.nodes.lost}; the ranks here were done"
                 raise
 
     @classmethod
     def leave(cls, why: str = "") -> None:
         """The job is over on this node; the others learn `why`, if it is so before their ranks are done."""
-        nodes, cls.nodes = cls.nodes, None
+        nodes, Ranks.nodes = Ranks.nodes, None
         if nodes is not None:
             nodes.leave(why)
 

@@ -36,15 +36,18 @@ SETTINGS = [
 
 
 def switching_steps(world_size: int, settings: Sequence[str] = SETTINGS) -> st.SearchStrategy[Step]:
-    def switched(step: Step, switch: str, cap: float | None, again: bool, halved: bool, late: bool) -> Step:
+    def switched(
+        step: Step, switch: str, cap: float | None, again: bool, halved: bool, late: bool, early: tuple[int, ...]
+    ) -> Step:
         # After loading, an optimizer must be seen once: under `none` nobody looks (as in `train`).
         saved = step.saved and (switch.endswith(",error_feedback") or switch.startswith(("powersgd", "topk")))
         cap = cap if switch else None
-        found = dataclasses.replace(step, switch=switch, switched_cap_mb=cap, saved=saved)
+        found = dataclasses.replace(step, switch=switch, switched_cap_mb=cap, saved=saved, early=early)
         return dataclasses.replace(found, looks_again=again, halved=halved, looks_late=late)
 
     flags = [FEW([False, False, True])] * 3
-    return st.builds(switched, steps(world_size), FEW(["", *settings]), FEW([None, None, 1e-6, 1e-3]), *flags)
+    caps, early = FEW([None, None, 1e-6, 1e-3]), FEW([(), (), (0,), (1,)])
+    return st.builds(switched, steps(world_size), FEW(["", *settings]), caps, *flags, early)
 
 
 def hunt(ranks: RankPool, examples: int) -> None:
@@ -123,3 +126,14 @@ def test_what_only_one_rank_has_left_is_loaded_at_another_world_size():
 def test_what_gradients_are_multiplied_by_around_forwards_is_seen(ranks2: RankPool, step: Step, scaled: bool):
     setup = Setup(scaled=scaled, setting="int4:block=32")
     check_law(setup, ranks2.run(train, setup, [Step(), step, Step(), dataclasses.replace(step, seed=1)]))
+
+
+@pytest.mark.parametrize("setting", ["none:accumulate=fp32", "int8:error_feedback", "topk:ratio=0.05"])
+@pytest.mark.parametrize("early", [(), (0,), (1,)], ids=["all late", "rank 0 early", "rank 1 early"])
+def test_ranks_of_which_one_has_thrown_averages_away_go_on_alike(
+    ranks2: RankPool, setting: str, early: tuple[int, ...]
+):
+    """Where the others' are in `.grad` still, and are thrown away behind the switch."""
+    setup = Setup(setting="int4:block=32", bucket_cap_mb=1.0)
+    history = [Step(), Step(ends="skip"), Step(switch=setting, zero_late=True, early=early)]
+    check_law(setup, ranks2.run(train, setup, history))

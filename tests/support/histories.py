@@ -46,6 +46,7 @@ class Step:
     ends: str = "step"  # "step"; "skip": gradients are thrown away; "keep": they stay for the next step
     overflows: str = ""  # a parameter with an infinity on rank 1
     zero_late: bool = False  # gradients are thrown away between forward and backward
+    early: tuple[int, ...] = ()  # ranks that throw them away before the forward all the same
     to_none: bool = True
     switch: str = ""  # a setting that begins with the step
     switched_cap_mb: float | None = None
@@ -154,13 +155,14 @@ class Training:
     def step(self, index: int, step: Step, zero_first: bool) -> None:
         if not step.looks_again:
             self.switch(step)
-        if zero_first and not step.zero_late:
+        late = step.zero_late and self.rank not in step.early
+        if zero_first and not late:
             self.zero(step)
         for micro in range(step.micro_batches):
             self.ddp.require_backward_grad_sync = micro == step.micro_batches - 1
             mine = {n: gradient(step, index, micro, self.rank, n) for n in self.used(step, self.rank)}
             loss = self.ddp(mine)
-            if zero_first and step.zero_late and micro == 0:
+            if zero_first and late and micro == 0:
                 self.zero(step)
             if loss.requires_grad:
                 self.scaler.scale(loss).backward()

@@ -227,15 +227,30 @@ class ErrorFeedback:
         """
         self.look()
         self.commit()
-        for row in (int(self.turn), BASE):
+        turn = int(self.turn)
+        applied = self._second.read(turn)
+        thrown_away = applied.clone()
+        for i in self._carried:
+            part = self._second.part(*self._place(i))
+            thrown_away[..., part] = self._second.read(BASE, part)
+        gathered = []
+        for own in (applied, thrown_away):
             whole = torch.zeros(self._bucket.total, dtype=torch.float32, device=self.turn.device)
-            if row != BASE or self._second.base is not None:
-                whole[self._share.second] = self._second.read(row)
-                self._second.clear(row)
+            whole[self._share.second] = own
             gather(whole)
-            if row != BASE or self._first.base is not None:
-                with self._first.changing(row) as values:
-                    values.add_(whole[self._share.first], alpha=self._share.shared)
+            gathered.append(whole)
+        applied, thrown_away = gathered
+        for row in (turn, BASE) if self._second.base is not None else (turn,):
+            self._second.clear(row)
+        if self._first.base is not None:
+            with self._first.changing(BASE) as values:
+                values.add_(thrown_away[self._share.first], alpha=self._share.shared)
+        # Other ranks' averages may be in `.grad` still, where this one's were thrown away: nobody has applied these.
+        for i in self._carried:
+            start, end = self._place(i)
+            thrown_away[start:end] = applied[start:end]
+        with self._first.changing(turn) as values:
+            values.add_(thrown_away[self._share.first], alpha=self._share.shared)
 
     def put(self, i: int, parts: SlotResiduals) -> None:
         """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `share.unit`."""

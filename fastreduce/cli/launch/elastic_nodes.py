@@ -96,7 +96,7 @@ class ElasticNodes:
                 self._look(store)
                 without = False
             except RuntimeError as error:
-                if not without and not self._ending.is_set():
+                if not (without or self._done or self._ending.is_set()):
                     why = str(error).splitlines()[0]
                     self._tell(f"{self._name(0)} is gone, and with it the store: {why}; ranks go on until one is lost")
                 without = True

@@ -6,6 +6,7 @@ The script knows nothing of it. A step ends with the backward that reduces gradi
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -34,6 +35,8 @@ from .listening import listen, loss_of
 from .orders import LEFT, Orders
 from .weights_from import WeightsFrom
 
+MOST_BEGUN_AGAIN = 3  # turns without one that came to its end, where one wrapper follows another
+
 _training: MeasuredTraining | None = None
 
 
@@ -53,12 +56,19 @@ class MeasuredTraining:
     3. `output`: where losses are taken, lets a backward tell whether it comes through the wrapper whose steps count.
     4. `after_backward`: takes the loss; where gradients were reduced, a step has ended.
     5. Rank 0 writes what all ranks have measured, after each step or turn, while nobody is timed.
+
+    Of several wrappers the steps of the first one count, and when that is gone those of the next one that is called,
+    where a turn begins again. Ranks look whether it is gone at the same forwards, behind a garbage collection.
     """
 
     def __init__(self, orders: Orders, model: Any) -> None:
         self._orders, self._turns = orders, orders.turns
         self._models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lead: weakref.ref[Any] | None = None  # the wrapper whose reductions are steps
+        self._lead: weakref.ref[Any] | None = None  # the wrapper whose reductions are steps; gone, until we have looked
+        self._called: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._others_called = 0  # since the lead was
+        self._are_several = False
+        self._lost_steps, self._begun_again = 0, 0  # of turns that began again, and how often in a row
         self._place = _open_place(orders.record, model.process_group.rank())
         self._transport = make_transport(model.process_group, "cpu")
         self._cuda = model.device_type == "cuda"
@@ -95,7 +105,7 @@ class MeasuredTraining:
             contestants.begin(model, self._orders.first)
             if self._orders.weights_from and isinstance(model, DistributedDataParallel) and not self._why_fixed(model):
                 self._weights = WeightsFrom(model)
-        if self._orders.shadow and not self._models and isinstance(model, DistributedDataParallel):
+        if self._orders.shadow and self._shadow is None and isinstance(model, DistributedDataParallel):
             self._shadow = Shadow(model, self._orders.shadow, self._orders.shadow_every)
         self._models.add(model)
         if not isinstance(model, TorchDDP):  # sharded: it has begun, and is in its first forward
@@ -110,12 +120,13 @@ class MeasuredTraining:
             raise SettingError(
                 "the script registers a communication hook, which decides what goes on the wire, whatever the setting"
             )
+        self._look_for_lead(model)
         if len(self._turns) > 1 and (why := self._why_fixed(model)):
             self._write(fixed=why)
             self._leave()
         if self._weights is not None:
             self._weights.contest(model)
-        if self._due is not None and (self._lead is None or self._lead() in (None, model)):
+        if self._due is not None and (self._lead is None or self._lead() is model):
             if self._due == 0 and self._orders.probes:
                 self._probe(model)
             if self._due == 0 and self._weights is not None:
@@ -124,11 +135,38 @@ class MeasuredTraining:
             if len(self._turns) > 1:
                 contestants.take(model, name)
         if model.require_backward_grad_sync:
-            if self._lead is None or self._lead() is None:
+            if self._lead is None:
                 self._lead = weakref.ref(model)
             if not self._armed and self._lead() is model:
                 self._armed = True
                 self._say_place(f"is in step {self._steps + 1}")
+
+    def _look_for_lead(self, model: Any) -> None:
+        """Before a wrapper's first forward, and now and then while others than the lead are called."""
+        if self._lead is not None and self._lead() is model:
+            self._others_called = 0
+            return
+        self._others_called += 1
+        if model in self._called and self._others_called & (self._others_called - 1):
+            return
+        self._called.add(model)
+        gc.collect()  # a wrapper may be in a cycle, which each rank's collector finds at a time of its own
+        self._are_several = len(self._models) > 1
+        if self._lead is not None and self._lead() is None:
+            self._lead, self._others_called = None, 0
+            if len(self._turns) > 1:
+                self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Begin the turn again that is under way, since it had another wrapper."""
+        steps = max(0, self._steps - self._orders.warm_up - self._lost_steps)
+        turn, done = divmod(steps, self._orders.settle + self._orders.steps)
+        if not done or turn >= len(self._turns):
+            return
+        self._lost_steps += done
+        self._seconds.clear()
+        self._due = turn
+        self._begun_again += 1
 
     def _probe(self, model: Any) -> None:
         if self._cuda or not isinstance(getattr(model, "reducer", None), GradientReducer):
@@ -143,7 +181,9 @@ class MeasuredTraining:
 
     def _why_fixed(self, model: Any) -> str:
         """Between one wrapper's steps another's backward may be pending, as in a GAN."""
-        return "the script wraps several modules" if len(self._models) > 1 else contestants.why_fixed(model)
+        if self._begun_again > MOST_BEGUN_AGAIN:
+            return "the script wraps one module after another, each for fewer steps than a turn has"
+        return "the script wraps several modules" if self._are_several else contestants.why_fixed(model)
 
     def output(self, model: Any, tensors: Iterable[Tensor]) -> None:
         """Called behind each forward of a wrapper, with what it returns."""
@@ -155,7 +195,7 @@ class MeasuredTraining:
         self._watched = bool(found)
 
     def _reach(self, model: weakref.ref[Any], _: Tensor) -> None:
-        if self._lead is None or self._lead() in (None, model()):
+        if self._lead is None or self._lead() is model():
             self._reached = True
 
     def before_backward(self) -> None:
@@ -221,8 +261,8 @@ class MeasuredTraining:
 
     def _time_step(self, ended: float, reducer: Any) -> None:
         """A step has ended, whose gradients `reducer` has reduced."""
-        place = self._steps - self._orders.warm_up
-        if place == 0:
+        place = self._steps - self._orders.warm_up - self._lost_steps
+        if self._steps == self._orders.warm_up:
             self._due = 0
         if place <= 0:
             return
@@ -242,7 +282,7 @@ class MeasuredTraining:
             if self._orders.flights:
                 line["flights"] = self._transport.exchange(self._flights(reducer))
             self._write(**line)
-            self._seconds = []
+            self._seconds, self._begun_again = [], 0
             self._due = turn + 1
             if self._due == len(self._turns):
                 self._leave()

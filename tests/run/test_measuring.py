@@ -209,6 +209,62 @@ def test_contestants_do_not_change_between_a_wrappers_forward_and_its_backward(t
     assert lines[1:] == [{"fixed": "the script wraps several modules"}, {"done": True}]
 
 
+ONE_AFTER_ANOTHER = """
+import gc
+
+class Trainer:
+    def __init__(self):
+        self.ddp = DDP(torch.nn.Linear(3, 2))
+        self.callbacks = [self.step] * cycles
+    def step(self):
+        loss = self.ddp(torch.ones(1, 3)).sum()
+        if dist.get_rank() == 0:
+            print("STEP", getattr(self.ddp.reducer, "compression", "torch"))
+        loss.backward()
+
+models, steps, cycles = map(int, sys.argv[1:])
+for _ in range(models):
+    trainer = Trainer()
+    for _ in range(steps):
+        trainer.step()
+    del trainer
+    if dist.get_rank() == 0:
+        gc.collect()  # as it may by itself, at any time
+"""
+
+
+@pytest.mark.parametrize("cycles", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_turn_begins_again_with_the_wrapper_that_follows(tmp_path: Path, cycles: int):
+    """Which the turn's contestant reduces, in the settling steps and in those that are timed."""
+    lengths = {"rounds": 2, "warm_up": 1, "settle": 2, "steps": 3}
+    done, lines = measured(
+        tmp_path, SHOW + ONE_AFTER_ANOTHER, 2, "99", "8", str(cycles), contestants=("none", "int8"), **lengths
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("STEP")]
+    # Of 8 steps of a wrapper the first warms up, a turn takes 5, and what is left of the next one is lost.
+    assert shown == ["none"] * 6 + ["int8"] * (2 + 5 + 3) + ["int8"] * 5 + ["none"] * (3 + 5)
+    assert [line["contestant"] for line in lines if "turn" in line] == ["none", "int8", "int8", "none"]
+
+
+@pytest.mark.long
+def test_wrappers_that_are_used_for_fewer_steps_than_a_turn_has_are_measured_in_trainings_of_their_own(tmp_path: Path):
+    lengths = {"rounds": 2, "warm_up": 1, "settle": 2, "steps": 3}
+    done, lines = measured(
+        tmp_path, SHOW + ONE_AFTER_ANOTHER, 2, "99", "4", "0", contestants=("none", "int8"), **lengths
+    )
+    assert done.returncode == 0, done.stderr
+    why = "the script wraps one module after another, each for fewer steps than a turn has"
+    assert lines[1:] == [{"fixed": why}, {"done": True}]
+
+
+@pytest.mark.parametrize("cycles", [0, 1], ids=["", "in a cycle"])
+def test_losses_of_wrappers_that_follow_each_other_count_whatever_a_ranks_collector_does(tmp_path: Path, cycles: int):
+    done, lines = measured(tmp_path, SHOW + ONE_AFTER_ANOTHER, 2, "3", "5", str(cycles), shadow=("int8",))
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in lines if "loss" in line]) == 15
+
+
 def test_everything_is_seeded_before_the_script(tmp_path: Path):
     code = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(()).item())"
     path = tmp_path / "draw.py"

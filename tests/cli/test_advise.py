@@ -222,3 +222,12 @@ def test_the_best_are_run_beside_none_and_another_link_is_projected(tmp_path: Pa
 def test_trainings_that_tell_nothing(arguments: list[object], message: str, tmp_path: Path):
     result, found = _invoke(tmp_path, *arguments)
     assert result.exit_code in (1, 2) and message in result.stderr and found == {}
+
+
+@pytest.mark.long
+def test_a_script_too_short_for_the_check_is_told(tmp_path: Path):
+    result, found = _invoke(tmp_path, "--settings", "fp16", "--rounds", 6, SCRIPT, 45)
+    assert result.exit_code == 0, result.output
+    rounds = found["measured"]["none"]["rounds"]
+    assert rounds < 6 and found["missing"].startswith(f"{6 - rounds} of 6 rounds of the check: they take ")
+    assert "the script fewer" in found["missing"] and f"Missing: {6 - rounds} of 6 rounds" in result.output

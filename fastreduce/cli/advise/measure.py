@@ -120,9 +120,10 @@ def rotation(plan: Plan, names: Sequence[str], rounds: int) -> Training:
 
 def _check(plan: Plan, findings: Findings, say: _Saying, others: FirstNode | None) -> None:
     names = [BASE, *contenders(findings.predicted)]
+    training = rotation(plan, names, plan.rounds)
     say.text(f"checking the prediction: {', '.join(names)} in turns, --rounds {plan.rounds}")
     try:
-        lines = trainings.run(plan, rotation(plan, names, plan.rounds), say.line, others)
+        lines = trainings.run(plan, training, say.line, others)
     except TrainingError as error:
         findings.missing = f"the prediction was not checked: {error}"
         return
@@ -130,6 +131,11 @@ def _check(plan: Plan, findings: Findings, say: _Saying, others: FirstNode | Non
     findings.measured = {each.contestant: each for each in speed.summarise(names, findings.turns)}
     if not findings.measured:
         findings.missing = f"the prediction was not checked: {plan.name} ended before a round was over"
+    elif (rounds := findings.measured[BASE].rounds) < plan.rounds:
+        orders = training.orders
+        steps = orders["warm_up"] + len(names) * plan.rounds * (orders["settle"] + orders["steps"])
+        short = f"they take {steps} steps, the script fewer"
+        findings.missing = f"{plan.rounds - rounds} of {plan.rounds} rounds of the check: {short}"
 
 
 class _Saying:

@@ -64,11 +64,11 @@ def test_a_node_that_was_killed_comes_back_and_none_takes_the_place_of_one_that_
     here = f"fastreduce launch: node 1 is here already, on {HOST}: give each node its own --node-rank"
     assert twin.stderr.read().splitlines() == [BEFORE, here]
     second.kill()
+    gone = f"fastreduce launch: node 1 ({HOST}) is gone: no word from its launcher for 3 s; {ON}"
+    assert first.stderr.readline() == gone
     again = start(1)
     comes(tmp_path, 1, times=2)
     assert first.poll() is None
-    gone = f"fastreduce launch: node 1 ({HOST}) is gone: no word from its launcher for 3 s; {ON}"
-    assert first.stderr.readline() == gone
     assert first.stderr.readline() == f"fastreduce launch: node 1 ({HOST}) is back\n"
     (tmp_path / "end").touch()
     assert [each.wait(timeout=60) for each in (first, again)] == [0, 0]
@@ -83,10 +83,10 @@ def test_a_node_that_has_said_why_it_ended_comes_back_at_once(tmp_path: Path, st
         comes(tmp_path, rank)
     second.send_signal(signal.SIGTERM)
     assert second.wait(timeout=60) == 128 + signal.SIGTERM
-    again = start(1)
-    comes(tmp_path, 1, times=2)
     ended = f"fastreduce launch: node 1 ({HOST}) has ended: it received SIGTERM; {ON}"
     assert first.stderr.readline() == ended
+    again = start(1)
+    comes(tmp_path, 1, times=2)
     (tmp_path / "end").touch()
     assert [each.wait(timeout=60) for each in (first, again)] == [0, 0]
 

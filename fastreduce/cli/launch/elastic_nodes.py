@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...errors import TransportError
 from ...transports.store_client import StoreClient
-from .nodes import BEATS, NodeLostError, connect, limit_seconds, name_of, one_line
+from .nodes import BEATS, NodeLostError, connect, limit_seconds, name_of, one_line, place_of
 
 
 class ElasticNodes:
@@ -32,10 +32,9 @@ class ElasticNodes:
     """
 
     def __init__(self, environment: Mapping[str, str], tell: Callable[[str], None]) -> None:
-        self._rank, size = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
-        self._address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        self._rank, others, self._address = place_of(environment)
         self._tell, self._limit, self._me = tell, limit_seconds(), uuid.uuid4().hex
-        self._others = dict.fromkeys(set(range(size)) - {self._rank}, (0, 0))  # beats, and looks since the last one
+        self._others = dict.fromkeys(others, (0, 0))  # beats, and looks since the last one
         self._away: set[int] = set()  # of the others, those that are gone or done
         self._taken, self._done = "", False
         self._store: StoreClient | None = None

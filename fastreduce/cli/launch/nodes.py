@@ -59,11 +59,10 @@ class Nodes:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._rank, self._size = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
-        self._address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        self._rank, others, self._address = place_of(environment)
         self._limit = limit_seconds()
         self._lost = ""
-        self._others = set(range(self._size)) - {self._rank}  # those that are not known to have ended
+        self._others = others  # those that are not known to have ended
         self._numbers = dict.fromkeys(self._others, 0)  # how often each has beaten
         self._silent_seconds, self._last_check = 0.0, time.monotonic()
         self._store: StoreClient | None = None
@@ -177,6 +176,12 @@ class Nodes:
 
     def _name(self, node: int) -> str:
         return name_of(node, self._address[0], self._store and self._store.at("", self._limit / BEATS))
+
+
+def place_of(environment: Mapping[str, str]) -> tuple[int, set[int], tuple[str, int]]:
+    """This node's number, the others', and where the store is, by what a rank here has in its environment."""
+    rank, size = int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
+    return rank, set(range(size)) - {rank}, (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
 
 
 def connect(address: tuple[str, int], seconds: float) -> StoreClient:

@@ -154,6 +154,8 @@ class MeasuredTraining:
         self._are_several = len(self._models) > 1
         if self._lead is not None and self._lead() is None:
             self._lead, self._others_called = None, 0
+            if self._arrivals is not None:
+                self._arrivals = probing.ArrivalTimes(model.reducer, self._orders.steps)
             if len(self._turns) > 1:
                 self._begin_again()
 

@@ -246,11 +246,12 @@ class ErrorFeedback:
             with self._first.changing(BASE) as values:
                 values.add_(thrown_away[self._share.first], alpha=self._share.shared)
         # Other ranks' averages may be in `.grad` still, where this one's were thrown away: nobody has applied these.
+        here = thrown_away
         for i in self._carried:
             start, end = self._place(i)
-            thrown_away[start:end] = applied[start:end]
+            here[start:end] = applied[start:end]
         with self._first.changing(turn) as values:
-            values.add_(thrown_away[self._share.first], alpha=self._share.shared)
+            values.add_(here[self._share.first], alpha=self._share.shared)
 
     def put(self, i: int, parts: SlotResiduals) -> None:
         """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `share.unit`."""

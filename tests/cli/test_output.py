@@ -60,3 +60,14 @@ def test_a_comparison_that_nobody_reads_on_is_measured_to_its_end(tmp_path: Path
     assert (done.returncode, done.stderr) == (1, "fastreduce: cannot write to stdout: Broken pipe\n")
     assert done.stdout.count("\n") == 1 and "--train 5 --seeds 1: none, fp16." in done.stdout
     assert {"compare.png", "results.json"} <= set(os.listdir(tmp_path))
+
+
+def test_the_command_is_a_module_too(tmp_path: Path):
+    """Of this interpreter, where another environment's command is first on PATH, or none is, as under mpirun."""
+    script = tmp_path / "train.py"
+    script.write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    command = sys.executable, "-m", "fastreduce"
+    assert run(*command, "--version").stdout == run(INSTALLED, "--version").stdout
+    done = run(*command, "launch", "--nproc-per-node", "2", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:-1]) == ["rank 0", "rank 1"]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import pickle
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -51,9 +53,12 @@ def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any]
             try:
                 found = Path(file._data_path(name_of(key))).read_bytes()
             except OSError:
-                return None
+                found = b""
             entry = found[DIGEST:]
-            return pickle.loads(entry) if hashlib.sha256(entry).digest() == found[:DIGEST] else None
+            if hashlib.sha256(entry).digest() != found[:DIGEST]:
+                _say_what_takes_long()
+                return None
+            return pickle.loads(entry)
 
         save_overload = dispatcher._cache.save_overload
 
@@ -67,6 +72,13 @@ def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any]
         return dispatcher
 
     return declare
+
+
+@cache
+def _say_what_takes_long() -> None:
+    """To who sits at a terminal, once, and not from every rank."""
+    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty():
+        print("fastreduce compiles its kernels for this machine, once: some seconds", file=sys.stderr, flush=True)
 
 
 @cache

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import pty
+import select
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
@@ -39,6 +42,8 @@ print("trained", float(ddp.module.weight.grad[0, 0]))
 """
 LOAD_GPU_KERNELS = """
 import os
+import pty
+import select
 from fastreduce.ops import backends
 from fastreduce.transports.nccl.library import _find_nccl
 for name in ("numba_cuda", "triton"):
@@ -246,3 +251,35 @@ def test_a_folder_that_is_full_costs_compiling_and_not_the_training(
         assert kernel(2.0) == 4.0
     (told,) = caplog.messages
     assert told.startswith(f"compiled kernels are not kept in {tmp_path}") and told.endswith("No space left on device")
+
+
+TWICE = """
+import sys, numba
+from fastreduce.kernels.numba_cache import keyed
+for _ in range(2):
+    @keyed(numba.njit(cache=True))
+    def twice(number):
+        return number * 2
+    print(twice(len(sys.argv) + _ / 2))
+"""
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", 1), ("1", 0)])
+def test_who_sits_at_a_terminal_is_told_once_what_takes_long(tmp_path: Path, rank: str, told: int):
+    script = tmp_path / "twice.py"
+    script.write_text(TWICE)
+    env = {**os.environ, "RANK": rank, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for expected in (told, 0):  # the second time nothing is compiled
+        ours, theirs = pty.openpty()
+        with os.fdopen(ours, "rb", buffering=0) as terminal:
+            done = subprocess.run([sys.executable, script], env=env, stdout=subprocess.PIPE, stderr=theirs, timeout=120)
+            os.close(theirs)
+            seen = b""
+            while select.select([ours], [], [], 0)[0]:
+                try:
+                    seen += terminal.read(4096)
+                except OSError:  # Linux says so of a terminal that nobody writes to any more
+                    break
+        assert done.stdout.split() == [b"2.0", b"3.0"] and done.returncode == 0
+        assert seen.count(b"compiles its kernels for this machine") == expected, seen
+        assert seen.count(b"\n") == expected, seen

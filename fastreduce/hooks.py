@@ -26,7 +26,8 @@ from .reduction.arrivals import Reached, weakly
 from .reduction.buckets import BucketPlan, ParameterSpec, build_plan, matrix_rows
 from .reduction.pipeline import BucketPipeline
 from .reduction.reducer import shut_down
-from .reduction.residuals.error_feedback import SlotResiduals, agree_that_finite
+from .reduction.residuals.bucket_residuals import SlotResiduals
+from .reduction.residuals.error_feedback import agree_that_finite
 from .reduction.sparse import average
 from .reduction.streams import Part, Stream, make_stream
 from .reduction.wires.node_level import parts_of

@@ -17,8 +17,8 @@ from ..compression import PowerSGD
 from ..environment.variables import folder_asked_for
 from ..errors import NotInitializedError, ReducerError, SettingError, TransportError
 from ..reduction.arrivals import weakly
-from ..reduction.backward import Launches
 from ..reduction.bucketed import BucketJob
+from ..reduction.launches import Made
 from ..reduction.schedule import Schedule
 from ..reduction.telemetry.trace import VARIABLE as TRACE
 from ..sync_batchnorm import SyncBatchNorm
@@ -195,7 +195,7 @@ class ElasticReducer(TorchReducer):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-    def _recover(self, error: TransportError, step: int, launches: Launches) -> None:
+    def _recover(self, error: TransportError, step: int, launches: Made) -> None:
         """A collective has failed: let the step under way begin again among those who are left."""
         self._end(launches)
         if not isinstance(error, _AgainError):
@@ -204,7 +204,7 @@ class ElasticReducer(TorchReducer):
         self._put_back()
         self.follow()
 
-    def _end(self, launches: Launches) -> None:
+    def _end(self, launches: Made) -> None:
         """Wait until nothing writes to gradients any more."""
         self._joined.abort()
         for _, pending in launches:

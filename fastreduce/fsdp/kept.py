@@ -87,8 +87,8 @@ class Kept(ABC):
 
     def _adopt(self, mean: Tensor) -> None:
         self._feedback.commit(final=True)
-        self._feedback.replace(mean / self._scale, torch.zeros_like(self._feedback.shard_residual))
-        self._feedback.units = [1.0] * len(self._slots)
+        units = [1.0] * len(self._slots)
+        self._feedback.replace(mean / self._scale, torch.zeros_like(self._feedback.shard_residual), units)
 
     def _in_units(self, residual: Tensor, units: Sequence[float]) -> Tensor:
         """`[..., total]` in units of what is applied, in place."""

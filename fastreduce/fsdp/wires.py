@@ -12,7 +12,8 @@ from .. import ops
 from ..compression import Compression
 from ..kernels.slots import SlotTable
 from ..reduction.buckets import Bucket, Slot, round_up
-from ..reduction.residuals.error_feedback import ErrorFeedback, Share
+from ..reduction.residuals.bucket_residuals import Share
+from ..reduction.residuals.error_feedback import ErrorFeedback
 
 
 class RowWire:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any
@@ -12,19 +11,17 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from ..environment.signals import is_of_signal
 from ..errors import ReducerError, TransportError
 from .agreed_schedule import AgreedSchedule
 from .arrivals import Arrivals, weakly
 from .autograd_stack import AutogradStack
-from .bucketed import BucketedGradients, BucketJob
+from .bucketed import BucketedGradients
 from .events import Events, call_all
+from .launches import Launches, Made, goes_well
+from .left_over import LeftOver
 from .sparse import SparseGradients
-from .streams import DONE, Part, Pending
 from .telemetry.flight_record import Phase
 from .telemetry.telemetry import Telemetry
-
-Launches = Sequence[tuple[BucketJob, Pending]]
 
 
 class _Stage(IntEnum):
@@ -34,27 +31,6 @@ class _Stage(IntEnum):
     ARRIVED = 1  # Events.arrived
     SPARSE = 2
     MET = 3  # Events.met
-
-
-def _last(launches: Launches) -> Pending:
-    return launches[-1][1] if launches else DONE
-
-
-def _begin_behind(before: Pending, job: BucketJob) -> Part:
-    """Begin a bucket's reduction if the one before has begun: ranks reduce them in one order."""
-    before.begun()
-    return job.begin()
-
-
-def _goes_well(function: Callable[[], object]) -> bool:
-    """Whether it returns, where what it raises has been raised already, but for transports' errors."""
-    try:
-        function()
-    except TransportError:
-        raise
-    except Exception:
-        return False
-    return True
 
 
 class Backward:
@@ -86,7 +62,7 @@ class Backward:
     """
 
     active_ranks: Callable[[], int] | None = None
-    recover: Callable[[TransportError, int, Launches], None] | None = None
+    recover: Callable[[TransportError, int, Made], None] | None = None
 
     def __init__(
         self,
@@ -98,7 +74,6 @@ class Backward:
     ) -> None:
         self._buckets, self._sparse, self._agreed, self._events = buckets, sparse, agreed, events
         self.overlaps = overlaps
-        self._launching = threading.Lock()  # each device's hooks run on a thread of their own
         self.reductions = 0
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.manual = self.brought_all = False
@@ -106,14 +81,12 @@ class Backward:
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
         self._on_local_output = weakly(self._look_locally)
-        # Parameters that no rank used in the last reduction: the same set on every rank.
-        self._left_over: set[int] = set()
-        # For each parameter, whether this rank has brought a gradient to it.
-        self._brought = [True] * len(buckets.specs)
+        self._left_over = LeftOver(buckets)
         self.arrivals = Arrivals(buckets.gradients.parameters, self._launch_full_buckets, self._report)
         self.telemetry = Telemetry(buckets, self.arrivals.used)
         self._recorder = self.telemetry.recorder
         events.launching.append(self._recorder.ready)
+        self._launches = Launches(buckets, self.arrivals.used, events.launching)
 
     # Between two backwards
 
@@ -130,7 +103,7 @@ class Backward:
         self.drop_broken()
         self._forget()
         self.armed = True
-        self._forget_last()
+        self._left_over.forget()
         self._stack.note_forward()
         self._buckets.at_step(self._agreed.schedule.step)
         # Until the backward is known to have begun, and all through the first one, every hook reports.
@@ -159,18 +132,11 @@ class Backward:
 
     def _bring_rest(self) -> None:
         """What the others wait for of a backward that raised here, with NaN in the place of gradients."""
-        try:
-            for job, pending in self._launches:
-                if not _goes_well(pending.begun):  # nor do those behind it begin
-                    self._next = job.pipeline.bucket.index
-                    break
-                _goes_well(pending.result)
-        finally:
-            self._buckets.join()  # of what failed in its first part nobody has waited for the rest
+        self._launches.end_as_they_can()
         if self.armed:
             self._count()  # as on the ranks that reduce it
-            for pipeline in self._buckets.pipelines[self._next :]:
-                _goes_well(pipeline.run_broken)
+            for pipeline in self._buckets.pipelines[self._launches.next :]:
+                goes_well(pipeline.run_broken)
             if self._stage < _Stage.ARRIVED:
                 call_all(self._events.arrived)
             if self._stage < _Stage.SPARSE:
@@ -209,23 +175,17 @@ class Backward:
         self._buckets.join()
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.active_ranks = None
-        self._forget_last()
+        self._left_over.forget()
         self.arrivals.forget_used()
         self.arrivals.fires[:] = [1] * len(self.arrivals.fires)
         self._forget()
 
     def _forget(self) -> None:
-        self._launches: list[tuple[BucketJob, Pending]] = []
-        self._next = 0  # the first bucket that has not been launched
+        self._launches.forget()
         self._stage = _Stage.BUCKETS
         self.arrivals.stop()
         if not self.reduced_once:
             self.arrivals.order.clear()
-
-    def _forget_last(self) -> None:
-        """No backward comes that belongs to the last reduction."""
-        self._left_over = set()
-        self._brought[:] = [True] * len(self._brought)
 
     def state(self) -> dict[str, Any]:
         """What was learned, as plain data."""
@@ -285,7 +245,7 @@ class Backward:
             self.running = False  # as autograd.grad, it had brought none
             if self.armed:
                 self.arrivals.report()
-        if (self.armed or not all(self._brought)) and not self.running:
+        if (self.armed or not all(self._left_over.brought)) and not self.running:
             if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
                 raise ReducerError(
                     f"rank {self._recorder.rank}: compiled autograd (torch._dynamo.config.compiled_autograd) runs this "
@@ -321,7 +281,7 @@ class Backward:
             self.arrivals.again(i)
         elif not self.reduced_once:
             self.arrivals.order.append(i)
-        elif (bucket := self.arrivals.bucket_of[i]) < self._next:
+        elif (bucket := self.arrivals.bucket_of[i]) < self._launches.next:
             raise ReducerError(
                 f"rank {self._recorder.rank}: parameter {self._buckets.specs[i].name!r} received a gradient after "
                 f"its bucket {bucket} had been sent. In the first backward it received {self.arrivals.fires[i]} "
@@ -334,34 +294,7 @@ class Backward:
         last = len(self._buckets.pipelines) - 1 if self.overlaps else 0
         if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
             return
-        with self._launching:
-            while (index := self._next) < last and not self.arrivals.waiting[index]:
-                self._launch(index)
-
-    def _launch(self, index: int) -> None:
-        if not self._buckets.alone(index):
-            job, before = self._collect(index), _last(self._launches)
-            try:
-                self._launches.append((job, job.stream.submit(lambda: _begin_behind(before, job))))
-            except BaseException as error:
-                self._end_if_interrupted(error)
-                raise
-        self._next = index + 1
-
-    def _end_if_interrupted(self, error: BaseException) -> None:
-        """End the connection if a signal's handler raised, which comes amid a collective, too.
-
-        Nobody knows how far that has come: made up for, it would meet another one of the peers.
-        """
-        transport = self._buckets.transport
-        if transport.world_size > 1 and is_of_signal(error):
-            transport.abort()
-
-    def _collect(self, index: int) -> BucketJob:
-        job = self._buckets.collect(index, self.arrivals.used)
-        for launching in self._events.launching:
-            launching(job)
-        return job
+        self._launches.launch_full(self.arrivals.waiting, last)
 
     def replay(self, order: Iterable[int], used: Iterable[int]) -> None:
         """Reduce what is in `.grad`, as if a backward had brought it to hooks (`TorchReducer.replay`)."""
@@ -430,9 +363,7 @@ class Backward:
 
     def _launch_rest(self) -> None:
         """At the end of a backward under `manual`: nothing is stored yet."""
-        with self._launching:
-            while (index := self._next) < len(self._buckets.pipelines):
-                self._launch(index)
+        self._launches.launch_rest(last_here=False)
         self.unfinished = True
         self.arrivals.report()
 
@@ -445,10 +376,10 @@ class Backward:
                 else:
                     self._reduce_until_all_have(self.recover)
         except BaseException as error:
-            self._end_if_interrupted(error)
+            self._launches.end_if_interrupted(error)
             raise
 
-    def _reduce_until_all_have(self, recover: Callable[[TransportError, int, Launches], None]) -> None:
+    def _reduce_until_all_have(self, recover: Callable[[TransportError, int, Made], None]) -> None:
         """Reduce again where a reduction has failed, as often as it takes.
 
         Where that cannot be done either, this backward stays one that did not come to its end: others may have.
@@ -456,12 +387,13 @@ class Backward:
         ended = False
         try:
             while not ended:
-                step, used, launches = self._agreed.schedule.step, list(self.arrivals.used), self._launches
+                step, used, launches = self._agreed.schedule.step, list(self.arrivals.used), self._launches.made
                 try:
                     self._reduce_all()
                     ended = True
                 except TransportError as error:
-                    self._agreed.schedule.step, self.arrivals.used[:], self._left_over = step, used, set()
+                    self._agreed.schedule.step, self.arrivals.used[:] = step, used
+                    self._left_over.parameters.clear()
                     recover(error, step, launches)
         finally:
             self.running = not ended
@@ -469,15 +401,11 @@ class Backward:
     def _reduce_all(self) -> None:
         self._recorder.enter(Phase.WAITING)
         try:
-            for _, pending in self._launches[-1:]:
-                pending.begun()  # streams leave starting collectives to this thread
-            with self._launching:  # `finish` in a hook, where another device's hook may be launching one
-                while (index := self._next) < (count := len(self._buckets.pipelines)):
-                    if not self._buckets.alone(index):
-                        self._launches.append(self._begun(index, self._launches, index == count - 1))
-                    self._next = index + 1
-            self._left_over |= self._unused_alone(range(self._next)) | self._store(self._launches)
-            self._left_over |= self._sparse.settle(self.arrivals.used, self._divisor())
+            self._launches.all_begun()
+            self._launches.launch_rest(last_here=True)
+            left_over = self._left_over.parameters
+            left_over |= self._unused_alone(range(self._launches.next)) | self._store(self._launches)
+            left_over |= self._sparse.settle(self.arrivals.used, self._divisor())
             self._stage = _Stage.SPARSE
             self._meet()
             self._stage = _Stage.MET
@@ -485,8 +413,7 @@ class Backward:
             self.telemetry.nonfinite.count(self._buckets.pipelines, self._recorder.rank)
         except TransportError:
             try:
-                for _, pending in self._launches:
-                    pending.result()  # the first bucket that failed tells more than the last
+                self._launches.results()  # the first bucket that failed tells more than the last
             finally:
                 try:
                     self._buckets.join()  # behind the first that failed
@@ -502,22 +429,15 @@ class Backward:
         self._recorder.end_step(self._agreed.schedule.step - 1)
 
     def _end_reduction(self) -> None:
-        for _, pending in self._launches:
-            pending.cancel()
+        self._launches.cancel()
         self._count()
-        self._brought[:] = self.arrivals.used  # before they are forgotten
-        self.brought_all = self.manual and all(self._brought)
+        self._left_over.brought[:] = self.arrivals.used  # before they are forgotten
+        self.brought_all = self.manual and all(self._left_over.brought)
         self.arrivals.forget_used()
         if not self.reduced_once:
             self.reduced_once = True
             self.arrivals.learn_fires()
         self._forget()
-
-    def _begun(self, index: int, launches: Launches, is_last: bool) -> tuple[BucketJob, Pending]:
-        """A bucket's reduction, which begins if those launched before it have; the last one on this thread."""
-        job, before = self._collect(index), _last(launches)
-        start = job.stream.begin if is_last else job.stream.submit
-        return job, start(lambda: _begin_behind(before, job))
 
     def _unused_alone(self, indices: Iterable[int]) -> set[int]:
         """Of buckets with which there is nothing to do: the parameters that this rank has not used."""
@@ -527,62 +447,36 @@ class Backward:
     def _store(self, launches: Launches) -> set[int]:
         """Store averages when all have come; returns the parameters that no rank used."""
         left = set()
-        for _, pending in launches:
-            pending.result()
+        launches.results()
         call_all(self._events.arrived)
         self._stage = _Stage.ARRIVED
         divisor = self._divisor()
-        for job, _ in launches:
+        for job, _ in launches.made:
             left |= self._buckets.settle(job, divisor)
         return left
 
     def _reduce_left_over(self) -> None:
-        """Reduce what another backward through the same forward brought: losses over disjoint parts of a model.
+        """Reduce what another backward through the same forward brought (`LeftOver`).
 
-        What no rank used in the first backward is the same set on all ranks, so all run the same buckets. That all of
-        them do is not known before they meet: one without first gradients might be in the next step's by now.
+        That all ranks do is not known before they meet: one without first gradients might be in the next step's by now.
         """
-        used, names = self.arrivals.used, self._buckets.gradients.names
-        first = [i for i, is_used in enumerate(used) if is_used and not self._brought[i]]
-        late = [names[i] for i in first if i not in self._left_over]
-        if late:
-            raise ReducerError(
-                f"rank {self._recorder.rank}: a second backward through one forward brought this rank's first gradient "
-                f"for {late[0]!r}, which was averaged already with what other ranks had of it. Sum the losses and call "
-                "backward once"
-            )
+        used, left_over = self.arrivals.used, self._left_over
+        first = left_over.first(used, elastic=self.recover is not None)
         if not first:
             return
-        if self.recover is not None:
-            raise ReducerError(
-                "a second backward through one forward brought first gradients for some parameters: with elastic=True "
-                "sum the losses and call backward once"
-            )
-        twice = [name for i, name in enumerate(names) if used[i] and self._brought[i]]
-        if twice:
-            raise ReducerError(
-                f"rank {self._recorder.rank}: a second backward through one forward brought first gradients for "
-                f"{names[first[0]]!r} and further ones for {twice[0]!r}, which was averaged already. "
-                "Sum the losses and call backward once"
-            )
         with self.telemetry.explaining():
             self.telemetry.await_all(
-                f"{len(self._left_over)} left over of reduction {self.reductions}",
+                f"{len(left_over.parameters)} left over of reduction {self.reductions}",
                 f"rank {self._recorder.rank}: a second backward through one forward brought first gradients for "
-                f"{names[first[0]]!r}, and on all ranks it must bring some, or on none: ",
+                f"{self._buckets.gradients.names[first[0]]!r}, and on all ranks it must bring some, or on none: ",
             )
-            in_buckets = self._left_over.intersection(self._buckets.indices)
+            in_buckets = left_over.parameters.intersection(self._buckets.indices)
             buckets = sorted({self.arrivals.bucket_of[i] for i in in_buckets})
-            left = self._unused_alone(buckets)
-            launches: list[tuple[BucketJob, Pending]] = []
-            for index in buckets:
-                if not self._buckets.alone(index):
-                    launches.append(self._begun(index, launches, index == buckets[-1]))
-            left |= self._store(launches)
-            left |= self._sparse.settle(used, self._divisor(), self._left_over)
-        self._left_over &= left
-        for i in first:
-            self._brought[i] = True
+            launches = Launches(self._buckets, used, self._events.launching)
+            launches.launch_these(buckets)
+            left = self._unused_alone(buckets) | self._store(launches)
+            left |= self._sparse.settle(used, self._divisor(), left_over.parameters)
+        left_over.settle(first, left)
         self.arrivals.forget_used()
 
     def take_part(self) -> None:

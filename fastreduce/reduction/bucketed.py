@@ -21,7 +21,8 @@ from .buckets import BucketPlan, group_by_size, shortest
 from .clocks import Seconds
 from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
-from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
+from .residuals.bucket_residuals import SlotResiduals
+from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
 from .streams import CudaStream, Part, Stream
 from .uneven import UnevenInputs

@@ -24,7 +24,8 @@ from .averaging import CompressedAveraging
 from .bucketed import BUCKET_BYTES
 from .buckets import group_by_size
 from .gradients import Gradients
-from .residuals.error_feedback import ErrorFeedback, SlotResiduals, agree_that_finite
+from .residuals.bucket_residuals import SlotResiduals
+from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .shared_buffers import Turns
 
 KEPT = 256  # lists of shapes; under error feedback, calls for which a list of arrays is kept that has no residuals left

@@ -15,7 +15,8 @@ from ..transports import Transport, Work
 from .buckets import Bucket, ParameterSpec, build_plan
 from .clocks import Point, Seconds, make_clock
 from .residuals.applied import norms_of
-from .residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
+from .residuals.bucket_residuals import Share, SlotResiduals
+from .residuals.error_feedback import ErrorFeedback
 from .residuals.factors import to_device
 from .shared_buffers import SharedBuffers
 from .statistics import Statistics

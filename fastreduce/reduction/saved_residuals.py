@@ -15,7 +15,7 @@ from ..compression import Compression
 from ..errors import SettingError
 from .buckets import BucketPlan, ParameterSpec, round_up
 from .pipeline import BucketPipeline
-from .residuals.error_feedback import SlotResiduals
+from .residuals.bucket_residuals import SlotResiduals
 
 logger = logging.getLogger(__name__)
 

@@ -285,7 +285,7 @@ def _during(rank: int, world_size: int, raises: bool) -> list[Any]:
         states.append([*state["factors"].values(), *state["residuals"].values()])
 
     def look(_: Tensor) -> None:
-        for _, pending in ddp.reducer.backward._launches:
+        for _, pending in ddp.reducer.backward._launches.made:
             pending.result()
         save()
         if raises:

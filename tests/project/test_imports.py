@@ -23,6 +23,7 @@ HOUSE = [
     {"ddp", "checkpoint", "hooks", "fsdp"},
     {"fastreduce", "run", "lightning", "distributed", "elastic"},
     {"cli"},
+    {"__main__"},
 ]
 # Likewise, of modules and of rooms with modules in them.
 REDUCTION = [
@@ -43,7 +44,7 @@ REDUCTION = [
     {"pipeline"},
     {"averaging", "saved_residuals"},
     {"bucketed"},
-    {"agreed_schedule", "events", "one_call", "saved_state"},
+    {"agreed_schedule", "events", "launches", "left_over", "one_call", "saved_state"},
     {"telemetry"},
     {"backward"},
     {"reducer"},

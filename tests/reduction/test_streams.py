@@ -345,10 +345,10 @@ def test_buckets_of_a_backward_that_raised_are_let_go_of_behind_their_stream(mon
     if how in ("next forward", "its first part"):
         reducer.arm()
     elif how == "reset":
-        weakref.finalize(reducer.backward._launches[0][0], note)
+        weakref.finalize(reducer.backward._launches.made[0][0], note)
         reducer.reset()
     elif how == "load_state_dict":
-        weakref.finalize(reducer.backward._launches[0][0], note)
+        weakref.finalize(reducer.backward._launches.made[0][0], note)
         reducer.load_state_dict(state)
     elif how == "move_to":
         reducer.buckets.move_to(LocalTransport())

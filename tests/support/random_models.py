@@ -294,7 +294,7 @@ class _Checks:
             return
         self.kept = {}
         for pipeline in self.ours.reducer.pipelines:
-            feedback, where = pipeline.feedback, pipeline.feedback._share
+            feedback, where = pipeline.feedback, pipeline.feedback._kept.share
             first, second = torch.zeros(2, pipeline.bucket.total, dtype=torch.float64)
             first[where.first] = feedback.residual * where.unit  # in two levels of the node's sum, in its owner's units
             second[where.second] = feedback.shard_residual

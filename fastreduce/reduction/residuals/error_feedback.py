@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,29 +14,12 @@ from torch import Tensor
 from ...errors import ReducerError
 from ..buckets import Bucket
 from .applied import Applied, Fate
+from .bucket_residuals import BucketResiduals, Share, SlotResiduals
 from .factors import Factor, known_to_be, stack, to_device
 from .notices import is_optimized, notice
-from .rows import BASE, GO_ON, KEEP, Rows, reads_late
+from .rows import GO_ON, KEEP, reads_late
 
 LEAST, MOST = 2.0**-126, 2.0**127  # what FP32 holds with all its digits
-
-
-class Share(NamedTuple):
-    """Which elements of a bucket a rank keeps residuals of, and what they count.
-
-    Args:
-        first: of gradients: all, or in two levels the rank's column.
-        second: of averages: the rank's shard.
-        ranks: among which gradients are averaged.
-        unit: what a residual of `first` would be, times this, in the gradients of this rank alone.
-        shared: what a residual that each rank has alike makes of `first`.
-    """
-
-    first: slice
-    second: slice
-    ranks: int
-    unit: float = 1.0
-    shared: float = 1.0
 
 
 class ErrorFeedback:
@@ -76,8 +56,6 @@ class ErrorFeedback:
             `[2, rows, elements]`; in 8 bits `[2, bytes]`.
         shard_residuals: `[2, elements of share.second]`, of the average of this rank's shard.
         turn: INT32 `[1]`.
-        units: by slot, the factor between an average and what will be applied of it, clipping aside: a loss scale's
-            inverse. NaN before the first step; FP64 `[slots]` on the device once only that knows.
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
         stored: whether the averages of the last reduction are, or never will be; asked under PowerSGD, which says when
             one begins.
@@ -87,15 +65,10 @@ class ErrorFeedback:
         self, bucket: Bucket, share: Share, block: int, rows: int | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
         notice()  # of optimizers that step before the first of these averages, as under warm_up, too
-        self._bucket, self._share, self._block = bucket, share, block
-        self._starts = [*(slot.offset for slot in bucket.slots), bucket.flags_offset]
-        self.turn = torch.zeros(1, dtype=torch.int32, device=bucket.device)
-        numels = [part.stop - part.start for part in (share.first, share.second)]
-        shape = () if rows is None else (rows,)
-        self._first = Rows(share.first.start, numels[0], self.turn, block, dtype, shape)
-        self._second = Rows(share.second.start, numels[1], self.turn, block, dtype)
-        self.residuals, self.shard_residuals = self._first.rows, self._second.rows
-        self.units: list[float] | Tensor = [math.nan] * len(bucket.slots)
+        self._bucket = bucket
+        self._kept = BucketResiduals(bucket, share, block, rows, dtype)
+        self.turn = self._kept.turn
+        self.residuals, self.shard_residuals = self._kept.first.rows, self._kept.second.rows
         self.finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self.stored = True
         self._applied: Applied | None = None
@@ -106,36 +79,35 @@ class ErrorFeedback:
         self._divided = 1.0  # and that beside it, by which averages are not
         self._average_scale: float | None = None  # as `set_average_scale` was told last
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
-        self._carried: set[int] = set()  # slots whose averages are in `.grad` still, and whose Q is kept
-        self._idle: set[int] = set()  # those of them that the last reduction left alone
+        self._idle: set[int] = set()  # carried slots that the last reduction left alone
 
     @property
     def residual(self) -> Tensor:
         """What is kept of this rank's gradients, FP32: in FP32 a view, which makes the host wait for `turn`."""
         self.commit()
-        return self._first.read(int(self.turn))
+        return self._kept.read()[0]
 
     @property
     def shard_residual(self) -> Tensor:
         """What is kept of the own shard's average, likewise."""
         self.commit()
-        return self._second.read(int(self.turn))
+        return self._kept.read()[1]
 
     def zeros(self) -> Tensor:
         """FP32 as `residual`."""
-        return self._first.zeros()
+        return self._kept.first.zeros()
 
-    def replace(self, residual: Tensor | None, shard_residual: Tensor) -> None:
-        """Go on with other residuals, FP32; None leaves those of gradients as they are."""
+    def replace(self, residual: Tensor | None, shard_residual: Tensor, units: Sequence[float] | None = None) -> None:
+        """Go on with other residuals, FP32, and units; None leaves those of gradients, or units, as they are."""
         self.commit()
-        if residual is not None:
-            self._first.write(int(self.turn), residual)
-        self._second.write(int(self.turn), shard_residual)
+        self._kept.write(residual, shard_residual)
+        if units is not None:
+            self._kept.units = list(units)
 
     def units_now(self) -> list[float]:
-        """`units` as numbers on the host."""
+        """`BucketResiduals.units` as numbers on the host."""
         self.commit()
-        return self.units.tolist() if isinstance(self.units, Tensor) else list(self.units)
+        return self._kept.units_now()
 
     def factors_that_fit(self) -> tuple[float, float]:
         """The least and the largest factor for `rescale` by which nothing kept is lost, or infinite, in FP32; waits."""
@@ -177,9 +149,8 @@ class ErrorFeedback:
             if self.turn.is_cuda:
                 torch.cuda.synchronize(self.turn.device)  # the reduction is on another stream
             twin = copy(self)
-            twin.turn, twin._carried = self.turn.clone(), set(self._carried)
-            twin._first, twin._second = (rows.clone(twin.turn) for rows in (self._first, self._second))
-            twin.units = self.units.clone() if isinstance(self.units, Tensor) else list(self.units)
+            twin._kept = self._kept.clone()
+            twin.turn = twin._kept.turn
             twin._lock, twin._changed_by = threading.Lock(), 0
             if self.turn.is_cuda:
                 torch.cuda.synchronize(self.turn.device)  # nor may it go on before the copies are made
@@ -192,32 +163,18 @@ class ErrorFeedback:
         Of these nothing is lost (R is 0), so that what has not been applied is kept, and nothing else. In FP32.
         """
         self.commit()
-        counts = [self.turn == row for row in (0, 1)]
-        first, second = self.residuals
-        residual = torch.where(counts[0], first, second)
-        for row, kept in zip(self.residuals, counts, strict=True):
-            row.masked_fill_(~kept, 0)
-        starts = zip(grads, self._bucket.slots, strict=True)
-        flats = [(grad.as_strided((slot.numel,), (1,)), residual[slot.offset :][: slot.numel]) for grad, slot in starts]
-        return [(flat + part).to(flat.dtype) for flat, part in flats]
+        return self._kept.added_to(grads)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is kept of this rank's gradients; the host waits."""
-        return not self._carried and not bool(self.residuals.any())
+        return self._kept.is_empty
 
     def take(self, i: int) -> SlotResiduals:
         """Remove what is kept of slot `i` on this rank, and return it."""
         self.look()
         self.commit()
-        turn = int(self.turn)
-        found, base = self._folded(i, lambda rows, part: rows.read(turn, part)), None
-        if i in self._carried and self._first.base is not None and self._second.base is not None:
-            base = self._folded(i, lambda rows, part: rows.read(BASE, part))
-            self._carried.discard(i)
-        for rows in (self._first, self._second):
-            rows.clear(turn, rows.part(*self._place(i)))
-        return SlotResiduals(found, base, self.units_now()[i])
+        return self._kept.take(i)
 
     def spread(self, gather: Callable[[Tensor], None]) -> None:
         """Move what is kept of all shards into the first stage, on every rank alike: no shard's place tells in it.
@@ -227,65 +184,16 @@ class ErrorFeedback:
         """
         self.look()
         self.commit()
-        turn = int(self.turn)
-        applied = self._second.read(turn)
-        thrown_away = applied.clone()
-        for i in self._carried:
-            part = self._second.part(*self._place(i))
-            thrown_away[..., part] = self._second.read(BASE, part)
-        gathered = []
-        for own in (applied, thrown_away):
-            whole = torch.zeros(self._bucket.total, dtype=torch.float32, device=self.turn.device)
-            whole[self._share.second] = own
-            gather(whole)
-            gathered.append(whole)
-        applied, thrown_away = gathered
-        for row in (turn, BASE) if self._second.base is not None else (turn,):
-            self._second.clear(row)
-        if self._first.base is not None:
-            with self._first.changing(BASE) as values:
-                values.add_(thrown_away[self._share.first], alpha=self._share.shared)
-        # Other ranks' averages may be in `.grad` still, where this one's were thrown away: nobody has applied these.
-        here = thrown_away
-        for i in self._carried:
-            start, end = self._place(i)
-            here[start:end] = applied[start:end]
-        with self._first.changing(turn) as values:
-            values.add_(here[self._share.first], alpha=self._share.shared)
+        self._kept.spread(gather)
 
     def put(self, i: int, parts: SlotResiduals) -> None:
         """Go on with what was taken of a slot elsewhere; in two levels, with the node's sum of it over `share.unit`."""
         self.commit()
-        start, turn = self._place(i)[0], int(self.turn)
-        place = self._first.part(start, start + self._bucket.slots[i].numel)
-        here = slice(place.start + self._first.first - start, place.stop + self._first.first - start)
-        if parts.base is not None:
-            self._first.write(turn, parts.base[..., here], place)
-            self._keep_base(i)
-        self._first.write(turn, parts.residual[..., here], place)
-        units = self.units_now()
-        units[i] = parts.unit
-        self.units = units
+        self._kept.put(i, parts)
 
     def folded(self, i: int, residual: Tensor, shard_residual: Tensor) -> Tensor:
-        """Of whole residuals a slot's, with what is kept of the own shard in it, `[numel]`.
-
-        The first is averaged over the ranks and the second is not, so it counts `share.ranks` times. In two levels this
-        rank has both to itself: elsewhere in the slot it keeps nothing.
-        """
-        return self._folded(i, lambda rows, part: (residual if rows is self._first else shard_residual)[..., part])
-
-    def _folded(self, i: int, read: Callable[[Rows, slice], Tensor]) -> Tensor:
-        start, slot = self._place(i)[0], self._bucket.slots[i]
-        found = torch.zeros(*self._first.shape[:-1], slot.numel, dtype=torch.float32, device=self.turn.device)
-        for rows, count in ((self._first, self._share.unit), (self._second, self._share.ranks)):
-            part = rows.part(start, start + slot.numel)
-            offset = part.start + rows.first - start
-            found[..., offset : offset + part.stop - part.start].add_(read(rows, part), alpha=count)
-        return found
-
-    def _place(self, i: int) -> tuple[int, int]:
-        return self._starts[i], self._starts[i + 1]
+        """What is kept of a slot, of what `settled` told (`BucketResiduals.folded`)."""
+        return self._kept.folded(i, residual, shard_residual)
 
     # What became of the averages
 
@@ -299,7 +207,7 @@ class ErrorFeedback:
         counted: bool = True,
     ) -> None:
         """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
-        self._idle, self.stored = self._carried.intersection(left), True
+        self._idle, self.stored = self._kept.carried.intersection(left), True
         self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle, counted)
 
     def follow_on(self, parameters: Sequence[Tensor], watched: bool = True, counted: bool = True) -> None:
@@ -308,7 +216,7 @@ class ErrorFeedback:
         Also where that was elsewhere, and `put` has brought what is kept (arguments: `Applied`).
         """
         if self._applied is None:
-            self._idle = set(self._carried)
+            self._idle = set(self._kept.carried)
             left = set(range(len(parameters))) - self._idle
             self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, self._idle, counted)
 
@@ -324,7 +232,7 @@ class ErrorFeedback:
     @property
     def is_settled(self) -> bool:
         """Whether what became of all averages is known: then `settled` is what the next reduction starts from."""
-        return not self._carried and (self._applied is None or self._applied.is_known)
+        return not self._kept.carried and (self._applied is None or self._applied.is_known)
 
     def fates(self) -> Tensor | None:
         """What this rank knows of the averages that are followed (`Applied.fates`), FP64 `[2, slots]` on the device."""
@@ -360,10 +268,10 @@ class ErrorFeedback:
         """
         if self._applied is not None:
             self._applied.look(others_follow)
-        elif self._carried and parameters:
+        elif self._kept.carried and parameters:
             self.commit()
             with self.changing():
-                self._restore({i for i in self._carried if _is_gone(parameters[i])})
+                self._kept.restore_base({i for i in self._kept.carried if _is_gone(parameters[i])})
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -412,12 +320,7 @@ class ErrorFeedback:
         with self.changing():
             self._commit(final)
             factor, divided, self._scale, self._divided = self._scale, self._divided, 1.0, 1.0
-            if factor * divided != 1.0:
-                for rows in (self._first, self._second):
-                    rows.scale(factor * divided)
-            if factor != 1.0:
-                units = self.units
-                self.units = units / factor if isinstance(units, Tensor) else [unit / factor for unit in units]
+            self._kept.scale(factor * divided, of_units=factor)
 
     @property
     def _is_known_on_host(self) -> bool:
@@ -425,7 +328,7 @@ class ErrorFeedback:
         if self._applied is None:
             return True
         factors = *self._applied.factors(math.nan), *self._applied.expected
-        return isinstance(self.units, list) and all(isinstance(f, float) and math.isfinite(f) for f in factors)
+        return isinstance(self._kept.units, list) and all(isinstance(f, float) and math.isfinite(f) for f in factors)
 
     def _commit(self, final: bool) -> None:
         applied, self._applied = self._applied, None
@@ -434,7 +337,7 @@ class ErrorFeedback:
             if turned:
                 self.turn.bitwise_xor_(1)
             if final and self._last is not None:
-                self._restore(set(filter(self._last.is_optimized, self._carried)))
+                self._kept.restore_base(set(filter(self._last.is_optimized, self._kept.carried)))
             return
         self._last = applied  # a device may read its numbers until the next one comes
         if not final:
@@ -442,9 +345,10 @@ class ErrorFeedback:
         common = applied.common()
         mixes: list[tuple[float, float]] = []
         flip: int | Tensor = 1
-        if common is not None and not self._carried and isinstance(self.units, list) and len(set(self.units)) == 1:
-            mixes = [self._mix(0, *common, stays=False)] * len(self.units)
-            self.units = self.units[:1] * len(self.units)
+        units = self._kept.units
+        if common is not None and not self._kept.carried and isinstance(units, list) and len(set(units)) == 1:
+            mixes = [self._mix(0, *common, stays=False)] * len(units)
+            self._kept.units = units[:1] * len(units)
             if turned and mixes[0] == GO_ON:  # as is usual
                 return
         if turned:
@@ -456,11 +360,7 @@ class ErrorFeedback:
             mixes, flip = found
         if all(mix == KEEP for mix in mixes):
             return
-        for mix, same in itertools.groupby(range(len(mixes)), mixes.__getitem__):
-            slots = list(same)
-            if mix != GO_ON:
-                for rows in (self._first, self._second):
-                    rows.blend(self._starts[slots[0]], self._starts[slots[-1] + 1], *mix)
+        self._kept.blend(mixes)
         self.turn.bitwise_xor_(flip)
 
     def _mix_each(self, applied: Applied, final: bool) -> tuple[list[tuple[float, float]], int | Tensor] | None:
@@ -469,13 +369,13 @@ class ErrorFeedback:
         self._part_with(carried)
         stays = carried | applied.relative()  # where the unit stays as it is
         # A device may read these until the next ones come: their memory may be another stream's.
-        self._read = self.finite, self.units
+        self._read = self.finite, self._kept.units
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
         factors, expected = applied.factors(finite, final), applied.expected
         flip: int | Tensor = 1
         if isinstance(finite, Tensor) and all(each is finite or known_to_be(each, 0.0) for each in factors):
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
-        if isinstance(self.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
+        if isinstance(self._kept.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
             self._commit_late(factors, expected, stays)
             return None
         mixes = [
@@ -486,92 +386,42 @@ class ErrorFeedback:
 
     def _part_with(self, carried: set[int]) -> None:
         """Bring back the Q of slots whose averages are in `.grad` no more, and keep that of those that are."""
-        for i in self._carried & self._idle:
-            for rows in (self._first, self._second):
-                rows.blend(*self._place(i), *KEEP)  # the last R is that of the reduction before
-        self._restore(set(self._carried))
+        self._kept.drop_last(self._kept.carried & self._idle)  # the last R is that of the reduction before
+        self._kept.restore_base(set(self._kept.carried))
         self._idle = set()
         for i in carried:
-            self._keep_base(i)
-
-    def _restore(self, gone: set[int]) -> None:
-        """Bring back the Q of slots whose averages are in `.grad` no more, and were not applied."""
-        for i in gone:
-            for rows in (self._first, self._second):
-                rows.restore_base(*self._place(i))
-        self._carried -= gone
-
-    def _keep_base(self, i: int) -> None:
-        self._carried.add(i)
-        for rows in (self._first, self._second):
-            rows.keep_base(*self._place(i))
+            self._kept.keep_base(i)
 
     def _mix(self, i: int, factor: float, expected: float, stays: bool) -> tuple[float, float]:
         """What the old and the new residual of a slot are multiplied by; sets the slot's next unit."""
-        assert isinstance(self.units, list)
+        assert isinstance(self._kept.units, list)
         if not factor or not math.isfinite(factor):
             return KEEP
         if stays:
             return 1.0 - factor, factor
         unit = max(expected, factor)
-        before = unit if math.isnan(self.units[i]) else self.units[i]
-        self.units[i] = unit
+        before = unit if math.isnan(self._kept.units[i]) else self._kept.units[i]
+        self._kept.units[i] = unit
         return (before - factor) / unit, factor / unit
 
     def _commit_late(self, factors: Sequence[Factor], expected: Sequence[Factor], stays: set[int]) -> None:
         """`commit`, where only the device knows the factors: a blend of all blocks with weights of their own."""
         device = self.turn.device
-        units = self.units if isinstance(self.units, Tensor) else stack(self.units, device)
+        units = self._kept.units if isinstance(self._kept.units, Tensor) else stack(self._kept.units, device)
         factor, unit = stack(factors, device).nan_to_num(0.0, 0.0, 0.0), stack(expected, device)
         same = to_device(torch.tensor([i in stays for i in range(len(factors))], device="cpu"), device)
         unit = torch.where(same, 1.0, torch.maximum(unit, factor))
         before = torch.where(same | units.isnan(), unit, units)
         applied = factor != 0
-        self.units = torch.where(applied & ~same, unit, units)
-        old = self._by_block(torch.where(applied, (before - factor) / unit, 1.0), 0.0)
-        new = self._by_block(torch.where(applied, factor / unit, 0.0), 1.0)
-        for rows in (self._first, self._second):
-            rows.blend_blocks(old, new, self._block)
+        self._kept.units = torch.where(applied & ~same, unit, units)
+        old = torch.where(applied, (before - factor) / unit, 1.0)
+        self._kept.blend_late(old, torch.where(applied, factor / unit, 0.0))
         self.turn.bitwise_xor_(1)
-
-    def _by_block(self, by_slot: Tensor, elsewhere: float) -> Tensor:
-        """`[slots]` → FP32 `[blocks, 1]`; used-flags and padding get `elsewhere`."""
-        padded = torch.nn.functional.pad(by_slot.float(), (0, 1), value=elsewhere)
-        return padded[self._slot_of_block][:, None]
-
-    @cached_property
-    def _slot_of_block(self) -> Tensor:
-        """`[blocks]`; the number of slots for used-flags and padding."""
-        ends = [-(-(slot.offset + slot.numel) // self._block) for slot in self._bucket.slots]
-        bounds = [0, *ends, self._bucket.total // self._block]
-        counts = [end - start for start, end in itertools.pairwise(bounds)]
-        return to_device(
-            torch.arange(len(counts), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu")),
-            self.turn.device,
-        )
 
 
 def is_captured(tensor: Tensor) -> bool:
     """Whether what the current stream does with `tensor` is captured in a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-class SlotResiduals(NamedTuple):
-    """What is kept of one slot on one rank: FP32 `[numel]`.
-
-    `base` is Q where its average is in `.grad` still (`ErrorFeedback`), `factor` what `LowRank` begins its next
-    factors from.
-    """
-
-    residual: Tensor
-    base: Tensor | None
-    unit: float
-    factor: Tensor | None = None
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether anything is kept; the host waits."""
-        return bool(self.residual.any()) or (self.base is not None and bool(self.base.any()))
 
 
 def _is_gone(parameter: Tensor) -> bool:

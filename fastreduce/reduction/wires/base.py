@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from ...transports import SlotTransport, Work
-from ..residuals.error_feedback import ErrorFeedback, SlotResiduals
+from ..residuals.bucket_residuals import SlotResiduals
+from ..residuals.error_feedback import ErrorFeedback
 
 Sum = Callable[[], Work]
 """Waits for what has been started, sums what has come, and starts the last collective."""

@@ -15,7 +15,8 @@ from ...kernels.slots import FP16_BLOCK, OF_AVERAGES, Draws, Pieces, SlotTable
 from ...transports import LateGatherTransport, SlotTransport, Transport, Work
 from ..buckets import Bucket, round_up
 from ..clocks import Point
-from ..residuals.error_feedback import ErrorFeedback, Share, SlotResiduals
+from ..residuals.bucket_residuals import Share, SlotResiduals
+from ..residuals.error_feedback import ErrorFeedback
 from ..shared_buffers import SharedBuffers, zeros
 from .base import BucketWires, Sum
 from .block_magnitudes import BlockMagnitudes

@@ -14,7 +14,7 @@ from ...kernels.slots import Pieces, spare
 from ...transports import Connected, Nodes, PieceTransport, Transport, TwoLevelTransport, Work
 from ...transports.base import gather_rows
 from ..buckets import Bucket, table_of
-from ..residuals.error_feedback import Share, SlotResiduals
+from ..residuals.bucket_residuals import Share, SlotResiduals
 from ..shared_buffers import SharedBuffers
 
 

@@ -15,7 +15,8 @@ from ...kernels.slots import PlacesError
 from ...transports import Transport, Work
 from ..buckets import Bucket, Slot, round_up, table_of
 from ..residuals.applied import norms_of
-from ..residuals.error_feedback import ErrorFeedback, Share
+from ..residuals.bucket_residuals import Share
+from ..residuals.error_feedback import ErrorFeedback
 from ..residuals.staged_rows import StagedRows
 from ..shared_buffers import SharedBuffers
 from .base import BucketWires

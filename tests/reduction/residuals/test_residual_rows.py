@@ -39,10 +39,11 @@ def _bytes_of(setting: str, numel: int) -> int:
     (bucket,) = build_plan(specs, [[0]], alignment=compression.alignment, shards=1).buckets
     feedback = BucketPipeline(bucket, compression, LocalTransport()).feedback
     assert feedback is not None
-    rows = (feedback._first, feedback._second)
+    rows = (feedback._kept.first, feedback._kept.second)
     for each, kept in zip(rows, (feedback.residuals, feedback.shard_residuals), strict=True):
         assert each.rows is kept and each.base is None
-    tensors = [value for part in (feedback, *rows) for value in vars(part).values() if isinstance(value, Tensor)]
+    holders = (feedback, feedback._kept, *rows)
+    tensors = [value for part in holders for value in vars(part).values() if isinstance(value, Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastreduce import PowerSGD, note_applied
 from fastreduce.reduction.residuals import error_feedback, rows, staged_rows
-from fastreduce.reduction.residuals.error_feedback import SlotResiduals
+from fastreduce.reduction.residuals.bucket_residuals import SlotResiduals
 from fastreduce.reduction.wires.low_rank import LowRank
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines, tolerances

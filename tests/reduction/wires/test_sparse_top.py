@@ -13,7 +13,7 @@ from torch import Tensor
 from fastreduce import SettingError, TopK, TransportError, note_applied
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.residuals import error_feedback, staged_rows
-from fastreduce.reduction.residuals.error_feedback import SlotResiduals
+from fastreduce.reduction.residuals.bucket_residuals import SlotResiduals
 from fastreduce.reduction.wires import sparse_top
 from fastreduce.transports import Transport
 from tests.support import bucket_pipelines

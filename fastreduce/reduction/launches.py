@@ -60,12 +60,12 @@ class Launches:
 
     def _launch(self, index: int, here: bool = False) -> None:
         if not self._buckets.alone(index):
+            job = self._buckets.collect(index, self._used)
+            for launching in self._launching:
+                launching(job)
+            before = self.made[-1][1] if self.made else DONE
+            start = job.stream.begin if here else job.stream.submit
             try:
-                job = self._buckets.collect(index, self._used)
-                for launching in self._launching:
-                    launching(job)
-                before = self.made[-1][1] if self.made else DONE
-                start = job.stream.begin if here else job.stream.submit
                 self.made.append((job, start(lambda: _begin_behind(before, job))))
             except BaseException as error:
                 self.end_if_interrupted(error)

@@ -46,6 +46,10 @@ APPLIED = 1e-5
 """Of the largest gradient applied: each of at most a dozen steps rounds gradient, residual and clipped value in FP32,
 2^-24 of a value up to the largest each time, and clipping by torch is measured to 2^-23."""
 
+IN_CHANGING_LISTS = 4e-5
+"""Between sums of 30 averages and of 30 exact ones: each step rounds gradient and residual, and what is applied, to
+FP32, 2^-24 of at most 8 each. In sums over ranks it is as much for each. A residual that goes lost is 0.01 or more."""
+
 KEPT_IN_8_BITS = 1 / 63.5
 """Of a block's largest residual: a whole unit, up or down by chance, of which the largest is at least 63.5."""
 

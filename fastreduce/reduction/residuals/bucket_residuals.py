@@ -23,14 +23,14 @@ class Share(NamedTuple):
     Args:
         first: of gradients: all, or in two levels the rank's column.
         second: of averages: the rank's shard.
-        ranks: among which gradients are averaged.
+        divisor: what sums of gradients are divided by.
         unit: what a residual of `first` would be, times this, in the gradients of this rank alone.
         shared: what a residual that each rank has alike makes of `first`.
     """
 
     first: slice
     second: slice
-    ranks: int
+    divisor: float
     unit: float = 1.0
     shared: float = 1.0
 
@@ -200,7 +200,7 @@ class BucketResiduals:
     def folded(self, i: int, residual: Tensor, shard_residual: Tensor) -> Tensor:
         """Of whole residuals a slot's, with what is kept of the own shard in it, `[numel]`.
 
-        The first is averaged over the ranks and the second is not, so it counts `share.ranks` times. In two levels this
+        The first is divided by `share.divisor` and the second is not, so it counts so many times. In two levels this
         rank has both to itself: elsewhere in the slot it keeps nothing.
         """
         return self._folded(i, lambda rows, part: (residual if rows is self.first else shard_residual)[..., part])
@@ -208,7 +208,7 @@ class BucketResiduals:
     def _folded(self, i: int, read: Callable[[Rows, slice], Tensor]) -> Tensor:
         start, slot = self._place(i)[0], self._bucket.slots[i]
         found = torch.zeros(*self.first.shape[:-1], slot.numel, dtype=torch.float32, device=self.turn.device)
-        for rows, count in ((self.first, self.share.unit), (self.second, self.share.ranks)):
+        for rows, count in ((self.first, self.share.unit), (self.second, self.share.divisor)):
             part = rows.part(start, start + slot.numel)
             offset = part.start + rows.first - start
             found[..., offset : offset + part.stop - part.start].add_(read(rows, part), alpha=count)

@@ -104,9 +104,10 @@ class FlatWires(BucketWires):
         self._flag_block = max(0, bucket.flags_offset - own_start) // self.block if self.block else 0
         self.feedback = None
         if compression.error_feedback:
-            share = Share(slice(0, bucket.total), slice(own_start, own_start + own), transport.world_size)
+            second = slice(own_start, own_start + own)
+            share = Share(slice(0, bucket.total), second, divisor, shared=divisor / transport.world_size)
             if self._node is not None:
-                share = self._node.share(own if self._owns else 0, own_start, transport.world_size)
+                share = self._node.share(own if self._owns else 0, own_start, divisor)
             self.feedback = ErrorFeedback(bucket, share, self.block, dtype=compression.residual_dtype)
         self._draws: Draws | None = None
         self._draws_of_averages: tuple[SlotTable | None, Draws | None] = None, None

@@ -82,10 +82,11 @@ class NodeLevel:
         """What moves data."""
         return self._transport.levels
 
-    def share(self, own: int, start: int, ranks: int) -> Share:
+    def share(self, own: int, start: int, divisor: int) -> Share:
         """Which residuals this rank keeps, with `own` averages from `start` on."""
         first = slice(self.first, min(self.first + self.elements, self._bucket.total))
-        return Share(first, slice(start, start + own), ranks, self.unit, len(self.nodes.here) / self.unit)
+        alike = divisor / self._transport.world_size * len(self.nodes.here)
+        return Share(first, slice(start, start + own), divisor, self.unit, alike / self.unit)
 
     def use_wire(self, wire: Tensor) -> None:
         """Sum in the wire: it is the flat, in the dtype of sums."""
@@ -144,7 +145,8 @@ class NodeLevel:
     def sum_of_parts(self, parts: Mapping[int, SlotResiduals]) -> dict[int, SlotResiduals]:
         """What this rank keeps of slots → of each slot the sum over the ranks of the node, which all call it.
 
-        That is the own column of it, over `unit`; the rest is zeros.
+        That is the own column of it, over `unit`; the rest is zeros. Of a slot of which no rank brings anything there
+        is none.
         """
         return self._sum_of_parts(parts, 1 / self.unit, slice(self.first, self.first + self.elements))
 
@@ -155,16 +157,16 @@ class NodeLevel:
     def _sum_of_parts(self, parts: Mapping[int, SlotResiduals], scale: float, here: slice) -> dict[int, SlotResiduals]:
         nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
         slots = [parts.get(i, SlotResiduals(nothing, None, math.nan)) for i in range(len(self._bucket.slots))]
-        mine = [(part.unit, float(part.base is not None)) for part in slots]
+        mine = [(part.unit, float(part.base is not None), float(i in parts)) for i, part in enumerate(slots)]
         within, device = self._transport.levels.moves, self._bucket.device
         told = gather_rows(within, torch.tensor(mine, dtype=torch.float64, device=device))
-        units, with_base = told.nan_to_num(-math.inf).amax(0).unbind(1)
+        units, with_base, with_any = (row.tolist() for row in told.nan_to_num(-math.inf).amax(0).unbind(1))
         sums = self._moved([part.residual for part in slots], scale, here)
         bases = self._moved([part.residual if part.base is None else part.base for part in slots], scale, here)
         found = {}
-        for i, (slot, unit, has_base) in enumerate(
-            zip(self._bucket.slots, units.tolist(), with_base.tolist(), strict=True)
-        ):
+        for i, (slot, unit, has_base) in enumerate(zip(self._bucket.slots, units, with_base, strict=True)):
+            if not with_any[i]:
+                continue
             place = slice(slot.offset, slot.offset + slot.numel)
             unit = math.nan if unit == -math.inf else unit
             found[i] = SlotResiduals(sums[place], bases[place] if has_base else None, unit)

@@ -1,0 +1,51 @@
+"""all_reduce_gradients with error feedback, of tensors in ever other lists: nothing is lost, nor sent twice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastreduce import all_reduce_gradients
+from tests.support import tolerances
+from tests.support.models import batch
+from tests.support.ranks import OVER_HOSTS, RankPool
+
+SIZES, STEPS, ZEROS = (200, 130, 1, 700), 16, 14
+
+
+def _owed(rank: int, world_size: int, setting: str, op: str, seed: int) -> list[float]:
+    """By tensor, the largest difference between the sum of what came and that of what was due, once zeros have come."""
+    draw = random.Random(seed)
+    tensors = [torch.zeros(size) for size in SIZES]
+    came, due = ([torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2))
+    for step in range(STEPS + ZEROS):
+        chosen = draw.sample(range(len(SIZES)), draw.randint(1, len(SIZES))) if step < STEPS else range(len(SIZES))
+        for i in chosen:
+            grads: list[Tensor] = [batch(r, 10 * step + i, SIZES[i]) * (step < STEPS) for r in range(world_size)]
+            tensors[i].copy_(grads[rank])
+            due[i] += torch.stack(grads).double().sum(0) / (world_size if op == "mean" else 1)
+        all_reduce_gradients([tensors[i] for i in chosen], setting, op=op)
+        for i in chosen:
+            came[i] += tensors[i].double()
+    return [float((a - b).abs().max()) for a, b in zip(came, due, strict=True)]
+
+
+@OVER_HOSTS
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "int8:error_feedback",
+        "int4:error_feedback",
+        pytest.param("fp8:error_feedback", marks=pytest.mark.long),
+        pytest.param("topk:ratio=0.3,min_numel=1", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_kept_goes_to_the_list_in_which_a_tensor_comes_next(ranks: RankPool, setting: str, op: str):
+    for seed in range(3):
+        for owed in ranks.run(_owed, setting, op, seed):
+            bound = tolerances.IN_CHANGING_LISTS * (1 if op == "mean" else ranks.world_size)
+            assert max(owed) <= bound, (seed, owed)

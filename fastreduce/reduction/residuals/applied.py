@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .factors import ONE, Factor, known_to_be, products, to_device
-from .notices import is_optimized, leave, listen
+from .notices import Read, is_optimized, leave, listen
 
 # Of one average: the expected factor, that beside it, what `look` has seen, whether it was stepped, whether a user told
 # of it, and whether an optimizer tells.
@@ -81,6 +81,7 @@ class Applied:
         # Weakly: the pipeline whose method it is holds this.
         self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
         self._counted = counted
+        self._device = parameters[0].device
         self.expected: list[Factor] = [scale] * count
         self._rest: list[Factor] = [1.0] * count
         self._stepped = [False] * count
@@ -135,18 +136,21 @@ class Applied:
     def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
         """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
         positions, factors = list(positions), self.expected if expected else self._rest
+        if isinstance(by, Tensor):  # one for the gradients of several GPUs lies on one of them
+            by = by.to(self._device, non_blocking=True)
         made = products([factors[i] for i in positions], [by] * len(positions))
         for i, factor in zip(positions, made, strict=True):
             factors[i] = factor
         self.refresh(positions)
 
-    def step(self, parameters: Set[int], expected: Factor, applies: Factor) -> None:
+    def step(self, parameters: Set[int], expected: Factor, applies: Factor, read: Read) -> None:
         """An optimizer applies the gradients of the parameters with these identities.
 
         Args:
             parameters: identities.
             expected: what it multiplies them by, as it will the next ones.
             applies: 1, or 0 where it leaves the step out.
+            read: what was read of devices at this step.
         """
         # Where `look` has seen that an average is gone, other gradients are applied.
         chosen = [i for i in self._places_of(parameters) if not (self._stepped[i] or self._is_gone(i))]
@@ -164,20 +168,19 @@ class Applied:
         for i, factor in zip(written, self._measure(written), strict=True):
             self._replace(self._rest, i, self._rest[i] * factor)
         if applies is ONE:  # a GradScaler that took the loss scale out has just waited for the device
-            self._read_expected(chosen)
+            self._read_expected(chosen, read)
         if expected is not ONE:
             self.multiply(chosen, expected, expected=True)
         if applies is not ONE:
             self.multiply(chosen, applies, expected=False)
 
-    def _read_expected(self, positions: Iterable[int]) -> None:
-        numbers: dict[int, float] = {}
+    def _read_expected(self, positions: Iterable[int], read: Read) -> None:
         for i in positions:
             factor = self.expected[i]
             if isinstance(factor, Tensor):
-                if id(factor) not in numbers:
-                    numbers[id(factor)] = float(factor)
-                self.expected[i] = numbers[id(factor)]
+                if id(factor) not in read:
+                    read[id(factor)] = factor, float(factor)
+                self.expected[i] = read[id(factor)][1]
 
     def tell(self, parameters: Set[int], factor: float) -> None:
         """A user says what became of the gradients of the parameters with these identities."""

@@ -307,28 +307,51 @@ class ErrorFeedback:
         have not been applied never will be.
 
         Raises:
-            ReducerError: while a CUDA graph is captured, where only the device knows what the last averages became.
+            ReducerError: while a CUDA graph is captured, where anything but the usual is to be done: every replay would
+                do it again.
         """
-        if is_captured(self.turn) and not self._is_known_on_host:
-            raise ReducerError(
-                f"{self._bucket}: error feedback in a CUDA graph, captured behind a step of which only the device "
-                "knows what became of its averages (clipped, changed, left out, or applied by no torch optimizer): "
-                "replays would go by that step for ever. Capture behind a step that a torch optimizer has applied "
-                "whole, or call fastreduce.note_applied behind it; where gradients are clipped, leave reduction out "
-                "of the graph"
-            )
+        if is_captured(self.turn):
+            self._commit_in_graph()
+            return
         with self.changing():
             self._commit(final)
             factor, divided, self._scale, self._divided = self._scale, self._divided, 1.0, 1.0
             self._kept.scale(factor * divided, of_units=factor)
 
-    @property
-    def _is_known_on_host(self) -> bool:
-        """Whether `commit` goes by numbers that the host has: what a graph reads of others may be freed, or stale."""
-        if self._applied is None:
-            return True
-        factors = *self._applied.factors(math.nan), *self._applied.expected
-        return isinstance(self._kept.units, list) and all(isinstance(f, float) and math.isfinite(f) for f in factors)
+    def _commit_in_graph(self) -> None:
+        """`commit` where all averages were applied, as those of every replay are taken to be."""
+        applied, units = self._applied, self._kept.units
+        if applied is None or isinstance(units, Tensor) or not self._is_usual(applied, units):
+            raise ReducerError(
+                f"{self._bucket}: error feedback in a CUDA graph, captured behind a step of which it is not known that "
+                "its averages were applied as they were, and as those of the step before (clipped, changed, left out, "
+                "thrown away, under another loss scale, rescaled since, or applied by no torch optimizer): replays "
+                "would go by that step for ever. Capture behind two steps that a torch optimizer has applied whole, or "
+                "call fastreduce.note_applied behind them; where gradients are clipped, leave reduction out of the "
+                "graph"
+            )
+        with self.changing():
+            for i, (factor, expected) in enumerate(zip(applied.factors(math.nan), applied.expected, strict=True)):
+                self._mix(i, float(factor), float(expected), i in applied.relative())
+            self._last, self._applied = applied, None
+            applied.end()
+            turned, self._turned = self._turned, False
+            if not turned:
+                self.turn.bitwise_xor_(1)
+
+    def _is_usual(self, applied: Applied, units: list[float]) -> bool:
+        """Whether of every slot R is what the next reduction starts from, and only the host has something to do."""
+        if self._scale != 1.0 or self._divided != 1.0 or self._kept.carried or applied.carried():
+            return False
+        stays = applied.relative()
+        told = zip(units, applied.factors(math.nan), applied.expected, strict=True)
+        return all(
+            isinstance(factor, float)
+            and isinstance(expected, float)
+            and math.isfinite(factor)
+            and _mix(unit, factor, expected, i in stays)[0] == GO_ON
+            for i, (unit, factor, expected) in enumerate(told)
+        )
 
     def _commit(self, final: bool) -> None:
         applied, self._applied = self._applied, None
@@ -394,15 +417,10 @@ class ErrorFeedback:
 
     def _mix(self, i: int, factor: float, expected: float, stays: bool) -> tuple[float, float]:
         """What the old and the new residual of a slot are multiplied by; sets the slot's next unit."""
-        assert isinstance(self._kept.units, list)
-        if not factor or not math.isfinite(factor):
-            return KEEP
-        if stays:
-            return 1.0 - factor, factor
-        unit = max(expected, factor)
-        before = unit if math.isnan(self._kept.units[i]) else self._kept.units[i]
-        self._kept.units[i] = unit
-        return (before - factor) / unit, factor / unit
+        units = self._kept.units
+        assert isinstance(units, list)
+        mix, units[i] = _mix(units[i], factor, expected, stays)
+        return mix
 
     def _commit_late(self, factors: Sequence[Factor], expected: Sequence[Factor], stays: set[int]) -> None:
         """`commit`, where only the device knows the factors: a blend of all blocks with weights of their own."""
@@ -417,6 +435,16 @@ class ErrorFeedback:
         old = torch.where(applied, (before - factor) / unit, 1.0)
         self._kept.blend_late(old, torch.where(applied, factor / unit, 0.0))
         self.turn.bitwise_xor_(1)
+
+
+def _mix(before: float, factor: float, expected: float, stays: bool) -> tuple[tuple[float, float], float]:
+    """What the old and the new residual of a slot are multiplied by, and its unit, which was `before`."""
+    if not factor or not math.isfinite(factor):
+        return KEEP, before
+    if stays:
+        return (1.0 - factor, factor), before
+    unit = max(expected, factor)
+    return (((unit if math.isnan(before) else before) - factor) / unit, factor / unit), unit
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -19,6 +19,8 @@ from ...compression import brief
 from ...errors import SettingError, TensorError
 from .factors import ONE, Factor, number_in
 
+Read = dict[int, tuple[Tensor, float]]  # numbers of devices that the host has waited for, by a tensor's identity
+
 
 class Listener(Protocol):
     """Gradients of one reduction, of whose changes it is told."""
@@ -32,7 +34,7 @@ class Listener(Protocol):
     def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
         """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
 
-    def step(self, parameters: Set[int], expected: Factor, applies: Factor) -> None:
+    def step(self, parameters: Set[int], expected: Factor, applies: Factor, read: Read) -> None:
         """An optimizer applies the gradients of the parameters with these identities."""
 
     def tell(self, parameters: Set[int], factor: float) -> None:
@@ -168,8 +170,9 @@ def _tell_step(optimizer: torch.optim.Optimizer) -> None:
     scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     expected = 1.0 / number_in(scale) if isinstance(scale, Tensor) else ONE
     applies = 1.0 - number_in(found) if isinstance(found, Tensor) else ONE
+    read: Read = {}  # the loss scale that all buckets share, once
     for applied in _all():
-        applied.step(parameters, expected, applies)
+        applied.step(parameters, expected, applies, read)
 
 
 @cache

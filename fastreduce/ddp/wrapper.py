@@ -317,6 +317,8 @@ class DistributedDataParallel(TorchDDP):
             return _before_forward(self, *inputs, **kwargs)
         self.reducer.backward.check_ended()
         self.reducer.buckets.uneven.joining = self._joining and self._join_config.enable
+        if not self._join_config.enable:
+            self.reducer.active_ranks = None  # nor does torch count anew: what a join before this one has left is stale
         before = recorder.phase
         recorder.enter(Phase.WAITING)  # where buffers and settings are compared
         try:

@@ -178,3 +178,29 @@ def _warned(rank: int, world_size: int) -> None:
 def test_join_warns_of_nothing():
     """PyTorch warns once in a process, so that fresh ones look."""
     run_ranks(_warned, 2)
+
+
+def _joined_and_disabled(rank: int, world_size: int, divides: bool) -> list[float]:
+    """By step, the averages of gradients 1 and 10: in a join, in one that is disabled, and without."""
+    ddp, found = wrap("ours", nn.Linear(1, 1, bias=False)), []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            ddp.zero_grad()
+            ddp(torch.full((1, 1), 10.0**rank)).sum().backward()
+            found.append(ddp.module.weight.grad.item())
+
+    with ddp.join(divide_by_initial_world_size=divides):
+        steps(2 + rank)
+    with ddp.join(enable=False, divide_by_initial_world_size=divides):
+        steps(3)
+    steps(2)
+    return found
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_what_a_join_has_counted_is_over_with_it(ranks2: RankPool, divides: bool):
+    """Rank 0 ends first: it has counted two ranks, rank 1 one in the end."""
+    first, last = ranks2.run(_joined_and_disabled, divides)
+    assert first == [5.5] * 7
+    assert last == [5.5, 5.5, 5.0 if divides else 10.0] + [5.5] * 5

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from fastreduce import TransportError
+from fastreduce.transports import NcclTransport
 from fastreduce.transports.nccl import library
-from tests.support import nccl_cases
+from tests.support import nccl_cases, nccl_stand_in
 from tests.support.ranks import run_ranks
 
 
@@ -47,3 +51,22 @@ def test_a_process_ends_behind_communicators_whose_group_is_gone(tmp_path: Path)
     place = nccl_cases.OnHost(str(tmp_path))
     run_ranks(nccl_cases.run_case, 1, nccl_cases.lets_go_of_what_has_not_ended, place, 2.0)
     assert (tmp_path / "ended").exists()
+
+
+def _watched_by_none(rank: int, world_size: int, place: nccl_cases.OnHost) -> str:
+    def refuse(self: object, device: torch.device) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    transport, wire = NcclTransport(nccl_cases.world()), torch.ones(4)
+    with patch.object(nccl_stand_in.HostCuda, "enter_watchdog", refuse), pytest.raises(TransportError) as told:
+        for _ in range(1000):
+            transport.all_reduce(wire).wait()
+            time.sleep(0.01)
+    transport.close()
+    return str(told.value)
+
+
+def test_a_watchdog_that_cannot_begin_ends_the_connection(tmp_path: Path):
+    """Else nobody would look, and a rank that is gone would be waited for without end."""
+    for told in run_ranks(nccl_cases.run_case, 2, _watched_by_none, nccl_cases.OnHost(str(tmp_path))):
+        assert "watching over NCCL failed: RuntimeError: CUDA error: out of memory" in told

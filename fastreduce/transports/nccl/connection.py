@@ -212,7 +212,7 @@ class NcclConnection:
             yield
         except Exception as error:  # CuPy meets codes that it does not know with KeyError
             if told is not None and not self.failed:
-                self._fail(*told(error))
+                self.fail(*told(error))
             raise
         finally:
             with self._state:
@@ -229,7 +229,7 @@ class NcclConnection:
             self._raised = False
             withdraw_from_main_thread()
 
-    def _fail(self, operation: str, reason: str) -> None:
+    def fail(self, operation: str, reason: str) -> None:
         """Keep the error, raise it on the main thread if nobody else will, abort: in this order."""
         with self._state:
             if self._failure is not None:
@@ -259,7 +259,7 @@ class NcclConnection:
                 if oldest is not None:
                     reason += f" {self._who(communicator, oldest)}"
             if reason is not None:
-                self._fail(str(oldest or "watching"), f"{reason} {oldest.about if oldest else ''}".rstrip())
+                self.fail(str(oldest or "watching"), f"{reason} {oldest.about if oldest else ''}".rstrip())
                 return True
             if self._told.get(communicator.key) != communicator.begun:
                 self._tell(communicator)

@@ -25,6 +25,9 @@ class Watched(Protocol):
     def look(self) -> bool:
         """Look at what is under way; true if it is to be aborted."""
 
+    def fail(self, operation: str, reason: str) -> None:
+        """Let everybody who uses it know that it has failed, and end the watchdog."""
+
 
 class Watchdog:
     """A daemon thread that calls `watched.look()` twice a second, and in the end ends `communicators`.
@@ -58,7 +61,12 @@ class Watchdog:
 
     def _work(self, prepare: Callable[[], None]) -> None:
         try:
-            prepare()
+            try:
+                prepare()
+            except Exception as error:  # of the driver, say: nobody would end waiting for a rank that is gone
+                if (watched := self._watched()) is not None:
+                    watched.fail("watching", f"{type(error).__name__}: {error}")
+                watched = None
             while not self._over.wait(WAKE_SECONDS):
                 watched = self._watched()
                 if watched is None or watched.look():

@@ -20,6 +20,7 @@ from ..reduction.bucketed import BucketJob
 from ..reduction.buckets import ParameterSpec, Slot, build_plan
 from ..reduction.pipeline import BucketPipeline
 from ..reduction.reducer import GradientReducer
+from ..reduction.streams import is_capturing
 from ..transports import LocalTransport
 from ..transports.base import gather_rows
 from .wrapper import DistributedDataParallel
@@ -140,8 +141,7 @@ class Shadow:
         """Whether a reduction is measured: not among other ranks, and not while a CUDA graph is captured."""
         reducer = self._reducer()
         same = reducer is not None and reducer.transport is self._transport()
-        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        return same and not captured and reduction % self._every == 0
+        return same and not is_capturing() and reduction % self._every == 0
 
     @torch.no_grad()
     def _look(self, job: BucketJob) -> None:

@@ -18,6 +18,12 @@ from ..transports import LateGatherTransport, Transport, TwoLevelTransport
 
 CLOSE_SECONDS = 5.0
 
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured on the current GPU's current stream: then no host may wait for a device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 Part = Callable[[], "Part | None"]
 """One part of a job; returns the next one, if there is one.
 

@@ -14,6 +14,7 @@ from typing import Any
 from ...environment.exits import Exit, each_at_exit
 from ...environment.forks import Owner
 from ..arrivals import weakly
+from ..streams import is_capturing
 from .counters import Counters, to_prometheus
 from .flight_record import StepRow
 from .flight_recorder import FlightRecorder
@@ -50,7 +51,7 @@ class CounterFiles:
         _open.add(self)
 
     def _on_step(self, row: StepRow) -> None:
-        if row.end >= self._due:
+        if row.end >= self._due and not is_capturing():  # counts on a device would be waited for
             self._due = row.end + self._seconds
             self.write()
 

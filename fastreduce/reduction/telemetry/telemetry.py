@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from ...errors import TransportError
 from ...transports import Transport
 from ..arrivals import weakly
 from ..bucketed import BucketedGradients
+from ..streams import is_capturing
 from .counter_files import CounterFiles
 from .counters import Counters
 from .flight_recorder import FlightRecorder
@@ -98,7 +97,7 @@ class Telemetry:
     @property
     def _is_captured(self) -> bool:
         """Whether this step is captured in a CUDA graph: then no host may wait."""
-        return self._buckets.wire_device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._buckets.wire_device.type == "cuda" and is_capturing()
 
     def leave(self) -> None:
         """Tell the other ranks nothing more."""

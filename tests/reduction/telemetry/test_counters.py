@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fastreduce import SettingError
+from fastreduce.reduction.telemetry import counter_files
 from fastreduce.reduction.telemetry.counters import Counters, to_prometheus
 from fastreduce.reduction.telemetry.flight_recorder import STEPS, FlightRecorder
 from fastreduce.reduction.telemetry.nonfinite import NonFiniteSteps
@@ -171,6 +172,20 @@ def test_the_page_for_prometheus():
     errors = {(labels["setting"], labels["group"]): value for labels, value in found["fastreduce_relative_error"]}
     assert errors["int8", hostile] == 0.01 and math.isnan(errors["int8", "all"]) and errors["fp16", "all"] == math.inf
     assert len(found) == 7
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_files_wait_for_no_device_while_a_graph_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FASTREDUCE_COUNTERS", str(tmp_path))
+    ddp = wrap("ours", nn.Linear(64, 8), compression="int8")
+    files = ddp.reducer._telemetry.files
+    monkeypatch.setattr(counter_files, "is_capturing", lambda: True)
+    _step(ddp)
+    assert not files._lines.exists()
+    monkeypatch.setattr(counter_files, "is_capturing", lambda: False)
+    _step(ddp)
+    assert [json.loads(line)["reductions"] for line in files._lines.read_text().splitlines()] == [2]
+    ddp.reducer.close()
 
 
 @pytest.mark.usefixtures("group_of_one")

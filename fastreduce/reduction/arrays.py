@@ -22,7 +22,7 @@ def as_tensor(array: Any) -> Tensor:
 
     Raises:
         TensorError: if it is none of these, is read-only, or has a dtype or layout that torch does not know.
-        DeviceError: if it lies on a GPU, and torch sees none.
+        DeviceError: if it lies on a GPU, and torch sees none, or on another one than the current one, without DLPack.
     """
     if isinstance(array, Tensor):
         return array
@@ -40,10 +40,16 @@ def as_tensor(array: Any) -> Tensor:
     try:
         if hasattr(array, "__dlpack__"):  # before the older interface: it also orders the two libraries' streams
             return torch.from_dlpack(array)
-        if on_gpu:
-            return torch.as_tensor(array, device="cuda")
+        tensor = torch.as_tensor(array, device="cuda") if on_gpu else None
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TensorError(f"a {name} cannot be shared with torch: {error}") from error
+    if tensor is not None:
+        if tensor.numel() and tensor.data_ptr() != array.__cuda_array_interface__["data"][0]:
+            raise DeviceError(
+                f"a {name} lies on another GPU than the current one, cuda:{torch.cuda.current_device()}, and without "
+                "__dlpack__ torch would copy it: call torch.cuda.set_device first"
+            )
+        return tensor
     raise TensorError(
         f"a {name} is no array; allowed: torch tensors, NumPy arrays, and what has __dlpack__ or "
         "__cuda_array_interface__ (CuPy and others)"

@@ -37,6 +37,14 @@ class OnGPU:
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (0, False), "version": 3}  # noqa: RUF012
 
 
+def test_an_array_of_another_gpu_is_not_averaged_in_a_copy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch, "as_tensor", lambda array, device: torch.zeros(1))  # on the current one
+    with pytest.raises(DeviceError, match=r"OnGPU lies on another GPU than the current one, cuda:1.*set_device"):
+        as_tensor(OnGPU())
+
+
 # Sharing memory
 
 KINDS: dict[str, Callable[[], Any]] = {

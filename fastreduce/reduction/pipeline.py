@@ -18,6 +18,7 @@ from .residuals.applied import norms_of
 from .residuals.bucket_residuals import Share, SlotResiduals
 from .residuals.error_feedback import ErrorFeedback
 from .residuals.factors import to_device
+from .residuals.rows import reads_late
 from .shared_buffers import SharedBuffers
 from .statistics import Statistics
 from .streams import Part, do_all
@@ -30,6 +31,7 @@ from .wires.sparse_top import SparseTop
 _START, _COMPRESSED, _STARTED, _SUMMING, _GATHERING, _RESUMED, _REDUCED, _END = (
     int(point) for point in Point if point not in (Point.EXCHANGED, Point.SUMMED)
 )
+ASKS = 8  # reductions from one look at a device whether anything is left of an earlier setting to the next
 
 
 class BucketPipeline:
@@ -97,6 +99,7 @@ class BucketPipeline:
         self.used_by_any = torch.ones_like(self.used)
         self.alone = ranks == 1 and self.wires.in_place
         self.remainder: ErrorFeedback | None = None
+        self._behind = 0  # reductions with it
         self._noted: Tensor | None = None
         # Kernels write it. At averages that stay in the wire nobody looks.
         if verdicts is None:
@@ -140,12 +143,17 @@ class BucketPipeline:
     ) -> None:
         """The averages are stored: see what becomes of them, as far as anything is kept (arguments: `Applied`)."""
         if self.remainder is not None:
-            if self.remainder.is_empty:
+            if self._asks_whether_empty() and self.remainder.is_empty:
                 self.remainder = self._noted = None
             elif stored:
                 self._noted = norms_of(stored) / scale
         if self.kept is not None:
             self.kept.follow(parameters, left, self.magnitudes, scale, watched)
+
+    def _asks_whether_empty(self) -> bool:
+        """Where the host waits for it, now and then: where gradients are clipped, something is left for long."""
+        self._behind += 1
+        return not reads_late(self.verdicts) or self._behind % ASKS == 0
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""

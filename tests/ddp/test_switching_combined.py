@@ -7,6 +7,7 @@ import copy
 import datetime
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastreduce import TransportError
+from fastreduce.reduction import pipeline
+from fastreduce.reduction.residuals.bucket_residuals import BucketResiduals
 from tests.support.models import Branches, Grads, assert_same_bits, batch, grads_of, mlp, one_by_one, wrap
 from tests.support.ranks import RankPool, with_time
 
+EMPTY: Any = BucketResiduals.__dict__["is_empty"].fget
 LOW = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -253,6 +257,39 @@ def test_an_overflow_counts_for_its_own_step_only(ranks2: RankPool):
     for verdicts, over in ranks2.run(_without_optimizer):
         assert verdicts == [[False, False], [True, True], [True]]
         assert all(over), "what was kept has been added"
+
+
+def _looks(rank: int, world_size: int, on_device: bool) -> tuple[int, list[bool]]:
+    """How often it is asked whether anything is left, in 20 steps that clip behind a switch, and whether it is over."""
+    asked: list[bool] = []
+
+    def ask(kept: BucketResiduals) -> bool:
+        asked.append(EMPTY(kept))
+        return asked[-1]
+
+    ddp = wrap("ours", mlp(), compression="int8:error_feedback")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with (
+        patch.object(BucketResiduals, "is_empty", property(ask)),
+        patch.object(pipeline, "reads_late", lambda _: on_device),
+    ):
+        for step in range(24):
+            if step == 4:
+                ddp.set_compression("fp16")
+            ddp.zero_grad()
+            ddp(batch(rank, step, 4, 20)).square().mean().backward()
+            if step < 8:
+                ddp.clip_grad_norm_(1e-3)
+            optimizer.step()
+    return len(asked), [each.remainder is None for each in ddp.reducer.pipelines]
+
+
+@pytest.mark.parametrize(("on_device", "most"), [(False, 20), (True, 3)])
+def test_a_device_is_asked_now_and_then_whether_anything_is_left(ranks2: RankPool, on_device: bool, most: int):
+    """Where gradients are clipped, something is for long."""
+    for asked, over in ranks2.run(_looks, on_device):
+        assert 1 <= asked <= most * len(over)
+        assert all(over)
 
 
 def _zeroed_late(rank: int, world_size: int, new: str, skips: bool, to_none: bool, micro_batches: int) -> Grads:

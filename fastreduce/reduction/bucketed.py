@@ -74,7 +74,6 @@ class BucketedGradients:
     """
 
     plan: BucketPlan
-    pipelines: list[BucketPipeline]
 
     def __init__(
         self,
@@ -96,6 +95,7 @@ class BucketedGradients:
         self.indices = [i for i in range(len(self.specs)) if i not in left_out]
         self.orders = [self.indices[::-1]]
         self.uneven = UnevenInputs()
+        self.pipelines: list[BucketPipeline] = []
         self.keeps_statistics = False
         self._warm: set[Compression] = set()
         self.settings = self.assign(compression)
@@ -190,6 +190,9 @@ class BucketedGradients:
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
+        for device in self.streams if self.pipelines else ():
+            if device.type == "cuda":  # the last ones' memory may be of a stream that has waited for none of their work
+                torch.cuda.synchronize(device)
         self.plan, self.pipelines = self._averaging.make_pipelines(
             self.gradients, groups, self.transport, self.as_views
         )

@@ -8,6 +8,7 @@ import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it
 OWN_ARGUMENTS = "compression", "transport", "elastic"
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @contextmanager
@@ -187,6 +189,8 @@ class DistributedDataParallel(TorchDDP):
         names: dict[int, str] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
+        ignored = self.parameters_to_ignore
+        self._frozen = [p for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored]
         low = self.mixed_precision
         self.reducer = (ElasticReducer if self._elastic else TorchReducer)(
             parameters,
@@ -357,7 +361,9 @@ class DistributedDataParallel(TorchDDP):
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
-            if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
+            if torch.is_grad_enabled() and (
+                self._may_have_changed or self.logger.sampling or any(map(_REQUIRES_GRAD, self._frozen))
+            ):
                 self.reducer.check_at_end = weakly(self._check_parameters)
             self.reducer.watch(tensors_of(output))
             if not torch.is_grad_enabled():
@@ -412,7 +418,8 @@ class DistributedDataParallel(TorchDDP):
 
         Called at the end of backward, because `torch.func.functional_call` lends the module other parameters during
         forward. A walk over a thousand parameters costs over a millisecond: it is made in the steps whose times are
-        taken (the first ten, then every hundredth) and in the first after `train()` and `load_state_dict`.
+        taken (the first ten, then every hundredth), in the first after `train()` and `load_state_dict`, and where one
+        that was frozen at construction requires a gradient.
         """
         self._may_have_changed = False
         known = self.reducer.known

@@ -79,3 +79,30 @@ def test_torchrun_serves_with_an_agent_for_each_rank():
     back = r"process \d+ is rank 1 of 2, at step [1-9]"
     agents = [[TORCHRUN, *where, "--node-rank", rank, "--max-restarts", 1, *train] for rank in range(2)]
     assert re.search(back, _train(*agents, until=back))
+
+
+def test_one_that_comes_again_when_the_others_are_done_is_not_started_for_ever(tmp_path: Path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "started, done = (pathlib.Path(__file__).with_name(name) for name in ('started', 'done'))\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    while not started.exists():\n"
+        "        time.sleep(0.05)\n"
+        "    done.touch()\n"
+        "elif started.exists():\n"  # again: it comes when the other one has ended
+        "    while not done.exists():\n"
+        "        time.sleep(0.05)\n"
+        "    time.sleep(2.0)\n"
+        "    sys.exit('nobody is there')\n"
+        "else:\n"
+        "    started.touch()\n"
+        "    sys.exit('killed')\n"
+    )
+    ended = run(FASTREDUCE, "launch", "--elastic", "--nproc-per-node", 2, "--max-restarts", 5, script)
+    assert ended.returncode == 0, ended.stderr
+    told = re.findall(r"rank 1 failed with exit code 1; (.*)", ended.stderr)
+    assert told == [
+        "the others go on, and it starts again, 4 restart(s) left",
+        "the others have ended well, and it stays away",
+    ]

@@ -17,8 +17,9 @@ from .torchs_launcher import Ranks, fate_of, say, traceback_of
 class EachForItself(Ranks):
     """Ranks of an elastic training: when one fails, the others go on, and it starts again.
 
-    So often as `restarts` says, for all of this machine together. Those that have failed for good are left out; the job
-    has succeeded where one rank on this machine has.
+    So often as `restarts` says, for all of this machine together; one that has started again stays away when it fails
+    and the others have ended well. Those that have failed for good are left out; the job has succeeded where one rank
+    on this machine has.
     """
 
     restarts: ClassVar[int] = 0
@@ -58,9 +59,16 @@ class EachForItself(Ranks):
         """Whether it does."""
         env = self.envs[local_rank]
         failure = ProcessFailure(local_rank, pid, code, env["TORCHELASTIC_ERROR_FILE"])
-        again = self._left > 0
-        more = f"starts again, {self._left - 1} restart(s) left" if again else "stays away (--max-restarts)"
-        say(f"rank {env['RANK']} {fate_of(failure)}; the others go on, and it {more}\n{traceback_of(failure)}".rstrip())
+        # Once started again it found them gone, or else: whatever it does, they are not there to take it in.
+        over = self._times[local_rank] > 0 and self._succeeded and self._running_local_ranks == {local_rank}
+        again = self._left > 0 and not over
+        if again:
+            outcome = f"the others go on, and it starts again, {self._left - 1} restart(s) left"
+        elif self._left > 0:
+            outcome = "the others have ended well, and it stays away"
+        else:
+            outcome = "the others go on, and it stays away (--max-restarts)"
+        say(f"rank {env['RANK']} {fate_of(failure)}; {outcome}\n{traceback_of(failure)}".rstrip())
         if not again:
             return False
         with suppress(FileNotFoundError):

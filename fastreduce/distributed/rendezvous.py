@@ -165,6 +165,10 @@ def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.
         store: dist.Store = in_background(connect, timeout.total_seconds() + GRACE_SECONDS)
         return store
     except TimeoutError as error:
+        if not _somebody_listens(host, port):  # torch's client asks again for longer than it was told to
+            raise TransportError(
+                f"init_process_group on rank {rank}: nobody serves {address} within {timeout}; rank 0 should"
+            ) from error
         raise TransportError(
             f"init_process_group on rank {rank}: what listens at {address} does not answer as a store within "
             f"{timeout}: it is another program, or rank 0's process is stopped"
@@ -178,6 +182,14 @@ def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.
         raise TransportError(
             f"init_process_group on rank {rank}: nobody serves {address} within {timeout}; rank 0 should: {error}"
         ) from error
+
+
+def _somebody_listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _listen(host: str, port: int) -> int | None:

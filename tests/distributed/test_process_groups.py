@@ -230,6 +230,14 @@ def test_bad_arguments_are_setting_errors(options: dict[str, Any], says: str, mo
     assert says in str(caught.value) and not dist.is_initialized()
 
 
+def test_where_nobody_listens_no_other_program_is_blamed(monkeypatch: pytest.MonkeyPatch):
+    """torch's client may ask again for longer than it was told to: we end before it does."""
+    monkeypatch.setattr(rendezvous, "GRACE_SECONDS", -0.8)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(TransportError, match=f"rank 1: nobody serves {address} within 0:00:01; rank 0 should$"):
+        dist.init_process_group("gloo", address, world_size=2, rank=1, timeout=SECOND)
+
+
 def test_a_port_in_use_and_ranks_that_do_not_come_are_named():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import inspect
 import operator
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .compression import ENVIRONMENT_VARIABLE, KINDS, Compression, brief
 from .environment.variables import check_environment
-from .errors import SettingError
+from .errors import SettingError, listed
 
 Chooser = Callable[[str, Tensor], Compression | str]
 AnySetting = Compression | str | Mapping[str, Compression | str] | Chooser | None
@@ -86,8 +87,8 @@ class Policy:
         for i, (key, setting) in enumerate(self.rules):
             if i not in matched and not self.name:
                 raise SettingError(
-                    f"the key {key!r} of the policy, for {str(setting)!r}, matches no parameter; one that is tied goes "
-                    "by the first of its names"
+                    f"the key {key!r} of the policy, for {str(setting)!r}, matches no parameter; there are: "
+                    f"{listed(names, 6)}. One that is tied goes by the first of its names"
                 )
         return [self.rules[places[0]][1] for places in matching]
 
@@ -173,7 +174,16 @@ def _parse(spec: str) -> Compression | Policy:
             f"{brief(spec)}: {name} is a policy, and takes no arguments. For others write its rules, {NAMED[name]!r}; "
             "for a warm-up give a callable of the step, or call set_compression"
         )
-    return Policy(_rules(spec)) if _is_policy(spec) else Compression.parse(spec)
+    if _is_policy(spec):
+        return Policy(_rules(spec))
+    try:
+        return Compression.parse(spec)
+    except SettingError as error:
+        if name.strip() in KINDS:
+            raise
+        close = difflib.get_close_matches(name.strip().lower(), NAMED, 1, cutoff=0.8)
+        meant = f", did you mean {close[0]!r}?" if close else ""
+        raise SettingError(f"{error}; or a policy, {', '.join(NAMED)} or 'key: setting; key: setting'{meant}") from None
 
 
 def _is_policy(spec: str) -> bool:
@@ -220,7 +230,7 @@ def _check_key(key: str) -> None:
         text = part.strip()
         if not text or ";" in text or ":" in text:
             raise SettingError(f"the key {key!r} of a policy; allowed: globs of names, and conditions, | between them")
-        if re.match(r"(ndim|numel)\b", text) and not _CONDITION.fullmatch(text):
+        if re.match(r"(ndim|numel)\b|.*[<>=]", text) and not _CONDITION.fullmatch(text):
             raise SettingError(
                 f"{text!r} in the key {key!r} of a policy is no condition; allowed: ndim or numel, one of "
                 f"{', '.join(_OPERATORS)}, and a whole number"

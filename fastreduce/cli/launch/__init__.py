@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -37,6 +39,7 @@ from .rendezvous import LOCAL, STATIC, LocalRendezvous, open_port, static_rendez
 from .torchs_launcher import Logs, Ranks, cause, exit_code_of, fail, say
 
 DEFAULT_PORT = 29500  # torch's, where several nodes must agree without a word
+OF_RUN = {"--compression", "--trace"}  # which launch does not have
 HELP = {  # of torchrun's options that mean something else here
     "nproc_per_node": "Ranks on this machine: a number, auto, cpu or gpu; without it one a GPU.",
     "training_script": "The script, or with -m the module; what follows is its own, as it is.",
@@ -176,11 +179,27 @@ def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
         "start it again by itself, so often as --max-restarts says."
     )  # fmt: skip
     parser.add_argument("--script", help="The script; what these options do not name are its arguments.")
+    parser.error = partial(_explain, parser, parser.error)  # type: ignore[method-assign]
     given = os.environ.get
     parser.set_defaults(nproc_per_node=given("PET_NPROC_PER_NODE"), master_port=given("PET_MASTER_PORT"))
     for action in parser._actions:
         action.help = HELP.get(action.dest, action.help)
     return parser
+
+
+def _explain(parser: ArgumentParser, refuse: Callable[[str], NoReturn], message: str) -> NoReturn:
+    """Refuse arguments, with what may have been meant."""
+    _, found, rest = message.partition("unrecognized arguments: ")
+    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    if found:
+        word = rest.split()[0].partition("=")[0]
+        if word in OF_RUN:
+            message += f"; {word} is an option of fastreduce run"
+        elif close := [name for name in known if name[:6] == word[:6]] or difflib.get_close_matches(word, known, 1):
+            message += f"; did you mean {close[0]}?"
+    elif message.endswith("required: training_script, training_script_args"):
+        message = "no script is given: it stands behind the options"
+    refuse(message)
 
 
 def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
@@ -192,6 +211,9 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
             del script[0]
         options = parser.parse_args([*arguments[:end], *script[:1]])
         options.training_script_args = script[1:]
+        ranks = [word for word in script[1:] if re.match("--(nproc[-_]per[-_]node|gpus)(=|$)", word)]
+        if ranks and options.nproc_per_node is None and options.gpus is None:
+            say(f"{ranks[0]} stands behind {script[0]}, which gets it; options of {parser.prog} come before it")
         return options
     parser.allow_abbrev = False
     for action in [a for a in parser._actions if a.dest.startswith("training_script")]:
@@ -247,7 +269,8 @@ def _decide_ranks(options: Namespace) -> int:
     try:
         ranks: int = torchrun.determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
-        fail(f"--nproc-per-node: {error}")
+        allowed = "; allowed: a number, auto, cpu, gpu" if "Unsupported" in str(error) else ""
+        fail(f"--nproc-per-node: {error}{allowed}")
     if not 1 <= ranks <= MOST_RANKS:
         fail(f"{ranks} ranks: give 1 to {MOST_RANKS} on one machine")
     options.nproc_per_node = str(ranks)

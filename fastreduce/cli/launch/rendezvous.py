@@ -42,6 +42,10 @@ def open_port(address: str, port: int) -> socket.socket:
         fail(f"cannot listen on {where}: {error.strerror or error}", code=1)
 
 
+def _is_loopback(at: str) -> bool:
+    return at.startswith(("127.", "localhost:", "::1:"))
+
+
 class LocalRendezvous(StaticTCPRendezvous):
     """One node alone: a store for its ranks on a socket that is bound already; after a restart, a store on a new port.
 
@@ -130,7 +134,8 @@ class StaticRendezvous(StaticTCPRendezvous):
             return
         others = "node 0" if self._here is None and self.rank else "the others"
         limit = self.timeout.total_seconds()
-        say(f"node {self.rank} of {self.world_size} waits for {others} at {self._at}, for up to {limit:g} s")
+        reached = ", which this host alone reaches (--master-addr HOST)" if _is_loopback(self._at) else ""
+        say(f"node {self.rank} of {self.world_size} waits for {others} at {self._at}{reached}, for up to {limit:g} s")
 
     def _meet(self) -> None:
         try:

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 EVERY = 50  # steps: an all-gather of some 0.2 ms then costs a step of 5 ms less than a thousandth
 BLOCK = 10  # steps, whose mean counts as one observation
 SHARE = 0.05  # of a step, by which a late rank is later
+LEAST_SECONDS = 0.001  # likewise: a step of two milliseconds has neighbours that take a tenth of it now and then
 ERRORS = 5.0  # standard errors, likewise
 TIMES, MOST = 3, 8  # comparisons: so many at least, and the last of them that count
 LOG_SECONDS = 60.0
@@ -208,7 +209,7 @@ class Stragglers:
                 between = statistics.stdev(leads[first:]) / math.sqrt(count)
                 error = max(math.hypot(*errors[first:]) / count, between)
                 begins = min(leads[first], leads[-1]) >= SHARE / 2 * seconds
-                if begins and mean >= max(SHARE * seconds, ERRORS * error):
+                if begins and mean >= max(SHARE * seconds, LEAST_SECONDS, ERRORS * error):
                     totals = [math.fsum(each) for each in zip(*by_part[first:], strict=True)]
                     part, since = parts[totals.index(max(totals))], max(0, self._compared[first][0] + 1 - EVERY)
                     return Straggler(self._here[place], part, mean, mean / seconds, since)

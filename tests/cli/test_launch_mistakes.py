@@ -1,0 +1,39 @@
+"""`fastreduce launch` and `run`, typed wrongly: the message says what may have been meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import FASTREDUCE, run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("launch --compression fp16 SCRIPT", "unrecognized arguments: --compression; --compression is an option of "
+         "fastreduce run"),
+        ("run --compresion fp16 SCRIPT", "unrecognized arguments: --compresion; did you mean --compression?"),
+        ("launch --nprocs 2 SCRIPT", "unrecognized arguments: --nprocs; did you mean --nproc-per-node?"),
+        ("launch --nproc-per-node two SCRIPT", "Unsupported nproc_per_node value: two; allowed: a number, auto, cpu"),
+        ("launch --nproc-per-node 2", "no script is given: it stands behind the options"),
+        ("run --compression auto SCRIPT", "or a policy, auto4 or 'key: setting; key: setting', did you mean 'auto4'?"),
+    ],
+)  # fmt: skip
+def test_what_may_have_been_meant(arguments: str, told: str, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it was started')\n")
+    ended = run(FASTREDUCE, *arguments.replace("SCRIPT", str(script)).split())
+    assert ended.returncode in (1, 2) and told in ended.stderr, ended.stderr
+    assert "it was started" not in ended.stderr
+
+
+def test_ranks_that_are_asked_for_behind_the_script_are_told_to_come_before_it(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    ended = run(FASTREDUCE, "run", script, "--nproc_per_node=2")
+    assert ended.stdout == "['--nproc_per_node=2']\n"
+    assert f"--nproc_per_node=2 stands behind {script}, which gets it" in ended.stderr
+    ended = run(FASTREDUCE, "run", "--nproc-per-node", "1", script, "--nproc_per_node=2")
+    assert "stands behind" not in ended.stderr

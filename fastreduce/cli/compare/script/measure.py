@@ -146,6 +146,8 @@ def _measure_quality(plan: Plan, findings: Findings, watch: _Watch, others: Firs
         findings.gradient_errors += quality.read_errors(training, lines)
         if not plan.length:
             watch.step(text)
+        if number == 1 and quality.are_alike(findings.outcomes):
+            watch.note(f"{quality.SAME_SEEDS}. A setting whose losses differ stays untested then; Ctrl-C ends it here.")
     if short := [len(each.losses) for each in findings.outcomes if len(each.losses) < plan.length]:
         steps = f"steps of {len(short)} of {len(planned)} trainings"
         findings.missing.append(f"{steps}: the script ends after {min(short)}, --train asks for {plan.length}")
@@ -232,6 +234,10 @@ class _Watch:
             self._bar.update(self._task, description=text)
         else:
             self._console.print(text)
+
+    def note(self, text: str) -> None:
+        """What is better known before the end."""
+        self._console.print(text, soft_wrap=True)
 
     def step(self, text: str, quarter: int | None = None) -> None:
         """One step of it is done."""

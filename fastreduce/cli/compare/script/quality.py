@@ -92,8 +92,8 @@ class Quality:
 
 
 def trainings(plan: Plan) -> list[Training]:
-    """Seed by seed, so that what is there can be paired whenever it ends."""
-    return [
+    """Seed by seed, so that what is there can be paired whenever it ends, but for the first two that tell of seeds."""
+    planned = [
         Training(
             what=f"the training under {setting} with seed {seed}",
             label=f"{fill('{setting}', plan, setting, seed)}-seed{seed}",
@@ -105,6 +105,13 @@ def trainings(plan: Plan) -> list[Training]:
         for seed in plan.seeds
         for setting in plan.settings
     ]
+    return sorted(planned, key=lambda each: each.setting != BASE or each.seed not in plan.seeds[:2])
+
+
+def are_alike(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the trainings under `none`, of several seeds, have the same losses."""
+    losses = [outcome.losses for outcome in outcomes if outcome.setting == BASE]
+    return len(losses) > 1 and all(each == losses[0] for each in losses)
 
 
 def _shadow(plan: Plan) -> dict[str, object]:
@@ -182,8 +189,7 @@ def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> list[Quality]:
     there = {setting for setting, _ in of}
     shown = [seed for seed in plan.seeds if all((setting, seed) in of for setting in there)] or plan.seeds
     based = [seed for seed in plan.seeds if (BASE, seed) in of]
-    finals = [of[BASE, seed].losses for seed in based]
-    fixed = len(finals) > 1 and all(losses == finals[0] for losses in finals)
+    fixed = are_alike([of[BASE, seed] for seed in based])
     return [_summarise(plan, setting, of, based, fixed, shown) for setting in plan.settings]
 
 

@@ -204,3 +204,30 @@ def test_what_a_join_has_counted_is_over_with_it(ranks2: RankPool, divides: bool
     first, last = ranks2.run(_joined_and_disabled, divides)
     assert first == [5.5] * 7
     assert last == [5.5, 5.5, 5.0 if divides else 10.0] + [5.5] * 5
+
+
+class _Branch(nn.Module):
+    """The second layer is used where one says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        return self.second(self.first(x)) if whole else self.first(x)
+
+
+def _used_by_who_joins(rank: int, world_size: int) -> list[float | None]:
+    ddp, found = wrap("ours", _Branch(), find_unused_parameters=True), []
+    with ddp.join():
+        for _ in range(2 if rank == 0 else 5):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 2), rank == 0).sum().backward()
+            grad = ddp.module.second.bias.grad
+            found.append(None if grad is None else grad[0].item())
+    return found
+
+
+def test_what_only_a_rank_that_has_joined_has_used_is_left_alone(ranks2: RankPool):
+    """torch has zeros there."""
+    assert ranks2.run(_used_by_who_joins) == [[0.5, 0.5], [0.5, 0.5, None, None, None]]

@@ -320,8 +320,8 @@ class ErrorFeedback:
 
     def _commit_in_graph(self) -> None:
         """`commit` where all averages were applied, as those of every replay are taken to be."""
-        applied, units = self._applied, self._kept.units
-        if applied is None or isinstance(units, Tensor) or not self._is_usual(applied, units):
+        applied, units = self._applied, self._units_if_usual()
+        if applied is None or units is None:
             raise ReducerError(
                 f"{self._bucket}: error feedback in a CUDA graph, captured behind a step of which it is not known that "
                 "its averages were applied as they were, and as those of the step before (clipped, changed, left out, "
@@ -331,27 +331,30 @@ class ErrorFeedback:
                 "graph"
             )
         with self.changing():
-            for i, (factor, expected) in enumerate(zip(applied.factors(math.nan), applied.expected, strict=True)):
-                self._mix(i, float(factor), float(expected), i in applied.relative())
+            self._kept.units = units
             self._last, self._applied = applied, None
             applied.end()
             turned, self._turned = self._turned, False
             if not turned:
                 self.turn.bitwise_xor_(1)
 
-    def _is_usual(self, applied: Applied, units: list[float]) -> bool:
-        """Whether of every slot R is what the next reduction starts from, and only the host has something to do."""
-        if self._scale != 1.0 or self._divided != 1.0 or self._kept.carried or applied.carried():
-            return False
-        stays = applied.relative()
-        told = zip(units, applied.factors(math.nan), applied.expected, strict=True)
-        return all(
-            isinstance(factor, float)
-            and isinstance(expected, float)
-            and math.isfinite(factor)
-            and _mix(unit, factor, expected, i in stays)[0] == GO_ON
-            for i, (unit, factor, expected) in enumerate(told)
-        )
+    def _units_if_usual(self) -> list[float] | None:
+        """The next units, where of every slot R is what the next reduction starts from, as the host knows; else None."""
+        applied, units = self._applied, self._kept.units
+        if applied is None or isinstance(units, Tensor) or self._kept.carried or applied.carried():
+            return None
+        if self._scale != 1.0 or self._divided != 1.0:
+            return None
+        stays, found = applied.relative(), []
+        for i, told in enumerate(zip(units, applied.factors(math.nan), applied.expected, strict=True)):
+            unit, factor, expected = told
+            if isinstance(factor, Tensor) or isinstance(expected, Tensor):
+                return None
+            mix, after = _mix(unit, factor, expected, i in stays)
+            if mix != GO_ON:
+                return None
+            found.append(after)
+        return found
 
     def _commit(self, final: bool) -> None:
         applied, self._applied = self._applied, None

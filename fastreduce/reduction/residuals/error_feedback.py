@@ -339,7 +339,7 @@ class ErrorFeedback:
                 self.turn.bitwise_xor_(1)
 
     def _units_if_usual(self) -> list[float] | None:
-        """The next units, where of every slot R is what the next reduction starts from, as the host knows; else None."""
+        """The next units, where of every slot R is what the next reduction starts from, as is known here; else None."""
         applied, units = self._applied, self._kept.units
         if applied is None or isinstance(units, Tensor) or self._kept.carried or applied.carried():
             return None

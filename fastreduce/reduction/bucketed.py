@@ -332,18 +332,23 @@ class BucketedGradients:
     def tell_joined(self, reducing: bool = False) -> None:
         """Where ranks have joined (`UnevenInputs`), let them hear from the others what became of the last averages.
 
-        Else their shards would be added to as if all had been applied in full. And let them keep statistics if the
-        others do, or the first clipping behind the join would sum otherwise here. Every rank calls it.
+        Else their shards would be added to as if all had been applied in full. Whoever has something left of an earlier
+        setting hears it from ranks that have nothing, which watch too, then. And let them keep statistics if the others
+        do, or the first clipping behind the join would sum otherwise here. Every rank calls it.
         """
         if not self.uneven.matter(self.transport.world_size, reducing):
             return
         kept, here = [pipeline.kept for pipeline in self.pipelines], self.uneven.here
         mine = [None if here or each is None else each.told() for each in kept]
-        exchanged = self.transport.exchange([self.keeps_statistics, mine])
-        said = checked(exchanged, lambda value: of_types(value, bool, list), "word of the last averages")
-        if any(keeps_statistics for keeps_statistics, _ in said):
+        exchanged = self.transport.exchange([self.keeps_statistics, [each is not None for each in kept], mine])
+        said = checked(exchanged, lambda value: of_types(value, bool, list, list), "word of the last averages")
+        if any(keeps_statistics for keeps_statistics, _, _ in said):
             self.keep_statistics()
-        told = checked((fates for _, fates in said), self._checked_fates, "word of the last averages")
+        count = len(self.pipelines)
+        held = checked((each for _, each, _ in said), lambda value: of_types(value, *[bool] * count), "what ranks keep")
+        for pipeline, by_rank in zip(self.pipelines, zip(*held, strict=True), strict=True):
+            pipeline.watches_for_others = reducing and self.uneven.joining and any(by_rank)
+        told = checked((fates for _, _, fates in said), self._checked_fates, "word of the last averages")
         for each, own, fates in zip(kept, mine, zip(*told, strict=True), strict=True):
             heard = next((known for known in fates if known is not None), None)
             if each is not None and own is None and heard is not None:

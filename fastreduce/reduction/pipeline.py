@@ -66,6 +66,8 @@ class BucketPipeline:
         remainder: what an earlier setting with error feedback has left, until it has been applied; None mostly.
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
         verdicts: the bytes that say so, of this bucket and the others of its device.
+        watches_for_others: whether a rank without inputs has a remainder, and this one tells it what averages become,
+            whether it has any itself or not.
         alone: whether there is nothing to average and nothing to move: one rank has its average.
         statistics: what `decompress` finds in each tile; None before `keep_statistics`.
         whole: whether reductions are over whole wires also where the transport can do without, for measurements.
@@ -100,6 +102,7 @@ class BucketPipeline:
         self.alone = ranks == 1 and self.wires.in_place
         self.remainder: ErrorFeedback | None = None
         self._behind = 0  # reductions with it
+        self.watches_for_others = False
         self._noted: Tensor | None = None
         # Kernels write it. At averages that stay in the wire nobody looks.
         if verdicts is None:
@@ -126,12 +129,15 @@ class BucketPipeline:
     def put(self, i: int, parts: SlotResiduals) -> None:
         """Go on with what was kept of a slot elsewhere; without error feedback it is added to the next gradients."""
         if self.kept is None and parts.holds_any:
-            share = Share(slice(0, self.bucket.total), slice(0, 0), self.transport.world_size)
-            self.remainder = ErrorFeedback(self.bucket, share, self.compression.alignment)
+            self._make_remainder()
         if self.kept is not None:
             self.kept.put(i, parts)
         if parts.factor is not None:
             self.wires.go_on(i, parts.factor)
+
+    def _make_remainder(self) -> None:
+        share = Share(slice(0, self.bucket.total), slice(0, 0), self.transport.world_size)
+        self.remainder = ErrorFeedback(self.bucket, share, self.compression.alignment)
 
     def follow(
         self,
@@ -142,8 +148,10 @@ class BucketPipeline:
         watched: bool = True,
     ) -> None:
         """The averages are stored: see what becomes of them, as far as anything is kept (arguments: `Applied`)."""
+        if self.watches_for_others and self.kept is None:
+            self._make_remainder()
         if self.remainder is not None:
-            if self._asks_whether_empty() and self.remainder.is_empty:
+            if not self.watches_for_others and self._asks_whether_empty() and self.remainder.is_empty:
                 self.remainder = self._noted = None
             elif stored:
                 self._noted = norms_of(stored) / scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 import fastreduce
+from tests.support import tolerances
 from tests.support.models import assert_same_bits, wrap
 from tests.support.ranks import RankPool, run_ranks
 
@@ -231,3 +233,52 @@ def _used_by_who_joins(rank: int, world_size: int) -> list[float | None]:
 def test_what_only_a_rank_that_has_joined_has_used_is_left_alone(ranks2: RankPool):
     """torch has zeros there."""
     assert ranks2.run(_used_by_who_joins) == [[0.5, 0.5], [0.5, 0.5, None, None, None]]
+
+
+def _left_over_in_a_join(rank: int, world_size: int, setting: str, divides: bool, skips: bool) -> tuple[Tensor, Tensor]:
+    """The sum of what was applied and that of exact averages, behind a switch that leaves something to ranks that join.
+
+    Rank 1 alone goes on, and has nothing left: in two levels what is left is with the first ranks of nodes, and here
+    its gradients were zeros.
+    """
+    ddp, steps = wrap("ours", Given(), compression=setting), 0
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    exact = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+
+    def step(there: Collection[int], count: int, skips: bool = False) -> None:
+        nonlocal steps
+        steps += 1
+        grads = {r: [g * float(r != 1 or steps > 2) for g in _gradients(r, steps, Loop())] for r in there}
+        optimizer.zero_grad()
+        ddp(grads[rank]).backward()
+        if not skips:
+            optimizer.step()
+            for total, *each in zip(exact, *grads.values(), strict=True):
+                total += torch.stack(each).double().sum(0) / count
+
+    everybody = range(world_size)
+    step(everybody, world_size)
+    step(everybody, world_size)
+    ddp.set_compression("none")
+    with ddp.join(divide_by_initial_world_size=divides):
+        if rank == 1:
+            step([1], world_size if divides else 1, skips)
+    for _ in range(20):
+        optimizer.zero_grad()
+        ddp([torch.zeros(size) for size in SIZES]).backward()
+        optimizer.step()
+    return torch.cat([-p.detach() for p in ddp.module.values]), torch.cat(exact)
+
+
+@pytest.mark.parametrize(("divides", "skips"), [(False, False), (True, True)], ids=["over those left", "skipped"])
+@pytest.mark.parametrize("setting", ["topk:ratio=0.1,min_numel=1", "int4:block=32,error_feedback"])
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+def test_what_a_switch_has_left_to_ranks_that_join_is_not_lost(
+    ranks3: RankPool, ranks21: RankPool, hosts: str, setting: str, divides: bool, skips: bool
+):
+    """They hear what becomes of it from a rank that has nothing left itself."""
+    pool = ranks21 if hosts == "aab" else ranks3
+    found = pool.run(_left_over_in_a_join, setting, divides, skips)
+    applied, exact = found[1]
+    bound = tolerances.IN_CHANGING_LISTS
+    assert float((applied.double() - exact).abs().max()) <= bound

@@ -238,6 +238,16 @@ def test_nothing_is_lost_over_random_histories(nodes: RankPool):
     search()
 
 
+@pytest.mark.parametrize("setting", ["none:accumulate=fp32", "int4:block=32,error_feedback"])
+@pytest.mark.parametrize("early", [(0,), (1,), (2,)], ids=["rank 0 early", "rank 1 early", "rank 2 early"])
+def test_a_rank_of_a_node_that_has_zeroed_averages_in_place_goes_on_as_the_others(
+    nodes: RankPool, setting: str, early: tuple[int, ...]
+):
+    """The others of its node have theirs in `.grad` still, and throw them away behind the switch."""
+    history = [Step(ends="skip"), Step(zero_late=True, early=early, to_none=False, switch=setting)]
+    check_law(Setup(), nodes.run(train, Setup(), history))
+
+
 @pytest.mark.long
 def test_nothing_is_lost_by_switching(nodes: RankPool):
     """Settings, warm-ups and sizes of buckets in mid-run, flat ones too."""

@@ -208,7 +208,8 @@ def all_reduce_gradients(
         MismatchError: on every rank, if lists that are new on all ranks differ in shapes, dtypes or settings; on the
             others, if one raises the above in the first call.
         TransportError: if a rank does not come, or comes with another list where that of this rank is not new: after
-            it no call over this group works any more.
+            it no call over this group works any more. Over gloo, as between hosts, lists that differ in bytes and are
+            new on no rank end the process: gloo aborts it.
         NotInitializedError: if torch.distributed is not initialised and no transport is given.
     """
     found, error = list[Any](), None

@@ -340,14 +340,17 @@ class BucketedGradients:
             return
         kept, here = [pipeline.kept for pipeline in self.pipelines], self.uneven.here
         mine = [None if here or each is None else each.told() for each in kept]
-        exchanged = self.transport.exchange([self.keeps_statistics, [each is not None for each in kept], mine])
+        awaited = [here and each is not None for each in kept]
+        exchanged = self.transport.exchange([self.keeps_statistics, awaited, mine])
         said = checked(exchanged, lambda value: of_types(value, bool, list, list), "word of the last averages")
         if any(keeps_statistics for keeps_statistics, _, _ in said):
             self.keep_statistics()
         count = len(self.pipelines)
-        held = checked((each for _, each, _ in said), lambda value: of_types(value, *[bool] * count), "what ranks keep")
-        for pipeline, by_rank in zip(self.pipelines, zip(*held, strict=True), strict=True):
-            pipeline.watches_for_others = reducing and self.uneven.joining and any(by_rank)
+        by_rank = checked(
+            (each for _, each, _ in said), lambda value: of_types(value, *[bool] * count), "what is awaited"
+        )
+        for pipeline, of_ranks in zip(self.pipelines, zip(*by_rank, strict=True), strict=True):
+            pipeline.watches_for_others = reducing and any(of_ranks)
         told = checked((fates for _, _, fates in said), self._checked_fates, "word of the last averages")
         for each, own, fates in zip(kept, mine, zip(*told, strict=True), strict=True):
             heard = next((known for known in fates if known is not None), None)

@@ -135,9 +135,10 @@ class BucketPipeline:
         if parts.factor is not None:
             self.wires.go_on(i, parts.factor)
 
-    def _make_remainder(self) -> None:
+    def _make_remainder(self) -> ErrorFeedback:
         share = Share(slice(0, self.bucket.total), slice(0, 0), self.transport.world_size)
         self.remainder = ErrorFeedback(self.bucket, share, self.compression.alignment)
+        return self.remainder
 
     def follow(
         self,
@@ -149,7 +150,8 @@ class BucketPipeline:
     ) -> None:
         """The averages are stored: see what becomes of them, as far as anything is kept (arguments: `Applied`)."""
         if self.watches_for_others and self.kept is None:
-            self._make_remainder()
+            made = self._make_remainder()
+            made.finite = made.finite if self.finite is None else self.finite
         if self.remainder is not None:
             if not self.watches_for_others and self._asks_whether_empty() and self.remainder.is_empty:
                 self.remainder = self._noted = None

@@ -190,14 +190,16 @@ def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
 def _explain(parser: ArgumentParser, refuse: Callable[[str], NoReturn], message: str) -> NoReturn:
     """Refuse arguments, with what may have been meant."""
     _, found, rest = message.partition("unrecognized arguments: ")
-    known = [name for name in parser._option_string_actions if name.startswith("--")]
     if found:
         word = rest.split()[0].partition("=")[0]
+        known = [name for name in parser._option_string_actions if name.startswith("--") and "_" not in name]
+        alike = [name for name in known if name[:6] == word[:6]]
+        close = difflib.get_close_matches(word, alike or known, 1, cutoff=0.0 if alike else 0.6)
         if word in OF_RUN:
             message += f"; {word} is an option of fastreduce run"
-        elif close := [name for name in known if name[:6] == word[:6]] or difflib.get_close_matches(word, known, 1):
+        elif close:
             message += f"; did you mean {close[0]}?"
-    elif message.endswith("required: training_script, training_script_args"):
+    elif "required: training_script" in message:
         message = "no script is given: it stands behind the options"
     refuse(message)
 
@@ -207,12 +209,13 @@ def parse(parser: ArgumentParser, arguments: list[str]) -> Namespace:
     end = _options_end(parser, arguments)
     if not any(word == "--script" or word.startswith("--script=") for word in arguments[:end]):
         script = arguments[end:]
-        if script[:1] == ["--"]:
+        apart = script[:1] == ["--"]
+        if apart:
             del script[0]
         options = parser.parse_args([*arguments[:end], *script[:1]])
         options.training_script_args = script[1:]
-        ranks = [word for word in script[1:] if re.match("--(nproc[-_]per[-_]node|gpus)(=|$)", word)]
-        if ranks and options.nproc_per_node is None and options.gpus is None:
+        ranks = [word for word in script[1:] if re.match("--nproc[-_]per[-_]node(=|$)", word)]
+        if ranks and not apart and options.nproc_per_node is None and options.gpus is None:
             say(f"{ranks[0]} stands behind {script[0]}, which gets it; options of {parser.prog} come before it")
         return options
     parser.allow_abbrev = False

@@ -17,9 +17,9 @@ from .torchs_launcher import Ranks, fate_of, say, traceback_of
 class EachForItself(Ranks):
     """Ranks of an elastic training: when one fails, the others go on, and it starts again.
 
-    So often as `restarts` says, for all of this machine together; one that has started again stays away when it fails
-    and the others have ended well. Those that have failed for good are left out; the job has succeeded where one rank
-    on this machine has.
+    So often as `restarts` says, for all of this machine together; on one machine, one that has started again stays away
+    when it fails and those that have not have ended well. Those that have failed for good are left out; the job has
+    succeeded where one rank on this machine has.
     """
 
     restarts: ClassVar[int] = 0
@@ -60,7 +60,8 @@ class EachForItself(Ranks):
         env = self.envs[local_rank]
         failure = ProcessFailure(local_rank, pid, code, env["TORCHELASTIC_ERROR_FILE"])
         # Once started again it found them gone, or else: whatever it does, they are not there to take it in.
-        over = self._times[local_rank] > 0 and self._succeeded and self._running_local_ranks == {local_rank}
+        all_again = all(self._times[each] > 0 for each in self._running_local_ranks)
+        over = bool(self._succeeded) and all_again and self.nodes is None
         again = self._left > 0 and not over
         if again:
             outcome = f"the others go on, and it starts again, {self._left - 1} restart(s) left"

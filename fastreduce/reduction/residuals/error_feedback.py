@@ -220,7 +220,7 @@ class ErrorFeedback:
             left = set(range(len(parameters))) - self._idle
             self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, self._idle, counted)
             # What this rank has thrown away before is not there, though the others of its node may have theirs still.
-            grads = {i: parameters[i].grad for i in self._idle if watched}
+            grads = {i: parameters[i].grad for i in self._idle if watched and counted}
             self.throw_away([i for i, grad in grads.items() if grad is None or not bool(grad.any())])
 
     def _unmeasured(self) -> Tensor:

@@ -140,9 +140,7 @@ def test_seeds_that_change_nothing_are_no_seeds():
     assert verdict.word == "is undecided" and "all seeds gave none the same loss" in verdict.sentence
 
 
-def test_whether_seeds_change_anything_is_known_behind_two_trainings():
-    planned = [(each.setting, each.seed) for each in quality.trainings(replace(PLAN, seeds=[0, 1, 2]))]
-    assert planned == [("none", 0), ("none", 1), ("int8", 0), ("int8", 1), ("none", 2), ("int8", 2)]
+def test_whether_seeds_change_anything_is_known_behind_the_second_training_under_none():
     assert quality.are_alike(_outcomes({"none": [1.0] * 2}))
     assert not quality.are_alike(_outcomes({"none": [1.0]}))
     assert not quality.are_alike(_outcomes({"none": [1.0, 1.1], "int8": [1.0] * 2}))

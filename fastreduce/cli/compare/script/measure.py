@@ -132,6 +132,7 @@ def _measure_apart(plan: Plan, findings: Findings, watch: _Watch, others: FirstN
 def _measure_quality(plan: Plan, findings: Findings, watch: _Watch, others: FirstNode | None) -> None:
     planned = quality.trainings(plan)
     watch.begin("quality", len(planned) * max(plan.length, 1))
+    alike = False
     for number, training in enumerate(planned):
         text = f"quality: {training.setting}, seed {training.seed} ({number + 1} of {len(planned)})"
         watch.say(text)
@@ -146,7 +147,7 @@ def _measure_quality(plan: Plan, findings: Findings, watch: _Watch, others: Firs
         findings.gradient_errors += quality.read_errors(training, lines)
         if not plan.length:
             watch.step(text)
-        if number == 1 and quality.are_alike(findings.outcomes):
+        if not alike and (alike := quality.are_alike(findings.outcomes)):
             watch.note(f"{quality.SAME_SEEDS}. A setting whose losses differ stays untested then; Ctrl-C ends it here.")
     if short := [len(each.losses) for each in findings.outcomes if len(each.losses) < plan.length]:
         steps = f"steps of {len(short)} of {len(planned)} trainings"

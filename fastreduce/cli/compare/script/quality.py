@@ -92,8 +92,8 @@ class Quality:
 
 
 def trainings(plan: Plan) -> list[Training]:
-    """Seed by seed, so that what is there can be paired whenever it ends, but for the first two that tell of seeds."""
-    planned = [
+    """Seed by seed, so that what is there can be paired whenever it ends."""
+    return [
         Training(
             what=f"the training under {setting} with seed {seed}",
             label=f"{fill('{setting}', plan, setting, seed)}-seed{seed}",
@@ -105,7 +105,6 @@ def trainings(plan: Plan) -> list[Training]:
         for seed in plan.seeds
         for setting in plan.settings
     ]
-    return sorted(planned, key=lambda each: each.setting != BASE or each.seed not in plan.seeds[:2])
 
 
 def are_alike(outcomes: Sequence[Outcome]) -> bool:

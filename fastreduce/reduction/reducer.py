@@ -447,7 +447,11 @@ class GradientReducer:
         self.backward.arm()
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Hook a forward's outputs, so that the end of the outermost backward through them is known."""
+        """Hook a forward's outputs, so that the end of the outermost backward through them is known.
+
+        Also of a forward that is not armed: what its backward adds to averages that are in `.grad` still could be taken
+        for a multiple of them.
+        """
         self.backward.watch(outputs)
 
     def drop_broken_backward(self) -> None:

@@ -147,7 +147,7 @@ def _train(
                 reducer.switch_if_due()
                 reducer.rebuild_buckets()
                 reducer.arm()
-                reducer.watch([loss])
+            reducer.watch([loss])  # of local ones, too: what a backward adds to averages is no multiple of them
             loss.backward()
         found.append([None if p.grad is None else p.grad.clone() for p in parameters])
         finite = all(p.grad is None or bool(p.grad.isfinite().all()) for p in parameters)

@@ -109,7 +109,8 @@ def _forgotten_launcher() -> str:
     return ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches it, as far as its name tells."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # another name
@@ -148,7 +149,7 @@ def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.
     host, port = url.hostname, url.port
     assert host is not None and port is not None
     serves = rank == 0 and not held_by_agent()
-    listening = _listen(host, port) if serves and _is_loopback(host) else None
+    listening = _listen(host, port) if serves and is_loopback(host) else None
 
     def connect() -> dist.Store:
         return dist.TCPStore(

@@ -42,8 +42,6 @@ print("trained", float(ddp.module.weight.grad[0, 0]))
 """
 LOAD_GPU_KERNELS = """
 import os
-import pty
-import select
 from fastreduce.ops import backends
 from fastreduce.transports.nccl.library import _find_nccl
 for name in ("numba_cuda", "triton"):

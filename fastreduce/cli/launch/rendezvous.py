@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 
+from ...distributed.rendezvous import is_loopback
 from ...transports.deadlines import in_background
 from .elastic_nodes import is_here
 from .nodes import PREFIX, one_line
@@ -40,10 +41,6 @@ def open_port(address: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             fail(f"{where} is in use; without --master-port a free one is taken on one node", code=1)
         fail(f"cannot listen on {where}: {error.strerror or error}", code=1)
-
-
-def _is_loopback(at: str) -> bool:
-    return at.startswith(("127.", "localhost:", "::1:"))
 
 
 class LocalRendezvous(StaticTCPRendezvous):
@@ -134,7 +131,7 @@ class StaticRendezvous(StaticTCPRendezvous):
             return
         others = "node 0" if self._here is None and self.rank else "the others"
         limit = self.timeout.total_seconds()
-        reached = ", which this host alone reaches (--master-addr HOST)" if _is_loopback(self._at) else ""
+        reached = ", which this host alone reaches (--master-addr HOST)" if is_loopback(self.master_addr) else ""
         say(f"node {self.rank} of {self.world_size} waits for {others} at {self._at}{reached}, for up to {limit:g} s")
 
     def _meet(self) -> None:

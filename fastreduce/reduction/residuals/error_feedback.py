@@ -44,12 +44,7 @@ class ErrorFeedback:
     most, or 2^-9 of itself. That is lost, and small beside what would be lost without error feedback.
 
     Args:
-        bucket: whose gradients.
-        share: which elements are kept.
-        block: elements of a block.
-        rows: where the bucket is one row of so many alike, one for each rank, whose sums nobody compresses: there is
-            no second stage.
-        dtype: what residuals are kept in (`Rows`); uint8 for 8 bits.
+        bucket, share, block, rows, dtype: as of `BucketResiduals`.
 
     Attributes:
         residuals: `[2, elements of share.first]`, of this rank's gradients, or in two levels of its node's; with `rows`

@@ -35,8 +35,10 @@ class Compression:
     flat: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.warm_up, int) or self.warm_up < 0:
+        if not _is_whole(self.warm_up, 0):
             raise SettingError(f"warm_up={brief(self.warm_up)} in {self.name!r}; allowed: whole numbers of steps")
+        if not isinstance(self.flat, bool):
+            raise SettingError(f"flat={brief(self.flat)} in {self.name!r}; allowed: True, False")
 
     @property
     def two_shot(self) -> bool:
@@ -151,6 +153,10 @@ def _options(kind: type[Compression] | Compression) -> list[Field[Any]]:
     return sorted(fields(kind), key=lambda option: (bool(option.kw_only), option.name in of_all))
 
 
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _from_environment() -> Compression:
     try:
         return Compression.parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
@@ -224,7 +230,7 @@ class _Rounded(Compression):
         super().__post_init__()
         if self.rounding not in ("nearest", "stochastic"):
             raise SettingError(f"rounding={brief(self.rounding)} in {self.name!r}; allowed: nearest, stochastic")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        if not (_is_whole(self.seed, 0) and self.seed < 2**32):
             raise SettingError(f"seed={brief(self.seed)} in {self.name!r}; allowed: whole numbers below 2^32")
         if self.seed and self.rounding == "nearest":
             raise SettingError(f"seed={self.seed} in {self.name!r} says nothing without rounding=stochastic")
@@ -310,7 +316,7 @@ class _Quantized(_Rounded):
                 f"error_feedback={brief(self.error_feedback)} in {self.name!r}; allowed: True, False, "
                 + ", ".join(map(repr, RESIDUAL_DTYPES))
             )
-        if not (isinstance(self.block, int) and least <= self.block <= 4096 and self.block % least == 0):
+        if not (_is_whole(self.block, least) and self.block <= 4096 and self.block % least == 0):
             raise SettingError(
                 f"block={brief(self.block)} in {self.name!r}; allowed: multiples of {least} from {least} to 4096"
             )
@@ -405,7 +411,7 @@ class PowerSGD(OfWholeParameters):
     def __post_init__(self) -> None:
         super().__post_init__()
         for option, value in (("rank", self.rank), ("min_compression_rate", self.min_compression_rate)):
-            if not isinstance(value, int) or value < 1:
+            if not _is_whole(value, 1):
                 raise SettingError(f"{option}={brief(value)} in {self.name!r}; allowed: whole numbers from 1 on")
 
     def compresses(self, rows: int, columns: int) -> bool:
@@ -434,7 +440,7 @@ class TopK(OfWholeParameters):
                 f"ratio={brief(self.ratio)} in {self.name!r}; allowed: numbers above 0 and below 0.5, from which on a "
                 "gradient is smaller without places"
             )
-        if not isinstance(self.min_numel, int) or self.min_numel < 1:
+        if not _is_whole(self.min_numel, 1):
             raise SettingError(f"min_numel={brief(self.min_numel)} in {self.name!r}; allowed: whole numbers from 1 on")
 
     def count(self, numel: int) -> int:

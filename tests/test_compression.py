@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -201,6 +202,22 @@ def test_top_k_takes_what_was_written_of_a_gradient_or_all_of_it():
 @pytest.mark.parametrize("make", [lambda: INT8(block=100), lambda: INT8(block=64.0), lambda: INT8(block=True)])  # type: ignore[arg-type]
 def test_dataclasses_refuse_what_specs_refuse(make: Any):
     with pytest.raises(SettingError, match="multiples of 16"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: INT8(warm_up=True), "warm_up=True in 'int8'"),
+        (lambda: BF16(rounding="stochastic", seed=True), "seed=True in 'bf16'"),
+        (lambda: PowerSGD(rank=True), "rank=True in 'powersgd'"),
+        (lambda: TopK(min_numel=True), "min_numel=True in 'topk'"),
+        (lambda: INT8(flat="no"), "flat='no' in 'int8'; allowed: True, False"),  # type: ignore[arg-type]
+        (lambda: NoCompression(flat=1), "flat=1 in 'none'; allowed: True, False"),  # type: ignore[arg-type]
+    ],
+)
+def test_dataclasses_refuse_values_whose_text_would_not_be_read_back(make: Any, named: str):
+    with pytest.raises(SettingError, match=re.escape(named)):
         make()
 
 

@@ -178,7 +178,8 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
                 raise SettingError(f"{name}={part!r} cannot load a state; what else was saved is returned")
 
     _drop_broken_backwards(parts)
-    _on_all(f"reading {path}", check_given)  # not every rank need have been given the same
+    with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
+        _on_all(f"reading {path}", check_given)  # not every rank need have been given the same
     path = Path(path)
     snapshot = snapshot_file.parse(_broadcast_file(path), path)
     ours: State = snapshot.pop(OURS, {"tag": None, "ranks": []})

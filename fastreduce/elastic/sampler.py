@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -38,12 +39,13 @@ class BatchSampler:
     def __init__(
         self, data: int | Sized, batch_size: int, *, shuffle: bool = True, seed: int = 0, ahead: int = 0
     ) -> None:
-        self.n = data if isinstance(data, int) else len(data)
-        for name, value, least in (("data", self.n, 1), ("batch_size", batch_size, 1), ("ahead", ahead, 0)):
+        n = data if isinstance(data, (int, np.integer)) else len(data)
+        for name, value, least in (("data", n, 1), ("batch_size", batch_size, 1), ("ahead", ahead, 0)):
             if not isinstance(value, (int, np.integer)) or value < least:
                 raise SettingError(f"{name}={value!r}: allowed: whole numbers from {least} on")
-        self.batch_size, self.shuffle, self.seed, self.ahead = batch_size, shuffle, seed, ahead
-        self._deal = Deal(batch_size, ahead + 1)
+        self.n, self.batch_size, self.ahead = int(n), int(batch_size), int(ahead)  # NumPy's are in no state
+        self.shuffle, self.seed = bool(shuffle), operator.index(seed)
+        self._deal = Deal(self.batch_size, self.ahead + 1)
         self._member: int | None = None
         self._counted = 0
         self._orders: dict[int, np.ndarray[Any, np.dtype[np.int64]]] = {}

@@ -105,7 +105,7 @@ class CudaClock:
     def between(self, start: int, end: int) -> float:
         """Seconds on the device in the last pass that was timed; waits until it has come to `end`."""
         self._asked = True
-        if not (self._passed[start] and self._passed[end]):
+        if not (self._passed[start] and self._passed[end]) or torch.cuda.is_current_stream_capturing():
             return 0.0
         self._events[end].synchronize()
         milliseconds: float = self._events[start].elapsed_time(self._events[end])

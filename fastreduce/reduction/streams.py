@@ -334,7 +334,7 @@ class CudaStream:
         ready = current.record_event()
         if self._thread is not None:
             return _OnStream(self, self._thread.submit(lambda: self._begin(begin, ready)))
-        self._ahead = True  # of what fails, too, a part may be on the stream
+        self._ahead = True  # as in `_begin`
         self._stream.wait_event(ready)
         if torch.cuda.current_device() != self._device.index:
             with torch.cuda.stream(self._stream):
@@ -357,9 +357,8 @@ class CudaStream:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
                 rest = begin()
-        except BaseException:
-            self._ahead = True
-            raise
+        finally:
+            self._ahead = True  # of what fails, or is never gone on with, too, a part may be on the stream
 
         def finish_on_stream() -> None:
             try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastreduce import DistributedDataParallel, NotInitializedError, SettingError, ShardSampler, elastic
+from fastreduce.checkpoint import snapshot_file
 from fastreduce.elastic import membership
 from fastreduce.elastic.dealing import Deal
 from fastreduce.elastic.generations import Generation, Note, Stage
@@ -224,6 +228,19 @@ def test_torchs_loader_fetches_ahead_in_workers():
         if sampler.epoch == 2:
             break
     assert sorted(taken[:12]) == sorted(taken[12:]) == list(range(12))
+
+
+def test_numpys_numbers_are_taken_and_the_state_is_plain():
+    numbers: Any = {"shuffle": np.bool_(True), "seed": np.int64(3), "ahead": np.int8(1)}
+    sampler = elastic.BatchSampler(np.int64(10), np.int64(2), **numbers)  # type: ignore[arg-type]
+    plain = elastic.BatchSampler(10, 2, seed=3, ahead=1)
+    for each in (sampler, plain):
+        each.share([4])
+    assert sampler.state_dict() == plain.state_dict() and repr(sampler) == repr(plain)
+    kept = io.BytesIO()
+    torch.save(sampler.state_dict(), kept)
+    kept.seek(0)
+    snapshot_file.check_plain(kept)  # else nobody could be sent it, and come in
 
 
 def test_what_deals_wrongly_is_refused():

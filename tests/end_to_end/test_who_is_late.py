@@ -115,20 +115,21 @@ def test_so_does_the_error_of_a_collective_of_torchs(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_those_who_wait_for_a_rank_that_saves_are_told_at_once(tmp_path: Path):
+@pytest.mark.parametrize(("what", "call"), [("saved", "save_checkpoint"), ("loaded", "load_checkpoint")])
+def test_those_who_wait_for_a_rank_that_saves_or_loads_are_told_at_once(tmp_path: Path, what: str, call: str):
     """One rank has caught what its loader raised, and saves: it waits for the others there, and they for it."""
     with ExitStack() as stack:
-        groups = {name: _start(tmp_path / name, stack, "saved", name, 300.0) for name in ("gloo", "shm")}
+        groups = {name: _start(tmp_path / name, stack, what, name, 300.0) for name in ("gloo", "shm")}
         for name, ranks in groups.items():
             code, ended = ranks[0].poll(LIMIT), time.time()
             text, other = ((tmp_path / name / f"{rank}.out").read_text() for rank in range(2))
             assert code == 1, f"{name}: {text}{other}"
-            # How the one that saves ends is not asked: it fails in the user's own group, whose threads torch leaves
+            # How the one that calls ends is not asked: it fails in the user's own group, whose threads torch leaves
             # behind, and once in a while that process is ended by a signal, or stays after its traceback.
-            saves = re.search(r"saves at (.*)", other)
-            assert saves is not None and ended - float(saves[1]) < 40, text  # after 60 s the one that saves gives up
+            calls = re.search(r"calls at (.*)", other)
+            assert calls is not None and ended - float(calls[1]) < 40, text  # after 60 s the one that calls gives up
             assert re.search(
                 rf"over {name} failed(.*\n)+.*Rank 1, \d+\.\d s ago, was between .*, in step 20\. "
-                r"It was in fastreduce\.save_checkpoint \(line \d+ of .*/late_jobs\.py, in main\), while this",
+                rf"It was in fastreduce\.{call} \(line \d+ of .*/late_jobs\.py, in main\), while this",
                 text.replace("[rank0]: ", ""),
             ), text

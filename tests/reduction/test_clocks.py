@@ -85,6 +85,20 @@ def test_a_reading_in_the_middle_counts_from_the_next_pass(monkeypatch: pytest.M
     assert clock.between(0, 1) == 1.0
 
 
+def test_nobody_waits_for_a_span_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    clock = CudaClock(2, DEVICE)
+    clock.between(0, 1)
+    clock.mark(0)
+    clock.mark(1)
+    assert clock.between(0, 1) == 1.0
+    capturing = True
+    assert clock.between(0, 1) == 0.0
+
+
 def test_times_on_the_hosts_clock_are_read_on_the_clocks_device_and_not_while_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -270,6 +270,24 @@ def test_what_fails_behind_its_collectives_has_begun_and_the_callers_stream_wait
     assert cuda.compute.seen[ours] == ours.done == 1
 
 
+def test_what_a_first_part_has_enqueued_is_waited_for_whoever_goes_on(cuda: FakeCuda):
+    """Where another bucket has failed, nobody may: streams are joined as they are."""
+    stream, go_on = CudaStream(DEVICE, ThreadStream()), threading.Event()
+
+    def begin():
+        cuda.current.work()
+        return lambda: go_on.wait(60) and None
+
+    pending = stream.submit(begin)
+    pending.begun()
+    stream.join()
+    ours: Any = stream._stream
+    assert cuda.compute.seen.get(ours) == ours.done == 1
+    go_on.set()
+    pending.result()
+    stream.close()
+
+
 class LateStream(CudaStream):
     """Does the host's part at once, and knows whether a caller's stream has been made to wait."""
 

@@ -1,10 +1,10 @@
 """What ranks do in test_who_is_late.py: `python -m tests.support.late_jobs WHAT SECONDS` with torch's variables.
 
 Rank 1 trains until step 20, or raises soon, before the first one. By WHAT it then loads data for ever, stops or kills
-itself, raises or comes to its end, raises and saves, hangs in its own hook in backward, calls another collective, or
-reduces another module than the others; or it leaves out a reduction, or the backward of one, or runs it in no_sync
-alone, and when it has run all steps the others lack one. The others may wait for it in a collective of torch's: for
-buffers, or in a snapshot.
+itself, raises or comes to its end, raises and saves or loads, hangs in its own hook in backward, calls another
+collective, or reduces another module than the others; or it leaves out a reduction, or the backward of one, or runs it
+in no_sync alone, and when it has run all steps the others lack one. The others may wait for it in a collective of
+torch's: for buffers, or in a snapshot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_batch(what: str) -> Tensor:
         time.sleep(1000)
     if what in SIGNALS:
         os.kill(os.getpid(), SIGNALS[what])
-    if what in ("raised", "soon", "saved"):
+    if what in ("raised", "soon", "saved", "loaded"):
         raise ValueError("no such file")
     if what == "exited":
         sys.exit(0)
@@ -51,7 +51,7 @@ def evaluate() -> None:
 def main() -> None:
     what, seconds = sys.argv[1:]
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    from fastreduce import DistributedDataParallel, save_checkpoint
+    from fastreduce import DistributedDataParallel, load_checkpoint, save_checkpoint
 
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     if what == "buffers":
@@ -69,9 +69,10 @@ def main() -> None:
         try:
             batch = load_batch(what if late else "")
         except ValueError:
-            if what == "saved":
-                print(f"saves at {time.time()}", flush=True)
-                save_checkpoint(os.environ["SNAPSHOT"], model=ddp, optimizer=optimizer)
+            if what in ("saved", "loaded"):
+                print(f"calls at {time.time()}", flush=True)
+                call = save_checkpoint if what == "saved" else load_checkpoint
+                call(os.environ["SNAPSHOT"], model=ddp, optimizer=optimizer)
             raise
         if what == "snapshot" and step == LATE:
             save_checkpoint(os.environ["SNAPSHOT"], model=ddp, optimizer=optimizer)

@@ -7,9 +7,13 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from fastreduce.transports.mpi import communicator
 from tests.support.commands import ROOT, run
 from tests.support.mpirun import HAS_MPI4PY, MPIRUN, SECONDS, environment, mpirun, needs_mpirun
 
@@ -164,18 +168,32 @@ assert not dist.is_initialized()
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=0, world_size=1)
 assert dist.is_initialized()
 """
+BUILT_HERE = """
+import sys
+import types
+
+class Broken:
+    def find_spec(self, name, path, target=None):
+        if name == "mpi4py.MPI":
+            raise ImportError("libmpi.so.40: cannot open shared object file")
+
+sys.meta_path.insert(0, Broken())
+sys.modules["mpi4py"] = types.ModuleType("mpi4py")
+sys.modules["mpi4py"].__path__ = []
+"""
 PROBLEMS = {  # what goes before the script, and a part of what the error says
     "no mpi4py": ("import sys; sys.modules['mpi4py'] = None\n", "pip install mpi4py"),
     "no libmpi": ("import os; os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'\n", "apt-get install openmpi-bin"),
+    "no libmpi that it was built with": (BUILT_HERE, "apt-get install openmpi-bin"),
     "no threads": ("import mpi4py; mpi4py.rc.thread_level = 'single'\n", "THREAD_SERIALIZED or THREAD_MULTIPLE"),
 }
 
 
 @pytest.mark.parametrize(
-    "problem", ["no libmpi", *(pytest.param(each, marks=pytest.mark.long) for each in ("no mpi4py", "no threads"))]
+    "problem", ["no libmpi", *(pytest.param(each, marks=pytest.mark.long) for each in PROBLEMS if each != "no libmpi")]
 )
 def test_where_mpi_cannot_be_used_the_error_says_what_helps_and_gloo_works_afterwards(tmp_path: Path, problem: str):
-    if problem != "no mpi4py" and (not HAS_MPI4PY or MPIRUN is None):
+    if problem in ("no libmpi", "no threads") and (not HAS_MPI4PY or MPIRUN is None):
         pytest.skip("no mpirun, or no mpi4py")
     before, help_ = PROBLEMS[problem]
     launcher = [str(MPIRUN), "-n", "1"] if problem == "no threads" else []
@@ -184,3 +202,42 @@ def test_where_mpi_cannot_be_used_the_error_says_what_helps_and_gloo_works_after
     assert done.returncode == 0, done.stderr
     assert help_ in done.stdout
     assert ("MPI library not available" in done.stdout) == (problem != "no threads")
+
+
+# On GPUs
+
+
+@pytest.mark.skipif(not HAS_MPI4PY, reason="no mpi4py")
+def test_a_tensor_that_is_padded_is_written_before_mpi_reads_it(monkeypatch: pytest.MonkeyPatch):
+    """MPI knows no streams: what a kernel of ours is still to write, it would send as it is."""
+    written: list[Tensor] = []
+    given: list[Tensor] = []
+
+    def ready(tensor: Tensor) -> Tensor:
+        written.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(communicator, "ready", ready)
+
+    class Request:
+        def Test(self) -> bool:
+            return True
+
+    class Second:
+        def Iallgather(self, *_: object) -> Request:
+            return Request()
+
+    class First(Second):
+        def Ialltoall(self, send: Tensor, into: Tensor) -> Request:
+            given.append(send)
+            assert any(send.data_ptr() == each.data_ptr() for each in written)
+            into.copy_(send)
+            return Request()
+
+    connection: Any = object.__new__(communicator.MpiConnection)
+    vars(connection).update(rank=0, size=2, failed=False, _me="rank 0", _started=0, _told_to_wait=False, _seconds=60.0)
+    vars(connection).update(_under_way={}, _spare={}, _first=First(), _second=Second(), _shards=lambda wire: wire)
+    tensor, called = torch.tensor([1.0, 2.0, 3.0]), []
+    connection.all_reduce(tensor, lambda: called.append(1)).wait()
+    assert given[0].numel() == 4 and called == [1]
+    assert tensor.tolist() == [4.0, 2.0, 3.0], "the sum of both shards, in the place of this rank's"

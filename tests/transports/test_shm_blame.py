@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from fastreduce.transports import ShmTransport
 from fastreduce.transports.shm.connection import ENDED, GAVE_UP, ShmConnection
 from fastreduce.transports.shm.segments import BEAT, FAILED
+from tests.support.ranks import message, run_ranks
 
 
 class Owned:
@@ -43,3 +49,29 @@ def test_who_gave_up_and_ended_is_not_blamed_for_who_was_missing(first: Owned, s
     here.rank, here.size, here._names, here._gone = 0, 3, range(3), None
     here._segments = [Owned(), first, second]
     assert here._who(0.2) == named
+
+
+def _ended_here(rank: int, world_size: int) -> tuple[str, int]:
+    """A wait on a thread, whose connection this process ends; how often it asked who is missing."""
+    transport = ShmTransport(dist.group.WORLD)  # type: ignore[arg-type]
+    transport.exchange(rank)
+    ours, told, asked = transport._lease.connection, list[str](), list[float]()
+
+    def ask(patience: float) -> list[int]:
+        asked.append(patience)
+        return []
+
+    if rank == 0:
+        ours._who = ask  # type: ignore[method-assign]
+        waiter = threading.Thread(target=lambda: told.append(message(transport.all_reduce(torch.ones(4)).wait)))
+        waiter.start()
+        time.sleep(0.3)
+        ours.abort()
+        waiter.join(60)
+    dist.barrier()
+    return "".join(told), len(asked)
+
+
+def test_who_waits_where_its_own_process_ends_the_connection_asks_nobody():
+    (text, asked), _ = run_ranks(_ended_here, 2)
+    assert text == "TransportError: rank 0 of 2: all_reduce over shm failed. It was ended here." and asked == 0

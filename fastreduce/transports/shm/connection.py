@@ -327,6 +327,8 @@ class ShmConnection:
             self._under_way.popleft()
             return True
         if status == ring.FAILED_RANK:
+            if self.failed:  # the rank is this one, and whoever ended it has said why
+                raise self._error(work.operation)
             raise self._fail(work.operation, self._who(1.0))
         if status == ring.OTHER_CALL:
             raise self._fail(
@@ -344,7 +346,8 @@ class ShmConnection:
     def _fail(self, operation: str, missing: Sequence[int], why: str = "", how: int = GAVE_UP) -> TransportError:
         """Nothing goes on, here and on the peers; returns the error, by default that ranks are missing."""
         if not self.failed:
-            self.failed, self._why, self._missing = True, why or no_word_from(missing), tuple(missing)
+            self._why, self._missing = why or no_word_from(missing), tuple(missing)
+            self.failed = True  # last: another thread that sees it tells why
             if how != ENDED:
                 failed_here.set()
             if self._segments and self._owner.is_here:

@@ -23,6 +23,7 @@ from .numba_cuda_tiles import (
     LANES,
     TAGS,
     THREADS,
+    TILE,
     add,
     decode_fp16,
     fetch_byte,
@@ -43,12 +44,12 @@ from .numba_cuda_tiles import (
     size_of,
     store,
     store_byte,
+    tag_of,
     where_finite,
 )
 from .slots import FP16_BLOCK, FP16_BLOCK_BYTES, SlotTable, exponent_rule, spare, tile_elements
 
 BLOCK, PAYLOAD = FP16_BLOCK, 2 * FP16_BLOCK
-TILE = LANES * THREADS
 ROWS = TILE // BLOCK
 
 
@@ -172,7 +173,7 @@ def flatten_fp16(
         wire.data_ptr(),
         table.tiles.data_ptr(),
         table.addresses("flatten_fp16", tensors).data_ptr(),
-        TAGS[tensors[0].dtype] if tensors else FP32,
+        tag_of(tensors),
         slots.total // BLOCK // shards,
         wire.numel() // shards,
         *_rule(summed),
@@ -205,7 +206,7 @@ def unflatten_fp16(
         wire.data_ptr(),
         table.tiles.data_ptr(),
         table.addresses("unflatten_fp16", tensors).data_ptr(),
-        TAGS[tensors[0].dtype] if tensors else FP32,
+        tag_of(tensors),
         slots.total // BLOCK // shards,
         wire.numel() // shards,
         in_compute_type(scale, *(tensor.dtype for tensor in tensors[:1])),

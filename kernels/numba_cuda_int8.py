@@ -7,7 +7,6 @@ magnitude in shared memory: an atomic maximum of integers is the same in any ord
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +19,15 @@ from .numba_cuda_residuals import KEPT, load_residuals, rows_of, store_residuals
 from .numba_cuda_statistics import SUMMING, dequantize_and_sum
 from .numba_cuda_tiles import (
     CODES,
-    FP32,
     INFINITY_BITS,
     INT8,
     LANES,
+    MINUS_ONE,
     NAN,
+    ROUNDER,
     TAGS,
     THREADS,
+    TILE,
     add,
     at_most,
     bits_of,
@@ -49,15 +50,13 @@ from .numba_cuda_tiles import (
     size_of,
     store,
     store_block,
+    tag_of,
     take_turn,
     where_finite,
 )
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, spare, tile_elements
 
-TILE = LANES * THREADS  # the largest block of the format on a GPU
-
-MINUS_ONE, LARGEST_INT4 = np.float32(-1), np.float32(7)
-ROUNDER, MINUS_ROUNDER = np.float32(1.5 * 2**23), np.float32(-1.5 * 2**23)  # a sum with it has no bits behind the point
+LARGEST_INT4, MINUS_ROUNDER = np.float32(7), np.float32(-1.5 * 2**23)
 
 
 @function
@@ -193,10 +192,6 @@ def _reduce(
         store_residuals(new_residual, at, index, elements, lost, largest, column, kept)
 
 
-def _tag(tensors: Sequence[Tensor]) -> Any:
-    return TAGS[tensors[0].dtype] if tensors else FP32
-
-
 def _row_bytes(residuals: Tensor | None) -> int:
     return 0 if residuals is None else residuals.shape[1] * residuals.element_size()
 
@@ -228,7 +223,7 @@ def quantize(
         _row_bytes(residuals),
         table.tiles.data_ptr(),
         table.addresses("quantize", tensors).data_ptr(),
-        _tag(tensors),
+        tag_of(tensors),
         slots.total // block // shards,
         block,
         wire.numel() // shards,
@@ -260,7 +255,7 @@ def dequantize(
         wire.data_ptr(),
         table.tiles.data_ptr(),
         table.addresses("dequantize", tensors).data_ptr(),
-        _tag(tensors),
+        tag_of(tensors),
         slots.total // block // shards,
         block,
         wire.numel() // shards,

@@ -14,6 +14,7 @@ from .numba_cuda_tiles import (
     LANES,
     LARGEST_INT8,
     MINUS_ONE,
+    ROUNDER,
     ZERO,
     add,
     at_most,
@@ -33,7 +34,7 @@ from .torch_residuals import ROOM
 # Tags of rows: 8 bits are known by INT8's, that of their codes.
 KEPT: dict[torch.dtype, Any] = {torch.float32: FP32, torch.bfloat16: np.uint16(0), torch.uint8: INT8}
 NAN_BITS = np.int32(0x7FC00000)
-ROUNDER, FIXED = np.float32(1.5 * 2**23), np.float32(2**15)  # a sum with it has no bits behind the point
+FIXED = np.float32(2**15)
 
 
 @function

@@ -7,7 +7,6 @@ elements of slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -17,15 +16,15 @@ from .device_tables import address, device_keys, device_table
 from .numba_cuda_tiles import (
     BF16,
     CODES,
-    FP32,
     INFINITY_BITS,
     INT8,
     LANES,
     MINUS_ONE,
     NAN,
     ONE,
-    TAGS,
+    ROUNDER,
     THREADS,
+    TILE,
     TINY,
     UPPER_HALF,
     ZERO,
@@ -58,6 +57,7 @@ from .numba_cuda_tiles import (
     size_of,
     store,
     store_block,
+    tag_of,
     to_bits,
     where_finite,
     whole_by_chance,
@@ -66,12 +66,11 @@ from .reference_stochastic import LARGEST_INT4_SCALE, MASK, MULTIPLIERS, RECIPRO
 from .slots import DRAWN, BlockFormat, Draws, SlotTable, spare, tile_elements
 
 CAST_TILE = tile_elements()
-TILE = LANES * THREADS  # the largest block of a format on a GPU
 
 M0, M1 = np.uint64(MULTIPLIERS[0]), np.uint64(MULTIPLIERS[1])
 W0, W1 = np.uint64(WEYL[0]), np.uint64(WEYL[1])
 LOWER, HALF = np.uint64(MASK), np.uint64(32)
-FIXED, ROUNDER = np.float32(2.0**15), np.float32(1.5 * 2**23)  # a sum with it has no bits behind the point
+FIXED = np.float32(2.0**15)
 SEVEN, SEVENTH, LARGEST_SCALE = np.float32(7), np.float32(RECIPROCAL_7), np.float32(LARGEST_INT4_SCALE)
 LOWER_HALF = np.int32(0xFFFF)
 
@@ -242,10 +241,6 @@ def _reduce_quantized(
         _encode(values, largest[row], shard, blocks, block, index, column, drawn, key, who, fetch(step, 0), seed, code)
 
 
-def _tag(tensors: Sequence[Tensor]) -> Any:
-    return TAGS[tensors[0].dtype] if tensors else FP32
-
-
 def _drawing(slots: SlotTable, draws: Draws, wire: Tensor) -> tuple[int, int, int, int]:
     return device_keys(slots, wire.device).data_ptr(), draws.who, draws.step.data_ptr(), draws.seed
 
@@ -262,7 +257,7 @@ def flatten(
         wire.data_ptr(),
         table.tiles.data_ptr(),
         table.addresses("flatten", tensors).data_ptr(),
-        _tag(tensors),
+        tag_of(tensors),
         in_compute_type(scale, *(tensor.dtype for tensor in tensors[:1])),
         address(finite),
         *_drawing(slots, draws, wire),
@@ -305,7 +300,7 @@ def quantize(
         wire.data_ptr(),
         table.tiles.data_ptr(),
         table.addresses("quantize", tensors).data_ptr(),
-        _tag(tensors),
+        tag_of(tensors),
         slots.total // block // shards,
         block,
         wire.numel() // shards,

@@ -6,12 +6,14 @@ Vectors of numbers are those of a GPU or, in Numba's simulator, their twins.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numba import cuda
+from torch import Tensor
 
 from .slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT
 
@@ -42,6 +44,7 @@ byte_of, is_fp8, e4m3_rounders = memory.byte_of, memory.is_fp8, vectors.e4m3_rou
 
 LANES = 16  # of a thread that works on a quantized wire
 THREADS = 32 if SIMULATED else 256  # of a block; a simulated one is a thread of Python
+TILE = LANES * THREADS  # the largest block of a format on a GPU
 
 INT4, E4M3, INT8 = np.uint32(0), np.uint8(0), np.int8(0)
 FP16, BF16, FP32 = np.int16(0), np.uint16(0), np.float32(0)
@@ -49,6 +52,7 @@ INFINITY_BITS = np.int32(0x7F800000)
 ZERO, ONE, MINUS_ONE, NAN = np.float32(0), np.float32(1), np.float32(-1), np.float32(np.nan)
 LARGEST_INT8, LARGEST_E4M3 = np.float32(127), np.float32(448)
 TINY, TINY_BITS = np.float32(2.0**-100), np.int32(27 << 23)
+ROUNDER = np.float32(1.5 * 2**23)  # a sum with it has no bits behind the point
 THREE, UPPER_HALF = np.int32(3 << 23), np.int32(-65536)  # a subtraction from the exponent; BF16's bits
 RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
 CODES = {INT8_FORMAT: INT8, INT4_FORMAT: INT4, FP8_FORMAT: E4M3}
@@ -59,6 +63,11 @@ TAGS: dict[torch.dtype, Any] = {
     torch.float16: np.int16(0),
     torch.bfloat16: np.uint16(0),
 }
+
+
+def tag_of(tensors: Sequence[Tensor]) -> Any:
+    """The tag of their dtype, which they share."""
+    return TAGS[tensors[0].dtype] if tensors else FP32
 
 
 @function

@@ -9,13 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import address, device_table
-from .slots import DRAWN, Draws, SlotTable, spare, tile_elements
-from .triton_stochastic import drawing, random_bits, to_bf16
+from .slots import Draws, SlotTable, spare, tile_elements
+from .triton_stochastic import PER_COUNTER, drawing, random_bits, to_bf16
 from .triton_tiles import (
     DTYPES,
     Launch,
     any_not_finite,
     convert,
+    double,
     double_bits,
     launch,
     load_tile,
@@ -27,12 +28,11 @@ from .triton_tiles import (
 )
 
 TILE = tile_elements()
-PER_COUNTER = tl.constexpr(DRAWN)
 
 
 @triton.jit
 def _scaled(values, scale_bits, compute: tl.constexpr):
-    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(compute)
+    scale = double(scale_bits).to(compute)
     return widen(values, compute) * scale
 
 
@@ -168,7 +168,7 @@ def _reduce(
         for _ in range(1, RANKS):
             received += numel
             small += widen(tl.load(received + lane, mask=mask), compute) * (1 / SPARE)
-        scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(compute)
+        scale = double(scale_bits).to(compute)
         values = tl.where(tl.abs(total) < float("inf"), values, small * (scale * SPARE))
     if keys is not None:
         element = tl.arange(0, TILE // PER_COUNTER) * PER_COUNTER

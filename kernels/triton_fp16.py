@@ -15,6 +15,7 @@ from .triton_tiles import (
     Launch,
     any_not_finite,
     convert,
+    double,
     double_bits,
     launch,
     load_tile,
@@ -71,11 +72,6 @@ def _encode(
         lane = tl.arange(0, 64)
         padding = last[:, None] & (tl.cast(blocks, tl.int64) * BLOCK_BYTES + lane < shard_size)
         tl.store(to_exponent[:, None] + 1 + lane, tl.zeros_like(padding).to(tl.uint8), mask=padding)
-
-
-@triton.jit
-def _double(bits):
-    return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["blocks", "low", "high", "ordinary", "lift"], do_not_specialize_on_alignment=["finite"])
@@ -144,7 +140,7 @@ def _unflatten(
     block = (place // BLOCK).to(tl.int32) + row
     rank = block // blocks
     shard = wire + rank.to(tl.int64) * shard_size
-    scale = _double(scale_bits).to(tl.float64 if dtype == tl.float64 else tl.float32)
+    scale = double(scale_bits).to(tl.float64 if dtype == tl.float64 else tl.float32)
     index, inside = block - rank * blocks, row * BLOCK < count
     if statistics is not None:
         decoded = _decode(shard, index, blocks, inside, scale, BLOCK)
@@ -220,7 +216,7 @@ def _reduce(
     for _ in range(1, RANKS):
         other += shard_size
         total += _decode(other, index, blocks, inside, one, BLOCK)
-    scale = _double(scale_bits).to(tl.float32)
+    scale = double(scale_bits).to(tl.float32)
     values = total * scale
     if any_not_finite(total):
         small = _decode(received, index, blocks, inside, one, BLOCK) * (1 / SPARE)

@@ -11,14 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .device_tables import address, device_table
-from .slots import DRAWN, INT8_FORMAT, BlockFormat, Draws, SlotTable, spare, tile_elements
+from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, spare, tile_elements
 from .triton_residuals import load_residuals, rows_of, store_residuals
-from .triton_stochastic import drawing, int4_scales, random_bits, to_e4m3, to_whole
+from .triton_stochastic import PER_COUNTER, drawing, int4_scales, random_bits, to_e4m3, to_whole
 from .triton_tiles import (
     DTYPES,
     Launch,
     any_not_finite,
     convert,
+    double,
     double_bits,
     launch,
     load_tile,
@@ -30,7 +31,6 @@ from .triton_tiles import (
 
 TINY = tl.constexpr(2.0**-100)
 RECIPROCAL_127, RECIPROCAL_448 = tl.constexpr(1 / 127), tl.constexpr(1 / 448)
-PER_COUNTER = tl.constexpr(DRAWN)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: a sum with it has no bits behind the point
 
 
@@ -321,7 +321,7 @@ def _reduce(
         other += shard_size
         total += _decode(other, index, blocks, inside, FORM, BLOCK, WIDTH)
 
-    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
+    scale = double(scale_bits).to(tl.float32)
     values = total * scale
     if any_not_finite(total):
         small = _decode(received, index, blocks, inside, FORM, BLOCK, WIDTH) * (1 / SPARE)

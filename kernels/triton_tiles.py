@@ -63,6 +63,12 @@ def double_bits(value: float) -> int:
 
 
 @triton.jit
+def double(bits):
+    """The FP64 number of `double_bits`."""
+    return tl.cast(bits, tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
 def load_tile(tiles, addresses, dtype: tl.constexpr):
     """This program's tile: its address, its place in the flat, its elements without and with the padding."""
     tiles += 5 * tl.program_id(0).to(tl.int64)

@@ -75,16 +75,16 @@ class Followed:
             had[k] = 0
         return torch.cat([torch.cat([fates.nan_to_num(), torch.ones_like(has_any)[None]]) * has_any, had[None]])
 
-    def agree(self, seen: Tensor) -> None:
-        """Go by the mean over the ranks that have seen anything; `seen` is the sum of what they have.
+    def agree(self, seen: Tensor, transport: Transport) -> None:
+        """Go by the mean over the ranks of `transport` that have seen anything; `seen` is the sum of what they have.
 
         Raises:
             ReducerError: if a parameter was used on other ranks only.
         """
         counts = seen[2]
         for k in self._absent:
-            if self.transport is not None and seen[3, k] > 0:
-                raise used_elsewhere(self._members[k][1].name, self.transport, "rank")
+            if seen[3, k] > 0:
+                raise used_elsewhere(self._members[k][1].name, transport, "rank")
         self.feedback.put_fates(torch.where(counts > 0, seen[:2] / counts, torch.nan))
 
 
@@ -128,7 +128,7 @@ class Follower:
             transport.all_reduce(told).wait()
             sums = told[:-1].split([seen.numel() for _, seen in known])
             for (each, seen), sum_ in zip(known, sums, strict=True):
-                each.agree(sum_.view_as(seen))
+                each.agree(sum_.view_as(seen), transport)
                 each.feedback.finite = told[-1] == 0
 
     def begin(self, followed: Sequence[Followed], present: Sequence[int]) -> None:

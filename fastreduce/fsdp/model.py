@@ -291,8 +291,8 @@ def _describe(parameter: Tensor) -> str:
 
 
 def _close(transports: list[Transport]) -> None:
-    while transports:
-        transports.pop().close()
+    for transport in reversed(transports):
+        transport.close()
 
 
 _alive: weakref.WeakSet[ShardedModel] = weakref.WeakSet()

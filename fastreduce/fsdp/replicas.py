@@ -137,10 +137,10 @@ class ReplicaAverage:
 
     def _look_for_partial(self) -> None:
         """Whether a backward has left out what has been added up: the parameter has no `.grad` that it could go to."""
-        for i in self._partial:
-            self._partial = {}
+        if self._partial:
+            first, self._partial = next(iter(self._partial)), {}
             raise ReducerError(
-                f"fastreduce.fsdp: parameter {self._group.members[i].name!r} has been used while "
+                f"fastreduce.fsdp: parameter {self._group.members[first].name!r} has been used while "
                 "set_requires_all_reduce(False) held, and not in the backward that averages over replicas, where FSDP "
                 "reduces nothing of it. Call set_reduce_scatter_unused_params(True) on the model"
             )

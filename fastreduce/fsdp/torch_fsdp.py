@@ -260,13 +260,12 @@ class Group:
         self._inner._all_reduce_hook = hook
         self._watch()
         reset = getattr(self._inner, "_reset_iter_state", None)  # newer than what else we touch
-
-        def reset_and_forget() -> None:
-            assert reset is not None
-            reset()
-            forget()
-
         if reset is not None:
+
+            def reset_and_forget() -> None:
+                reset()
+                forget()
+
             self._inner._reset_iter_state = reset_and_forget
 
     def when_gathered_first(self, call: Callable[[], None]) -> None:

@@ -46,7 +46,6 @@ _TOUCHED: dict[str, dict[str, tuple[str, ...]]] = {
             "gradient_divide_factor",
             "lazy_init",
             "mesh_info",
-            "modules",
             "post_forward_mesh_info",
             "post_backward",
             "reduce_grads",

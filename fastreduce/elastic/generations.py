@@ -146,13 +146,15 @@ class Meetings:
                     )
             else:
                 came = self._presence.knocked()
-                here = [number for number in came if number not in self._presence.gone(came)]
-                if len(came) >= least:
+                gone = self._presence.gone(came)
+                here = [number for number in came if number not in gone]
+                if len(here) >= least:
                     self._propose(Generation(1, self._in_order(here), {}, (), digest))
                 elif time.monotonic() - start > seconds:
+                    ended = f"; {len(gone)} more came and ended" if gone else ""
                     raise TransportError(
-                        f"{len(came)} of {least} processes came to the store within {seconds:g} s (WORLD_SIZE, or "
-                        "least= of fastreduce.elastic.join)"
+                        f"{len(here)} of {least} processes came to the store within {seconds:g} s (WORLD_SIZE, or "
+                        f"least= of fastreduce.elastic.join){ended}"
                     )
             time.sleep(10 * PAUSE_SECONDS)
 

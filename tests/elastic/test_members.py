@@ -91,6 +91,15 @@ def test_who_could_not_join_does_not_train_alone(monkeypatch: pytest.MonkeyPatch
     elastic.join(ddp, store=dist.HashStore(), least=1, timeout=5).leave()
 
 
+def test_who_has_ended_before_anybody_began_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    """One that was lost and started again would be two, and might train alone."""
+    monkeypatch.setattr(elastic, "START_SECONDS", 0.5)
+    store = dist.HashStore()
+    for told in (r"1 of 2 .*join\)$", r"1 of 2 .*; 1 more came and ended", r"1 of 2 .*; 2 more came"):
+        with pytest.raises(TransportError, match=told):
+            elastic.join(_wrapped(), store=store, least=2, timeout=5)
+
+
 def test_who_waits_to_join_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(elastic, "START_SECONDS", 2.0)
     ddp, told = _wrapped(), list[str]()

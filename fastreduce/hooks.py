@@ -6,6 +6,7 @@ ddp.register_comm_hook(state, compress)
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,7 @@ class CompressState:
         # Torch hands over zeros for parameters that no rank used, and drops their averages.
         self._reached = Reached(self._look)
         self._averaged: list[_Averaged] = []
+        self._used: dict[str, float] = {}  # of parameters whose buckets are gone, whether any rank used them last
         if self.compression.error_feedback:
             self._reached.watch(self._names)
 
@@ -111,8 +113,7 @@ class CompressState:
         if known is not None and [slot.name for slot in known.bucket.slots] == names:
             return known
         if known is not None:  # with those behind it; those before it have stayed, and are under way
-            changed = [index for index in self._pipelines if index >= bucket.index()]
-            self._kept = saved_residuals.collect([self._pipelines.pop(index) for index in changed])
+            self._kept = saved_residuals.collect(self._give_up(bucket.index()))
         buffer = bucket.buffer()
         specs = [
             ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device, matrix_rows(grad))
@@ -131,8 +132,17 @@ class CompressState:
         made = BucketPipeline(plan.buckets[0], self.compression, transport, step=self._steps[buffer.device])
         if self._kept:
             saved_residuals.restore(self._kept, [made])
+        made.used_by_any.copy_(torch.tensor([self._used.get(name, 0.0) for name in names], device="cpu"))
         self._pipelines[bucket.index()] = made
         return made
+
+    def _give_up(self, first: int) -> list[BucketPipeline]:
+        """Take out the pipelines of bucket `first` and those behind it."""
+        given_up = [self._pipelines.pop(index) for index in list(self._pipelines) if index >= first]
+        for each in given_up:
+            names = [slot.name for slot in each.bucket.slots]
+            self._used.update(zip(names, each.used_by_any.tolist(), strict=True))
+        return given_up
 
     def _connect(self, device: torch.device) -> Transport:
         if self._transport is None:
@@ -180,16 +190,21 @@ class CompressState:
         """The first part of the job, and what gives the average when all have been done."""
         pipeline, gradients = self.pipeline(bucket), bucket.gradients()
         buffer: Tensor = bucket.buffer()
-        unused = self._reached.take(bucket.parameters()) if self.compression.error_feedback else []
-        joined = False
+        unused, ends_joined = list[int](), False
         if self.compression.error_feedback:
+            joined = torch._C._current_graph_task_id() == -1  # there is no backward: the others apply the averages
+            unused = self._reached.take(bucket.parameters())
+            if joined:  # it brings what any rank used before, as in torch's own map, by which averages are stored
+                unused = (pipeline.used_by_any == 0).nonzero().flatten().tolist()
             if bucket.index() == 0:  # what there is is of a backward that raised
                 self._averaged.clear()
             self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
-            joined = bucket.is_last() and not self._call_after_backward()
+            ends_joined = bucket.is_last() and joined
+            if bucket.is_last() and not joined:
+                self._call_after_backward()
 
         def averaged() -> Tensor:
-            if joined:
+            if ends_joined:
                 self._follow(watched=False)
             return buffer
 
@@ -212,18 +227,11 @@ class CompressState:
             if pipeline.feedback is not None:
                 pipeline.feedback.look()
 
-    def _call_after_backward(self) -> bool:
-        """Follow what becomes of the averages once torch has stored them: behind the callback that it queues next.
-
-        Returns False where there is no backward: this rank has joined, and the others apply the averages.
-        """
+    def _call_after_backward(self) -> None:
+        """Follow what becomes of the averages once torch has stored them: behind the callback that it queues next."""
         engine: Any = torch.autograd.Variable._execution_engine
         stored = weakly(self._follow)
-        try:
-            engine.queue_callback(lambda: engine.queue_callback(stored))
-        except RuntimeError:
-            return False
-        return True
+        engine.queue_callback(lambda: engine.queue_callback(stored))
 
     def _follow(self, watched: bool = True) -> None:
         averaged, self._averaged = self._averaged, []
@@ -245,7 +253,8 @@ class CompressState:
             **saved,
             "step": self._step,
             "residuals": {name: parts.residual for name, parts in self._kept.items()} | saved["residuals"],
-            "units": {name: parts.unit for name, parts in self._kept.items()} | saved["units"],
+            "units": {name: parts.unit for name, parts in self._kept.items() if not math.isnan(parts.unit)}
+            | saved["units"],
             "factors": {n: parts.factor for n, parts in self._kept.items() if parts.factor is not None}
             | saved["factors"],
         }
@@ -265,7 +274,8 @@ class CompressState:
             )
         chosen = saved_residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
         self._kept = saved_residuals.kept_in(chosen)
-        saved_residuals.restore(self._kept, list(self._pipelines.values()))
+        self._give_up(0)  # nothing of what was kept until now stays
+        self._averaged.clear()
         self._step = chosen.get("step", -1)
         for step in self._steps.values():
             step.fill_(self._step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel, SettingError
 from fastreduce.hooks import CompressState, compress
+from tests.support import tolerances
 
 
 def _model() -> nn.Module:
@@ -147,3 +149,78 @@ def test_arguments_that_are_none_are_named(ranks2, case: str):
 def _named(rank: int, world_size: int, case: str) -> None:
     with pytest.raises(SettingError, match=f"(?s)CompressState.*{WRONG[case][1]}"):
         WRONG[case][0]()
+
+
+LOSSY = ["int8:error_feedback", "int4:error_feedback", "topk:ratio=0.1,min_numel=1", "powersgd:rank=1"]
+
+
+def _rolled_back(rank: int, world_size: int, spec: str) -> None:
+    """What is kept is what was loaded: nothing of what was kept until then."""
+    model = _model()
+    state = CompressState(spec, named_parameters=model.named_parameters())
+    ddp = TorchDDP(model, bucket_cap_mb=0.005)
+    ddp.register_comm_hook(state, compress)
+    first = state.state_dict()
+    _steps(ddp, rank, 0, 3)
+    saved = state.state_dict()
+    for behind in (0, 2):
+        _steps(ddp, rank, 3, 3 + behind)
+        state.load_state_dict(saved)
+        for kind in ("residuals", "units", "factors"):
+            torch.testing.assert_close(state.state_dict()[kind], saved[kind], rtol=0, atol=0)
+    _steps(ddp, rank, 3, 5)
+    state.load_state_dict(first)
+    assert not state.state_dict()["residuals"] and not state.state_dict()["factors"]
+
+
+@pytest.mark.parametrize("spec", LOSSY)
+def test_a_state_that_is_loaded_takes_the_place_of_what_was_kept(ranks2, spec: str):
+    ranks2.run(_rolled_back, spec)
+
+
+class _Branch(nn.Module):
+    """Its gradients are what one says; of the second parameter only where `both`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(20, 15)) for _ in range(2))
+
+    def forward(self, gradient: torch.Tensor, both: bool) -> torch.Tensor:
+        return (self.first * gradient).sum() + ((self.second * gradient).sum() if both else 0)
+
+
+def _joined(rank: int, world_size: int, spec: str, views: bool, own_steps: int) -> float:
+    """Rank 0 alone uses the second parameter, and joins behind its steps; how far that is from the exact sum."""
+    model = _Branch()
+    with warnings.catch_warnings():  # torch's, of parameters that are used
+        warnings.simplefilter("ignore")
+        ddp = TorchDDP(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+    ddp.register_comm_hook(CompressState(spec, named_parameters=model.named_parameters()), compress)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def gradient(rank: int, step: int) -> torch.Tensor:
+        return torch.randn(20, 15, generator=torch.Generator().manual_seed(100 * rank + step))
+
+    exact = sum(gradient(0, step).double() for step in range(own_steps)) / world_size
+    with ddp.join():
+        for step in range(own_steps if rank == 0 else 60):
+            optimizer.zero_grad()
+            ddp(gradient(rank, step), rank == 0).backward()
+            optimizer.step()
+    return float((model.second.double() + exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["", "views"])
+@pytest.mark.parametrize("spec", LOSSY)
+def test_what_a_rank_that_joins_has_used_alone_is_applied_once(ranks2, spec: str, views: bool):
+    """Torch stores averages of it still, and with them what was kept, which is owed no longer then."""
+    for own_steps in (1, 2):  # torch lays buckets out anew behind the first one, on a rank that has joined, too
+        for far in ranks2.run(_joined, spec, views, own_steps):
+            assert far < tolerances.APPLIED
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", LOSSY)
+def test_what_a_rank_of_three_that_joins_has_used_alone_is_applied_once(ranks3, spec: str):
+    for far in ranks3.run(_joined, spec, False, 2):
+        assert far < tolerances.APPLIED

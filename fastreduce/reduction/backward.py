@@ -497,7 +497,7 @@ class Backward:
 
     def _tell_joined(self) -> None:
         with self.telemetry.explaining():
-            self._buckets.tell_joined(reducing=True)
+            self._buckets.tell_joined(self._divisor())
 
     def _count(self) -> None:
         """One more reduction."""

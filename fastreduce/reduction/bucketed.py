@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .buckets import BucketPlan, group_by_size, shortest
 from .clocks import Seconds
 from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
+from .residuals.applied import Fate
 from .residuals.bucket_residuals import SlotResiduals
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
@@ -42,6 +43,19 @@ class BucketJob:
     def begin(self) -> Part:
         """Compress it, and start its first collective."""
         return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
+
+
+class _Word(NamedTuple):
+    """What a rank tells the others where some have joined (`BucketedGradients.tell_joined`).
+
+    `awaits` and `fates` are by bucket, and these by slot: None where the rank knows nothing.
+    """
+
+    keeps_statistics: bool
+    joined: bool
+    scale: float
+    awaits: list[bool]
+    fates: list[list[Fate] | None]
 
 
 class BucketedGradients:
@@ -95,6 +109,7 @@ class BucketedGradients:
         self.indices = [i for i in range(len(self.specs)) if i not in left_out]
         self.orders = [self.indices[::-1]]
         self.uneven = UnevenInputs()
+        self._scale = 1.0  # of the last reduction's averages, as ranks have joined
         self.pipelines: list[BucketPipeline] = []
         self.keeps_statistics = False
         self._warm: set[Compression] = set()
@@ -329,40 +344,50 @@ class BucketedGradients:
             if pipeline.kept is not None:
                 pipeline.kept.look(members.parameters, others_follow)
 
-    def tell_joined(self, reducing: bool = False) -> None:
+    def tell_joined(self, divisor: int | None = None) -> None:
         """Where ranks have joined (`UnevenInputs`), let them hear from the others what became of the last averages.
 
         Else their shards would be added to as if all had been applied in full. Whoever has something left of an earlier
-        setting hears it from ranks that have nothing, which watch too, then. And let them keep statistics if the others
-        do, or the first clipping behind the join would sum otherwise here. Every rank calls it.
+        setting hears it from ranks that have nothing, which watch too, then. Where only one that has joined since knows
+        it, the others hear it from that. And let them keep statistics if the others do, or the first clipping behind
+        the join would sum otherwise here. Every rank calls it.
+
+        Args:
+            divisor: a reduction follows, in the mean over so many ranks, as those know that have not joined.
         """
-        if not self.uneven.matter(self.transport.world_size, reducing):
+        ranks, reducing = self.transport.world_size, divisor is not None
+        if not self.uneven.matter(ranks, reducing):
             return
         kept, here = [pipeline.kept for pipeline in self.pipelines], self.uneven.here
-        mine = [None if here or each is None else each.told() for each in kept]
-        awaited = [here and each is not None for each in kept]
-        exchanged = self.transport.exchange([self.keeps_statistics, awaited, mine])
-        said = checked(exchanged, lambda value: of_types(value, bool, list, list), "word of the last averages")
-        if any(keeps_statistics for keeps_statistics, _, _ in said):
+        mine = [None if each is None else each.told(joined=here) for each in kept]
+        awaits, scale = [each is not None for each in kept], ranks / (divisor or ranks)
+        exchanged = self.transport.exchange([self.keeps_statistics, here, scale, awaits, mine])
+        told = checked(exchanged, self._checked_word, "word of the last averages")
+        if any(word.keeps_statistics for word in told):
             self.keep_statistics()
-        count = len(self.pipelines)
-        by_rank = checked(
-            (each for _, each, _ in said), lambda value: of_types(value, *[bool] * count), "what is awaited"
-        )
-        for pipeline, of_ranks in zip(self.pipelines, zip(*by_rank, strict=True), strict=True):
-            pipeline.watches_for_others = reducing and any(of_ranks)
-        told = checked((fates for _, _, fates in said), self._checked_fates, "word of the last averages")
-        for each, own, fates in zip(kept, mine, zip(*told, strict=True), strict=True):
-            heard = next((known for known in fates if known is not None), None)
-            if each is not None and own is None and heard is not None:
+        active = [word for word in told if not word.joined]
+        joined = [word for word in told if word.joined]
+        for i, pipeline in enumerate(self.pipelines):
+            pipeline.watches_for_others = reducing and any(word.awaits[i] for word in joined)
+        if not active:
+            return
+        for i, (each, own) in enumerate(zip(kept, mine, strict=True)):
+            heard = next((word.fates[i] for word in (*active, *joined) if word.fates[i] is not None), None)
+            if each is not None and (own is None or here) and heard is not None:
                 each.hear(heard)
+            if each is not None and reducing:
+                each.expect(len(active) / ranks, active[0].scale / self._scale)
+        if reducing:
+            self._scale = active[0].scale
 
-    def _checked_fates(self, value: Any) -> list[Any]:
+    def _checked_word(self, value: Any) -> _Word:
+        word = _Word(*of_types(value, bool, bool, float, list, list))
         counts = [len(bucket.slots) for bucket in self.plan.buckets]
-        for fates, count in zip(of_types(value, *[(list, NoneType)] * len(counts)), counts, strict=True):
+        of_types(word.awaits, *[bool] * len(counts))
+        for fates, count in zip(of_types(word.fates, *[(list, NoneType)] * len(counts)), counts, strict=True):
             for fate in of_types(fates, *[list] * count) if fates is not None else ():
                 of_types(fate, float, float, (float, NoneType), bool, bool, bool)
-        return list(value)
+        return word
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:

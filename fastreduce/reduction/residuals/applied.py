@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class Applied:
             `[2, slots]`; called while the next reduction has not begun.
         scale: what the average was multiplied by before it was stored.
         watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
-        older: positions of slots whose gradients an earlier reduction has left: no average of this one is theirs.
+        older: positions of slots whose gradients an earlier reduction has left, and what these are multiplied by in
+            place of `scale`: no average of this one is theirs.
         counted: whether gradients count their changes (`Tensor._version`). DTensors do not, so that each is measured.
     """
 
@@ -69,7 +70,7 @@ class Applied:
         magnitudes: Callable[[], Tensor],
         scale: float,
         watched: bool,
-        older: Collection[int],
+        older: Mapping[int, float],
         counted: bool,
     ) -> None:
         count = len(parameters)
@@ -90,9 +91,10 @@ class Applied:
         self._others = False  # whether others may have accumulated
         self._heard: list[bool] | None = None  # by slot, whether an optimizer tells of it where `hear` has told
         self._older: dict[int, Tensor] = {}  # what `magnitudes` would tell of them
-        for i in older:
+        for i, scale_of_older in older.items():
+            self.expected[i] = scale_of_older
             if (grad := grads[i]) is not None:
-                self._older[i] = norms_of([grad])[:, 0] / scale
+                self._older[i] = norms_of([grad])[:, 0] / scale_of_older
         listen(self)
 
     @property
@@ -290,12 +292,17 @@ class Applied:
         """Whether this rank's optimizer and gradients tell."""
         return self._watched
 
-    def told(self) -> list[Fate]:
-        """By slot, all that is known; waits for devices."""
+    def told(self, joined: bool) -> list[Fate]:
+        """By slot, all that is known; waits for devices.
+
+        `joined`: averages that are in this rank's `.grad` still come back in no sum, as if they were thrown away.
+        """
+        if joined:
+            self.look(others_follow=False)
         optimized = [self.is_optimized(i) for i in range(len(self._parameters))]
         said = [i in self._told for i in range(len(self._parameters))]
         expected, rest = ([float(factor) for factor in each] for each in (self.expected, self._rest))
-        carried = [None if factor is None else float(factor) for factor in self._carried]
+        carried = [None if factor is None else 0.0 if joined else float(factor) for factor in self._carried]
         return list(zip(expected, rest, carried, self._stepped, said, optimized, strict=True))
 
     def hear(self, fates: Sequence[Fate]) -> None:

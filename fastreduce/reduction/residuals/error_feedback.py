@@ -35,7 +35,7 @@ class ErrorFeedback:
     2. Nothing was (f = 0: the step was skipped, or no rank used the slot): Q.
     3. In general, ((u − f)·Q + f·R) / u', with the unit u' of the next step.
     4. Averages that are still in `.grad`, and will be averaged again: R, but Q is kept for the time when their fate
-       is known.
+       is known. As they come back f times as large (clipped, or brought by some of the ranks alone): Q + f·(R − Q).
 
     Since an average is the exact one + Q − R, in ranks' mean, the sum of what was applied then differs from the exact
     sum by u·Q, whatever f was: no history of clipping, skipped steps and loss scales adds up.
@@ -73,6 +73,8 @@ class ErrorFeedback:
         self._scale = 1.0  # what residuals are to be multiplied by once it is known what was applied
         self._divided = 1.0  # and that beside it, by which averages are not
         self._average_scale: float | None = None  # as `set_average_scale` was told last
+        self._brought = self._growth = 1.0  # as `expect` was told of the next reduction
+        self._brought_last = 1.0  # and of the last one
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
         self._idle: set[int] = set()  # carried slots that the last reduction left alone
 
@@ -131,6 +133,17 @@ class ErrorFeedback:
             if self._applied is None:
                 self.commit()
         self._average_scale = scale
+
+    def expect(self, brought: float, growth: float = 1.0) -> None:
+        """Before a reduction to which not all ranks bring gradients, or that does not divide their sum.
+
+        Args:
+            brought: how many bring some, over what the sum is divided by: so much of averages that are in `.grad`
+                still comes back.
+            growth: what its averages are multiplied by behind it, over that of the last reduction. Units grow with it,
+                and what is kept becomes as much smaller, since it is owed the same.
+        """
+        self._brought, self._growth = brought, growth
 
     # By slot, for other buckets, shards or ranks
 
@@ -203,7 +216,8 @@ class ErrorFeedback:
     ) -> None:
         """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
         self._idle, self.stored = self._kept.carried.intersection(left), True
-        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, self._idle, counted)
+        older = dict.fromkeys(self._idle, 1.0 / self._brought_last)  # they have not come back, as they were taken to
+        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, older, counted)
 
     def follow_on(self, parameters: Sequence[Tensor], watched: bool = True, counted: bool = True) -> None:
         """Watch what becomes of averages that are in `.grad` still, behind a `take` amid them, which has ended that.
@@ -213,7 +227,8 @@ class ErrorFeedback:
         if self._applied is None:
             self._idle = set(self._kept.carried)
             left = set(range(len(parameters))) - self._idle
-            self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, self._idle, counted)
+            older = dict.fromkeys(self._idle, 1.0)
+            self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, older, counted)
             # What this rank has thrown away before is not there, though the others of its node may have theirs still.
             grads = {i: parameters[i].grad for i in self._idle if watched and counted}
             self.throw_away([i for i, grad in grads.items() if grad is None or not bool(grad.any())])
@@ -238,9 +253,9 @@ class ErrorFeedback:
             return None
         return torch.stack([stack(row, self.turn.device) for row in self._applied.fates()])
 
-    def told(self) -> list[Fate] | None:
+    def told(self, joined: bool) -> list[Fate] | None:
         """What this rank knows of the averages that are followed, by slot; None if they are not, or were not here."""
-        return None if self._applied is None or not self._applied.watched else self._applied.told()
+        return None if self._applied is None or not self._applied.watched else self._applied.told(joined)
 
     def hear(self, fates: Sequence[Fate]) -> None:
         """Go by what another rank knows of them (`Applied.hear`)."""
@@ -314,7 +329,9 @@ class ErrorFeedback:
         with self.changing():
             self._commit(final)
             factor, divided, self._scale, self._divided = self._scale, self._divided, 1.0, 1.0
-            self._kept.scale(factor * divided, of_units=factor)
+            self._brought_last, self._brought = self._brought, 1.0
+            growth, self._growth = self._growth, 1.0
+            self._kept.scale(factor * divided / growth, of_units=factor / growth)
 
     def _commit_in_graph(self) -> None:
         """`commit` where all averages were applied, as those of every replay are taken to be."""
@@ -396,6 +413,9 @@ class ErrorFeedback:
         self._read = self.finite, self._kept.units
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
         factors, expected = applied.factors(finite, final), applied.expected
+        comes_back = self._brought * self._growth
+        for i in carried if comes_back != 1.0 else ():
+            factors[i] = factors[i] * comes_back
         flip: int | Tensor = 1
         if isinstance(finite, Tensor) and all(each is finite or known_to_be(each, 0.0) for each in factors):
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite

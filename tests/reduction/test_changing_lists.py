@@ -49,3 +49,27 @@ def test_what_is_kept_goes_to_the_list_in_which_a_tensor_comes_next(ranks: RankP
         for owed in ranks.run(_owed, setting, op, seed):
             bound = tolerances.IN_CHANGING_LISTS * (1 if op == "mean" else ranks.world_size)
             assert max(owed) <= bound, (seed, owed)
+
+
+def _accumulated(rank: int, world_size: int, setting: str, op: str, times: int) -> float:
+    """Averages to which others accumulate in `.grad`, and that are averaged again: how far that is from `none`."""
+    found = []
+    for each in (setting, "none"):
+        parameter = torch.nn.Parameter(torch.zeros(200))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        for step in range(6 + ZEROS):
+            optimizer.zero_grad()
+            for micro in range(times):
+                (parameter * batch(rank, 10 * step + micro, 200) * (step < 6)).sum().backward()
+                all_reduce_gradients([parameter], each, op=op)
+            optimizer.step()
+        found.append(parameter.detach())
+    return float((found[0] - found[1]).abs().max() / found[1].abs().max())
+
+
+@OVER_HOSTS
+@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("setting", ["int4:error_feedback", "topk:ratio=0.3,min_numel=1"])
+def test_what_is_averaged_again_loses_nothing(ranks: RankPool, setting: str, op: str):
+    for times in (2, 3):
+        assert max(ranks.run(_accumulated, setting, op, times)) <= tolerances.APPLIED

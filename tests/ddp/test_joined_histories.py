@@ -1,0 +1,156 @@
+"""Error feedback in random histories of joins: what has been applied in the end is what `none` applies."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastreduce import DistributedDataParallel
+from tests.support import tolerances
+from tests.support.ranks import OVER_HOSTS, RankPool
+
+SHAPES = {"a": (20, 15), "b": (7,), "c": (13, 10), "d": (3,)}
+EVERY = "".join(SHAPES)
+SETTINGS = ["int8:block=16,error_feedback", "int4:error_feedback", "topk:ratio=0.3,min_numel=1"]
+ZEROS = 14
+HISTORIES = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """`used`: by rank and backward, which parameters. `ends`: with an optimizer's step, skipped, or accumulated on."""
+
+    used: list[list[str]]
+    ends: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some steps, for the first `inputs` of which each rank has some."""
+
+    joins: bool
+    divides: bool
+    inputs: list[int]
+    steps: list[Step]
+    switch: tuple[str, float] | None
+
+
+@dataclass(frozen=True)
+class History:
+    """What all ranks do."""
+
+    seed: int
+    views: bool
+    to_none: bool
+    cap: float
+    phases: list[Phase] = field(default_factory=list)
+
+
+def _history(seed: int, world_size: int) -> History:
+    draw = random.Random(seed)
+
+    def step(last: bool) -> Step:
+        partly, count = draw.random() < 0.5, draw.choice([1, 1, 2])
+        used = [
+            ["".join(name for name in EVERY if not partly or draw.random() < 0.7) or "a" for _ in range(count)]
+            for _ in range(world_size)
+        ]
+        return Step(used, draw.choice(["step", "step", "skip"] + ["on"] * (2 * (not last))))
+
+    history = History(seed, draw.random() < 0.3, draw.random() < 0.6, draw.choice([1e-6, 1e-3, 25.0]))
+    for _ in range(draw.randint(2, 4)):
+        steps = draw.randint(1, 5)
+        joins = draw.random() < 0.8
+        inputs = [draw.randint(0, steps) if joins else steps for _ in range(world_size)]
+        inputs[draw.randrange(world_size)] = steps
+        switch = (draw.choice([*SETTINGS, "none"]), draw.choice([1e-3, 25.0])) if draw.random() < 0.4 else None
+        each = [step(last=i == steps - 1) for i in range(steps)]
+        history.phases.append(Phase(joins, draw.random() < 0.5, inputs, each, switch))
+    return history
+
+
+class Given(nn.Module):
+    """A model whose gradients are what one says, of the parameters that one names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(self.values[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
+
+
+def _applied(rank: int, world_size: int, history: History, setting: str, switches: bool) -> list[Tensor]:
+    ddp = DistributedDataParallel(
+        Given(),
+        compression=setting,
+        bucket_cap_mb=history.cap,
+        gradient_as_bucket_view=history.views,
+        find_unused_parameters=True,
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    draw = torch.Generator().manual_seed(1000 * history.seed + rank)
+
+    def gradients(names: str) -> dict[str, Tensor]:
+        return {name: torch.randn(SHAPES[name], generator=draw) for name in names}
+
+    def take(used: list[str]) -> None:
+        for at, names in enumerate(used):
+            with contextlib.nullcontext() if at == len(used) - 1 else ddp.no_sync():
+                ddp(gradients(names)).backward()
+
+    take([EVERY])
+    optimizer.step()
+    for phase in history.phases:
+        if phase.switch and switches:
+            ddp.set_compression(phase.switch[0], bucket_cap_mb=phase.switch[1])
+        optimizer.zero_grad(set_to_none=history.to_none)
+        joining = ddp.join(divide_by_initial_world_size=phase.divides) if phase.joins else contextlib.nullcontext()
+        with joining:
+            for step in phase.steps[: phase.inputs[rank]]:
+                take(step.used[rank])
+                if step.ends == "step":
+                    optimizer.step()
+                if step.ends != "on":
+                    optimizer.zero_grad(set_to_none=history.to_none)
+    for _ in range(ZEROS):
+        optimizer.zero_grad()
+        ddp({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+def _differences(rank: int, world_size: int, setting: str, seeds: range) -> dict[int, float]:
+    """By history, how far the parameters of this rank are from those under `none`."""
+    found = {}
+    for seed in seeds:
+        history = _history(seed, world_size)
+        exact = _applied(rank, world_size, history, "none", switches=False)
+        applied = _applied(rank, world_size, history, setting, switches=True)
+        found[seed] = max(float((one - other).abs().max()) for one, other in zip(applied, exact, strict=True))
+    return found
+
+
+def _check(pool: RankPool, setting: str, seeds: range) -> None:
+    for found in pool.run(_differences, setting, seeds, timeout=200):
+        far = {seed: difference for seed, difference in found.items() if difference > tolerances.IN_CHANGING_LISTS}
+        assert not far
+
+
+@OVER_HOSTS
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_is_lost_nor_applied_twice(ranks: RankPool, setting: str):
+    _check(ranks, setting, range(HISTORIES))
+
+
+@pytest.mark.long
+@OVER_HOSTS
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nothing_is_lost_nor_applied_twice_in_many(ranks: RankPool, setting: str):
+    for first in range(HISTORIES, 10 * HISTORIES, HISTORIES):
+        _check(ranks, setting, range(first, first + HISTORIES))

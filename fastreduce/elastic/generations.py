@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
@@ -13,6 +14,9 @@ from ..transports.messages import decode, numbers, of_types
 from ..transports.store_client import StoreClient
 from .presence import Presence
 
+logger = logging.getLogger(__name__)
+
+TELL_SECONDS = 30.0  # until those that wait for the first others say so
 PAUSE_SECONDS = 0.005  # between two looks at a meeting
 MOST = 1 << 40
 
@@ -124,7 +128,7 @@ class Meetings:
             TransportError: if everybody who has trained is gone, or so many do not come.
             MismatchError: if its model or settings are not those of the members.
         """
-        start, last = time.monotonic(), 0
+        start, last, said = time.monotonic(), 0, False
         while True:
             last = self._latest(last)
             if last:
@@ -156,6 +160,16 @@ class Meetings:
                         f"{len(here)} of {least} processes came to the store within {seconds:g} s (WORLD_SIZE, or "
                         f"least= of fastreduce.elastic.join){ended}"
                     )
+                elif not said and time.monotonic() - start > TELL_SECONDS:
+                    said = True
+                    if self._presence.id == min(here):  # one of them
+                        logger.warning(
+                            "%d of %d processes are here, %d came and ended; waiting for the others, for %g s in all",
+                            len(here),
+                            least,
+                            len(gone),
+                            seconds,
+                        )
             time.sleep(10 * PAUSE_SECONDS)
 
     def next(self, before: Generation, note: Note) -> Generation:

@@ -152,5 +152,5 @@ def test_nothing_is_lost_nor_applied_twice(ranks: RankPool, setting: str):
 @OVER_HOSTS
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_nothing_is_lost_nor_applied_twice_in_many(ranks: RankPool, setting: str):
-    for first in range(HISTORIES, 10 * HISTORIES, HISTORIES):
+    for first in range(HISTORIES, 4 * HISTORIES, HISTORIES):
         _check(ranks, setting, range(first, first + HISTORIES))

@@ -27,7 +27,7 @@ from fastreduce import (
     load_checkpoint,
     save_checkpoint,
 )
-from fastreduce.elastic import state
+from fastreduce.elastic import generations, state
 from fastreduce.transports import Transport, local_ranks
 from tests.elastic.test_law import Group
 
@@ -100,8 +100,9 @@ def test_who_has_ended_before_anybody_began_does_not_count(monkeypatch: pytest.M
             elastic.join(_wrapped(), store=store, least=2, timeout=5)
 
 
-def test_who_waits_to_join_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_who_waits_to_join_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(elastic, "START_SECONDS", 2.0)
+    monkeypatch.setattr(generations, "TELL_SECONDS", 0.5)
     ddp, told = _wrapped(), list[str]()
     asking = threading.Timer(0.5, lambda: told.append(ddp.reducer.flight_record().doing))
     asking.start()
@@ -109,6 +110,7 @@ def test_who_waits_to_join_says_so(monkeypatch: pytest.MonkeyPatch):
         elastic.join(ddp, store=dist.HashStore(), least=2, timeout=5)
     asking.join()
     assert told[0].startswith("waiting for other ranks"), told
+    assert caplog.text.count("1 of 2 processes are here, 0 came and ended; waiting for the others, for 2 s in all") == 1
 
 
 def test_a_store_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture):

@@ -198,6 +198,8 @@ class CompressState:
                 unused = (pipeline.used_by_any == 0).nonzero().flatten().tolist()
             if bucket.index() == 0:  # what there is is of a backward that raised
                 self._averaged.clear()
+                if joined:
+                    self._look()  # at the last averages that it has had itself
             self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
             ends_joined = bucket.is_last() and joined
             if bucket.is_last() and not joined:

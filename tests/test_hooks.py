@@ -219,6 +219,38 @@ def test_what_a_rank_that_joins_has_used_alone_is_applied_once(ranks2, spec: str
             assert far < tolerances.APPLIED
 
 
+def _thrown_away(rank: int, world_size: int, spec: str) -> float:
+    """Averages that rank 0 throws away before it joins without an input; how far the rest is from the exact sum."""
+    model = _Branch()
+    ddp = TorchDDP(model)
+    ddp.register_comm_hook(CompressState(spec, named_parameters=model.named_parameters()), compress)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def gradient(rank: int, step: int) -> torch.Tensor:
+        return torch.randn(20, 15, generator=torch.Generator().manual_seed(100 * rank + step))
+
+    def step(number: int, size: float = 1.0, applies: bool = True) -> None:
+        ddp(gradient(rank, number) * size, True).backward()
+        if applies:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    step(1, applies=False)
+    with ddp.join():
+        if rank == 1:
+            step(2)
+    for number in range(3, 33):
+        step(number, size=0.0)
+    exact = (gradient(0, 0) + gradient(1, 0) + gradient(1, 2)).double() / world_size
+    return float((model.second.double() + exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("spec", ["int4:error_feedback", "topk:ratio=0.1,min_numel=1"])
+def test_what_a_rank_throws_away_before_it_joins_is_not_taken_for_applied(ranks2, spec: str):
+    assert max(ranks2.run(_thrown_away, spec)) < tolerances.APPLIED
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("spec", LOSSY)
 def test_what_a_rank_of_three_that_joins_has_used_alone_is_applied_once(ranks3, spec: str):

@@ -114,11 +114,11 @@ class Follower:
         self._reduced.difference_update(followed)
 
     @torch.no_grad()
-    def look(self) -> None:
-        """See what is left of all gradients, and whether all were finite; every rank calls it."""
+    def look(self, others_follow: bool = True) -> None:
+        """See what is left of all gradients, and whether all were finite (`Applied.look`); every rank calls it."""
         by_transport: dict[Transport, list[tuple[Followed, Tensor]]] = {}
         for each in self._all:
-            each.feedback.look()
+            each.feedback.look(others_follow=others_follow)
             if each.transport is not None and (seen := each.seen()) is not None:
                 by_transport.setdefault(each.transport, []).append((each, seen))
         self._verdicts = [each.feedback.finite for each in self._all]

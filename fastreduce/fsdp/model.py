@@ -228,7 +228,7 @@ class ShardedModel:
         all ranks go on with that mean, so that a training which loads it has the bits of this one.
         """
         kept, state = self._kept(), dict[str, Any]()
-        self._follower.look()
+        self._follower.look(others_follow=False)
         settled = all(each.is_settled for each in kept)
         for transport in self._transports if kept else ():  # one dimension of the mesh after the other: of all ranks
             settled = all(told is True for told in transport.exchange(settled))

@@ -81,6 +81,7 @@ class BucketedGradients:
         specs: of all parameters.
         indices: of the parameters that travel in buckets.
         uneven: which ranks bring gradients.
+        scale: what averages of the last reduction were multiplied by, since ranks had joined; what is kept is for such.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
@@ -109,7 +110,7 @@ class BucketedGradients:
         self.indices = [i for i in range(len(self.specs)) if i not in left_out]
         self.orders = [self.indices[::-1]]
         self.uneven = UnevenInputs()
-        self._scale = 1.0  # of the last reduction's averages, as ranks have joined
+        self.scale = 1.0
         self.pipelines: list[BucketPipeline] = []
         self.keeps_statistics = False
         self._warm: set[Compression] = set()
@@ -376,9 +377,9 @@ class BucketedGradients:
             if each is not None and (own is None or here) and heard is not None:
                 each.hear(heard)
             if each is not None and reducing:
-                each.expect(len(active) / ranks, active[0].scale / self._scale)
+                each.expect(len(active) / ranks, active[0].scale / self.scale)
         if reducing:
-            self._scale = active[0].scale
+            self.scale = active[0].scale
 
     def _checked_word(self, value: Any) -> _Word:
         word = _Word(*of_types(value, bool, bool, float, list, list))

@@ -42,9 +42,10 @@ class _Reduction:
         devices = {spec.device for spec in specs}
         self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
         averaging = CompressedAveraging([compression] * len(specs), self.steps, OPERATIONS[op])
-        self._brought = transport.world_size / (OPERATIONS[op] or transport.world_size)
         groups = group_by_size(specs, range(len(specs)), [BUCKET_BYTES])
         self.pipelines = averaging.make_pipelines(gradients, groups, transport, as_views=False)[1]
+        for feedback in self.feedbacks:
+            feedback.comes_back = transport.world_size / (OPERATIONS[op] or transport.world_size)
         self._turns = {device: Turns() for device in devices}  # in the pipelines' own buffers
         self.reached = Reached(self.look)
         if compression.error_feedback:
@@ -54,8 +55,6 @@ class _Reduction:
         """A call begins, perhaps on another stream than the last one, and for other tensors of such shapes."""
         for device, turns in self._turns.items():
             turns.use_here(device)
-        for feedback in self.feedbacks:
-            feedback.expect(self._brought)
 
     def look(self) -> None:
         """Let error feedback see what has become of the last averages."""

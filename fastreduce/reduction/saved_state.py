@@ -12,10 +12,15 @@ from .bucketed import BucketedGradients
 
 
 def save(buckets: BucketedGradients) -> dict[str, Any]:
-    """Residuals by parameter name, with the layout of the buckets."""
-    names = buckets.gradients.names
+    """Residuals by parameter name, for averages of all ranks, with the layout of the buckets."""
+    names, scale = buckets.gradients.names, buckets.scale
+    saved = saved_residuals.save(buckets.plan, buckets.pipelines, buckets.transport.rank, str(buckets.compression))
+    if scale != 1.0:  # in a join, or behind one
+        saved["residuals"] = {name: kept * scale for name, kept in saved["residuals"].items()}
+        saved["shard_residuals"] = [kept * scale for kept in saved["shard_residuals"]]
+        saved["units"] = {name: unit / scale for name, unit in saved["units"].items()}
     return {
-        **saved_residuals.save(buckets.plan, buckets.pipelines, buckets.transport.rank, str(buckets.compression)),
+        **saved,
         "settings": {name: str(each) for name, each in zip(names, buckets.settings, strict=True)},
         "caps": list(buckets.caps),
         "orders": [[names[i] for i in order] for order in buckets.orders],
@@ -51,6 +56,7 @@ def restore(state: Mapping[str, Any], buckets: BucketedGradients) -> None:
     orders = state.get("orders", [[name for bucket in state["buckets"] for name in bucket]])
     buckets.orders = [[index_of[name] for name in order] for order in orders]
     buckets.lay_out([[index_of[name] for name in bucket] for bucket in state["buckets"]])
+    buckets.scale = 1.0
     state = saved_residuals.fold_moved(state, buckets.pipelines)
     saved_residuals.restore(saved_residuals.kept_in(state), buckets.pipelines)
     for pipeline, kept in zip(buckets.pipelines, state["shard_residuals"], strict=False):

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastreduce import DistributedDataParallel
+from fastreduce import DistributedDataParallel, note_applied
 from tests.support import tolerances
 from tests.support.ranks import OVER_HOSTS, RankPool
 
 SHAPES = {"a": (20, 15), "b": (7,), "c": (13, 10), "d": (3,)}
 EVERY = "".join(SHAPES)
 SETTINGS = ["int8:block=16,error_feedback", "int4:error_feedback", "topk:ratio=0.3,min_numel=1"]
+BY = ["optimizer", "optimizer", "optimizer and word", "word"]
 ZEROS = 14
 HISTORIES = 12
 
@@ -38,6 +39,7 @@ class Phase:
     inputs: list[int]
     steps: list[Step]
     switch: tuple[str, float] | None
+    saves: bool  # behind it, and goes on from that
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class History:
     views: bool
     to_none: bool
     cap: float
+    by: str  # what applies averages: an optimizer that is seen, which says so itself, too, or who says so
     phases: list[Phase] = field(default_factory=list)
 
 
@@ -62,7 +65,7 @@ def _history(seed: int, world_size: int) -> History:
         ]
         return Step(used, draw.choice(["step", "step", "skip"] + ["on"] * (2 * (not last))))
 
-    history = History(seed, draw.random() < 0.3, draw.random() < 0.6, draw.choice([1e-6, 1e-3, 25.0]))
+    history = History(seed, draw.random() < 0.3, draw.random() < 0.6, draw.choice([1e-6, 1e-3, 25.0]), draw.choice(BY))
     for _ in range(draw.randint(2, 4)):
         steps = draw.randint(1, 5)
         joins = draw.random() < 0.8
@@ -70,7 +73,7 @@ def _history(seed: int, world_size: int) -> History:
         inputs[draw.randrange(world_size)] = steps
         switch = (draw.choice([*SETTINGS, "none"]), draw.choice([1e-3, 25.0])) if draw.random() < 0.4 else None
         each = [step(last=i == steps - 1) for i in range(steps)]
-        history.phases.append(Phase(joins, draw.random() < 0.5, inputs, each, switch))
+        history.phases.append(Phase(joins, draw.random() < 0.5, inputs, each, switch, draw.random() < 0.3))
     return history
 
 
@@ -99,13 +102,28 @@ def _applied(rank: int, world_size: int, history: History, setting: str, switche
     def gradients(names: str) -> dict[str, Tensor]:
         return {name: torch.randn(SHAPES[name], generator=draw) for name in names}
 
+    def apply() -> None:
+        if history.by == "word":
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    if parameter.grad is not None:
+                        parameter -= parameter.grad
+        else:
+            optimizer.step()
+        if history.by != "optimizer":
+            note_applied(ddp.parameters())
+
+    def skip() -> None:
+        if history.by == "word":
+            note_applied(ddp.parameters(), 0.0)
+
     def take(used: list[str]) -> None:
         for at, names in enumerate(used):
             with contextlib.nullcontext() if at == len(used) - 1 else ddp.no_sync():
                 ddp(gradients(names)).backward()
 
     take([EVERY])
-    optimizer.step()
+    apply()
     for phase in history.phases:
         if phase.switch and switches:
             ddp.set_compression(phase.switch[0], bucket_cap_mb=phase.switch[1])
@@ -115,13 +133,18 @@ def _applied(rank: int, world_size: int, history: History, setting: str, switche
             for step in phase.steps[: phase.inputs[rank]]:
                 take(step.used[rank])
                 if step.ends == "step":
-                    optimizer.step()
+                    apply()
+                if step.ends == "skip":
+                    skip()
                 if step.ends != "on":
                     optimizer.zero_grad(set_to_none=history.to_none)
+        if phase.saves:
+            optimizer.zero_grad()
+            ddp.reducer.load_state_dict(ddp.reducer.state_dict())
     for _ in range(ZEROS):
         optimizer.zero_grad()
         ddp({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
-        optimizer.step()
+        apply()
     return [parameter.detach() for parameter in ddp.parameters()]
 
 

@@ -326,3 +326,38 @@ def _thawed_amid(rank: int, world_size: int, settings: dict[str, str]) -> float:
 @pytest.mark.parametrize("way", ["scattered", "averaged"])
 def test_nothing_is_lost_where_others_are_thawed_before_a_step_is_left_out(ranks2: RankPool, way: str):
     assert max(ranks2.run(_thawed_amid, EACH_WAY[way])) < tolerances.APPLIED * 8
+
+
+def _saved_amid(rank: int, world_size: int, saves: bool) -> float:
+    """By how much what was applied and is kept misses gradients that a save comes between, and a multiplication."""
+    whole = Given()
+    for part in whole.parts.values():
+        fully_shard(part)
+    model: Any = fully_shard(whole)
+    reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    given = torch.randn(4, world_size, 7, 20, generator=torch.Generator().manual_seed(3))
+    applied, exact, due = (torch.zeros(7, 20, dtype=torch.float64) for _ in range(3))
+    for step, of_ranks in enumerate(given):
+        model(torch.zeros((), requires_grad=True), {"c": of_ranks[rank]}).backward()
+        due += of_ranks.double().mean(0)
+        if step == 1:  # and others accumulate
+            if saves:
+                reduction.state_dict()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(3)
+            due *= 3
+            continue
+        applied += gradients(model.parts["c"])["weight"]
+        exact += due
+        due.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = reduction.state_dict()["reduce_scatter"]["parts.c.weight"].full_tensor()
+    return float((exact - applied - kept).abs().max())
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["", "saved"])
+def test_a_save_amid_accumulation_changes_nothing(ranks2: RankPool, saves: bool):
+    assert max(ranks2.run(_saved_amid, saves)) <= tolerances.IN_CHANGING_LISTS

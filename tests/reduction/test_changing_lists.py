@@ -51,19 +51,24 @@ def test_what_is_kept_goes_to_the_list_in_which_a_tensor_comes_next(ranks: RankP
             assert max(owed) <= bound, (seed, owed)
 
 
-def _accumulated(rank: int, world_size: int, setting: str, op: str, times: int) -> float:
-    """Averages to which others accumulate in `.grad`, and that are averaged again: how far that is from `none`."""
+def _accumulated(rank: int, world_size: int, setting: str, op: str, times: int, in_turn: bool) -> float:
+    """Averages to which others accumulate in `.grad`, and that are averaged again: how far that is from `none`.
+
+    `in_turn`: in another list than the last time.
+    """
     found = []
     for each in (setting, "none"):
-        parameter = torch.nn.Parameter(torch.zeros(200))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES[:2]]
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
         for step in range(6 + ZEROS):
             optimizer.zero_grad()
             for micro in range(times):
-                (parameter * batch(rank, 10 * step + micro, 200) * (step < 6)).sum().backward()
-                all_reduce_gradients([parameter], each, op=op)
+                for parameter in parameters:
+                    given = batch(rank, 10 * step + micro, parameter.numel())
+                    (parameter * given * (step < 6)).sum().backward()
+                all_reduce_gradients(parameters[:: -1 if in_turn and micro % 2 else 1], each, op=op)
             optimizer.step()
-        found.append(parameter.detach())
+        found.append(torch.cat([parameter.detach() for parameter in parameters]))
     return float((found[0] - found[1]).abs().max() / found[1].abs().max())
 
 
@@ -71,5 +76,5 @@ def _accumulated(rank: int, world_size: int, setting: str, op: str, times: int) 
 @pytest.mark.parametrize("op", ["mean", "sum"])
 @pytest.mark.parametrize("setting", ["int4:error_feedback", "topk:ratio=0.3,min_numel=1"])
 def test_what_is_averaged_again_loses_nothing(ranks: RankPool, setting: str, op: str):
-    for times in (2, 3):
-        assert max(ranks.run(_accumulated, setting, op, times)) <= tolerances.APPLIED
+    for times, in_turn in ((2, False), (3, False), (2, True), (3, True)):
+        assert max(ranks.run(_accumulated, setting, op, times, in_turn)) <= tolerances.APPLIED

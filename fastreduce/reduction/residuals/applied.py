@@ -91,6 +91,7 @@ class Applied:
         self._others = False  # whether others may have accumulated
         self._heard: list[bool] | None = None  # by slot, whether an optimizer tells of it where `hear` has told
         self._older: dict[int, Tensor] = {}  # what `magnitudes` would tell of them
+        self._older_than = {i: of_older / scale for i, of_older in older.items()}  # by what they are larger than these
         for i, scale_of_older in older.items():
             self.expected[i] = scale_of_older
             if (grad := grads[i]) is not None:
@@ -187,7 +188,7 @@ class Applied:
     def tell(self, parameters: Set[int], factor: float) -> None:
         """A user says what became of the gradients of the parameters with these identities."""
         for i in self._places_of(parameters):
-            self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor
+            self._stepped[i], self.expected[i], self._rest[i] = True, 1.0, factor * self._older_than.get(i, 1.0)
             self._told.add(i)
 
     def _places_of(self, parameters: Set[int]) -> list[int]:
@@ -342,7 +343,7 @@ class Applied:
             i
             for i, stepped in enumerate(self._stepped)
             if not stepped
-            and known_to_be(self.expected[i], 1.0)
+            and known_to_be(self.expected[i], self._older_than.get(i, 1.0))
             and known_to_be(self._rest[i], 1.0)
             and not self.is_optimized(i)
         }

@@ -54,6 +54,8 @@ class ErrorFeedback:
         finite: whether every average of the step was: the same on every rank, set by who knows the step.
         stored: whether the averages of the last reduction are, or never will be; asked under PowerSGD, which says when
             one begins.
+        comes_back: how often averages that are in `.grad` still are in the next ones, where all ranks bring them: once
+            in a mean, and in a sum as often as there are ranks.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class ErrorFeedback:
         self._scale = 1.0  # what residuals are to be multiplied by once it is known what was applied
         self._divided = 1.0  # and that beside it, by which averages are not
         self._average_scale: float | None = None  # as `set_average_scale` was told last
+        self.comes_back = 1.0
         self._brought = self._growth = 1.0  # as `expect` was told of the next reduction
-        self._brought_last = 1.0  # and of the last one
+        self._brought_last = 1.0  # what was taken to come back to the last one
         self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
         self._idle: set[int] = set()  # carried slots that the last reduction left alone
 
@@ -135,11 +138,10 @@ class ErrorFeedback:
         self._average_scale = scale
 
     def expect(self, brought: float, growth: float = 1.0) -> None:
-        """Before a reduction to which not all ranks bring gradients, or that does not divide their sum.
+        """Before a reduction to which not all ranks bring gradients.
 
         Args:
-            brought: how many bring some, over what the sum is divided by: so much of averages that are in `.grad`
-                still comes back.
+            brought: the part that does: so much of averages that are in `.grad` still comes back.
             growth: what its averages are multiplied by behind it, over that of the last reduction. Units grow with it,
                 and what is kept becomes as much smaller, since it is owed the same.
         """
@@ -227,7 +229,7 @@ class ErrorFeedback:
         if self._applied is None:
             self._idle = set(self._kept.carried)
             left = set(range(len(parameters))) - self._idle
-            older = dict.fromkeys(self._idle, 1.0)
+            older = dict.fromkeys(self._idle, 1.0 / self._brought_last)
             self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, older, counted)
             # What this rank has thrown away before is not there, though the others of its node may have theirs still.
             grads = {i: parameters[i].grad for i in self._idle if watched and counted}
@@ -329,7 +331,7 @@ class ErrorFeedback:
         with self.changing():
             self._commit(final)
             factor, divided, self._scale, self._divided = self._scale, self._divided, 1.0, 1.0
-            self._brought_last, self._brought = self._brought, 1.0
+            self._brought_last, self._brought = self._brought * self.comes_back, 1.0
             growth, self._growth = self._growth, 1.0
             self._kept.scale(factor * divided / growth, of_units=factor / growth)
 
@@ -413,7 +415,7 @@ class ErrorFeedback:
         self._read = self.finite, self._kept.units
         finite: Factor = self.finite.double() if reads_late(self.finite) else float(self.finite)
         factors, expected = applied.factors(finite, final), applied.expected
-        comes_back = self._brought * self._growth
+        comes_back = self._brought * self.comes_back * self._growth
         for i in carried if comes_back != 1.0 else ():
             factors[i] = factors[i] * comes_back
         flip: int | Tensor = 1

@@ -132,7 +132,8 @@ class CompressState:
         made = BucketPipeline(plan.buckets[0], self.compression, transport, step=self._steps[buffer.device])
         if self._kept:
             saved_residuals.restore(self._kept, [made])
-        made.used_by_any.copy_(torch.tensor([self._used.get(name, 0.0) for name in names], device="cpu"))
+        if self.compression.error_feedback:
+            made.used_by_any.copy_(torch.tensor([self._used.get(name, 0.0) for name in names], device="cpu"))
         self._pipelines[bucket.index()] = made
         return made
 
@@ -190,7 +191,7 @@ class CompressState:
         """The first part of the job, and what gives the average when all have been done."""
         pipeline, gradients = self.pipeline(bucket), bucket.gradients()
         buffer: Tensor = bucket.buffer()
-        unused, ends_joined = list[int](), False
+        unused, followed_here = list[int](), False
         if self.compression.error_feedback:
             joined = torch._C._current_graph_task_id() == -1  # there is no backward: the others apply the averages
             unused = self._reached.take(bucket.parameters())
@@ -201,12 +202,13 @@ class CompressState:
                 if joined:
                     self._look()  # at the last averages that it has had itself
             self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
-            ends_joined = bucket.is_last() and joined
-            if bucket.is_last() and not joined:
-                self._call_after_backward()
+            if bucket.is_last():
+                followed_here = joined
+                if not joined:
+                    self._call_after_backward()
 
         def averaged() -> Tensor:
-            if ends_joined:
+            if followed_here:
                 self._follow(watched=False)
             return buffer
 

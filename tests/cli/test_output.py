@@ -66,6 +66,8 @@ def test_the_command_is_a_module_too(tmp_path: Path):
     """Of this interpreter, where another environment's command is first on PATH, or none is, as under mpirun."""
     script = tmp_path / "train.py"
     script.write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
-    done = run(sys.executable, "-m", "fastreduce", "launch", "--nproc-per-node", "2", script)
+    command = sys.executable, "-m", "fastreduce"
+    assert run(*command, "--version").stdout == run(INSTALLED, "--version").stdout
+    done = run(*command, "launch", "--nproc-per-node", "2", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:-1]) == ["rank 0", "rank 1"]

@@ -122,15 +122,20 @@ class _Raises(torch.autograd.Function):
         raise RuntimeError("raises here")
 
 
-def _raised(rank: int, world_size: int, to_none: bool) -> float:
-    """By how much what was applied and is kept misses the sum of gradients, where a backward raises half-way."""
-    whole, steps = Given(), iter(range(3))
-    whole.parts["a"].register_forward_hook(lambda _, __, x: _Raises.apply(x) if next(steps) == 1 else None)
+def _compressed(whole: Given) -> tuple[Any, Any, torch.optim.Optimizer]:
+    """It, sharded, what compresses it under error feedback, and an optimizer that steps by whole averages."""
     for part in whole.parts.values():
         fully_shard(part)
     model: Any = fully_shard(whole)
     reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    return model, reduction, torch.optim.SGD(model.parameters(), 1.0)
+
+
+def _raised(rank: int, world_size: int, to_none: bool) -> float:
+    """By how much what was applied and is kept misses the sum of gradients, where a backward raises half-way."""
+    whole, steps = Given(), iter(range(3))
+    whole.parts["a"].register_forward_hook(lambda _, __, x: _Raises.apply(x) if next(steps) == 1 else None)
+    model, reduction, optimizer = _compressed(whole)
     given = torch.randn(3, world_size, 7, 20, generator=torch.Generator().manual_seed(3))
     applied = torch.zeros(7, 20, dtype=torch.float64)
     for step, of_ranks in enumerate(given):
@@ -330,12 +335,7 @@ def test_nothing_is_lost_where_others_are_thawed_before_a_step_is_left_out(ranks
 
 def _saved_amid(rank: int, world_size: int, saves: bool) -> float:
     """By how much what was applied and is kept misses gradients that a save comes between, and a multiplication."""
-    whole = Given()
-    for part in whole.parts.values():
-        fully_shard(part)
-    model: Any = fully_shard(whole)
-    reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model, reduction, optimizer = _compressed(Given())
     given = torch.randn(4, world_size, 7, 20, generator=torch.Generator().manual_seed(3))
     applied, exact, due = (torch.zeros(7, 20, dtype=torch.float64) for _ in range(3))
     for step, of_ranks in enumerate(given):

@@ -50,10 +50,13 @@ class NonFiniteSteps:
         if device not in self._counts:
             self._counts[device] = torch.zeros((), dtype=torch.int64, device=device)
             self._copies[device] = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
-        found = (late[0] == 0).any()
-        for verdicts in late[1:]:
-            found |= (verdicts == 0).any().to(device, non_blocking=True)
-        self._counts[device].add_(found | bad)
+        if bad:
+            self._counts[device].add_(1)
+        else:
+            found = (late[0] == 0).any()
+            for verdicts in late[1:]:
+                found |= (verdicts == 0).any().to(device, non_blocking=True)
+            self._counts[device].add_(found)
         self._copies[device].copy_(self._counts[device], non_blocking=True)
 
     @property

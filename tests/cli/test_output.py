@@ -65,7 +65,7 @@ def test_a_comparison_that_nobody_reads_on_is_measured_to_its_end(tmp_path: Path
 def test_the_command_is_a_module_too(tmp_path: Path):
     """Of this interpreter, where another environment's command is first on PATH, or none is, as under mpirun."""
     script = tmp_path / "train.py"
-    script.write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    script.write_text("import os\nos.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())\n")  # whole, beside the other
     command = sys.executable, "-m", "fastreduce"
     assert run(*command, "--version").stdout == run(INSTALLED, "--version").stdout
     done = run(*command, "launch", "--nproc-per-node", "2", script)

@@ -38,18 +38,16 @@ NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives ranks out
 
 
 class _Averaged(NamedTuple):
-    """A bucket of one backward."""
+    """A bucket of one backward, and the positions of the slots that this rank did not use."""
 
     pipeline: BucketPipeline
     parameters: list[Tensor]
-    gradients: list[Tensor]
     unused: list[int]
 
     def left(self) -> list[int]:
-        """Positions of slots whose averages torch drops: no rank used them, and `.grad` is no view of the bucket."""
-        places = {i: self.gradients[i].data_ptr() for i in self.unused if not self.pipeline.used_by_any[i]}
-        grads = {i: self.parameters[i].grad for i in places}
-        return [i for i, place in places.items() if (grad := grads[i]) is None or grad.data_ptr() != place]
+        """Positions of slots that no rank used."""
+        used = self.pipeline.used_by_any.tolist() if self.unused else []
+        return [i for i in self.unused if not used[i]]
 
 
 def _names_of(named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
@@ -68,6 +66,9 @@ def _names_of(named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
 
 class CompressState:
     """What `compress` keeps between calls: the setting, buffers for each bucket, residuals by parameter name.
+
+    Amid `join` of torch's class nobody tells a rank that has joined what becomes of averages: error feedback takes them
+    to be applied there, as they are. Where steps are left out or gradients clipped amid it, use our class.
 
     Args:
         compression: one setting, as in `fastreduce.all_reduce_gradients`.
@@ -113,7 +114,11 @@ class CompressState:
         if known is not None and [slot.name for slot in known.bucket.slots] == names:
             return known
         if known is not None:  # with those behind it; those before it have stayed, and are under way
-            self._kept = saved_residuals.collect(self._give_up(bucket.index()))
+            given_up = self._give_up(bucket.index())
+            for each in given_up:
+                if each.feedback is not None:  # not to look again: torch has put other tensors into `.grad` by now
+                    each.feedback.commit()
+            self._kept = saved_residuals.collect(given_up)
         buffer = bucket.buffer()
         specs = [
             ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device, matrix_rows(grad))
@@ -133,7 +138,8 @@ class CompressState:
         if self._kept:
             saved_residuals.restore(self._kept, [made])
         if self.compression.error_feedback:
-            made.used_by_any.copy_(torch.tensor([self._used.get(name, 0.0) for name in names], device="cpu"))
+            # Torch's own map says used before the first backward.
+            made.used_by_any.copy_(torch.tensor([self._used.get(name, 1.0) for name in names], device="cpu"))
         self._pipelines[bucket.index()] = made
         return made
 
@@ -201,18 +207,26 @@ class CompressState:
                 self._averaged.clear()
                 if joined:
                     self._look()  # at the last averages that it has had itself
-            self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
+            self._averaged.append(_Averaged(pipeline, bucket.parameters(), unused))
             if bucket.is_last():
                 followed_here = joined
                 if not joined:
                     self._call_after_backward()
 
+        before: dict[int, Tensor] = {}
+
+        def begin() -> Part:
+            before.update((i, gradients[i].clone()) for i in unused)
+            return pipeline.begin(gradients, gradients, unused)
+
         def averaged() -> Tensor:
+            for i, gradient in before.items():  # where torch leaves it alone, or has a view of it in `.grad`
+                gradients[i].copy_(torch.where(pipeline.used_by_any[i] == 0, gradient, gradients[i]))
             if followed_here:
                 self._follow(watched=False)
             return buffer
 
-        return lambda: pipeline.begin(gradients, gradients, unused), averaged
+        return begin, averaged
 
     def _sparse(self, bucket: Any) -> tuple[Part, Callable[[], Tensor]]:
         gradient: Tensor = bucket.buffer()

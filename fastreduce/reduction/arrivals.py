@@ -147,7 +147,7 @@ class Reached:
     A hook lies on the parameter itself, which is not kept alive, and is called before its gradient accumulates.
 
     Args:
-        before: called before a backward's first gradient accumulates; `end` ends a backward.
+        before: called before a backward's first gradient accumulates.
 
     Attributes:
         any: whether one has come since the last `end`.
@@ -156,6 +156,7 @@ class Reached:
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = weakly(before)
         self.any = False
+        self._newest = -1  # of the backwards that have come, by torch's number
         self._reached: set[int] = set()  # identities
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[Any] = []
@@ -185,7 +186,9 @@ class Reached:
             self._before()
 
     def _arrive(self, identity: int, grad: Tensor | None) -> None:
-        self.begin()
+        if (backward := torch._C._current_graph_task_id()) > self._newest:
+            self._newest, self.any = backward, True
+            self._before()
         if grad is not None:
             self._reached.add(identity)
 
@@ -197,7 +200,7 @@ class Reached:
         return left
 
     def end(self) -> None:
-        """The next gradient is the first of another backward."""
+        """What has come until now has been averaged."""
         self.any = False
 
 

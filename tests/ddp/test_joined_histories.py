@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastreduce import DistributedDataParallel, note_applied
 from tests.support import tolerances
+from tests.support.models import Given
 from tests.support.ranks import OVER_HOSTS, RankPool
 
 SHAPES = {"a": (20, 15), "b": (7,), "c": (13, 10), "d": (3,)}
@@ -77,20 +78,9 @@ def _history(seed: int, world_size: int) -> History:
     return history
 
 
-class Given(nn.Module):
-    """A model whose gradients are what one says, of the parameters that one names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(self.values[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
-
-
 def _applied(rank: int, world_size: int, history: History, setting: str, switches: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(
-        Given(),
+        Given(SHAPES),
         compression=setting,
         bucket_cap_mb=history.cap,
         gradient_as_bucket_view=history.views,

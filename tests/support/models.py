@@ -463,6 +463,17 @@ class Constant(nn.Module):
         return torch.stack([(p * g).sum() for p, g in zip(self.values, gradients, strict=True)]).sum()
 
 
+class Given(nn.Module):
+    """A model whose gradients are what one says, of the parameters that one names."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.values = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(self.values[name] * gradient).sum() for name, gradient in gradients.items()]).sum()
+
+
 def spread(rank: int, *sizes: int) -> list[Tensor]:
     """Gradients whose magnitudes differ widely within a block, where INT8 loses most."""
     return [batch(rank, i, n) * torch.logspace(-3, 0, n) for i, n in enumerate(sizes)]

@@ -135,6 +135,7 @@ class Applied:
         for i in positions:
             grad = self._state(i)[0]
             self._versions[i] = 0 if grad is None else grad._version
+            self._grads[i] = _nothing if grad is None else weakref.ref(grad)
 
     def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
         """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
@@ -203,22 +204,23 @@ class Applied:
 
         `others_follow`: others accumulate behind it, where what is measured later is not of these alone.
         """
-        written = []
+        written, replaced = [], set()
         for i, stepped in enumerate(self._stepped):
             if stepped or i in self._left or not self._watched:
                 continue
             grad, intact = self._state(i)
-            if grad is None or grad is not self._grads[i]():
+            if grad is None:
                 self._carried[i] = 0.0
             elif not (intact and self._counted):
                 written.append(i)
+                if grad is not self._grads[i]():
+                    replaced.add(i)
             elif self._carried[i] is None:
                 self._carried[i] = 1.0
-        for i, factor in zip(written, self._measure(written), strict=True):
-            known = self._carried[i]
-            there: Factor = (factor != 0).double() if isinstance(factor, Tensor) else float(factor != 0)
+        for i, factor in zip(written, self._measure(written, replaced), strict=True):
+            known, there = self._carried[i], _where(factor != 0, 1.0, 0.0)
             self._replace(self._carried, i, there if known is None else known * there)
-            by = torch.where(factor != 0, factor, 1.0) if isinstance(factor, Tensor) else factor or 1.0
+            by = _where(factor != 0, factor, 1.0)
             if not (self._others or known_to_be(by, 1.0)):
                 self._replace(self._rest, i, self._rest[i] * by)
         self.refresh(written)
@@ -230,11 +232,12 @@ class Applied:
             return self._heard[i]
         return self._watched and is_optimized(self._parameters[i]())
 
-    def _measure(self, positions: Sequence[int]) -> list[Factor]:
+    def _measure(self, positions: Sequence[int], replaced: Set[int] = frozenset()) -> list[Factor]:
         """What the gradients of slots were multiplied by, beside what is known.
 
         Where the largest magnitude and the sum of all tell different factors, it was something else: clipping of single
-        elements, or an addition. Then nothing of it is followed.
+        elements, or an addition. Then nothing of it is followed. In `replaced` slots there is another tensor: a copy,
+        as torch's DDP makes where it lays its buckets out anew, or something else (0).
         """
         if not positions:
             return []
@@ -254,17 +257,18 @@ class Applied:
         thrown_away = ~now.isfinite() | (now == 0)
         ratios = torch.where(then == 0, 1.0, torch.where(thrown_away, 0.0, now / then))
         same = (then[0] != 0) & ((ratios[0] - ratios[1]).abs() <= MEASURED * ratios[0])
+        nothing = (then[0] == 0) & (now[0] == 0)
         known = products([self.expected[i] for i in positions], [self._rest[i] for i in positions])
-        found: list[Factor] = list(ratios[0].unbind()) if ratios.is_cuda else ratios[0].tolist()
-        uniform: list[Any] = list(same.unbind()) if ratios.is_cuda else same.tolist()
+        found: list[list[Any]] = [
+            list(row.unbind()) if ratios.is_cuda else row.tolist() for row in (ratios[0], same, nothing)
+        ]
         factors: list[Factor] = []
-        for total, old, whole in zip(found, known, uniform, strict=True):
+        for i, old, total, whole, empty in zip(positions, known, *found, strict=True):
             if known_to_be(old, 0.0):
                 factors.append(0.0)
-            elif isinstance(total, Tensor):
-                factors.append(torch.where(whole, total / old, 1.0))
             else:
-                factors.append(total / old if whole else 1.0)
+                other = _where(empty, 1.0, 0.0) if i in replaced else 1.0
+                factors.append(_where(whole, total / old, other))
         return factors
 
     def common(self) -> tuple[float, float] | None:
@@ -368,6 +372,13 @@ class Applied:
             else:
                 outcomes.append(finite)
         return products(products(self.expected, self._rest), outcomes)
+
+
+def _where(condition: bool | Tensor, then: Factor, other: Factor) -> Factor:
+    """`then` where a condition holds that only a device may know."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, then, other).double()
+    return then if condition else other
 
 
 def _nothing() -> None:

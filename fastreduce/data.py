@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -76,7 +77,7 @@ class ShardSampler:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.n = data if isinstance(data, int) else len(data)
+        self.n = len(data) if isinstance(data, Sized) else operator.index(data)
         if self.n < 0:
             raise SettingError(f"data={data}: the number of samples cannot be negative")
         self.rank, self.world_size = _rank_and_size("ShardSampler", rank, world_size)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .compression import Compression, brief
-from .environment.exits import Exit, at_exit
+from .environment.exits import Exit, each_at_exit
 from .errors import NotInitializedError, SettingError
 from .policy import single
 from .reduction import saved_residuals
@@ -155,6 +155,9 @@ class CompressState:
         if self._transport is None:
             self._transport = make_transport(self._ranks(), device)
             check_agreement(self._transport, {"compression": str(self.compression)})
+            self._close = weakref.finalize(self, shut_down, self._streams, self._transport)
+            self._close.atexit = False
+            _alive.add(self)
         return self._transport
 
     def _ranks(self) -> dist.ProcessGroup:
@@ -188,7 +191,6 @@ class CompressState:
             return do
 
         if device not in self._streams:
-            _alive.add(self)
             self._streams[device] = make_stream(device, self._connect(device))
         self._streams[device].submit(told(begin))
         return future
@@ -299,16 +301,8 @@ class CompressState:
             step.fill_(self._step)
 
 
-_alive: weakref.WeakSet[CompressState] = weakref.WeakSet()  # those with streams
-
-
-def _close_all() -> None:
-    for state in list(_alive):
-        if state._transport is not None:
-            shut_down(state._streams, state._transport)
-
-
-at_exit(Exit.REDUCERS, _close_all, _alive)
+_alive: weakref.WeakSet[CompressState] = weakref.WeakSet()  # those with a connection
+each_at_exit(Exit.REDUCERS, lambda state: state._close(), _alive)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -178,7 +178,7 @@ def in_compute_type(number: float, *dtypes: torch.dtype) -> Any:
     return np.float64(number) if torch.float64 in dtypes else np.float32(number)
 
 
-@cache
+@lru_cache(4096)
 def _configured(kernel: Any, programs: int, threads: int, _device: torch.device, stream: int) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numba warns of every small grid, and buckets may be small

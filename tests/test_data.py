@@ -84,6 +84,11 @@ def test_a_resumed_epoch_gives_what_was_left(n: int, old: int, new: int, drop_la
     assert missed == 0 if not drop_last else missed < new + old
 
 
+def test_numbers_of_samples_may_be_numpys():
+    mine, numpys = (ShardSampler(n, rank=0, world_size=2) for n in (10, np.int64(10)))  # type: ignore[arg-type]
+    assert list(mine) == list(numpys)
+
+
 def test_an_epoch_that_is_over_leaves_nothing_behind():
     sampler = ShardSampler(5, rank=0, world_size=2)
     sampler.load_state_dict({"epoch": 1, "seed": 4, "begin": 4})

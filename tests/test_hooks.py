@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel, SettingError
 from fastreduce.hooks import CompressState, compress
+from fastreduce.transports import connections
 from tests.support import tolerances
 
 
@@ -176,6 +179,24 @@ def _rolled_back(rank: int, world_size: int, spec: str) -> None:
 @pytest.mark.parametrize("spec", LOSSY)
 def test_a_state_that_is_loaded_takes_the_place_of_what_was_kept(ranks2, spec: str):
     ranks2.run(_rolled_back, spec)
+
+
+def _connections(rank: int, world_size: int) -> int:
+    """How many were made for states that came one after the other."""
+    group = dist.new_group()
+    for _ in range(5):
+        model = nn.Linear(3, 2)
+        ddp = TorchDDP(model, process_group=group)
+        ddp.register_comm_hook(CompressState("int8", group), compress)
+        ddp(torch.ones(1, 3)).sum().backward()
+        del model, ddp
+        gc.collect()
+    assert group is not None
+    return max(len(beside.made) for beside in connections.ALL[group].values())
+
+
+def test_a_state_that_is_gone_leaves_its_connection_to_the_next(ranks2):
+    assert ranks2.run(_connections) == [1, 1]
 
 
 class _Branch(nn.Module):

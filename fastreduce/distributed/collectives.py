@@ -97,7 +97,7 @@ class _Call:
             size = dist.get_world_size(self.group)
             self._last_steps.append(lambda: flat.div_(size, rounding_mode=mode))
         if not _is_same(flat, tensor):
-            self._last_steps.append(lambda: tensor.detach().copy_(flat))
+            self._last_steps.append(lambda: _copy(flat, tensor.detach()))
         else:
             self._last_steps.append(lambda: count_as_written(tensor))
         return _real(flat)
@@ -107,7 +107,7 @@ class _Call:
 
         def copy() -> None:
             for tensor, part in zip(tensors, parts, strict=True):
-                _real(tensor.detach()).copy_(part.view(_real(tensor).shape))
+                _copy(part.view(_real(tensor).shape), _real(tensor.detach()))
 
         self._last_steps.append(copy)
 
@@ -279,6 +279,13 @@ def _check_list(call: _Call, name: str, tensors: Sequence[Tensor] | None, root: 
 
 def _name(op: Any) -> str:
     return str(getattr(op, "op", op)).removeprefix("RedOpType.")
+
+
+def _copy(flat: Tensor, tensor: Tensor) -> None:
+    """On whatever stream: nobody else refers to `flat`, whose memory is another one's."""
+    tensor.copy_(flat)
+    if flat.is_cuda:
+        flat.record_stream(torch.cuda.current_stream(flat.device))
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..environment.engines import find_place
+from ..environment.engines import LOCAL_RANKS, find_place
 from ..errors import SettingError, TransportError
 from ..transports import messages, register_transport
 from ..transports.deadlines import GRACE_SECONDS, in_background
@@ -24,18 +24,10 @@ from ..transports.mpi.communicator import end_within, load_mpi, poll
 
 T = TypeVar("T")
 
-# What launchers call a process's number on its host: Open MPI, MVAPICH, MPICH and Intel MPI, PALS. Slurm's number is
-# that of mpirun's daemon where there is one.
-LOCAL_RANKS = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "PALS_LOCAL_RANKID",
-)
 PRINTING_SECONDS = 1.0  # for mpirun to pass on what a rank printed last: an abort throws the rest away (seen)
 _TAG, _BYTES = 29713, 1024  # of the messages by which ranks meet
 
+_under_way: list[Any] = []  # messages, which hold their memory; kept where a rank did not come, which may be late
 _stores: list[dist.TCPStore] = []  # kept until exit: a rank that is late still asks why another has left
 
 
@@ -65,6 +57,7 @@ def init_mpi(timeout: timedelta = dist.default_pg_timeout) -> dist.ProcessGroup:
     _end_job_on_exceptions()
     _check_place(rank, size)
     host, port, local_rank, here = _rendezvous(world, timeout.total_seconds())
+    _under_way.clear()
     local = next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), local_rank)
     for name, value in {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}.items():
         os.environ.setdefault(name, str(value))
@@ -137,7 +130,8 @@ def _send(world: Any, value: Any, rank: int) -> Any:
     data = messages.encode(value)
     if len(data) > _BYTES:
         raise TransportError(f"{value!r} is too long for a message between hosts: {len(data)} bytes of {_BYTES}")
-    return world.Isend(bytearray(data.ljust(_BYTES)), rank, _TAG)
+    _under_way.append(world.Isend(bytearray(data.ljust(_BYTES)), rank, _TAG))
+    return _under_way[-1]
 
 
 def _name(value: Any) -> str:
@@ -155,6 +149,7 @@ def _receive(world: Any, sources: list[int], seconds: float, check: Callable[[An
     """One value from each source."""
     into = {source: bytearray(_BYTES) for source in sources}
     waiting = {source: world.Irecv(into[source], source, _TAG) for source in sources}
+    _under_way.extend(waiting.values())
     found: dict[int, T] = {}
 
     def done() -> bool:

@@ -51,7 +51,9 @@ class _Wire:
         """Begin to send."""
         if not tensor.numel():
             return
-        data = _bytes_of(tensor.detach().to(group_device(group)).resolve_conj().resolve_neg().contiguous())
+        data = tensor.detach().to(group_device(group)).resolve_conj().resolve_neg().contiguous()
+        # It is read when the other rank receives, and the tensor may be another's by then, or hold something else.
+        data = _bytes_of(data.clone() if data.data_ptr() == tensor.data_ptr() else data)
         under_way = self._under_way[to]
         while under_way and sum(other.nbytes for _, other in under_way) + data.nbytes > _MOST_BYTES:
             self._deliver_oldest(call, to)

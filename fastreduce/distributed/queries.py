@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..environment.engines import LOCAL_RANKS
 from ..errors import SettingError
 from .meetings import check_group, known_group
-
-_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
 @dataclass
@@ -99,7 +98,7 @@ def get_local_rank() -> int:
         return int(os.environ["LOCAL_RANK"])
     if _counted is not None:
         return _counted
-    for variable in _LOCAL_RANK_VARIABLES:
+    for variable in (*LOCAL_RANKS, "SLURM_LOCALID"):
         if variable in os.environ:
             return int(os.environ[variable])
     if dist.is_initialized() and dist.get_world_size() == 1:

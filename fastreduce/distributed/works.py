@@ -20,6 +20,8 @@ LOCAL = ("Invalid scalar type", "Cannot use ReduceOp")  # how errors of gloo beg
 class Work(dist.Work):
     """torch's Work of a collective; its last steps run once, by whichever way its end is noticed.
 
+    On a GPU they do so on the stream of whoever notices it, for which those of others who wait then wait.
+
     Args:
         call: the collective, for errors.
         inner: torch's own work.
@@ -33,13 +35,19 @@ class Work(dist.Work):
         super().__init__()
         self._call, self._inner, self._given = call, inner, given
         self._lock, self._last_steps = threading.Lock(), list(last_steps)
+        self._settled: torch.cuda.Event | None = None  # when the last steps are done
         self._waited = False  # gloo's reduce_scatter does not know when it is done
 
     def _settle(self) -> None:
         with self._lock, torch.no_grad():
-            for step in self._last_steps:
-                step()
-            self._last_steps.clear()
+            if self._settled is not None:
+                self._settled.wait()
+            elif self._last_steps:
+                for step in self._last_steps:
+                    step()
+                self._last_steps.clear()
+                if torch.cuda.is_initialized():
+                    self._settled = torch.cuda.current_stream().record_event()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the tensors hold the result.
@@ -59,7 +67,7 @@ class Work(dist.Work):
         done = self._waited or self._inner.is_completed()
         if done:
             self._settle()
-        return done
+        return done and (self._settled is None or self._settled.query())
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""

@@ -24,6 +24,15 @@ MPI_NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+# A process's number on its host alone: Open MPI, MVAPICH, MPICH and Intel MPI, PALS. Slurm's number is that of mpirun's
+# daemon where there is one.
+LOCAL_RANKS = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",
+)
 MPI_JOB = "PMIX_NAMESPACE"  # differs between jobs of Open MPI
 # A batch script has SLURM_PROCID and SLURM_NTASKS too, and a shell of salloc the latter, and neither is a rank: only
 # what srun starts has the numbers of a step.

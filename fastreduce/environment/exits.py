@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 
@@ -63,7 +63,7 @@ def each_at_exit(step: Exit, end: Callable[[Any], object], of: Kept) -> None:
     @wraps(end)
     def end_each() -> None:
         for each in list(of):
-            end(each)
+            _end(partial(end, each))
 
     at_exit(step, end_each, of)
 
@@ -76,13 +76,17 @@ def _end_all() -> None:
     _ended = os.getpid()
     for step in Exit:
         for end, of in _ends[step]:
-            try:
-                if of is None or len(of):
-                    end()
-            except KeyboardInterrupt:  # once more: what this one has waited for is not waited for
-                continue
-            except BaseException:  # shown, and the others have their turn: as atexit does
-                traceback.print_exc()
+            if of is None or len(of):
+                _end(end)
+
+
+def _end(end: Callable[[], object]) -> None:
+    try:
+        end()
+    except KeyboardInterrupt:  # once more: what this one has waited for is not waited for
+        return
+    except BaseException:  # shown, and the others have their turn: as atexit does
+        traceback.print_exc()
 
 
 def _after_fork() -> None:

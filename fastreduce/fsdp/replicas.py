@@ -13,7 +13,7 @@ from ..errors import ReducerError
 from ..reduction import saved_residuals
 from ..reduction.agreement import check_agreement
 from ..reduction.buckets import ParameterSpec, build_plan
-from ..reduction.pipeline import BucketPipeline
+from ..reduction.pipeline import BucketPipeline, Collectives
 from ..reduction.residuals.applied import norms_of
 from ..transports import Transport
 from .followed import Followed, Follower
@@ -38,6 +38,7 @@ class ReplicaAverage:
         self, group: Group, settings: Mapping[str, Compression], transport: Transport, follower: Follower
     ) -> None:
         self._group, self._transport, self._follower = group, transport, follower
+        self._collectives = Collectives(transport, f"{group}.")
         group.replicas = transport.world_size
         # What is kept of a shard is kept by its own ranks: replicas on one host reduce as equals with all others.
         self._settings = {name: replace(setting, flat=True) for name, setting in settings.items()}
@@ -95,8 +96,8 @@ class ReplicaAverage:
                 been added up of it.
         """
         if not self._compared:
-            self._compared = True
             self._compare()
+            self._compared = True
         if shard.is_cuda:  # FSDP may free it, as another stream's memory, as soon as this one has work to do with it
             shard.record_stream(torch.cuda.current_stream(shard.device))
         present = list(self._group.present)
@@ -113,7 +114,8 @@ class ReplicaAverage:
         self._learn({*present, *self._group.trained}, shard.dtype)
         self._follower.begin(self._followed, present)
         self._follow_scale()
-        self._average(dict(zip(present, shard.split(pieces), strict=True)))
+        with self._collectives:
+            self._average(dict(zip(present, shard.split(pieces), strict=True)))
         if self._group.divides_by is not None:
             shard *= self._transport.world_size
 

@@ -70,7 +70,8 @@ class _Reduction:
 class _Owners:
     """Whose residuals lie where: those of an array belong to it, in whatever list it comes.
 
-    Weakly: a reduction is forgotten with the first of the arrays that it is for.
+    Weakly: a reduction is forgotten with the first of the arrays that it is for, which may end at any time, on another
+    thread too: nothing here is gone through but in a copy.
     """
 
     def __init__(self) -> None:
@@ -110,18 +111,18 @@ class _Owners:
 
     def _drop_old(self) -> None:
         """Counted in calls, so that all ranks drop the same ones, whenever their arrays end."""
-        at_home = {id(reduction) for reduction, _ in self._homes.values()}
-        for identities in [each for each, last in self._last.items() if last < self._calls - KEPT]:
+        at_home = {id(reduction) for reduction, _ in list(self._homes.values())}
+        for identities in [each for each, last in list(self._last.items()) if last < self._calls - KEPT]:
             reduction = self._reductions.get(identities)  # an array may end meanwhile
             if reduction is not None and id(reduction) not in at_home:
                 self._drop(identities)
 
     def _drop(self, identities: tuple[int, ...]) -> None:
-        del self._last[identities]
-        self._reductions.pop(identities).reached.remove()
+        self._last.pop(identities, None)
+        if (reduction := self._reductions.pop(identities, None)) is not None:  # else another array has ended first
+            reduction.reached.remove()
         for identity in identities:
-            if identity in self._lists:
-                self._lists[identity].discard(identities)
+            self._lists.get(identity, set()).discard(identities)
 
     def forget(self, identity: int) -> None:
         """An array has ended, and the lists that it was in; what is kept of others in them stays."""
@@ -131,8 +132,9 @@ class _Owners:
 
     def sharing(self, owners: list[Any]) -> list[_Reduction]:
         """Those that have averaged one of some arrays."""
-        lists = {each for owner in owners for each in self._lists.get(id(owner), ())}
-        return [self._reductions[each] for each in lists if each in self._reductions]
+        lists = {each for owner in owners for each in list(self._lists.get(id(owner), ()))}
+        found = map(self._reductions.get, lists)
+        return [reduction for reduction in found if reduction is not None]
 
     def bring_home(self, owners: list[Any], reduction: _Reduction) -> None:
         """Move the residuals of arrays that came in another list the last time."""

@@ -6,7 +6,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from .buckets import BucketPlan, shortest
 from .clocks import Seconds
 from .events import Events
 from .pipeline import BucketPipeline
+from .residuals.factors import finite_number
 from .schedule import Schedule, Setting
 from .sparse import SparseGradients
 from .streams import Stream
@@ -317,13 +317,13 @@ class GradientReducer:
             SettingError: called in a backward, whose buckets may be under way, or if `factor` is no finite number above
                 0, or FP32 does not hold what is kept on this rank times it. Residuals stay as they are.
         """
-        if not (isinstance(factor, (Real, Tensor)) and 0 < float(factor) < math.inf):
+        number = finite_number(factor)
+        if number is None or number <= 0:
             raise SettingError(f"rescale_residuals: factor={brief(factor)}; allowed: a finite number above 0")
         if self.backward.has_raised:
             self.drop_broken_backward()
         if self.backward.running:
             raise SettingError("rescale_residuals in a backward: call it between a step and the next forward")
-        number = float(factor)
         for pipeline in self.buckets.pipelines:
             least, most = (0.0, math.inf) if pipeline.kept is None else pipeline.kept.factors_that_fit()
             if not least <= number <= most:
@@ -333,7 +333,7 @@ class GradientReducer:
                     f"{pipeline.about}"
                 )
         for feedback in self.buckets.feedbacks:
-            feedback.rescale(factor)
+            feedback.rescale(number)
 
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets from now on."""
@@ -534,9 +534,11 @@ def shut_down(streams: Mapping[torch.device, Stream], transport: Transport) -> N
     """End what a reducer holds outside itself."""
     if not all(stream.idle for stream in streams.values()):  # a peer does not come: nobody will miss what is under way
         transport.abort()
-    for stream in streams.values():
-        stream.close()
-    transport.close()
+    try:
+        for stream in streams.values():
+            stream.close()
+    finally:
+        transport.close()
 
 
 _alive: weakref.WeakSet[GradientReducer] = weakref.WeakSet()

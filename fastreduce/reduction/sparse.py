@@ -85,7 +85,8 @@ def average(
         if not any(kind & _USED for kind in kinds):
             averages.append(None)
         elif any(kind & _DENSE for kind in kinds):
-            dense = torch.zeros_like(parameter) if part is None else part.to_dense()
+            # In one order of memory on all ranks, in which transports add.
+            dense = parameter.new_zeros(parameter.shape) if part is None else part.to_dense().contiguous()
             transport.all_reduce(dense).wait()
             averages.append(dense)
         else:

@@ -57,6 +57,22 @@ def test_shape_dtype_and_requires_grad_come_with_the_data(ranks2: RankPool):
         assert requires_grad == sent.requires_grad
 
 
+def _overwritten(rank: int, world_size: int) -> float:
+    """What comes of a tensor that is overwritten once it is sent, and before the other rank receives."""
+    if rank == 0:
+        tensor = torch.ones(5)
+        dist.remote_send(tensor, dest_rank=1)
+        tensor.zero_()
+        dist.barrier()
+        return 0.0
+    dist.barrier()
+    return float(dist.remote_recv(src_rank=0).sum())
+
+
+def test_what_is_sent_is_what_was_given(ranks2: RankPool):
+    assert ranks2.run(_overwritten) == [0.0, 5.0]
+
+
 def _after_many(rank: int, world_size: int) -> list[float]:
     group = torch_dist.new_group()
     wire = point_to_point._wires.setdefault(group, point_to_point._Wire())

@@ -53,6 +53,27 @@ def test_all_ends_run_once_in_order_though_one_fails(way: str):
     assert "an end that fails" in done.stderr
 
 
+EACH = """
+from fastreduce.environment.exits import Exit, each_at_exit
+
+def end(number):
+    print(number, flush=True)
+    if number == 1:
+        raise SystemExit("an end that fails")
+    if number == 2:
+        raise KeyboardInterrupt
+
+numbers = [1, 2, 3]
+each_at_exit(Exit.REDUCERS, end, numbers)
+"""
+
+
+def test_each_of_a_kind_is_ended_though_one_fails():
+    done = run(sys.executable, "-c", EACH)
+    assert done.stdout.split() == ["1", "2", "3"]
+    assert "an end that fails" in done.stderr
+
+
 FORKED = """
 import os, sys
 from fastreduce.environment.exits import Exit, at_exit

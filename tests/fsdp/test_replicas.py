@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fastreduce.fsdp
-from fastreduce import MismatchError, ReducerError, SettingError
+from fastreduce import FastreduceError, MismatchError, ReducerError, SettingError
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 from tests.support.sharded import Quantized, batch, gradients, mesh_of, network, shard
@@ -243,3 +243,31 @@ def test_what_cannot_be_averaged_is_refused(ranks4: RankPool):
             "a mesh of 2 dimensions ('replicate', 'shard'); allowed: one, such as mesh['replicate']" in two_dimensions
         )
         assert "module '2' has an all-reduce hook already (set_all_reduce_hook)" in hooked
+
+
+class _First(nn.Module):
+    """Uses its first layer or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, uses_first: bool) -> Tensor:
+        x = self.last(x)
+        return self.first(x) if uses_first else x
+
+
+def _on_one_replica(rank: int, world_size: int) -> str:
+    """What each replica meets, where one alone uses a layer of the first of two buckets."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(_First(), mesh=mesh["shard"])
+    fastreduce.fsdp.replicate(model, mesh["replicate"], {"first*": "int8", "*": "fp16"}, transport="gloo")
+    try:
+        model(torch.ones(2, 8), rank == 0).sum().backward()
+    except FastreduceError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_layer_that_one_replica_uses_alone_is_an_error_for_which_nobody_waits(ranks2: RankPool):
+    assert ranks2.run(_on_one_replica, timeout=30) == ["TransportError", "ReducerError"]

@@ -150,7 +150,7 @@ def test_residuals_are_not_rescaled_in_a_backward_and_are_after_one_that_raised(
         _step(reducer, model, 2)
     reducer.rescale_residuals(2.0)
     assert_same_bits(reducer.state_dict()["residuals"].values(), [2 * each for each in before.values()])
-    wrong: list[Any] = [math.nan, math.inf, 0.0, -1.0, "2", None]
+    wrong: list[Any] = [math.nan, math.inf, 0.0, -1.0, "2", None, torch.tensor([1.0, 2.0]), torch.tensor(1j)]
     for factor in wrong:  # which averages were made of, or the next backward ended by
         with pytest.raises(SettingError, match=r"rescale_residuals: factor=.*; allowed: a finite number above 0"):
             reducer.rescale_residuals(factor)

@@ -249,3 +249,21 @@ def test_several_sparse_dimensions_and_no_rows():
         torch.zeros(4, 3).tolist(),
         None,
     ]
+
+
+def _in_either_order(rank: int, world_size: int, kind: str) -> Tensor:
+    """The average for a parameter that lies transposed, of a gradient as it lies and one that is sparse, or none."""
+    parameter = torch.zeros(4, 3).t()
+    numbers = torch.arange(12.0).view(3, 4)
+    gradient = {"sparse": numbers.to_sparse(1), "none": None}[kind] if rank else parameter + numbers
+    transport = transports.make_transport(dist.group.WORLD, torch.device("cpu"))
+    (found,) = average(transport, [gradient], [gradient is not None], [parameter], world_size)
+    transport.close()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("kind", "times"), [("sparse", 1.0), ("none", 0.5)])
+def test_elements_are_added_to_their_own_however_gradients_lie(ranks2: Any, kind: str, times: float):
+    for found in ranks2.run(_in_either_order, kind):
+        assert_same_bits(found, torch.arange(12.0).view(3, 4) * times)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -14,6 +16,13 @@ ONE: Factor = 1.0
 def number_in(value: Tensor) -> Factor:
     """A number on the host as a float, one on a device as an FP64 tensor, for which the host does not wait."""
     return value.detach().double().reshape(()) if value.is_cuda else float(value)
+
+
+def finite_number(given: object) -> float | None:
+    """What a user gave as a factor; None if it is no finite number, nor a tensor with one."""
+    one = isinstance(given, Real) or (isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex())
+    number = float(given) if one else math.nan  # type: ignore[arg-type]
+    return number if math.isfinite(number) else None
 
 
 def known_to_be(factor: Factor, number: float) -> bool:

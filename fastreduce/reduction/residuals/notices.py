@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import numbers
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -17,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...compression import brief
 from ...errors import SettingError, TensorError
-from .factors import ONE, Factor, number_in
+from .factors import ONE, Factor, finite_number, number_in
 
 Read = dict[int, tuple[Tensor, float]]  # numbers of devices that the host has waited for, by a tensor's identity
 
@@ -108,7 +106,8 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
         SettingError: if `factor` is no number, or NaN or infinite.
         TensorError: if `parameters` are something else, such as a module or names with parameters.
     """
-    if not isinstance(factor, (numbers.Real, Tensor)) or not math.isfinite(factor):
+    number = finite_number(factor)
+    if number is None:
         raise SettingError(f"note_applied: factor={brief(factor)}; allowed: finite numbers")
     if isinstance(parameters, (Tensor, str)) or not isinstance(parameters, Iterable):
         raise TensorError(f"note_applied: a {type(parameters).__name__}; allowed: parameters, as model.parameters()")
@@ -121,7 +120,7 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
             )
         identities.add(id(parameter))
     for applied in _all():
-        applied.tell(identities, float(factor))
+        applied.tell(identities, number)
 
 
 @cache

@@ -176,7 +176,7 @@ def test_an_update_by_hand_tells_what_it_applied(ranks2: RankPool):
 def test_a_factor_that_is_no_number_is_refused():
     with pytest.raises(fastreduce.SettingError, match="factor=nan; allowed: finite numbers"):
         fastreduce.note_applied([], float("nan"))
-    for factor in (None, "1", [1.0]):
+    for factor in (None, "1", [1.0], torch.tensor([1.0, 2.0]), torch.tensor(1j)):
         with pytest.raises(fastreduce.SettingError, match="; allowed: finite numbers"):
             fastreduce.note_applied([], factor)  # type: ignore[arg-type]
     fastreduce.note_applied([], torch.tensor(0.5))  # type: ignore[arg-type]  # as clipping computes it

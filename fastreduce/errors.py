@@ -78,6 +78,11 @@ class CheckpointError(FastreduceError, RuntimeError):
     """A snapshot that could not be written, or is not whole; raised on every rank."""
 
 
+def headline(error: BaseException) -> str:
+    """The first line of an error's text, or its kind, where it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def listed(names: Collection[object], most: int = 8) -> str:
     """Names in a sentence, of many the first ones."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

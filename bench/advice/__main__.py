@@ -28,6 +28,7 @@ from fastreduce.cli.compare.ending import SignalError, signals_end_ranks
 from fastreduce.cli.compare.script import speed, trainings
 from fastreduce.cli.compare.script.plan import BASE, Plan
 from fastreduce.policy import Policy
+from fastreduce.run.machine import machine
 
 from .. import json_lines
 from ..scaling.star import address, star
@@ -91,7 +92,7 @@ def cell(
         "seconds": time.monotonic() - start,
         "load": os.getloadavg()[0],
         "commit": results.commit(),
-        "machine": results.machine("cpu"),
+        "machine": machine("cpu"),
         "versions": results.versions(),
     }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -172,10 +173,15 @@ def run(seed: int, ranks: int, transport: str, setting: str, timeout: float = TI
                     job.start(place)
             hangs += int(not job.trains(3))
             hangs += int(not job.finish(START_SECONDS))
+            alive = [name for name, _ in job.alive.values()]
             waits = []
             for at, _, left in kills:
                 for name in left:
-                    waits.append(_longest_pause(job.lines(name), at))
+                    lines = job.lines(name)
+                    wait = _longest_pause(lines, at)
+                    trained = any(line.at < at for line in lines)
+                    if trained and (math.isfinite(wait) or name in alive):  # else it was killed before its next step
+                        waits.append(wait)
             lines = [line for name in job.names for line in job.lines(name)]
             return {
                 "kills": len(kills),
@@ -192,9 +198,14 @@ def run(seed: int, ranks: int, transport: str, setting: str, timeout: float = TI
 
 
 def _longest_pause(lines: list[Line], at: float) -> float:
-    """The longest time between two steps of a process in the seconds after a kill: at some step it noticed."""
-    times = [at, *(line.at for line in lines if at < line.at < at + 2 * HANG_SECONDS)]
-    return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+    """The longest time between two steps of a process behind a kill, which it noticed at one of the first.
+
+    Infinite where none came behind it.
+    """
+    later = [line.at for line in lines if line.at > at]
+    soon = sum(time < at + 2 * HANG_SECONDS for time in later)
+    times = [at, *later[: soon + 1]]
+    return max((b - a for a, b in itertools.pairwise(times)), default=math.inf)
 
 
 def _keep(found: Mapping[tuple[int, str, str], list[dict[str, Any]]]) -> None:

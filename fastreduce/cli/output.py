@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from typing import Any, TextIO, cast
@@ -57,6 +58,8 @@ class Commands(TyperGroup):
         before = sys.stdout
         if before is None:  # closed by whoever has started this
             return super().main(*args, **options)
+        if isinstance(before, io.TextIOWrapper):  # no letter that a console lacks costs what was measured
+            before.reconfigure(errors="replace")
         output = Output(before)
         sys.stdout = cast(TextIO, output)
         try:

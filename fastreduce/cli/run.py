@@ -20,6 +20,8 @@ from .launch.torchs_launcher import fail, say
 from .trace import merge_after_run, stamps
 from .variables import check_variables
 
+OF_A_RANK = ("compression", "trace", "module", "script", "training_script", "training_script_args")  # options
+
 
 def run_parser() -> ArgumentParser:
     """That of `launch`, with the setting."""
@@ -40,7 +42,8 @@ def run(context: typer.Context) -> None:
 
     fastreduce run [--compression SPEC] [--trace DIR] [options of torchrun] [--gpus N] script.py [its arguments]
     """
-    options = parse(run_parser(), context.args)
+    parser = run_parser()
+    options = parse(parser, context.args)
     try:
         if options.compression is not None:
             Policy.of(options.compression)
@@ -58,6 +61,9 @@ def run(context: typer.Context) -> None:
     alone = options.nproc_per_node is None and options.gpus is None
     a_rank = alone and options.nnodes == "1:1" and not options.no_python and "RANK" not in os.environ
     if a_rank and place is not None and place.world_size > 1:  # of those that mpirun or srun has started
+        given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+        if others := [f"--{name.replace('_', '-')}" for name in given if name not in OF_A_RANK]:
+            fail(f"{', '.join(others)}: {place}, and a rank that is there already takes --compression, --trace and -m")
         main(["-m"] * options.module + [options.training_script, *options.training_script_args])
     if alone:  # as torchrun; the script may start its own ranks
         options.nproc_per_node = "1"

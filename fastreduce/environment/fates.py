@@ -34,7 +34,7 @@ def has_ended(host: str, pid: int, born: str) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat") as file:
+    with open(f"/proc/{pid}/stat", errors="replace") as file:  # its name may be cut within a letter
         return file.read().rsplit(")", 1)[1].split()
 
 

@@ -131,7 +131,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _is_taken(number: int) -> bool:
     """Whether somebody catches or ignores a signal, in C too, of which Python's `signal` does not know."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(errors="replace")  # its name may be cut within a letter
     masks = [int(mask, 16) for mask in re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)$", status, re.MULTILINE)]
     return any(mask >> (number - 1) & 1 for mask in masks)
 

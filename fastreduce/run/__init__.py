@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def why_not_found(kind: str, name: str) -> str:
     """That there is no script, module or program of this name, where there is none; else ""."""
     if kind == "module":
-        found = PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is not None
+        top, places = name.partition(".")[0], [os.getcwd(), *sys.path]
+        found = any(finder.find_spec(top, places if finder is PathFinder else None) for finder in sys.meta_path)
     elif kind == "program":
         found = shutil.which(name) is not None
     else:

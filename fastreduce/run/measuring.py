@@ -32,6 +32,7 @@ from ..reduction.reducer import GradientReducer
 from ..transports import make_transport
 from . import contestants, probing
 from .listening import listen, loss_of
+from .machine import machine
 from .orders import LEFT, Orders
 from .weights_from import WeightsFrom
 
@@ -89,6 +90,7 @@ class MeasuredTraining:
             parameters=parameters,
             ranks=self._transport.world_size,
             device=model.device_type,
+            machine=machine(model.device_type),
             transport=_transport_of(model),
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", self._transport.world_size)),
         )
@@ -302,7 +304,7 @@ class MeasuredTraining:
 
     def _say_place(self, text: str) -> None:
         self._place.seek(0)
-        self._place.write(text.ljust(40).encode())
+        self._place.write(text.ljust(200).encode())
 
     def _say_left(self) -> None:
         if not hasattr(sys, "last_value"):  # else something was raised, of which there is more to say
@@ -339,19 +341,19 @@ class MeasuredTraining:
         sys.stderr.flush()
         with contextlib.suppress(ValueError):  # of the main thread alone
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data loader's would raise
-        for child in _started_by(os.getpid()):
+        for child in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGTERM)
         os._exit(0)
 
 
-def _started_by(process: int) -> list[int]:
+def _descendants(process: int) -> list[int]:
     """The processes that one has started, and that these have."""
     found: list[int] = []
     for file in Path("/proc", str(process), "task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended
             found += map(int, file.read_text().split())
-    return found + [grandchild for child in found for grandchild in _started_by(child)]
+    return found + [grandchild for child in found for grandchild in _descendants(child)]
 
 
 def _open_place(record: str, rank: int) -> BinaryIO:

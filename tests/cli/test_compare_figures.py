@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from fastreduce.cli.compare import results
 from fastreduce.cli.compare.curves import STRETCHES
+from fastreduce.cli.compare.ending import signals_end_ranks, signals_wait
 from fastreduce.cli.compare.intervals import Estimate
 from fastreduce.cli.compare.script import plot, quality, speed
 from fastreduce.cli.compare.script.equivalence import MOST_SEEDS, Equivalence, compare, seeds_needed
@@ -18,6 +22,7 @@ from fastreduce.cli.compare.script.plan import AGAIN, BASE, Plan
 from fastreduce.cli.compare.script.quality import Outcome
 from fastreduce.cli.compare.script.report import Summary
 from fastreduce.cli.compare.script.speed import Speed, Turn
+from fastreduce.cli.compare.script.trainings import file_name
 from fastreduce.cli.compare.script.verdicts import gain, judge
 
 PLAN = Plan(
@@ -364,3 +369,34 @@ def test_curves_are_of_stretches_of_one_length_all_along(steps: int):
     places = np.asarray(axes.get_lines()[0].get_xdata(), dtype=float)
     assert min(steps, STRETCHES) <= len(places) < 2 * STRETCHES
     assert np.diff(places).max() < 1.4 * np.diff(places).min()
+
+
+def test_two_seeds_that_differ_by_the_same_tell_nothing_of_chance():
+    assert compare([0.95, 0.95], [0.96, 0.96], 0.01).verdict == "undecided"
+
+
+def test_settings_have_files_of_their_own():
+    few, many = "ndim<2: fp16; *: int8", "ndim>2: fp16; *: int8"
+    assert file_name(few) != file_name(many)
+    assert len(file_name("; ".join(f"layer{i}.*: int8" for i in range(50)))) < 100
+    assert file_name("int8:block=64,error_feedback") == "int8-block=64-error_feedback"
+
+
+def test_a_closed_terminal_ends_no_comparison_that_ignores_it():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_end_ranks(), signals_wait():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_results_are_written_whole_or_not(tmp_path: Path):
+    path = tmp_path / "results.json"
+    results.write(path, {"loss": [1.0, math.nan]})
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        results.write(path, {"loss": object()})
+    assert path.read_text() == before and os.listdir(tmp_path) == [path.name]

@@ -71,3 +71,11 @@ def test_the_command_is_a_module_too(tmp_path: Path):
     done = run(*command, "launch", "--nproc-per-node", "2", script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:-1]) == ["rank 0", "rank 1"]
+
+
+def test_a_console_that_lacks_a_letter_ends_no_command(tmp_path: Path):
+    results = write(of_a_script(), tmp_path)
+    command = f"PYTHONIOENCODING=iso8859-1 {INSTALLED} report {results} --out {tmp_path}/–.html"
+    done = run("bash", "-c", command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "–.html").exists() and "?.html" in done.stdout

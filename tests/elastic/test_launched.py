@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.commands import FASTREDUCE, ROOT, TORCHRUN, free_port, run, started, with_environment
@@ -69,6 +70,23 @@ def test_a_rank_that_fails_says_why_before_it_starts_again(tmp_path: Path):
     first, again = ended.stderr.split("rank 1 failed with exit code 1; the others go on, and it ")[1:]
     assert first.startswith("starts again") and "ValueError: of the user" in first
     assert again.startswith("stays away") and "ValueError: of the user" in again
+
+
+def test_what_a_rank_has_started_ends_before_it_starts_again(tmp_path: Path):
+    script, of_it = tmp_path / "fails.py", tmp_path / "started"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        f"with open({str(of_it)!r}, 'a') as file:\n"
+        "    file.write(f\"{subprocess.Popen(['sleep', '1000']).pid}\\n\")\n"
+        "sys.exit(1)\n"
+    )
+    run(FASTREDUCE, "launch", "--elastic", "--nproc-per-node", 1, "--max-restarts", 1, script)
+    pids = list(map(int, of_it.read_text().split()))
+    assert len(pids) == 2 and not any(_is_there(pid) for pid in pids)
+
+
+def _is_there(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.long

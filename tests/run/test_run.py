@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from fastreduce.cli import main
-from fastreduce.run import replacement
+from fastreduce.run import replacement, why_not_found
 from tests.support.commands import INSTALLED, PYTHON, TORCHRUN, finish, run, started, with_environment
 from tests.support.run_scripts import MODULE, RUN, said
 
@@ -92,6 +93,30 @@ def test_bad_input_is_an_error_before_anything_starts(
         code, out, err = done.returncode, done.stdout, done.stderr
     assert (code, out) == (2, "")
     assert message in err and "Traceback" not in err
+
+
+def test_a_rank_of_mpiruns_refuses_what_is_for_ranks_that_are_started_here(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, number in {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(number))
+    monkeypatch.delenv("RANK", raising=False)
+    ended = CliRunner().invoke(main, ["run", "--max-restarts", "3", "--log-dir", "logs", str(script)])
+    assert ended.exit_code == 2
+    assert "--max-restarts, --log-dir: " in ended.stderr and "takes --compression, --trace and -m" in ended.stderr
+
+
+def test_a_module_that_another_finder_finds_is_there(monkeypatch: pytest.MonkeyPatch):
+    """As one that is installed to be edited."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None) if name == "edited" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert why_not_found("module", "edited.train") == ""
+    assert why_not_found("module", "missing.train") == "there is no module 'missing.train'"
 
 
 def test_a_setting_in_the_environment_is_checked_too(script: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...policy import Policy
 from ...run.contestants import Variant
 from ..compare.intervals import WORTHLESS
 from ..compare.script.plan import BASE
@@ -225,8 +226,9 @@ def _waiting(parts: Parts, late: str) -> str:
 def _caution(chosen: _Figure, paying: Sequence[_Figure]) -> str:
     if chosen.setting in EQUAL:
         return ""
-    if chosen.setting in HIGHER:
-        percent = HIGHER[chosen.setting]
+    named = {str(Policy.of(setting)): percent for setting, percent in HIGHER.items()}  # as predictions name them
+    percent = HIGHER.get(chosen.setting, named.get(chosen.setting))
+    if percent is not None:
         what = f"{chosen.setting} has trained worse: losses "
         what += f"up to {percent:.0f} % higher" if percent < DIVERGED else "that diverged"
         what += " in cases where small gradients lie beside large ones, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -45,10 +46,13 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
             findings = investigate(plan, link, console, others)
     except TrainingError as error:
         ended = str(error), error.code
+    except OSError as error:  # a full disk, say
+        ended = f"no training can be started: {error}", 1
     except SignalError as error:
-        ended = f"{error.received.name}: all ranks were ended", 128 + error.received
+        ended = _said(error.received)
     with signals_wait("advise"):
         if ended is None:
+            ended = None if findings.received is None else _said(findings.received)
             show(console, findings, link)
             with writing("advise"):
                 write(file, sys.argv, plan, findings, link, time.monotonic() - start)
@@ -59,6 +63,10 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
             others.end(*((0, said) if ended is None else (ended[1], f"node 0: {ended[0].splitlines()[0]}")))
     if ended is not None:
         fail(*ended, "advise")
+
+
+def _said(received: signal.Signals) -> tuple[str, int]:
+    return f"{received.name}: all ranks were ended", 128 + received
 
 
 def investigate(plan: Plan, link: Link | None, console: Console, others: FirstNode | None = None) -> Findings:
@@ -124,8 +132,12 @@ def _check(plan: Plan, findings: Findings, say: _Saying, others: FirstNode | Non
     say.text(f"checking the prediction: {', '.join(names)} in turns, --rounds {plan.rounds}")
     try:
         lines = trainings.run(plan, training, say.line, others)
-    except TrainingError as error:
+    except (TrainingError, OSError) as error:
         findings.missing = f"the prediction was not checked: {error}"
+        return
+    except SignalError as error:  # the prediction is there
+        findings.missing = f"the prediction was not checked: {error.received.name}"
+        findings.received = error.received
         return
     findings.turns = speed.read_rotation(names, lines)
     findings.measured = {each.contestant: each for each in speed.summarise(names, findings.turns)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ class Findings:
         advice: for here.
         projected: by setting, and the advice, for the link that was asked for.
         missing: what was not measured, and why.
+        received: the signal that ended the check.
     """
 
     lines: list[Line]
@@ -62,6 +64,7 @@ class Findings:
     advice: Advice | None = None
     projected: tuple[dict[str, Prediction], Advice] | None = None
     missing: str = ""
+    received: signal.Signals | None = None
 
     @property
     def errors(self) -> dict[str, float]:
@@ -218,7 +221,7 @@ def write(
     results.write(
         path,
         {
-            **results.describe("cpu"),
+            **results.describe(findings.readings.wrapped["machine"]),
             "command": list(command),
             "seconds": seconds,
             "plan": {**asdict(plan), "out": str(plan.out)},

@@ -64,7 +64,8 @@ def signals_wait(command: str = "compare") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # else of nohup, or &
+    before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:

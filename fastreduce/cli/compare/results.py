@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -14,22 +13,21 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import binding
 
 from ... import __version__
-from ...ops import backends
+from ...run.machine import processor as processor
 
 FORMAT = 1  # of results.json: a larger number where `fastreduce report` must read it in another way
 
 
-def describe(device: str) -> dict[str, Any]:
-    """With what, on what and when it was measured."""
+def describe(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """With what, on what and when it was measured; `machine` is that of a rank (`run.machine`)."""
     return {
         "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "versions": versions(),
-        "machine": machine(device),
+        "machine": machine,
     }
 
 
@@ -54,32 +52,19 @@ def versions() -> dict[str, str]:
     }
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What was measured on."""
-    return {
-        "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "kernels": backends.choose(torch.device(device)).name,
-    }
-
-
 def over(transport: str) -> str:
     """What moves gradients under our settings, in words; torch's class has its process group."""
     return f"ours over {transport}" if transport else "over torch's group"
 
 
-def processor() -> str:
-    """What Linux calls the processor, or LLVM where Linux has no name for it, as on ARM."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, None) or str(binding.get_host_cpu_name())
-
-
 def write(path: Path, results: Mapping[str, Any]) -> None:
-    """Write JSON, with null for NaN and infinity, which it has no words for."""
-    path.write_text(json.dumps(finite(dict(results)), indent=1) + "\n")
+    """Write JSON, with null for NaN and infinity, which it has no words for: all of it, or what was there stays."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(json.dumps(finite(dict(results)), indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:

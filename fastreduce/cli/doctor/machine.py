@@ -24,7 +24,7 @@ from ... import __version__
 from ...environment import variables
 from ...environment.caches import ensure
 from ...environment.packages import pip_install
-from ..compare.results import processor
+from ...run.machine import processor
 from ..variables import CHECKS
 from .rows import FAILED, MISSING, OK, Row, one_line, row
 

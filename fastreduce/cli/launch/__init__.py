@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import elastic_launch
 from typer.core import TyperCommand
 
 from ...distributed.launcher import MOST_RANKS
+from ...errors import headline
 from ...run import why_not_found, worker
 from . import torchs_launcher
 from .each_for_itself import EachForItself
@@ -151,8 +152,8 @@ def _run(start: elastic_launch, arguments: list[str]) -> int:
         Ranks.leave(f"it received {received.name}")
         return 128 + received
     except (OSError, RuntimeError, ValueError) as error:  # a rendezvous that is none or failed, or a node that is gone
-        Ranks.leave(str(error).splitlines()[0])
-        fail(str(error).splitlines()[0], code=1)
+        Ranks.leave(headline(error))
+        fail(headline(error), code=1)
     Ranks.leave(Ranks.lost)
     if Ranks.lost:
         fail(Ranks.lost, code=1)

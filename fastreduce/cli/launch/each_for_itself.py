@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from typing import ClassVar
 
@@ -70,6 +71,8 @@ class EachForItself(Ranks):
         else:
             outcome = "the others go on, and it stays away (--max-restarts)"
         say(f"rank {env['RANK']} {fate_of(failure)}; {outcome}\n{traceback_of(failure)}".rstrip())
+        with suppress(ProcessLookupError, PermissionError):  # what it has started, for a session of its own
+            os.killpg(pid, signal.SIGKILL)
         if not again:
             return False
         with suppress(FileNotFoundError):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from ...errors import TransportError
+from ...errors import TransportError, headline
 from ...transports.store_client import StoreClient
 from .nodes import BEATS, NodeLostError, connect, limit_seconds, name_of, one_line, place_of
 
@@ -96,7 +96,7 @@ class ElasticNodes:
                 without = False
             except RuntimeError as error:
                 if not (without or self._done or self._ending.is_set()):
-                    why = str(error).splitlines()[0]
+                    why = headline(error)
                     self._tell(f"{self._name(0)} is gone, and with it the store: {why}; ranks go on until one is lost")
                 without = True
             if self._ending.wait(self._limit / BEATS):

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...errors import TransportError
+from ...errors import TransportError, headline
 from ...transports.meeting import wait_until
 from ...transports.store_client import StoreClient
 
@@ -169,7 +169,7 @@ class Nodes:
                 self._silent_seconds = 0.0
         except RuntimeError as error:
             self._others.discard(0)
-            self._lost = f"{self._name(0)} is gone, and with it the store: {str(error).splitlines()[0]}"
+            self._lost = f"{self._name(0)} is gone, and with it the store: {headline(error)}"
 
     def _lost_by(self, node: int, why: str) -> str:
         return f"{self._name(node)} has ended: {one_line(why)}"

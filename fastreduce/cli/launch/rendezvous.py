@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParam
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 
 from ...distributed.rendezvous import is_loopback
+from ...errors import headline
 from ...transports.deadlines import in_background
 from .elastic_nodes import is_here
 from .nodes import PREFIX, one_line
@@ -138,7 +139,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         try:
             self._meet_in(self._open())
         except dist.DistError as error:
-            raise RuntimeError(f"node 0 does not answer at {self._at}: {str(error).splitlines()[0]}") from error
+            raise RuntimeError(f"node 0 does not answer at {self._at}: {headline(error)}") from error
 
     def _open(self) -> dist.Store:
         if self._store is None:

@@ -203,7 +203,10 @@ class Ranks(SubprocessContext):
     def _explain(self, failures: dict[int, ProcessFailure]) -> None:
         for rank, failure in failures.items():
             if self.stderrs[rank] not in ("", os.devnull):  # where it would stand without this launcher
-                with open(self.stderrs[rank], "a") as file:
+                with (
+                    contextlib.suppress(OSError),  # a full disk, say, and why the rank failed is told below
+                    open(self.stderrs[rank], "a", encoding="utf-8", errors="backslashreplace") as file,
+                ):
                     file.write(traceback_of(failure))
         first = cause(failures.values())
         env = self.envs[first.local_rank]

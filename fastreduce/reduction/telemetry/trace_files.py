@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,29 @@ def merge(folder: Path) -> Path:
         ValueError: if a file is no trace.
     """
     heads = {
-        path: _head(path) for path in folder.glob("rank*.json") if re.fullmatch(r"rank\d+(\.\d+)?\.json", path.name)
+        path: _head(path)
+        for path in folder.glob("rank*.json")
+        if re.fullmatch(r"rank\d+(\.\d+)?\.json", path.name) and path.stat().st_size  # else of one that was killed
     }
     if not heads:
         raise FileNotFoundError(f"{folder} holds no rank0.json of a trace")
     newest = heads[max(heads, key=lambda path: path.stat().st_mtime)]
     run = newest["fastreduce"]["run"]
     chosen = sorted(path for path, head in heads.items() if head["fastreduce"]["run"] == run)
-    merged, part = folder / MERGED, folder / f".{MERGED}.{os.getpid()}"
+    merged, part = folder / MERGED, folder / f".{MERGED}.{uuid.uuid4().hex}"  # several ranks may do so at once
     separator = ""
-    with part.open("w", encoding="utf-8") as out:
-        about = {"run": run, "files": [path.name for path in chosen]}
-        out.write(json.dumps({**newest, "fastreduce": about})[:-1] + ', "traceEvents": [\n')
-        for path in chosen:
-            for event in _events(path):
-                out.write(f"{separator}{event}")
-                separator = ",\n"
-        out.write(END)
-    part.replace(merged)
+    try:
+        with part.open("w", encoding="utf-8") as out:
+            about = {"run": run, "files": [path.name for path in chosen]}
+            out.write(json.dumps({**newest, "fastreduce": about})[:-1] + ', "traceEvents": [\n')
+            for path in chosen:
+                for event in _events(path):
+                    out.write(f"{separator}{event}")
+                    separator = ",\n"
+            out.write(END)
+        part.replace(merged)
+    finally:
+        part.unlink(missing_ok=True)
     return merged
 
 

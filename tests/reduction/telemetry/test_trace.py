@@ -21,6 +21,7 @@ from fastreduce.cli import main as cli
 from fastreduce.environment.variables import folder_asked_for
 from fastreduce.reduction import clocks
 from fastreduce.reduction.clocks import now
+from fastreduce.reduction.telemetry import trace_files
 from fastreduce.reduction.telemetry.clock_offsets import Offset
 from fastreduce.reduction.telemetry.trace_files import merge
 from tests.support.models import grads_of, wrap
@@ -148,6 +149,7 @@ def test_what_is_left_of_a_killed_rank_is_merged(tmp_path: Path, capsys: pytest.
     (tmp_path / "rank7.json").write_text(head % "older" + event % 7 + "\n]}\n")
     (tmp_path / "rank0.json").write_text(head % "this" + event % 0 + "\n]}\n")
     (tmp_path / "rank1.json").write_text(head % "this" + event % 1 + ",\n" + (event % 1)[:-2])
+    (tmp_path / "rank2.json").touch()  # of one that was killed before it wrote anything
     os.utime(tmp_path / "rank7.json", (0, 0))
     with pytest.raises(SystemExit) as end:
         cli(["trace", str(tmp_path)])
@@ -156,6 +158,16 @@ def test_what_is_left_of_a_killed_rank_is_merged(tmp_path: Path, capsys: pytest.
     (tmp_path / "rank2.json").write_text("something else")
     with pytest.raises(ValueError, match="no trace of fastreduce"):
         merge(tmp_path)
+
+
+def test_a_merge_that_fails_leaves_nothing_behind(tmp_path: Path):
+    head = '{"displayTimeUnit": "ms", "baseTimeNanoseconds": 0, "fastreduce": {"run": "this"}, "traceEvents": [\n'
+    (tmp_path / "rank0.json").write_text(head + "{}\n]}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_files, "_events", None)
+        with pytest.raises(TypeError):
+            merge(tmp_path)
+    assert os.listdir(tmp_path) == ["rank0.json"]
 
 
 def _beside_profiler(rank: int, world_size: int, folder: str) -> None:

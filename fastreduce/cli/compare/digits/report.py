@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from ....run.machine import machine
 from .. import results, settings_table
 from .statistics import STAGES, Figures, conclude, step_seconds
 from .training import BARE, Experiment, Record, transport_of
@@ -85,7 +86,7 @@ def write_results(
 ) -> None:
     """Everything measured, with what is needed to measure it again."""
     measured = {
-        **results.describe(experiment.device),
+        **results.describe(machine(experiment.device)),
         "command": list(command),
         "seconds": seconds,
         "experiment": asdict(experiment),

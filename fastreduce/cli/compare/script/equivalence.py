@@ -43,7 +43,7 @@ def compare(ours: Sequence[float], base: Sequence[float], margin: float) -> Equi
     Args:
         ours: a value for each seed.
         base: the baseline's.
-        margin: a fraction of the baseline's mean magnitude.
+        margin: a fraction of the magnitude of the baseline's mean.
     """
     scale = abs(float(np.mean(base)))
     if list(ours) == list(base) and np.all(np.isfinite(base)):
@@ -55,6 +55,8 @@ def compare(ours: Sequence[float], base: Sequence[float], margin: float) -> Equi
     if n < 2 or not math.isfinite(mean):
         return Equivalence(mean, math.nan, math.nan, "undecided")
     scatter = float(np.std(differences, ddof=1))
+    if n == 2 and scatter == 0:  # as of accuracies on a few samples: two that differ by the same tell nothing of chance
+        return Equivalence(mean, math.nan, math.nan, "undecided")
     half = float(stdtrit(n - 1, 1 - RISK)) * scatter / math.sqrt(n)
     low, high = mean - half, mean + half
     if -margin < low and high < margin:

@@ -47,6 +47,8 @@ def run(plan: Plan, console: Console) -> None:
                 _measure_quality(plan, findings, watch, others)
     except TrainingError as error:
         ended = str(error), error.code
+    except OSError as error:  # a full disk, say
+        ended = f"no training can be started: {error}", 1
     except SignalError as error:
         ended = f"{error.received.name}: all ranks were ended", 128 + error.received
     with signals_wait():
@@ -93,6 +95,7 @@ def _measure_speed(plan: Plan, findings: Findings, watch: _Watch, others: FirstN
             2,
         )
     if findings.apart:
+        findings.turns, findings.flights = [], {}  # of other rounds than those that follow
         _measure_apart(plan, findings, watch, others)
     elif not findings.turns:
         steps = speed.steps_needed(plan, findings.left_out, 6)

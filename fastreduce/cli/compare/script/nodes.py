@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from ....errors import TransportError
+from ....errors import TransportError, headline
 from ....transports.store_client import StoreClient
 from ...launch.nodes import one_line
 from ..ending import SignalError, fail, signals_end_ranks
@@ -49,7 +49,7 @@ class FirstNode:
             self._store = dist.TCPStore(nodes.address, nodes.port, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
             where = f"{nodes.address}, port {nodes.port}"
-            raise TrainingError(f"cannot listen on {where}: {str(error).splitlines()[0]}", 1) from error
+            raise TrainingError(f"cannot listen on {where}: {headline(error)}", 1) from error
 
     def meet(self, plan: Plan) -> None:
         """Wait for the others, and see that they were asked for the same.
@@ -117,6 +117,9 @@ def follow(plan: Plan, nodes: Nodes, console: Console, command: str) -> None:
     except SignalError as error:
         other.leave(error.received.name)
         fail(f"{error.received.name}: all ranks of this node were ended", 128 + error.received, command)
+    except OSError as error:  # a full disk, say
+        other.leave(f"no training can be started: {error}")
+        fail(f"no training can be started: {error}", 1, command)
     except TransportError as error:
         fail(f"node 0 ({nodes.address}) is gone: {error}", 1, command)
     if code:
@@ -186,7 +189,7 @@ class _Follower:
         try:
             store = dist.TCPStore(nodes.address, nodes.port, is_master=False, wait_for_workers=False, timeout=limit)
         except RuntimeError as error:
-            raise TransportError(str(error).splitlines()[0]) from error
+            raise TransportError(headline(error)) from error
         return StoreClient(store, ANSWER_SECONDS)
 
     def leave(self, why: str) -> None:

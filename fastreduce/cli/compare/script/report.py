@@ -142,9 +142,8 @@ def _difference(test: Equivalence | None) -> str:
 
 def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Findings, summary: Summary) -> None:
     """Everything measured, with what is needed to measure it again."""
-    device = findings.wrapped.get("device", "cpu")
     measured: Mapping[str, object] = {
-        **results.describe(device),
+        **results.describe(findings.wrapped["machine"]),
         "command": list(command),
         "seconds": findings.seconds,
         "plan": {**asdict(plan), "out": str(plan.out)},

@@ -11,7 +11,7 @@ import numpy as np
 from ....run.orders import order
 from ..intervals import Estimate, estimate_median
 from .plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan, contestant_of
-from .trainings import Line, Training
+from .trainings import Line, Training, file_name
 
 ROUNDS_APART = 6  # the fewest that have an interval
 STEPS_APART = 30
@@ -75,7 +75,7 @@ def apart(plan: Plan, missing: Iterable[str]) -> list[tuple[int, str, Training]]
                 "steps": STEPS_APART,
             }
             what = f"the training under {name} whose steps are timed, of round {number + 1},"
-            label = f"speed-{name.replace(':', '-').replace(' ', '-')}-round{number + 1}"
+            label = f"speed-{file_name(name)}-round{number + 1}"
             found.append((number, name, Training(what, label, name, plan.seeds[0], contestant, orders)))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from .plan import BASE, Plan
 END_SECONDS = 15
 LOOK_SECONDS = 0.1
 SHOWN_LINES = 30
+MOST_LETTERS = 60  # of a setting, in a file's name
 # The folder that this is called in holds no modules of it.
 _ELSEWHERE = "import ctypes, os, sys; sys.path[:1] == [''] and sys.path.pop(0); "
 _TIED = "os.getppid() == int(os.environ.pop('_FASTREDUCE_PARENT')) or os._exit(1); "
@@ -193,8 +195,16 @@ def _places(record: Path, ranks: int) -> str:
 
 def fill(text: str, plan: Plan, setting: str, seed: int) -> str:
     """The text with {seed}, {setting} and {out} filled in: as a file may be named, and absolute, for scripts move."""
+    named = text.replace("{seed}", str(seed)).replace("{setting}", file_name(setting))
+    return named.replace("{out}", str(plan.out.resolve()))
+
+
+def file_name(setting: str) -> str:
+    """A setting as a part of a file's name, which is no other one's: of a policy its beginning, and a digest."""
     safe = re.sub(r"[^\w.=-]+", "-", setting)
-    return text.replace("{seed}", str(seed)).replace("{setting}", safe).replace("{out}", str(plan.out.resolve()))
+    if len(safe) <= MOST_LETTERS and not any(character in setting for character in "|;*?[]<>"):
+        return safe
+    return f"{safe[:MOST_LETTERS]}-{hashlib.sha256(setting.encode()).hexdigest()[:8]}"
 
 
 def _new_lines(file: Any) -> list[Line]:

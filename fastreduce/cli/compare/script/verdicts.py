@@ -132,7 +132,7 @@ def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
     if test.verdict == "equal" and test.low == test.high == 0:
         return "equal", f"{what} equal to the last bit"
     if not math.isfinite(test.difference):
-        return test.verdict, f"{what} not finite"
+        return test.verdict, f"{what} not finite" if test.verdict == "higher" else f"{what} under none not finite"
     differs = say_difference(test, " %")
     if test.verdict == "equal":
         return "equal", f"{what} equal within {margin}: {differs}"

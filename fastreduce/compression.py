@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from .environment.variables import check_environment
-from .errors import SettingError
+from .errors import SettingError, brief
 from .kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, BlockFormat
 
 ENVIRONMENT_VARIABLE = "FASTREDUCE_COMPRESSION"
@@ -191,15 +191,6 @@ def _read_option(spec: str, piece: str, option: Field[Any], value: str | None) -
             raise SettingError(f"{brief(piece)} in {brief(spec)} needs a number")
         return float(value)
     return value
-
-
-def brief(value: object) -> str:
-    """`repr(value)`, the middle left out where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no more than 4300 digits
-        return f"a {type(value).__name__} of thousands of digits"
-    return text if len(text) <= 100 else f"{text[:40]} … {text[-20:]}"
 
 
 @dataclass(frozen=True)
@@ -397,8 +388,9 @@ class OfWholeParameters(Compression):
 class PowerSGD(OfWholeParameters):
     """In the place of a matrix travel two thin factors of it, summed by the transport in FP32 (Vogels et al. 2019).
 
-    A gradient is a matrix of as many rows as its parameter's first dimension has. It travels as factors of `rank`
-    columns where that makes it smaller by more than `min_compression_rate`, as in torch's hook:
+    A gradient is a matrix of as many rows as its parameter has along its first dimension, or, of one that lies
+    transposed, along the one that is outermost in memory. It travels as factors of `rank` columns where that makes it
+    smaller by more than `min_compression_rate`, as in torch's hook:
     (rows + columns) · rank · min_compression_rate < rows · columns. Other gradients, such as biases, travel in FP32 in
     the same wire, and lose nothing. What the factors do not hold of a gradient is kept and added to the next one: error
     feedback is part of the method.

@@ -78,6 +78,15 @@ class CheckpointError(FastreduceError, RuntimeError):
     """A snapshot that could not be written, or is not whole; raised on every rank."""
 
 
+def brief(value: object) -> str:
+    """`repr(value)`, the middle left out where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no more than 4300 digits
+        return f"a {type(value).__name__} of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:40]} … {text[-20:]}"
+
+
 def headline(error: BaseException) -> str:
     """The first line of an error's text, or its kind, where it has none."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .compression import Compression, brief
+from .compression import Compression
 from .environment.exits import Exit, each_at_exit
-from .errors import NotInitializedError, SettingError
+from .errors import NotInitializedError, SettingError, brief
 from .policy import single
 from .reduction import saved_residuals
 from .reduction.agreement import check_agreement

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .compression import ENVIRONMENT_VARIABLE, KINDS, Compression, brief
+from .compression import ENVIRONMENT_VARIABLE, KINDS, Compression
 from .environment.variables import check_environment
-from .errors import SettingError, listed
+from .errors import SettingError, brief, listed
 
 Chooser = Callable[[str, Tensor], Compression | str]
 AnySetting = Compression | str | Mapping[str, Compression | str] | Chooser | None

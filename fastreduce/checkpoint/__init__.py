@@ -5,38 +5,26 @@ from __future__ import annotations
 import glob
 import logging
 import os
-import random
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..compression import brief
-from ..environment.signals import is_of_signal
-from ..errors import CheckpointError, SettingError, TransportError
+from ..errors import CheckpointError, SettingError, brief
 from ..reduction.reducer import GradientReducer
-from ..reduction.telemetry.flight_recorder import all_recorders
-from ..reduction.telemetry.watch import explain_elsewhere, in_other_call
-from ..transports.messages import gather_bytes
-from ..transports.ranks import check_process, group_device
-from . import snapshot_file
+from ..reduction.telemetry.watch import in_other_call
+from . import random_states, snapshot_file
 from .parts import load_into, refuse_sharded, state_of
+from .ranks import broadcast_file, on_all, this_rank, world_size
 from .snapshot_file import OURS, State
 
-T = TypeVar("T")
 FilePath = str | os.PathLike[str]
 
-CHUNK = 64 << 20
-MOST = 1 << 40  # bytes of a file, and of what one rank brings to it
 ANY_TAG = "[0-9a-f]" * 8  # as a glob and as a regular expression
 RESIDUALS = ("residuals", "shard_residuals", "units")
 
@@ -83,21 +71,21 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         reducers.update({name: reducer.state_dict() for name, reducer in _reducers(parts).items()})
         layouts = {name: {k: v for k, v in state.items() if k not in RESIDUALS} for name, state in reducers.items()}
         for layout in layouts.values():
-            if _rank():  # the same on every rank
+            if this_rank():  # the same on every rank
                 for same in ("buckets", "orders", "settings", "factors"):
                     del layout[same]
         kept = any(state["residuals"] for state in reducers.values())
-        return secrets.token_hex(4), {"random": _random_states(), "reducers": layouts}, kept
+        return secrets.token_hex(4), {"random": random_states.take(), "reducers": layouts}, kept
 
     with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
-        collected = _on_all(f"collecting {path}", collect)
+        collected = on_all(f"collecting {path}", collect)
     path = Path(path)
     tag = collected[0][0]
     if not re.fullmatch(ANY_TAG, tag):
         raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")
 
     with_residuals = any(kept for *_, kept in collected)  # not every rank need have some
-    beside = path.with_name(f"{path.name}.{tag}.rank{_rank()}")
+    beside = path.with_name(f"{path.name}.{tag}.rank{this_rank()}")
 
     def write_residuals() -> None:
         tensors = {name: {key: state[key] for key in RESIDUALS} for name, state in reducers.items()}
@@ -108,7 +96,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
     ours = {"tag": tag if with_residuals else None, "ranks": [state for _, state, _ in collected]}
 
     def write_snapshot() -> list[str]:
-        if _rank():
+        if this_rank():
             return []
         for left_behind in path.parent.glob(f"{glob.escape(path.name)}.{ANY_TAG}.unfinished"):
             left_behind.unlink()
@@ -122,8 +110,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         return [str(ours["tag"]), str(snapshot_file.tag_of(snapshot_file.previous_of(path)))]
 
     try:
-        _on_all(f"writing residuals beside {path}", write_residuals)
-        kept = _on_all(f"writing {path}", write_snapshot)[0]
+        on_all(f"writing residuals beside {path}", write_residuals)
+        kept = on_all(f"writing {path}", write_snapshot)[0]
     except CheckpointError:  # told by all: rank 0 has put the snapshot in place, or will not
         if snapshot_file.tag_of(path) != tag:
             with suppress(OSError):  # it may not be there
@@ -179,9 +167,9 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
 
     _drop_broken_backwards(parts)
     with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
-        _on_all(f"reading {path}", check_given)  # not every rank need have been given the same
+        on_all(f"reading {path}", check_given)  # not every rank need have been given the same
     path = Path(path)
-    snapshot = snapshot_file.parse(_broadcast_file(path), path)
+    snapshot = snapshot_file.parse(broadcast_file(path), path)
     ours: State = snapshot.pop(OURS, {"tag": None, "ranks": []})
     wanted = {name: part for name, part in parts.items() if not isinstance(part, GradientReducer)}
     if len(wanted) == 1 and snapshot and all(isinstance(value, Tensor) for value in snapshot.values()):
@@ -193,15 +181,15 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
                 raise CheckpointError(f"{path} has no part {name!r}; it has {', '.join(map(repr, snapshot))}")
             refuse_sharded(f"{path}: {name}", snapshot[name])
 
-    _on_all(f"reading {path}", look_for_parts)  # not every rank need load the same
+    on_all(f"reading {path}", look_for_parts)  # not every rank need load the same
     reducers = _reducers(parts)
-    states = _on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
+    states = on_all(f"reading residuals beside {path}", lambda: _reducer_states(path, ours, reducers), exchange=False)
 
     def look_at_schedules() -> None:
         for name, (state, *_) in states[0].items():
             reducers[name].schedule_of(state)
 
-    _on_all(f"reading {path}", look_at_schedules)
+    on_all(f"reading {path}", look_at_schedules)
     for reducer in reducers.values():
         reducer.restore_precision()  # else the next backward would put back what was there before
 
@@ -209,133 +197,15 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
         for name, part in wanted.items():
             load_into(part, snapshot.pop(name))
 
-    _on_all(f"loading {path}", load_parts, own=True)
+    on_all(f"loading {path}", load_parts, own=True)
     for name, state in states[0].items():
         try:
             reducers[name].load_state_dict(state)
         except SettingError as error:
             logger.warning("%s: residuals, buckets and schedule of %r are not loaded: %s", path, name, error)
-    if rng and len(ours["ranks"]) == _world_size() and not _is_elastic(parts):  # else all would draw alike
-        _set_random_states(ours["ranks"][_rank()]["random"])
+    if rng and len(ours["ranks"]) == world_size() and not _is_elastic(parts):  # else all would draw alike
+        random_states.put_back(ours["ranks"][this_rank()]["random"])
     return snapshot
-
-
-# Ranks
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _on_all(doing: str, function: Callable[[], T], exchange: bool = True, own: bool = False) -> list[T]:
-    """What `function` returns on every rank (without `exchange`, here only); an error on one is an error on all.
-
-    Where it raised, that is a CheckpointError too, but for what was given here or a signal's handler raised, and under
-    `own`.
-    """
-    value: T | None = None
-    error: Exception | None = None
-    try:
-        value = function()
-    except Exception as found:
-        error = found
-    mine = (value if exchange else None, error and f"{type(error).__name__}: {error}")
-    told: list[Any] = _exchange(mine, doing) if dist.is_initialized() else [mine]
-    if error is not None and (own or isinstance(error, SettingError) or is_of_signal(error)):
-        raise error
-    for rank, (_, text) in enumerate(told):
-        if text is not None:
-            raise CheckpointError(f"rank {rank}, {doing}: {text}") from error
-    return [of for of, _ in told] if exchange else [value]  # type: ignore[list-item]
-
-
-def _exchange(value: Any, doing: str) -> list[Any]:
-    """Every rank's value, as a snapshot file holds it: plain data and tensors, nothing that executes."""
-    check_process(f"rank {_rank()} of {_world_size()}, {doing}: it was called")
-    told = []
-    with _all_come(doing):
-        gathered = gather_bytes(snapshot_file.dump(value), _gather, MOST)
-    for rank, data in enumerate(gathered):
-        try:
-            told.append(snapshot_file.load(data, tuple))
-            _, text = told[-1]
-            if not isinstance(text, (str, NoneType)):
-                raise TypeError(f"an error's text was expected, not {text!r:.80}")
-        except Exception as error:
-            raise CheckpointError(f"rank {rank}, {doing}: it sent no plain values: {error}") from error
-    return told
-
-
-@contextmanager
-def _all_come(doing: str) -> Iterator[None]:
-    """Around collectives of torch's, whose errors name neither the call nor who has to make it."""
-    try:
-        yield
-    except TransportError:
-        raise
-    except RuntimeError as error:
-        if is_of_signal(error):
-            raise
-        told = TransportError(
-            f"rank {_rank()} of {_world_size()}, {doing}: {error}. Another rank has ended, is elsewhere, or did not "
-            "come within the timeout: save_checkpoint and load_checkpoint are called by every rank, not by rank 0 alone"
-        )
-        of_all = [each for each in all_recorders() if each.world_size == _world_size()]  # else they number ranks anew
-        raise explain_elsewhere(told, of_all[-1] if of_all else None) from error
-
-
-def _gather(mine: Tensor) -> list[Tensor]:
-    device = _device()
-    moved = mine.to(device)
-    gathered = [torch.empty_like(moved) for _ in range(_world_size())]
-    dist.all_gather(gathered, moved)
-    return [part.cpu() for part in gathered]
-
-
-def _device() -> torch.device:
-    """Where tensors that the default group moves are."""
-    assert dist.group.WORLD is not None
-    return group_device(dist.group.WORLD)
-
-
-def _broadcast_file(path: Path) -> bytes:
-    """The bytes that rank 0 finds in the file."""
-    data, number, text = b"", None, None
-    if _rank() == 0:
-        try:
-            data = path.read_bytes()
-            snapshot_file.parse(data, path)
-        except OSError as error:
-            number, text = error.errno, error.strerror or str(error)
-        except CheckpointError as error:
-            text = str(error)
-        except Exception as error:  # no memory, or a path that is none
-            text = f"rank 0, reading {path}: {type(error).__name__}: {error}"
-    if _world_size() > 1:
-        (size, number), text = _exchange(((len(data), number), text), f"reading {path}")[0]
-    else:
-        size = len(data)
-    if text is not None:
-        raise CheckpointError(text) if number is None else OSError(number, text, str(path))
-    if _world_size() == 1:
-        return data
-    whole = torch.empty(size, dtype=torch.uint8, device="cpu")
-    if data:
-        whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    for chunk in whole.split(CHUNK):
-        moved = chunk.to(_device())
-        with _all_come(f"reading {path}"):
-            dist.broadcast(moved, 0)
-        if moved is not chunk:
-            chunk.copy_(moved)
-    return whole.numpy().tobytes()
-
-
-# Parts
 
 
 def _reducers(parts: Mapping[str, Any]) -> dict[str, GradientReducer]:
@@ -364,7 +234,7 @@ def _is_elastic(parts: Mapping[str, Any]) -> bool:
 def _reducer_states(path: Path, ours: State, reducers: Mapping[str, GradientReducer]) -> dict[str, list[State]]:
     """What each reducer is to load: this rank's state, or, at another world size, all ranks'."""
     ranks: list[State] = ours["ranks"]
-    needed = [_rank()] if len(ranks) == _world_size() else range(len(ranks))
+    needed = [this_rank()] if len(ranks) == world_size() else range(len(ranks))
     states: dict[str, list[State]] = {}
     for name in reducers:
         if not ranks or name not in ranks[0]["reducers"]:
@@ -383,25 +253,3 @@ def _read_residuals(path: Path, suffix: str) -> State:
     for file in path.parent.glob(f"*.{suffix}"):  # a snapshot may have been renamed
         return snapshot_file.parse(file.read_bytes(), file)
     raise CheckpointError(f"there is no {path.name}.{suffix}, which belongs to the snapshot: keep the files together")
-
-
-# Random states
-
-
-def _random_states() -> State:
-    numpy: Any = np.random.get_state()
-    name, keys, *rest = numpy
-    states: State = {"python": random.getstate(), "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
-    states["torch"] = torch.get_rng_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_states(states: State) -> None:
-    name, keys, *rest = states["numpy"]
-    random.setstate(states["python"])
-    np.random.set_state((name, keys.numpy(), *rest))
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

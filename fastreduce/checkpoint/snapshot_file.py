@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ..compression import brief
-from ..errors import CheckpointError, SettingError
+from ..errors import CheckpointError, SettingError, brief
 
 State = dict[str, Any]
 OURS = "fastreduce"  # the entry for what no part asked for: random states, buckets, the tag of residual files

@@ -17,8 +17,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parameter import is_lazy
 
 from .. import ops
-from ..compression import NoCompression, brief
-from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, SettingError, TensorError
+from ..compression import NoCompression
+from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, SettingError, TensorError, brief
 from ..reduction.agreement import describe_tensor
 from ..reduction.gradients import Gradients
 from ..reduction.schedule import Schedule

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..compression import Compression, OfWholeParameters, PowerSGD, brief
-from ..errors import SettingError
+from ..compression import Compression, OfWholeParameters, PowerSGD
+from ..errors import SettingError, brief
 from ..policy import AnySetting, Policy, assigned, match
 from ..reduction import clocks
 from ..reduction.agreement import check_agreement

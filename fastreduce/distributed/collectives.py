@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..compression import brief
-from ..errors import SettingError, TensorError
+from ..errors import SettingError, TensorError, brief
 from .checks import (
     agree,
     agree_on_parts,

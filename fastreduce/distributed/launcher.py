@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..compression import brief
-from ..errors import SettingError
+from ..errors import SettingError, brief
 from .processes import Group, run_ranks
 
 Function = Callable[..., Any]

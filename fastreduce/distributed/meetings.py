@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..compression import brief
-from ..errors import NotInitializedError, SettingError, TransportError
+from ..errors import NotInitializedError, SettingError, TransportError, brief
 from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
 from ..transports.ranks import check_process, client_of, timeout_of
 from ..transports.store_client import StoreClient

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from ..compression import brief
 from ..environment.variables import check_environment
-from ..errors import MismatchError, SettingError, TransportError
+from ..errors import MismatchError, SettingError, TransportError, brief
 from ..transports.hosts import this_host
 from ..transports.meeting import AbsentError, meet, new_place, notes
 from ..transports.ranks import timeout_of

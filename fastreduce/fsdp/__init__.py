@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..compression import brief
-from ..errors import NotInitializedError, SettingError
+from ..errors import NotInitializedError, SettingError, brief
 from ..policy import AnySetting, Policy
 from .model import ShardedModel
 

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..compression import brief
-from ..errors import DeviceError, TensorError
+from ..errors import DeviceError, TensorError, brief
 
 _IMMUTABLE = ("jax", "jaxlib", "tensorflow")
 

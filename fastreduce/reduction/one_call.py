@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 
-from ..compression import Compression, brief
-from ..errors import DeviceError, NotInitializedError, SettingError, TensorError, TransportError
+from ..compression import Compression
+from ..errors import DeviceError, NotInitializedError, SettingError, TensorError, TransportError, brief
 from ..policy import single
 from ..transports import Transport, make_transport
 from . import saved_residuals

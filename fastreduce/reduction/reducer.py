@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compression import Compression, brief
+from ..compression import Compression
 from ..environment.exits import Exit, each_at_exit
-from ..errors import SettingError
+from ..errors import SettingError, brief
 from ..policy import Policy
 from ..transports import Transport
 from ..transports.messages import checked, numbers

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compression import Compression, NoCompression, brief
-from ..errors import SettingError
+from ..compression import Compression, NoCompression
+from ..errors import SettingError, brief
 from ..policy import AnySetting, Policy, chooses_by_parameter
 
 Setting = AnySetting | Policy | Callable[[int], Any]

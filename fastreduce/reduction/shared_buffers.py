@@ -1,4 +1,4 @@
-"""One wire's memory for all buckets of a device."""
+"""Memory that several buckets, or several streams, use in turn."""
 
 from __future__ import annotations
 

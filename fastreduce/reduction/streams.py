@@ -235,7 +235,7 @@ class ThreadStream:
 
     @property
     def idle(self) -> bool:
-        """Whether all jobs have ended; one that fails does so before those before it, it may be."""
+        """Whether all jobs have ended; one that has failed counts as ended, while earlier ones go on."""
         return all(job.done for job in list(self._under_way))  # to which another thread may add
 
     def close(self) -> None:

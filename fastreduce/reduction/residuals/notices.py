@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...compression import brief
-from ...errors import SettingError, TensorError
+from ...errors import SettingError, TensorError, brief
 from .factors import ONE, Factor, finite_number, number_in
 
 Read = dict[int, tuple[Tensor, float]]  # numbers of devices that the host has waited for, by a tensor's identity

@@ -99,6 +99,7 @@ class CompressState:
         self._kept: dict[str, SlotResiduals] = {}
         self._steps: dict[torch.device, Tensor] = {}
         self._step = -1  # the number of the last backward
+        self._backwards = 0  # that were averaged here
         self._streams: dict[torch.device, Stream] = {}
         # Torch hands over zeros for parameters that no rank used, and drops their averages.
         self._reached = Reached(self._look)
@@ -174,6 +175,7 @@ class CompressState:
         device = bucket.buffer().device
         if bucket.index() == 0:
             self._step += 1
+            self._backwards += 1
             for step in self._steps.values():
                 step.add_(1)
         # With a device, it takes note of the stream on which its result is set.
@@ -215,14 +217,15 @@ class CompressState:
                 if not joined:
                     self._call_after_backward()
 
+        views = [i for i in unused if _is_view(bucket.parameters()[i].grad, gradients[i])]
         before: dict[int, Tensor] = {}
 
         def begin() -> Part:
-            before.update((i, gradients[i].clone()) for i in unused)
+            before.update((i, gradients[i].clone()) for i in views)
             return pipeline.begin(gradients, gradients, unused)
 
         def averaged() -> Tensor:
-            for i, gradient in before.items():  # where torch leaves it alone, or has a view of it in `.grad`
+            for i, gradient in before.items():  # torch would leave it alone, did it not lie in the bucket
                 gradients[i].copy_(torch.where(pipeline.used_by_any[i] == 0, gradient, gradients[i]))
             if followed_here:
                 self._follow(watched=False)
@@ -243,9 +246,11 @@ class CompressState:
     # What error feedback must know beside the bucket
 
     def _look(self) -> None:
+        # Behind the first backward torch lays buckets out anew, and puts copies into `.grad` where those are views.
+        copies = self._backwards == 1
         for pipeline in self._pipelines.values():
             if pipeline.feedback is not None:
-                pipeline.feedback.look()
+                pipeline.feedback.look(copies=copies)
 
     def _call_after_backward(self) -> None:
         """Follow what becomes of the averages once torch has stored them: behind the callback that it queues next."""
@@ -299,6 +304,11 @@ class CompressState:
         self._step = chosen.get("step", -1)
         for step in self._steps.values():
             step.fill_(self._step)
+
+
+def _is_view(grad: Tensor | None, gradient: Tensor) -> bool:
+    """Whether a bucket's gradient is what lies in `.grad`."""
+    return grad is not None and grad.data_ptr() == gradient.data_ptr()
 
 
 _alive: weakref.WeakSet[CompressState] = weakref.WeakSet()  # those with a connection

@@ -37,7 +37,6 @@ class Step:
     drops: bool
     ends: str
     multiplied: dict[str, float]
-    copied: bool  # behind them, into other tensors
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _history(seed: int, world_size: int) -> History:
         if joins:  # nobody tells a rank that has joined what becomes of averages, nor what others multiply by
             ends = "step"
         by = {} if joined or draw.random() < 0.6 else {name: draw.choice([0.25, 0.5, 2.0]) for name in EVERY}
-        return Step(used, drops and draw.random() < 0.3, ends, by, not views and draw.random() < 0.2)
+        return Step(used, drops and draw.random() < 0.3, ends, by)
 
     for _ in range(draw.randint(2, 4)):
         steps = draw.randint(1, 5)
@@ -128,8 +127,6 @@ class Training:
         for name, parameter in self.model.values.items():
             if parameter.grad is not None and name in step.multiplied:
                 parameter.grad.mul_(step.multiplied[name])
-            if parameter.grad is not None and step.copied:
-                parameter.grad = parameter.grad.clone()
         if step.ends == "step":
             self.optimizer.step()
         if step.ends != "on":

@@ -58,8 +58,9 @@ class Commands(TyperGroup):
         before = sys.stdout
         if before is None:  # closed by whoever has started this
             return super().main(*args, **options)
-        if isinstance(before, io.TextIOWrapper):  # no letter that a console lacks costs what was measured
-            before.reconfigure(errors="replace")
+        strict = before if isinstance(before, io.TextIOWrapper) and before.errors == "strict" else None
+        if strict is not None:  # no letter that a console lacks costs what was measured
+            strict.reconfigure(errors="replace")
         output = Output(before)
         sys.stdout = cast(TextIO, output)
         try:
@@ -71,3 +72,5 @@ class Commands(TyperGroup):
             raise
         finally:
             sys.stdout = before
+            if strict is not None:
+                strict.reconfigure(errors="strict")

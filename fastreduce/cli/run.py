@@ -42,8 +42,7 @@ def run(context: typer.Context) -> None:
 
     fastreduce run [--compression SPEC] [--trace DIR] [options of torchrun] [--gpus N] script.py [its arguments]
     """
-    parser = run_parser()
-    options = parse(parser, context.args)
+    options = parse(run_parser(), context.args)
     try:
         if options.compression is not None:
             Policy.of(options.compression)
@@ -61,7 +60,8 @@ def run(context: typer.Context) -> None:
     alone = options.nproc_per_node is None and options.gpus is None
     a_rank = alone and options.nnodes == "1:1" and not options.no_python and "RANK" not in os.environ
     if a_rank and place is not None and place.world_size > 1:  # of those that mpirun or srun has started
-        given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+        plain = vars(run_parser().parse_args([options.training_script]))
+        given = [name for name, value in vars(options).items() if value != plain.get(name)]
         if others := [f"--{name.replace('_', '-')}" for name in given if name not in OF_A_RANK]:
             fail(f"{', '.join(others)}: {place}, and a rank that is there already takes --compression, --trace and -m")
         main(["-m"] * options.module + [options.training_script, *options.training_script_args])

@@ -49,6 +49,7 @@ class _Call:
     def __init__(self, name: str, group: Group, *lists: Any, op: Any = None, **ranks: int) -> None:
         self.name, self.group, self.op, self._ranks = name, group_or_default(name, group), op, ranks
         self._last_steps: list[Callable[[], Any]] = []
+        self._writes_on: torch.device | None = None
         with self.telling():
             self._check([tensor for each in lists for tensor in self._listed(each)])
 
@@ -91,6 +92,7 @@ class _Call:
     def write(self, tensor: Tensor) -> Tensor:
         """The same, whose values at the end are `tensor`'s, divided under AVG."""
         flat = _contiguous(tensor)
+        self._writes_on = tensor.device
         if self._divides:
             mode = None if flat.is_floating_point() or flat.is_complex() else "trunc"
             size = dist.get_world_size(self.group)
@@ -109,6 +111,7 @@ class _Call:
                 _copy(part.view(_real(tensor).shape), _real(tensor.detach()))
 
         self._last_steps.append(copy)
+        self._writes_on = tensors[0].device
 
     @property
     def _divides(self) -> bool:
@@ -124,7 +127,7 @@ class _Call:
         """Call into torch."""
         with as_transport_error(self.name, self._given):
             inner = function(*args, group=self.group, async_op=True)
-        work = Work(self.name, inner, self._last_steps, self._given)
+        work = Work(self.name, inner, self._last_steps, self._given, self._writes_on)
         if async_op:
             return work
         work.wait()

@@ -52,8 +52,7 @@ class _Wire:
         if not tensor.numel():
             return
         data = tensor.detach().to(group_device(group)).resolve_conj().resolve_neg().contiguous()
-        # It is read when the other rank receives, and the tensor may be another's by then, or hold something else.
-        data = _bytes_of(data.clone() if data.data_ptr() == tensor.data_ptr() else data)
+        data = _bytes_of(data)
         under_way = self._under_way[to]
         while under_way and sum(other.nbytes for _, other in under_way) + data.nbytes > _MOST_BYTES:
             self._deliver_oldest(call, to)
@@ -167,7 +166,8 @@ class _Send(Function):
         number = wire.sent[to]
         ctx.group, ctx.to, ctx.number, ctx.header, ctx.device = group, to, number, header, inp.device
         wire.post("remote_send", header.encode(group_device(group)), to, _tag(number, _HEADER), group)
-        wire.post("remote_send", inp, to, _tag(number, _DATA), group)
+        # A copy: it is read when the other rank receives, and the tensor may hold something else by then.
+        wire.post("remote_send", inp.detach().clone(), to, _tag(number, _DATA), group)
         wire.sent[to] += 1
         return inp.new_zeros(())
 

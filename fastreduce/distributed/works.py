@@ -27,13 +27,19 @@ class Work(dist.Work):
         inner: torch's own work.
         last_steps: run in order when the data has arrived: a division, copies into tensors that lie apart.
         given: the tensors' dtypes, for errors.
+        device: where the last steps write; None where they do not.
     """
 
     def __init__(
-        self, call: str, inner: dist.Work, last_steps: Iterable[Callable[[], Any]] = (), given: str = ""
+        self,
+        call: str,
+        inner: dist.Work,
+        last_steps: Iterable[Callable[[], Any]] = (),
+        given: str = "",
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._call, self._inner, self._given = call, inner, given
+        self._call, self._inner, self._given, self._device = call, inner, given, device
         self._lock, self._last_steps = threading.Lock(), list(last_steps)
         self._settled: torch.cuda.Event | None = None  # when the last steps are done
         self._waited = False  # gloo's reduce_scatter does not know when it is done
@@ -41,13 +47,13 @@ class Work(dist.Work):
     def _settle(self) -> None:
         with self._lock, torch.no_grad():
             if self._settled is not None:
-                self._settled.wait()
+                self._settled.wait(torch.cuda.current_stream(self._device))
             elif self._last_steps:
                 for step in self._last_steps:
                     step()
                 self._last_steps.clear()
-                if torch.cuda.is_initialized():
-                    self._settled = torch.cuda.current_stream().record_event()
+                if self._device is not None and self._device.type == "cuda":
+                    self._settled = torch.cuda.current_stream(self._device).record_event()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the tensors hold the result.
@@ -67,7 +73,7 @@ class Work(dist.Work):
         done = self._waited or self._inner.is_completed()
         if done:
             self._settle()
-        return done and (self._settled is None or self._settled.query())
+        return done and (self._waited or self._settled is None or self._settled.query())
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""

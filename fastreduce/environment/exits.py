@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.util
@@ -76,16 +77,18 @@ def _end_all() -> None:
     _ended = os.getpid()
     for step in Exit:
         for end, of in _ends[step]:
-            if of is None or len(of):
-                _end(end)
+            with contextlib.suppress(KeyboardInterrupt):  # once more: what this step has waited for is not waited for
+                if of is None or len(of):
+                    _end(end)
 
 
 def _end(end: Callable[[], object]) -> None:
+    """Errors are shown, and the others have their turn: as atexit does."""
     try:
         end()
-    except KeyboardInterrupt:  # once more: what this one has waited for is not waited for
-        return
-    except BaseException:  # shown, and the others have their turn: as atexit does
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         traceback.print_exc()
 
 

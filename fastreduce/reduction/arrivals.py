@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from .autograd_stack import is_within_another
 from .buckets import BucketPlan
 
 # More than any hook fires in a backward that nobody counts.
@@ -147,7 +148,7 @@ class Reached:
     A hook lies on the parameter itself, which is not kept alive, and is called before its gradient accumulates.
 
     Args:
-        before: called before a backward's first gradient accumulates.
+        before: called before a backward's first gradient accumulates, of one within another only where it is the first.
 
     Attributes:
         any: whether one has come since the last `end`.
@@ -187,8 +188,10 @@ class Reached:
 
     def _arrive(self, identity: int, grad: Tensor | None) -> None:
         if (backward := torch._C._current_graph_task_id()) > self._newest:
-            self._newest, self.any = backward, True
-            self._before()
+            self._newest = backward
+            if not self.any or not is_within_another():
+                self.any = True
+                self._before()
         if grad is not None:
             self._reached.add(identity)
 

@@ -62,8 +62,13 @@ class AutogradStack:
         So does a re-entrant checkpoint of some layers, whose backward ends before that of the whole.
         """
         thread, around = self._forward_in
-        if thread != threading.get_ident():
-            # The threads of devices, which autograd has started, run what was begun elsewhere.
-            around = -1 if isinstance(threading.current_thread(), threading._DummyThread) else 0
-        calls = _calls(sys._getframe())
-        return calls.count(BACKWARD) > around + 1 and calls[1:2] == [FUNCTION]
+        return is_within_another(around if thread == threading.get_ident() else None)
+
+
+def is_within_another(around: int | None = None) -> bool:
+    """Whether a backward was begun within another one, by an autograd function; `around` are known to be, if any."""
+    if around is None:
+        # The threads of devices, which autograd has started, run what was begun elsewhere.
+        around = -1 if isinstance(threading.current_thread(), threading._DummyThread) else 0
+    calls = _calls(sys._getframe())
+    return calls.count(BACKWARD) > around + 1 and calls[1:2] == [FUNCTION]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import uuid
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -59,7 +60,8 @@ def over(transport: str) -> str:
 
 def write(path: Path, results: Mapping[str, Any]) -> None:
     """Write JSON, with null for NaN and infinity, which it has no words for: all of it, or what was there stays."""
-    part = path.with_name(f".{path.name}.part")
+    path = path.resolve()  # of a link, what it leads to
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         part.write_text(json.dumps(finite(dict(results)), indent=1) + "\n")
         part.replace(path)

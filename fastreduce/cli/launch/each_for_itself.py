@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from typing import ClassVar
 
@@ -12,7 +13,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
 from .elastic_nodes import ElasticNodes
-from .torchs_launcher import Ranks, fate_of, say, traceback_of
+from .torchs_launcher import Ranks, fate_of, is_group, say, traceback_of
+
+LEFT_SECONDS = 1.0  # for what a rank has left running
 
 
 class EachForItself(Ranks):
@@ -71,8 +74,7 @@ class EachForItself(Ranks):
         else:
             outcome = "the others go on, and it stays away (--max-restarts)"
         say(f"rank {env['RANK']} {fate_of(failure)}; {outcome}\n{traceback_of(failure)}".rstrip())
-        with suppress(ProcessLookupError, PermissionError):  # what it has started, for a session of its own
-            os.killpg(pid, signal.SIGKILL)
+        _end_group(pid)
         if not again:
             return False
         with suppress(FileNotFoundError):
@@ -93,3 +95,13 @@ class EachForItself(Ranks):
             numa_options=self._numa_options,
         )
         return True
+
+
+def _end_group(number: int) -> None:
+    """End what a rank has left running, a moment later: multiprocessing's tracker gives back what was shared."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(number, signal.SIGTERM)
+        deadline = time.monotonic() + LEFT_SECONDS
+        while is_group(number) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(number, signal.SIGKILL)

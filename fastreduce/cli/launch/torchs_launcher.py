@@ -179,7 +179,7 @@ class Ranks(SubprocessContext):
     def _still_end(self) -> list[str]:
         """Ranks that were told to end and have not, or of whose process group somebody is there."""
         of = [(self.envs[rank]["RANK"], h.proc) for rank, h in self.subprocess_handlers.items()]
-        return [rank for rank, p in of if p.pid in self._ended and (p.poll() is None or _is_group(p.pid))]
+        return [rank for rank, p in of if p.pid in self._ended and (p.poll() is None or is_group(p.pid))]
 
     def _say_what_still_ends(self, seconds: int) -> None:
         if ranks := self._still_end():
@@ -220,7 +220,7 @@ class Ranks(SubprocessContext):
             say(f"all ranks start again: restart {restarts + 1} of {most}")
 
 
-def _is_group(number: int) -> bool:
+def is_group(number: int) -> bool:
     """Whether a process group has a process."""
     try:
         os.killpg(number, 0)

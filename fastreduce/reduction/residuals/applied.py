@@ -135,7 +135,6 @@ class Applied:
         for i in positions:
             grad = self._state(i)[0]
             self._versions[i] = 0 if grad is None else grad._version
-            self._grads[i] = _nothing if grad is None else weakref.ref(grad)
 
     def multiply(self, positions: Iterable[int], by: Factor, expected: bool) -> None:
         """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
@@ -199,21 +198,24 @@ class Applied:
             places = sorted(self._places[identity] for identity in parameters & self._places.keys())
         return [i for i in places if self._parameters[i]() is not None]
 
-    def look(self, others_follow: bool = True) -> None:
+    def look(self, others_follow: bool = True, copies: bool = False) -> None:
         """See what is left of gradients that nobody has applied.
 
-        `others_follow`: others accumulate behind it, where what is measured later is not of these alone.
+        Args:
+            others_follow: others accumulate behind it, where what is measured later is not of these alone.
+            copies: what is in `.grad` in the place of an average may be a copy of it; else it is something else.
         """
         written, replaced = [], set()
         for i, stepped in enumerate(self._stepped):
-            if stepped or i in self._left or not self._watched:
+            if stepped or i in self._left or not self._watched or self._is_gone(i):
                 continue
             grad, intact = self._state(i)
-            if grad is None:
+            if grad is None or (grad is not self._grads[i]() and not copies):
                 self._carried[i] = 0.0
             elif not (intact and self._counted):
                 written.append(i)
                 if grad is not self._grads[i]():
+                    self._grads[i] = weakref.ref(grad)
                     replaced.add(i)
             elif self._carried[i] is None:
                 self._carried[i] = 1.0

@@ -275,14 +275,14 @@ class ErrorFeedback:
             rest, carried = (list(row.unbind()) if reads_late(row) else row.tolist() for row in fates)
             self._applied.put_fates(rest, carried)
 
-    def look(self, parameters: Sequence[Tensor] = (), others_follow: bool = True) -> None:
+    def look(self, parameters: Sequence[Tensor] = (), others_follow: bool = True, copies: bool = False) -> None:
         """See whether gradients that nobody has applied are still there (`Applied.look`).
 
         `parameters` are those of the slots: they tell where nothing is followed, since the last reduction's averages
         were not stored.
         """
         if self._applied is not None:
-            self._applied.look(others_follow)
+            self._applied.look(others_follow, copies)
         elif self._kept.carried and parameters:
             self.commit()
             with self.changing():

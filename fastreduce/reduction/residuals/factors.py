@@ -21,7 +21,10 @@ def number_in(value: Tensor) -> Factor:
 def finite_number(given: object) -> float | None:
     """What a user gave as a factor; None if it is no finite number, nor a tensor with one."""
     one = isinstance(given, Real) or (isinstance(given, Tensor) and given.numel() == 1 and not given.is_complex())
-    number = float(given) if one else math.nan  # type: ignore[arg-type]
+    try:
+        number = float(given) if one else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # of a whole number
+        return None
     return number if math.isfinite(number) else None
 
 

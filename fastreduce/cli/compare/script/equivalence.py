@@ -27,7 +27,7 @@ class Equivalence:
     """A mean difference as a fraction of the baseline, its 90 % interval, and what follows.
 
     `seeds` is how many would decide, with a power of 80 % where the difference and its scatter are those seen; None
-    where it is decided, or where one seed shows no scatter.
+    where it is decided, or where seeds show no scatter.
     """
 
     difference: float
@@ -55,12 +55,12 @@ def compare(ours: Sequence[float], base: Sequence[float], margin: float) -> Equi
     if n < 2 or not math.isfinite(mean):
         return Equivalence(mean, math.nan, math.nan, "undecided")
     scatter = float(np.std(differences, ddof=1))
-    if n == 2 and scatter == 0:  # as of accuracies on a few samples: two that differ by the same tell nothing of chance
-        return Equivalence(mean, math.nan, math.nan, "undecided")
     half = float(stdtrit(n - 1, 1 - RISK)) * scatter / math.sqrt(n)
     low, high = mean - half, mean + half
     if -margin < low and high < margin:
         return Equivalence(mean, low, high, "equal")
+    if n < 4 and scatter <= 1e-9 * abs(mean):  # as of accuracies on a few samples: that tells nothing of chance
+        return Equivalence(mean, math.nan, math.nan, "undecided")
     if low > margin:
         return Equivalence(mean, low, high, "higher")
     if high < -margin:

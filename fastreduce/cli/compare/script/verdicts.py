@@ -139,7 +139,10 @@ def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
     if test.verdict != "undecided":
         return test.verdict, f"{what} {test.verdict} by more than {margin}: {differs}"
     if test.seeds is None:
-        return "undecided", f"{what} {differs}: one seed shows no scatter, give --seeds 3 or more"
+        return (
+            "undecided",
+            f"{what} {differs}: one seed shows no scatter, nor do few that differ by the same; give --seeds 3 or more",
+        )
     many = f"more than {MOST_SEEDS}" if test.seeds > MOST_SEEDS else f"about {test.seeds}"
     return "undecided", f"{what} {differs} against a margin of {margin}: {many} seeds would decide"
 

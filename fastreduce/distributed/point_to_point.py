@@ -51,8 +51,7 @@ class _Wire:
         """Begin to send."""
         if not tensor.numel():
             return
-        data = tensor.detach().to(group_device(group)).resolve_conj().resolve_neg().contiguous()
-        data = _bytes_of(data)
+        data = _bytes_of(tensor.detach().to(group_device(group)).resolve_conj().resolve_neg().contiguous())
         under_way = self._under_way[to]
         while under_way and sum(other.nbytes for _, other in under_way) + data.nbytes > _MOST_BYTES:
             self._deliver_oldest(call, to)

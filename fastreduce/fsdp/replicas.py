@@ -38,7 +38,7 @@ class ReplicaAverage:
         self, group: Group, settings: Mapping[str, Compression], transport: Transport, follower: Follower
     ) -> None:
         self._group, self._transport, self._follower = group, transport, follower
-        self._collectives = Collectives(transport, f"{group}.")
+        self._collectives = Collectives(transport, f"FSDP averages {group}, with {group.listed}.")
         group.replicas = transport.world_size
         # What is kept of a shard is kept by its own ranks: replicas on one host reduce as equals with all others.
         self._settings = {name: replace(setting, flat=True) for name, setting in settings.items()}

@@ -24,7 +24,6 @@ from torch import Tensor
 from typer.testing import CliRunner, Result
 
 from fastreduce.cli import main
-from fastreduce.cli.compare import results
 from fastreduce.cli.doctor import choices, machine, self_tests, to_json
 from fastreduce.cli.doctor.machine import SHOWN, VARIABLES, parse_topology
 from fastreduce.cli.doctor.rows import FAILED, MISSING, OK, Row, row, rows
@@ -33,6 +32,7 @@ from fastreduce.distributed.processes import run_ranks
 from fastreduce.environment.variables import VARIABLES as VARIABLES_OF_OURS
 from fastreduce.errors import BackendUnavailableError, RanksFailedError, SettingError, TransportError
 from fastreduce.ops import backends
+from fastreduce.run.machine import processor
 from fastreduce.transports.nccl import library
 from tests.support.commands import FASTREDUCE, ROOT, Done, run
 
@@ -106,7 +106,7 @@ def test_a_processor_that_linux_does_not_name_as_on_arm_has_llvms_name(monkeypat
     monkeypatch.setattr(Path, "read_text", lambda _: "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n")
     monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "neoverse-n1")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert results.processor() == "neoverse-n1"
+    assert processor() == "neoverse-n1"
     assert {row.name: row.value for row in machine.machine_rows()}["processor"] == "neoverse-n1, aarch64"
 
 

@@ -58,9 +58,7 @@ class _Average:
 def test_another_tensor_in_grad_is_no_average_but_where_copies_are_made():
     for copies, there in ((False, set()), (True, {0})):
         average = _Average()
-        average.parameter.grad = torch.full(
-            (1,), -0.5
-        )  # of which norms cannot tell that it is no fourth of the average
+        average.parameter.grad = torch.full((1,), -0.5)  # norms cannot tell that it is no fourth of the average
         average.applied.look(copies=copies)
         assert average.applied.carried() == there
         average.applied.end()

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from ... import __version__
-from ...run.machine import processor as processor
 
 FORMAT = 1  # of results.json: a larger number where `fastreduce report` must read it in another way
 

@@ -16,6 +16,7 @@ FastreduceError
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Collection, Iterable
 
 
@@ -67,11 +68,13 @@ class TransportError(FastreduceError, RuntimeError):
 
     Attributes:
         missing: the ranks that did not come, as far as that is known.
+        at: when it was made, in seconds of this process's monotonic clock.
     """
 
     def __init__(self, message: str = "", missing: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+        self.at = time.monotonic()
 
 
 class CheckpointError(FastreduceError, RuntimeError):

@@ -103,11 +103,11 @@ class Whereabouts:
         except TransportError as error:
             raise TransportError(f"{why}{error}.", error.missing) from error
 
-    def ask(self, ranks: Sequence[int], mine: FlightRecorder) -> list[str]:
+    def ask(self, ranks: Sequence[int], mine: FlightRecorder, failed_at: float) -> list[str]:
         """What is known of each rank, as sentences, and its stacks, as far as it has told them; raises nothing.
 
-        Those that are there and have told nothing are waited for a little: they have just left, and may be about to
-        end.
+        Those that are there and have told nothing are waited for a little, from `failed_at` on: they have just left,
+        and may be about to end.
         """
         answers: list[str] = []
 
@@ -116,7 +116,7 @@ class Whereabouts:
             return not any(answer.endswith(f"{UNKNOWN}.") for answer in answers)
 
         with suppress(TransportError):
-            wait_until(self.store, all_are_known, LEAVING_SECONDS)
+            wait_until(self.store, all_are_known, failed_at + LEAVING_SECONDS - time.monotonic())
         return answers
 
     def _answer(self, rank: int, mine: FlightRecorder) -> str:
@@ -245,10 +245,17 @@ def _fate(told: Any) -> str:
     return fate(*of_types(told, str, int, str))
 
 
+def _first(error: TransportError) -> TransportError:
+    """What the error comes from: behind it, ranks of two levels have waited for each other already."""
+    while isinstance(error.__cause__, TransportError):
+        error = error.__cause__
+    return error
+
+
 def explain(error: TransportError, recorder: FlightRecorder, place: Whereabouts | None) -> TransportError:
     """The error, with what this rank did and what is known of those that did not come."""
     lines = [str(error), f"Rank {recorder.rank} was {recorder.doing()}."]
     missing, recorder.missing = error.missing or recorder.missing, ()
     if place is not None:
-        lines += place.ask(missing[:NAMED], recorder) or [place.about_store()]
+        lines += place.ask(missing[:NAMED], recorder, _first(error).at) or [place.about_store()]
     return TransportError("\n".join(filter(None, lines)), missing)

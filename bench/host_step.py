@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import typer
 
-from .paired import ratio
+from .paired import ratio, turns
 
 BUCKETS, PARAMETERS = 20, 300
 STEPS = 3  # of a contestant in a round
@@ -37,7 +37,7 @@ LAUNCH, LAUNCHES = "a launch by Triton", 20  # the mean of so many
 
 
 def compare(trees: Sequence[Path], rounds: int) -> list[dict[str, list[float]]]:
-    """CPU seconds of steps by contestant, for each checkout; these take turns, and in each of them its contestants."""
+    """CPU seconds of steps by contestant, for each checkout: these take turns, in an order that changes."""
     left_out = ("TRITON_INTERPRET", "PYTHONPATH")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     command = [sys.executable, "-m", "bench.host_step", "--serve"]
@@ -47,13 +47,12 @@ def compare(trees: Sequence[Path], rounds: int) -> list[dict[str, list[float]]]:
     ]
     seconds: list[dict[str, list[float]]] = [{} for _ in trees]
     try:
-        for _ in range(rounds):
-            for worker, found in zip(workers, seconds, strict=True):
-                assert worker.stdin is not None and worker.stdout is not None
-                worker.stdin.write("\n")
-                worker.stdin.flush()
-                for name, each in json.loads(worker.stdout.readline()).items():
-                    found.setdefault(name, []).extend(each)
+        for worker, found in turns(zip(workers, seconds, strict=True), rounds):
+            assert worker.stdin is not None and worker.stdout is not None
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+            for name, each in json.loads(worker.stdout.readline()).items():
+                found.setdefault(name, []).extend(each)
     finally:
         for worker in workers:
             with suppress(OSError):

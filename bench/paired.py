@@ -13,11 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastreduce.run.orders import order
 
 Seconds = dict[str, list[float]]
+T = TypeVar("T")
 
 
 class Tape:
@@ -54,11 +55,11 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+def turns(contestants: Iterable[T], rounds: int) -> Iterator[T]:
     """Each of them once a round, in an order that changes from round to round."""
-    contestants = list(names)
+    listed = list(contestants)
     for number in range(rounds):
-        yield from order(contestants, number)
+        yield from order(listed, number)
 
 
 def alternate(contestants: Mapping[str, Contestant], seconds: float) -> Seconds:

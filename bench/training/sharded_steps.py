@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import fastreduce.fsdp
 from fastreduce.fsdp import ShardedModel
 
+from ..paired import turns
 from .steps import set_up_process, too_far
 from .timed_models import Gpt2
 
@@ -184,11 +185,10 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in settings}
     gc.collect()
     gc.disable()
-    for _ in range(rounds):
-        for name, contestant in contestants.items():
-            dist.barrier()
-            times[name].append(contestant.step(tokens))
-            contestant.model.zero_grad()
+    for name in turns(contestants, rounds):
+        dist.barrier()
+        times[name].append(contestants[name].step(tokens))
+        contestants[name].model.zero_grad()
     gc.enable()
     dist.barrier()
     return {"times": times}

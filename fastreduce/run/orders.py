@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 VARIABLE = "_FASTREDUCE_ORDERS"
 LEFT = "has left the script"  # what a rank says last that has not come to the end of what is measured
 
 
-def order(contenders: Sequence[str], round_number: int) -> list[str]:
+def order(contenders: Sequence[T], round_number: int) -> list[T]:
     """Who comes after whom in a round: every second one is the last in reverse, then all move up by one."""
     shift = round_number // 2 % len(contenders)
     rotated = [*contenders[shift:], *contenders[:shift]]

@@ -139,7 +139,7 @@ class CompressState:
         if self._kept:
             saved_residuals.restore(self._kept, [made])
         if self.compression.error_feedback:
-            # Torch's own map says used before the first backward.
+            # Torch's own map is memory that nothing was written to before the first backward: mostly used, as it says.
             made.used_by_any.copy_(torch.tensor([self._used.get(name, 1.0) for name in names], device="cpu"))
         self._pipelines[bucket.index()] = made
         return made

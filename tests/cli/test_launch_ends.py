@@ -290,6 +290,28 @@ def test_ranks_get_the_signals_by_which_a_batch_system_warns(tmp_path: Path):
         assert (launcher.wait(timeout=60), launcher.stderr.read()) == (0, "")
 
 
+WAITS = """
+import os, pathlib, sys, time
+os.write(1, b"up\\n")
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("elastic", [[], pytest.param(["--elastic"], marks=pytest.mark.long)], ids=["", "elastic"])
+def test_under_nohup_a_terminal_that_is_closed_ends_nothing(tmp_path: Path, elastic: list[str]):
+    path = tmp_path / "waits.py"
+    path.write_text(WAITS)
+    command = ["nohup", sys.executable, "-m", "fastreduce", "launch", *elastic, "--nproc-per-node", "1"]
+    with started(*command, path, tmp_path / "go on") as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert launcher.stdout.readline() == "up\n"
+        launcher.send_signal(signal.SIGHUP)
+        time.sleep(0.5)  # torch's launcher looks every 0.1 s
+        (tmp_path / "go on").touch()
+        assert launcher.wait(timeout=60) == 0, launcher.stderr.read()
+
+
 IGNORES = """
 import os, pathlib, signal, sys, threading, time
 ready = pathlib.Path(sys.argv[1])

@@ -133,6 +133,7 @@ def _set_up_process(options: Namespace, ranks: int, alone: bool) -> None:
 
 def _run(start: elastic_launch, arguments: list[str]) -> int:
     """The exit code of the job, after all of its processes have ended."""
+    Ranks.outlives_terminal = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     for number in (signal.SIGTERM, signal.SIGHUP):  # until the ranks start, from when on torch does the same
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end_by)

@@ -103,10 +103,13 @@ class Ranks(SubprocessContext):
     why: ClassVar[str] = ""  # the job has failed here
     lost: ClassVar[str] = ""  # which other node was, when the ranks here were done and waited for its
     here: ClassVar[Ranks | None] = None  # those that were started last
+    outlives_terminal: ClassVar[bool] = False  # under nohup, say
     _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
     _ended_at = 0  # when, in nanoseconds: those that had told of their own end before may be
 
     def _start(self) -> None:
+        if self.outlives_terminal:  # torch has just taken the signal
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         super()._start()  # type: ignore[no-untyped-call]
         Ranks.here = self
         if Ranks.watch is not None:

@@ -72,8 +72,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
 def translate(environment: MutableMapping[str, str] = os.environ, address: bool = True) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where mpirun or srun knows them and they are not set.
 
-    With `address` also MASTER_ADDR and MASTER_PORT: rank 0's host, and a port by the number of the job. Ranks of one
-    host stay on loopback.
+    With `address` also MASTER_ADDR and MASTER_PORT: rank 0's host, which of several hosts only srun tells, and a port
+    by the number of the job. Ranks of one host stay on loopback.
 
     Where RANK and WORLD_SIZE are both set to another place they are taken, and nothing else is set. Where it was not
     torchrun that set them, rank 0 logs that.
@@ -127,10 +127,11 @@ def _address(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
     if place.engine == "srun":
         host = _first_host(environment) if several and "MASTER_ADDR" in missing else ""
         port = _port(f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}")
-    elif several:
+    elif several and "MASTER_ADDR" in missing:
         raise SettingError(
             f"{' and '.join(missing)} not set: mpirun started ranks on several hosts, and does not tell where rank 0 "
-            'is. Set both (mpirun -x MASTER_ADDR=…), or take init_process_group("mpi"), which needs neither'
+            "is. Set MASTER_ADDR to rank 0's host (mpirun -x MASTER_ADDR=…), or take "
+            'init_process_group("mpi"), which needs none'
         )
     else:
         host, port = "", _port(environment.get(MPI_JOB, ""))

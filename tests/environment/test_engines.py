@@ -133,6 +133,13 @@ def test_mpirun_on_several_hosts_needs_one():
     assert numbers({**environment, "MASTER_ADDR": "head", "MASTER_PORT": "29500"}) == [1, 4, 1, 2]
 
 
+def test_mpirun_on_several_hosts_needs_no_port():
+    of_two = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "head"}
+    seen = [translated({**engines.mpirun(rank, 4), **of_two}) for rank in range(4)]
+    assert len({one["MASTER_PORT"] for one in seen}) == 1
+    assert not {"MASTER_ADDR", "GLOO_SOCKET_IFNAME"} & seen[0].keys()
+
+
 def test_mpich_and_intel_mpi_have_names_of_their_own():
     assert numbers({"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}) == [2, 3, 2, 3]
 

@@ -260,7 +260,7 @@ class FP16(_Plain):
 
     Each block of 128 elements travels with a power of two, which keeps it within FP16's range wherever it lies in
     FP32's: from 2^-14 to 65504 that is 1, so that ordinary gradients travel as plain FP16. With `accumulate="wire"`
-    ranks agree on it first, and leave room for the sum: it does not overflow either, on up to 16,384 ranks.
+    ranks agree on it first, and leave room for the sum: it does not overflow either, on up to 8,192 ranks.
     Gradients that are FP16 themselves travel as they are.
     """
 

@@ -75,7 +75,7 @@ def unflatten_range(wire, wire_tag, start, stop, offsets, numels, tensors, tenso
             count = min(LOOK, end - place)
             source = wire + (place - start) * size_of(wire_tag)
             to = tensors[slot] + (place - offsets[slot]) * size_of(tensor_tag)
-            note_finite(finite, source, wire_tag, count, scale)
+            note_finite(finite, source, wire_tag, count, scale, tensor_tag)
             convert(to, tensor_tag, source, wire_tag, count, scale, stream)
             place += count
         slot += 1
@@ -95,7 +95,7 @@ def _unflatten_and_sum(
         for start in range(0, numels[slot], tile):
             source = wire + (offsets[slot] + start) * size_of(wire_tag)
             to, count = tensors[slot] + start * size_of(tensor_tag), min(tile, numels[slot] - start)
-            note_finite(finite, source, wire_tag, count, scale)
+            note_finite(finite, source, wire_tag, count, scale, tensor_tag)
             convert_and_sum(to, tensor_tag, source, wire_tag, count, scale, stream, sums, tag)
             end_tile(to, tensor_tag, count, sums, tag, statistics)
             statistics += 2 * size_of(tag)

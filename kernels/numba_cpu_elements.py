@@ -152,6 +152,16 @@ def narrow(builder: ir.IRBuilder, value: ir.Value, computed: types.Type, tag: ty
 
 
 @intrinsic
+def held(_typing: Any, tag: types.Type, value: types.Type) -> tuple[Any, Any]:
+    """A number as memory of type `tag` will hold it."""
+
+    def emit(_target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return widen(builder, narrow(builder, args[1], value, tag), tag)
+
+    return (types.float64 if tag == types.float64 else types.float32)(tag, value), emit
+
+
+@intrinsic
 def size_of(_typing: Any, tag: types.Type) -> tuple[Any, Any]:
     """Bytes of an element."""
     return types.int64(tag), lambda _target, _builder, _signature, _args: _I64(MEMORY[tag][1])

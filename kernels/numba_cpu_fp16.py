@@ -135,7 +135,7 @@ def unflatten_blocks(payload, blocks, start, offsets, numels, tensors, tag, scal
             count = min(run * BLOCK, end - place)
             factor = _power(load_byte(exponents, number)) * scale
             to, source = tensors[slot] + (place - offsets[slot]) * size_of(tag), payload + number * PAYLOAD
-            note_finite(finite, source, FP16, count, factor)
+            note_finite(finite, source, FP16, count, factor, tag)
             convert(to, tag, source, FP16, count, factor, stream)
             place += count
         slot += 1
@@ -164,7 +164,7 @@ def _unflatten_and_sum(
                 count = min(run * BLOCK, end - start)
                 factor = _power(load_byte(exponents, number)) * scale
                 to = tensors[slot] + start * size_of(tag)
-                note_finite(finite, payload + number * PAYLOAD, FP16, count, factor)
+                note_finite(finite, payload + number * PAYLOAD, FP16, count, factor, tag)
                 convert_and_sum(to, tag, payload + number * PAYLOAD, FP16, count, factor, stream, sums, sum_tag)
                 start += count
             end_tile(tensors[slot] + first * size_of(tag), tag, end - first, sums, sum_tag, statistics)

@@ -20,6 +20,7 @@ from .numba_cpu_elements import (
     byte_of,
     convert,
     fence,
+    held,
     inlined,
     is_fp8,
     kernel,
@@ -37,7 +38,8 @@ from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_blocks, average_of_blocks, flags_of, zero
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
 
-ZERO, ONE, NAN = np.float32(0), np.float32(1), np.float32(np.nan)
+ZERO, ONE, NAN, INFINITY = np.float32(0), np.float32(1), np.float32(np.nan), np.float32(np.inf)
+LARGEST_INT8, LARGEST_E4M3, EIGHT = np.float32(127), np.float32(448), np.float32(8)
 INFINITY_BITS = np.int32(0x7F800000)
 TINY = np.float32(2.0**-100)
 RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
@@ -186,8 +188,9 @@ def _quantize(
 
 
 @kernel
-def _note(finite, scale):
-    if finite and scale != scale:
+def _note(finite, scale, code, tag):
+    largest = EIGHT if bits_of(code) == 4 else LARGEST_E4M3 if is_fp8(code) else LARGEST_INT8
+    if finite and not abs(held(tag, scale * largest)) < INFINITY:
         store(finite, 0, INT8, np.int32(0))
 
 
@@ -203,7 +206,7 @@ def dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, t
             scale_at = payload + blocks * width + number * size_of(scale_tag)
             run = -((place - end) // block) if bits_of(code) == 4 else 1
             for index in range(run):
-                _note(finite, load(scale_at, index, scale_tag))
+                _note(finite, load(scale_at, index, scale_tag), code, tag)
             to, count = tensors[slot] + (place - offsets[slot]) * size_of(tag), min(run * block, end - place)
             if bits_of(code) == 4:
                 decode_int4(to, tag, payload + number * width, scale_at, count, block, stream)
@@ -241,7 +244,7 @@ def _dequantize_and_sum(
                 scale_at = payload + blocks * width + number * size_of(scale_tag)
                 payload += number * width
                 for index in range(run):
-                    _note(finite, load(scale_at, index, scale_tag))
+                    _note(finite, load(scale_at, index, scale_tag), code, tag)
                 to, count = tensors[slot] + start * size_of(tag), min(run * block, end - start)
                 if bits_of(code) == 4:
                     decode_int4_and_sum(
@@ -389,7 +392,7 @@ def dequantize(
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not.
+    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
     """
     if not tensors:
         return

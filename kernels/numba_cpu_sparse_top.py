@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .numba_cpu_elements import STREAM_BYTES, TAGS, convert, fence, inlined, kernel, size_of, store
-from .slots import PlacesError, spare
+from .slots import INFINITE_FROM, PlacesError, spare
 
 MAGNITUDE = 0x7FFFFFFF  # of an FP32's bits; as whole numbers these have the order of the magnitudes, NaN above all
 INFINITE = 0x7F800000
@@ -16,7 +16,6 @@ NEAR = 4  # times as many elements as are taken: so many near the least of them 
 ZEROS = 16  # a power of two
 CHUNK = 4096  # elements of a tile: it stays in L1
 INF, ZERO, ONE = np.float32(np.inf), np.float32(0), np.float32(1)
-FP16_INFINITE = 65520.0  # the least magnitude that FP16 rounds to infinity
 
 
 @kernel
@@ -150,14 +149,14 @@ def average_taken(
     """What ranks have taken of one gradient → their sum in rank order, scaled once, in all of `into`, 1-D.
 
     `messages` is FP32 `[ranks, numbers]`: of each, `count` numbers from `first` on are values, and from `places` on the
-    bits of as many INT32. `finite` becomes 0 if an average is not, in FP32, or in FP16 where `into` is.
+    bits of as many INT32. `finite` becomes 0 if an average is not, in the dtype of `into`.
 
     Raises:
         PlacesError: if places do not ascend within `into`.
     """
     ranks, flat = len(messages), messages.view(-1)
     total, small = torch.empty(2, CHUNK, dtype=torch.float32, device="cpu").unbind()
-    limit = FP16_INFINITE if into.dtype is torch.float16 else np.inf
+    limit = INFINITE_FROM.get(into.dtype, np.inf)
     found, wrong = _average_taken(
         flat.numpy(),
         flat.view(torch.int32).numpy(),

@@ -18,6 +18,7 @@ from .numba_cpu_elements import (
     MEMORY,
     element,
     folded,
+    held,
     inlined,
     larger,
     narrow,
@@ -152,9 +153,9 @@ def largest_magnitude(_typing: Any, source: types.Type, tag: types.Type, count: 
 
 
 @inlined
-def note_finite(finite, source, tag, count, factor):
-    """Make the byte at `finite` 0 unless elements times `factor` are finite; without an address nothing."""
-    if finite and not abs(largest_magnitude(source, tag, count) * factor) < INFINITY:
+def note_finite(finite, source, tag, count, factor, to_tag):
+    """Make the byte at `finite` 0 unless elements times `factor` are finite in `to_tag`; without an address nothing."""
+    if finite and not abs(held(to_tag, largest_magnitude(source, tag, count) * factor)) < INFINITY:
         store(finite, 0, INT8, ZERO_BITS)
 
 

@@ -56,7 +56,7 @@ def _unflatten(wire, wire_tag, tiles, addresses, tag, scale, finite):
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = multiply(load(flat + first * size_of(wire_tag), wire_tag, tag, count - first), scale)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
-        odd += not_finite(values, scale, count - first)
+        odd += not_finite(values, tag, count - first)
     note_odd(finite, odd)
 
 

@@ -104,7 +104,7 @@ def _unflatten(wire, tiles, addresses, tag, blocks, shard_size, scale, finite):
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = decode_fp16(wire, blocks, shard_size, place + first, tag, scale, count - first)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
-        odd += not_finite(values, scale, count - first)
+        odd += not_finite(values, tag, count - first)
     note_odd(finite, odd)
 
 

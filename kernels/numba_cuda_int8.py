@@ -144,7 +144,7 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, 
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
-        note_scale(finite, shard, blocks, block, index, code)
+        note_scale(finite, shard, blocks, block, index, code, tag)
 
 
 @kernel
@@ -247,7 +247,7 @@ def dequantize(
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not.
+    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
     """
     tile = TILE // block * block if statistics is None else tile_elements(block)
     table = device_table(slots, tile, wire.device, padding=False)

@@ -59,14 +59,13 @@ def unflatten_and_sum(wire, wire_tag, tiles, addresses, tag, scale, finite, stat
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     flat = wire + place * size_of(wire_tag)
     lanes = lanes_of(wire_tag, tag)
-    squares, odd, bad = sum_tag, 0, 0
+    squares, odd = sum_tag, 0
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = multiply(load(flat + first * size_of(wire_tag), wire_tag, tag, count - first), scale)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
         odd += not_finite(values, tag, count - first)
-        bad += not_finite(values, scale, count - first)
-    note_odd(finite, bad)
+    note_odd(finite, odd)
     _store_row(statistics, sum_tag, squares, odd, THREADS)
 
 
@@ -75,14 +74,13 @@ def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scal
     """One tile of one slot, from a wire of FP16 blocks to its tensor, and its statistics."""
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
     lanes = lanes_of(FP16, tag)
-    squares, odd, bad = sum_tag, 0, 0
+    squares, odd = sum_tag, 0
     for first in range(cuda.threadIdx.x * lanes, count, THREADS * lanes):
         values = decode_fp16(wire, blocks, shard_size, place + first, tag, scale, count - first)
         store(tensor + first * size_of(tag), tag, values, count - first, count - first)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - first))
         odd += not_finite(values, tag, count - first)
-        bad += not_finite(values, scale, count - first)
-    note_odd(finite, bad)
+    note_odd(finite, odd)
     _store_row(statistics, sum_tag, squares, odd, THREADS)
 
 
@@ -99,7 +97,7 @@ def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, f
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
-        note_scale(finite, shard, blocks, block, index, code)
+        note_scale(finite, shard, blocks, block, index, code, tag)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - element))
         odd += not_finite(values, tag, count - element)
     _store_row(statistics, sum_tag, squares, odd, SUMMING)

@@ -89,8 +89,8 @@ def unflatten(
     for tensor, slot in _with_slots(tensors, slots):
         compute = _compute_dtype(tensor.dtype, wire.dtype)
         factor = torch.tensor(scale, dtype=compute, device=wire.device)
-        values = wire[slot].to(compute) * factor
-        _memory_order(tensor).copy_(_convert(values, tensor.dtype))
+        values = _convert(wire[slot].to(compute) * factor, tensor.dtype)
+        _memory_order(tensor).copy_(values)
         _note_finite(finite, values)
     if statistics is not None:
         _count_and_sum(tensors, tile_elements(), statistics)
@@ -294,13 +294,13 @@ def dequantize(
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not.
+    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
     """
     if not slots.total:
         return
-    if finite is not None:
+    if finite is not None and tensors:
         scales = [_split_shard(shard, block, form)[1] for shard in wire.view(shards, -1)]
-        finite.mul_(~torch.cat(scales).isnan().any())
+        _note_finite(finite, _convert(torch.cat(scales).float() * form.largest, tensors[0].dtype))
     if turn is not None:
         turn.bitwise_xor_(1)
     values = torch.cat([_decode(shard, block, form) for shard in wire.view(shards, -1)])
@@ -415,7 +415,8 @@ def unflatten_fp16(
         compute = _compute_dtype(tensor.dtype, torch.float16)
         factors = powers.to(compute) * torch.tensor(scale, dtype=compute, device=wire.device)
         values = payload[slot].to(compute) * factors.repeat_interleave(FP16_BLOCK)[slot]
-        _memory_order(tensor).copy_(_convert(values, tensor.dtype))
+        values = _convert(values, tensor.dtype)
+        _memory_order(tensor).copy_(values)
         _note_finite(finite, values)
     if statistics is not None:
         _count_and_sum(tensors, tile_elements(FP16_BLOCK), statistics)

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 TILE = 2048
+# The least magnitude that a dtype rounds to infinity: half a step beyond its largest number.
+INFINITE_FROM = {torch.float16: 65520.0, torch.bfloat16: float.fromhex("0x1.ffp+127")}
 
 
 @dataclass(frozen=True, eq=False)

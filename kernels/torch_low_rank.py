@@ -17,8 +17,8 @@ def multiply(left: Tensor, right: Tensor, start: int, into: Tensor, finite: Tens
     """`[rows, rank]` · the columns of `[rank, all columns]` from `start` on → `into`, as many as it has.
 
     Products and sums are rounded to FP32 one by one, in the order of the terms, and sums to the dtype of `into` at the
-    end: the bits are the same on every machine, which a library's product does not promise. Where what is finite in
-    FP32 may not be in that dtype, FP16, `finite` becomes 0 if it is not.
+    end: the bits are the same on every machine, which a library's product does not promise. Where that dtype is not
+    FP32, `finite` becomes 0 if a sum is not finite in it.
     """
     columns = right[:, start : start + into.shape[1]]
 
@@ -33,7 +33,7 @@ def multiply(left: Tensor, right: Tensor, start: int, into: Tensor, finite: Tens
 
 def in_parts(fill: Callable[[int, Tensor], None], into: Tensor, finite: Tensor | None) -> None:
     """Let `fill` make some rows at a time, from a first one on, in FP32, and round them to the dtype of `into`."""
-    step = len(into) if into.is_cuda else max(1, AT_A_TIME // max(1, into.shape[1]))
+    step = max(1, len(into) if into.is_cuda else AT_A_TIME // max(1, into.shape[1]))
     made = None if into.dtype is torch.float32 else into.new_empty(step, into.shape[1], dtype=torch.float32)
     for first in range(0, len(into), step):
         part = into[first : first + step]
@@ -42,7 +42,7 @@ def in_parts(fill: Callable[[int, Tensor], None], into: Tensor, finite: Tensor |
         else:
             fill(first, made[: len(part)])
             part.copy_(made[: len(part)])
-            if part.dtype is torch.float16 and finite is not None:
+            if finite is not None:
                 finite.mul_(part.isfinite().all())
 
 

@@ -31,7 +31,7 @@ def average_taken(
     """What ranks have taken of one gradient → their sum in rank order, scaled once, in all of `into`, 1-D.
 
     `messages` is FP32 `[ranks, numbers]`: of each, `count` numbers from `first` on are values, and from `places` on the
-    bits of as many INT32. `finite` becomes 0 if an average is not, in FP32, or in FP16 where `into` is.
+    bits of as many INT32. `finite` becomes 0 if an average is not, in the dtype of `into`.
 
     Raises:
         PlacesError: if places do not ascend within `into`; not on a GPU.
@@ -48,7 +48,7 @@ def average_taken(
     average = torch.where(total.isfinite(), total * scale, small * (scale * room))
     into.copy_(average)
     if finite is not None:
-        finite.mul_((into if into.dtype is torch.float16 else average).isfinite().all())
+        finite.mul_(into.isfinite().all())
 
 
 def _check(where: Tensor, numel: int) -> None:

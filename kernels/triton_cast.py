@@ -65,7 +65,7 @@ def _move(
             values = convert(scaled, dtype)
             tl.store(tensor_at, values)
             if finite is not None:
-                note_finite(finite, scaled)
+                note_finite(finite, scaled, dtype)
     else:
         tensor_at = tensor.to(tl.pointer_type(dtype)) + lane
         wire_at = flat.to(tl.pointer_type(wire_dtype)) + lane
@@ -80,7 +80,7 @@ def _move(
             values = convert(scaled, dtype)
             tl.store(tensor_at, values, mask=mask)
             if finite is not None:
-                note_finite(finite, scaled)
+                note_finite(finite, scaled, dtype)
     # Here and not in the branches, so that the order of the sum does not depend on where memory lies.
     if statistics is not None:
         store_statistics(statistics, values, lane < count)

@@ -154,14 +154,14 @@ def _unflatten(
         aligned = tl.multiple_of(tensor.to(tl.pointer_type(dtype)), 16)
         tl.store(aligned + element, values)
         if finite is not None:
-            note_finite(finite, decoded)
+            note_finite(finite, decoded, dtype)
     else:
         if statistics is None:
             decoded = _decode(shard, index, blocks, inside, scale, BLOCK)
             values = convert(decoded, dtype)
         tl.store(tensor.to(tl.pointer_type(dtype)) + element, values, mask=element < count)
         if finite is not None:
-            note_finite(finite, tl.where(element < count, decoded, 0.0))
+            note_finite(finite, tl.where(element < count, decoded, 0.0), dtype)
     if statistics is not None:
         store_statistics(statistics, values, element < count)
 

@@ -23,6 +23,7 @@ from .triton_tiles import (
     double_bits,
     launch,
     load_tile,
+    overflows,
     repeat,
     repeat_sum,
     store_statistics,
@@ -241,8 +242,10 @@ def _dequantize(
         values = convert(_decode(shard, index, blocks, inside, FORM, BLOCK, WIDTH), dtype)
     if finite is not None:
         _, scale_at = _pointers(shard, index, blocks, FORM, BLOCK, WIDTH)
+        LARGEST: tl.constexpr = 8 if FORM == "int4" else 448 if FORM == "fp8" else 127
         scale = widen(tl.load(scale_at, mask=inside, other=0.0), tl.float32)
-        tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=scale != scale)
+        odd = overflows(scale * LARGEST, dtype)
+        tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=odd)
     if turn is not None:
         tl.store(turn, 1 - tl.load(turn), mask=tl.program_id(0) == 0)
     # Pointers are made inside the branches: what multiple_of says holds for a value wherever it is used. Values
@@ -274,7 +277,7 @@ def dequantize(
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not.
+    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
     """
 
     def make() -> Launch | None:

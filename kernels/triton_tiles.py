@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from .slots import SlotTable
+from .slots import INFINITE_FROM, SlotTable
 
 DTYPES = {
     torch.float64: tl.float64,
@@ -25,6 +25,7 @@ DTYPES = {
 
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+FP16_INFINITE, BF16_INFINITE = tl.constexpr(INFINITE_FROM[torch.float16]), tl.constexpr(INFINITE_FROM[torch.bfloat16])
 
 
 @triton.jit
@@ -88,18 +89,26 @@ def store_statistics(statistics, values, inside):
 
 
 @triton.jit
-def note_finite(finite, values):
-    """Make the byte `finite` 0 if some value is not finite; of eight neighbours, which a thread has, the largest tells.
+def overflows(values, dtype: tl.constexpr):
+    """Whether a number is infinite or NaN once it is in a dtype."""
+    limit: tl.constexpr = (
+        FP16_INFINITE if dtype == tl.float16 else BF16_INFINITE if dtype == tl.bfloat16 else float("inf")
+    )
+    return (tl.abs(values) < limit) == 0
+
+
+@triton.jit
+def note_finite(finite, values, dtype: tl.constexpr):
+    """Make the byte `finite` 0 if a value is not in a dtype; of eight neighbours, those of a thread, the largest tells.
 
     As integers magnitudes compare as the numbers do, with infinity and every NaN above them.
     """
-    if values.dtype == tl.float64:
+    if dtype == tl.float64:
         bits = values.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
-        infinity = 0x7FF0000000000000
     else:
-        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        infinity = 0x7F800000
-    odd = tl.max(tl.reshape(bits, (values.numel // 8, 8)), axis=1) >= infinity
+        bits = values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.reshape(bits, (values.numel // 8, 8)), axis=1)
+    odd = overflows(largest.to(tl.float64 if dtype == tl.float64 else tl.float32, bitcast=True), dtype)
     tl.store(finite + tl.zeros_like(odd).to(tl.int32), tl.zeros_like(odd).to(tl.uint8), mask=odd)
 
 

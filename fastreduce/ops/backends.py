@@ -180,7 +180,12 @@ def load(name: str) -> Backend:
                 modules = _import(declared)
     except ImportError as error:
         raise BackendUnavailableError(f"kernel backend {name!r} cannot be imported: {error}") from error
-    found = {op: getattr(module, op) for module in modules for op in _OPERATIONS if hasattr(module, op)}
+    found = {
+        op: made
+        for module in modules
+        for op, made in vars(module).items()
+        if op in _OPERATIONS and made.__module__ == module.__name__  # some import a `multiply` of a kernel's numbers
+    }
     if declared.for_devices:
         found = {op: _translated(operation) for op, operation in found.items()}
     return Backend(name, **found)

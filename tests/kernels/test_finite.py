@@ -1,4 +1,4 @@
-"""Whether averages are finite, as `unflatten` and `unflatten_fp16` tell by a byte."""
+"""Whether averages are finite, as `unflatten`, `unflatten_fp16` and `dequantize` tell by a byte."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from fastreduce import ops
-from fastreduce.kernels.slots import FP16_BLOCK, SlotTable
+from fastreduce.kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, SlotTable
 from fastreduce.ops.backends import Backend
 
-from .cases import QUIET, Memory, fp16_size, slot_table, tensors_of, values
+from .cases import QUIET, Memory, fp16_size, slot_table, tensors_of, values, wire_size
 
 pytestmark = QUIET
 
 NUMELS = [300, 128, 2500, 5]
 LARGEST = torch.finfo(torch.float32).max
+FORMATS = [INT8_FORMAT, INT4_FORMAT, FP8_FORMAT]
 
 
 class Way:
@@ -92,6 +93,51 @@ def test_a_wire_that_is_finite_may_hold_averages_that_are_not(way: MADE, wire_dt
     tensors[2][2400] = 2.0**127
     assert way(wire_dtype, torch.float32).told(tensors, 1.0, False)
     assert not way(wire_dtype, torch.float32).told(tensors, 2.0, False)
+
+
+# A wire; tensors; a number in the wire, and the least scale by which they hold it as infinity.
+ENDS = [
+    *((wire, torch.float16, 2.0**15, 65520 / 2**15) for wire in WIRES),
+    *((wire, torch.bfloat16, 2.0**127, 2 - 2.0**-8) for wire in WIRES if wire is not torch.float16),
+    (torch.float64, torch.float32, 2.0**127, 2 - 2.0**-24),
+]
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
+@pytest.mark.parametrize(("wire_dtype", "dtype", "number", "scale"), ENDS, ids=str)
+def test_what_tensors_hold_as_infinity_is_told(way: MADE, wire_dtype, dtype, number, scale, summed):
+    made = way(wire_dtype, dtype)
+    full = [
+        torch.zeros(numel, dtype=torch.float64 if wire_dtype is torch.float64 else torch.float32) for numel in NUMELS
+    ]
+    full[2][2400] = -number
+    least = float(torch.tensor(scale, dtype=full[0].dtype).nextafter(torch.zeros((), dtype=full[0].dtype)))
+    for by, is_finite in ((least, True), (scale, False)):
+        made.there([made.memory.copy(tensor) for tensor in full], made.finite)
+        tensors = [made.memory.copy(torch.zeros(numel, dtype=dtype)) for numel in NUMELS]
+        made.back(tensors, by, made.statistics if summed else None, made.finite)
+        assert all(bool(tensor.isfinite().all()) for tensor in tensors) is is_finite
+        assert bool(int(made.finite)) is is_finite
+    made.memory.check()
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_what_tensors_hold_as_infinity_is_told_of_blocks(backend, memory, form, dtype, summed):
+    slots, finite = slot_table(NUMELS, 128, shards=2), memory.copy(torch.zeros(1, dtype=torch.uint8))
+    wire = memory.copy(torch.zeros(wire_size(slots, 2, 128, form), dtype=torch.uint8))
+    statistics = memory.copy(torch.zeros(ops.statistics_shape(slots, 128))) if summed else None
+    most = torch.finfo(dtype).max
+    for largest in (most / 2, most * (1 - 2.0**-7), most * (1 + 2.0**-6), LARGEST):
+        tensors = [values(numel, torch.float32, i, special=False).clamp_(-1, 1) for i, numel in enumerate(NUMELS)]
+        tensors[2][2400] = -min(largest, LARGEST)
+        backend.quantize([memory.copy(each) for each in tensors], slots, wire, 2, 128, None, None, finite, form)
+        averages = [memory.copy(torch.zeros(numel, dtype=dtype)) for numel in NUMELS]
+        backend.dequantize(wire, 2, 128, slots, averages, statistics, finite, None, form)
+        assert bool(int(finite)) is all(bool(each.isfinite().all()) for each in averages), largest
+    assert not int(finite) or dtype is not torch.float16
+    memory.check()
 
 
 def test_padding_tells_nothing(way: MADE):

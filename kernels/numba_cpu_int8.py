@@ -35,14 +35,24 @@ from .numba_cpu_elements import (
 from .numba_cpu_int4 import NOTHING, SINGLE, decode_int4, decode_int4_and_sum, encode_int4, run_of
 from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_blocks, average_of_blocks, flags_of, zero
+from .numba_cpu_sums import (
+    CODES,
+    E4M3,
+    FP32,
+    INT8,
+    LARGEST_E4M3,
+    LARGEST_INT8,
+    add_blocks,
+    average_of_blocks,
+    flags_of,
+    scale_of,
+    zero,
+)
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
 
 ZERO, ONE, NAN, INFINITY = np.float32(0), np.float32(1), np.float32(np.nan), np.float32(np.inf)
-LARGEST_INT8, LARGEST_E4M3, EIGHT = np.float32(127), np.float32(448), np.float32(8)
+EIGHT = np.float32(8)
 INFINITY_BITS = np.int32(0x7F800000)
-TINY = np.float32(2.0**-100)
-RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
 # x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
 ROUNDER = np.float32(1.5 * 2**23)
 SMALLEST, TO_ROUNDER = np.int32(121 << 23), np.int32((20 << 23) + (1 << 22))  # E4M3's smallest normal number, 2^-6
@@ -80,11 +90,7 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
         if new:
             convert(new, FP32, old, FP32, block, ONE, stream)
         return False
-    absmax = np.int32(largest).view(np.float32)
-    unit = inverse = ZERO
-    if absmax >= TINY:
-        unit = absmax * (RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
-        inverse = np.float32(448 if is_fp8(code) else 127) / absmax
+    unit, inverse = scale_of(largest, code)
     store(scale_at, 0, FP32, unit)
     if is_fp8(code):
         for index in range(block):

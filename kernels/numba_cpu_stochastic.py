@@ -33,15 +33,24 @@ from .numba_cpu_elements import (
 from .numba_cpu_int4 import BLOCKS, NOTHING, SINGLE, encode_int4, run_of
 from .numba_cpu_philox import BATCH, draw, load_draw
 from .numba_cpu_stochastic_vectors import LINE_LANES, largest_of_block, round_block, round_lines
-from .numba_cpu_sums import CHUNK, CODES, FP32, ZERO, add_blocks, average_of_blocks, average_of_shards, flags_of, zero
+from .numba_cpu_sums import (
+    CHUNK,
+    CODES,
+    FP32,
+    ZERO,
+    add_blocks,
+    average_of_blocks,
+    average_of_shards,
+    flags_of,
+    scale_of,
+    zero,
+)
 from .numba_cpu_vectors import add_last
 from .slots import BlockFormat, Draws, SlotTable, shard_bytes, spare
 
 BF16 = np.uint16(0)
 ONE, NAN = np.float32(1), np.float32(np.nan)
 INFINITY_BITS = np.int32(0x7F800000)
-TINY = np.float32(2.0**-100)
-RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
 UPPER_HALF = np.int32(-65536)
 FIXED = np.float32(2.0**15)
 SPAN = 1024  # elements for which bits are drawn at a time, at least: keys of the rounds are made once
@@ -85,11 +94,7 @@ def _encode_whole(source, tag, scale, block, payload, scale_at, bits, code):
         store(scale_at, 0, FP32, NAN)
         zero(payload, payload + block)
         return np.int32(1)
-    absmax = np.int32(largest).view(np.float32)
-    unit = inverse = ZERO
-    if absmax >= TINY:
-        unit = absmax * (RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
-        inverse = np.float32(448 if is_fp8(code) else 127) / absmax
+    unit, inverse = scale_of(largest, code)
     store(scale_at, 0, FP32, unit)
     # A product with a power of two is exact, so that it can be had here.
     round_block(payload, source, tag, scale, inverse if is_fp8(code) else inverse * FIXED, bits, block, code)
@@ -182,7 +187,7 @@ def _reduce_quantized(
 
 @kernel
 def _flatten(
-    tensors, tag, offsets, numels, keys, firsts, who, step, seed, total, wire, scale, values, bits, stream
+    tensors, tag, offsets, numels, keys, firsts, who, step, seed, total, wire, scale, bits, stream
 ):  # fmt: skip
     end = np.int64(0)
     for slot in range(len(tensors)):
@@ -244,7 +249,7 @@ def _bits_of(elements: int) -> Tensor:
 def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: float, draws: Draws) -> None:
     """Many tensors → one BF16 wire, scaled; padding becomes zero."""
     dtype = tensors[0].dtype if tensors else torch.float32
-    values, bits = stage(CHUNK // 2), _bits_of(CHUNK)
+    bits = _bits_of(CHUNK)
     _flatten(
         addresses(tensors),
         TAGS[dtype],
@@ -252,7 +257,6 @@ def flatten(tensors: Sequence[Tensor], slots: SlotTable, wire: Tensor, scale: fl
         slots.total,
         wire.data_ptr(),
         np.float64(scale) if dtype is torch.float64 else np.float32(scale),
-        values.data_ptr(),
         bits.data_ptr(),
         wire.nbytes >= STREAM_BYTES,
     )

@@ -1,17 +1,30 @@
-"""Parts of several `numba_cpu` kernels: sums of shards and of blocks over ranks, by element, and zeros."""
+"""Parts of several `numba_cpu` kernels: sums of shards and of blocks over ranks, scales of blocks, and zeros."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from .numba_cpu_elements import TAGS, add_to_block, bits_of, byte_of, convert_block, inlined, kernel, load, store
+from .numba_cpu_elements import (
+    TAGS,
+    add_to_block,
+    bits_of,
+    byte_of,
+    convert_block,
+    inlined,
+    is_fp8,
+    kernel,
+    load,
+    store,
+)
 from .numba_cpu_int4 import INT4, USUAL, add_int4, load_int4, put_int4
 from .slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT
 
 CHUNK = 256  # small enough that reading ahead and writing out overlap
 INT8, E4M3, FP32 = np.int8(0), np.uint8(0), np.float32(0)
-ZERO = np.float32(0)
+ZERO, TINY = np.float32(0), np.float32(2.0**-100)
+LARGEST_INT8, LARGEST_E4M3 = np.float32(127), np.float32(448)
+RECIPROCAL_127, RECIPROCAL_448 = np.float32(1 / 127), np.float32(1 / 448)
 
 # Tags of an element and of a scale.
 CODES = {INT8_FORMAT: (INT8, FP32), INT4_FORMAT: (INT4, TAGS[torch.bfloat16]), FP8_FORMAT: (E4M3, FP32)}
@@ -22,6 +35,17 @@ def zero(start, end):
     """Bytes from one address to before another."""
     for index in range(end - start):
         store(start, index, INT8, np.int32(0))
+
+
+@inlined
+def scale_of(largest, code):
+    """A finite INT8 or FP8 block's scale, and what elements are multiplied by, of its largest magnitude's bits."""
+    absmax = np.int32(largest).view(np.float32)
+    unit = inverse = ZERO
+    if absmax >= TINY:
+        unit = absmax * (RECIPROCAL_448 if is_fp8(code) else RECIPROCAL_127)
+        inverse = (LARGEST_E4M3 if is_fp8(code) else LARGEST_INT8) / absmax
+    return unit, inverse
 
 
 @inlined

@@ -30,6 +30,7 @@ from .numba_cuda_tiles import (
     TILE,
     add,
     at_most,
+    average_of_blocks,
     bits_of,
     decode,
     e4m3_rounders,
@@ -41,7 +42,6 @@ from .numba_cuda_tiles import (
     launch,
     load,
     locate,
-    more_than_half,
     multiply,
     note_scale,
     promise_finite,
@@ -52,7 +52,6 @@ from .numba_cuda_tiles import (
     store_block,
     tag_of,
     take_turn,
-    where_finite,
 )
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, spare, tile_elements
 
@@ -161,20 +160,11 @@ def _reduce(
     row = quotient(element, block)
     index, column = cuda.blockIdx.x * rows + row, element - row * block
     count = LANES if row < rows and index < blocks else 0
-    total = decode(received, blocks, block, index, column, count, code)
-    for rank in range(1, ranks):
-        total = add(total, decode(received + rank * shard_size, blocks, block, index, column, count, code))
     at, elements = index * block + column, blocks * block
-    if index >= flag_block:
-        values = more_than_half(total)
-    else:
-        values = multiply(total, scale)
-        if largest_bits(total) >= INFINITY_BITS:
-            small = multiply(decode(received, blocks, block, index, column, count, code), reciprocal)
-            for rank in range(1, ranks):
-                term = decode(received + rank * shard_size, blocks, block, index, column, count, code)
-                small = add(small, multiply(term, reciprocal))
-            values = where_finite(total, values, multiply(small, multiply(scale, room)))
+    values = average_of_blocks(
+        received, ranks, shard_size, blocks, block, index, column, count, flag_block, scale, room, reciprocal, code
+    )
+    if index < flag_block:
         values = add(values, load_residuals(residual, at, index, elements, count, kept))
     cuda.syncthreads()
     cuda.atomic.max(magnitudes, row, _largest(values, code))

@@ -29,9 +29,9 @@ from .numba_cuda_tiles import (
     UPPER_HALF,
     ZERO,
     add,
+    average_of_blocks,
     bf16_by_chance,
     bits_of,
-    decode,
     divide,
     e4m3_bases,
     e4m3_by_chance,
@@ -47,7 +47,6 @@ from .numba_cuda_tiles import (
     load,
     locate,
     magnitudes,
-    more_than_half,
     multiply,
     not_finite,
     promise_finite,
@@ -220,19 +219,9 @@ def _reduce_quantized(
     row = quotient(element, block)
     index, column = place // block + row, element - row * block
     count = LANES if element < extent else 0
-    total = decode(received, blocks, block, index, column, count, code)
-    for rank in range(1, ranks):
-        total = add(total, decode(received + rank * shard_size, blocks, block, index, column, count, code))
-    if index >= flag_block:
-        values = more_than_half(total)
-    else:
-        values = multiply(total, scale)
-        if largest_bits(total) >= INFINITY_BITS:
-            small = multiply(decode(received, blocks, block, index, column, count, code), reciprocal)
-            for rank in range(1, ranks):
-                term = decode(received + rank * shard_size, blocks, block, index, column, count, code)
-                small = add(small, multiply(term, reciprocal))
-            values = where_finite(total, values, multiply(small, multiply(scale, room)))
+    values = average_of_blocks(
+        received, ranks, shard_size, blocks, block, index, column, count, flag_block, scale, room, reciprocal, code
+    )
     cuda.syncthreads()
     cuda.atomic.max(largest, row, largest_bits(values))
     cuda.syncthreads()

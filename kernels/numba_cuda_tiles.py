@@ -99,6 +99,27 @@ def decode(shard, blocks, block, index, column, count, code):
 
 
 @function
+def average_of_blocks(
+    received, ranks, shard_size, blocks, block, index, column, count, flag_block, scale, room, reciprocal, code
+):  # fmt: skip
+    """Of 16 elements as `decode` has them: the average of every rank's, or flags where the block has those."""
+    total = decode(received, blocks, block, index, column, count, code)
+    for rank in range(1, ranks):
+        total = add(total, decode(received + rank * shard_size, blocks, block, index, column, count, code))
+    if index >= flag_block:
+        values = more_than_half(total)
+    else:
+        values = multiply(total, scale)
+        if largest_bits(total) >= INFINITY_BITS:
+            small = multiply(decode(received, blocks, block, index, column, count, code), reciprocal)
+            for rank in range(1, ranks):
+                term = decode(received + rank * shard_size, blocks, block, index, column, count, code)
+                small = add(small, multiply(term, reciprocal))
+            values = where_finite(total, values, multiply(small, multiply(scale, room)))
+    return values
+
+
+@function
 def scales_of(largest, code):
     """A finite block's scale and what its values are multiplied by."""
     scale = inverse = ZERO

@@ -30,7 +30,7 @@ def doctor(
 
     Machine, GPUs and libraries; which kernels and which transport serve CPU and CUDA tensors, and why not the others;
     how long an elastic training waits for whom; the variables that are set. Then a test: kernels beside the reference,
-    two gloo ranks that average gradients, and on a GPU an average over NCCL.
+    two ranks that average gradients over shared memory and gloo, and on a GPU an average over NCCL.
 
     The exit code is 0 if all that was chosen works, else 1.
     """

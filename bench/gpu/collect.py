@@ -6,6 +6,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..goals import NOT_PLAIN
 from ..kernels.kernel_cases import case_id
 from ..plot import Panel, draw_kernels, draw_overheads, draw_panels
 from ..report import COLOURS, add_goal, cells
+from ..tables import of_commits
 from .gpu_goals import gpu_goals, shown
 from .kernel_rows import GOALS
 from .lines import FILE, ROOT, Row, commit, read, rows, sources
@@ -66,7 +68,8 @@ def show(source: Path, out: Path, keep: bool) -> None:
     written = list(csv_rows(found))
     write(out / "results.csv", written, "w")
     gpu, last = list(by_gpu.items())[-1]
-    draw(latest(last), out / "gpu.png", warning or gpu)
+    drawn = latest(last)
+    draw(drawn, out / "gpu.png", ": ".join(filter(None, (warning or gpu, commits_of(drawn)))))
     if keep:
         write(KEPT, written, "a")
     console.print(
@@ -85,25 +88,57 @@ def of_each_gpu(found: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def latest(found: Iterable[Row]) -> list[Row]:
-    """One row for each case: the last that was done, else the last that ended."""
+    """One row for each case: the last that was done or failed, else the last that was left out.
+
+    A failure hides no figure that the same sources have left before: that was measured, and `_failed_since` names both.
+    """
     chosen: dict[tuple[str, str], Row] = {}
-    for row in sorted(found, key=lambda row: (row.status == "done", row.at)):
-        chosen[row.phase, row.case] = row
+    for row in sorted(found, key=lambda row: (row.tells, row.at)):
+        before = chosen.get((row.phase, row.case))
+        if before is None or not _outlives(before, row):
+            chosen[row.phase, row.case] = row
     order = {(row.phase, row.case): None for row in found}
     return [chosen[key] for key in order]
+
+
+def _outlives(figure: Row, failure: Row) -> bool:
+    """Whether the first is a measurement, and the second a failure of the same sources."""
+    same = figure.commit == failure.commit and not figure.commit.endswith("+changes")
+    return same and figure.status == "done" and failure.status == "failed" and not figure.is_test
+
+
+@cache
+def _named(named: str) -> str:
+    """A row's commit, also where a copy without Git's folder knew the hash of its sources only."""
+    return commit() if named == f"sources:{sources()}" else named
+
+
+def commits_of(last: Iterable[Row]) -> str:
+    """Of how many rows with a result each commit is, where there are several."""
+    found = [_named(row.commit) for row in last if row.tells]
+    return of_commits(found) if len(set(found)) > 1 else ""
 
 
 # Tables
 
 
 def tables(found: Sequence[Row]) -> Iterator[Table]:
-    """Machine and probe, kernels, sweep, steps, memory, tests, what has no result, predictions, goals."""
+    """Commits, machine and probe, kernels, sweep, steps, memory, tests, what has no result, predictions, goals."""
     last = latest(found)
     done = [row for row in last if row.status == "done"]
-    chosen = (_probe(done), _kernels(done), _steps(done), _memory(done), _tests(last), _missing(last))
-    for table in (*chosen, _predictions(last), _goals(last)):
+    chosen = (_commits(last), _probe(done), _kernels(done), _steps(done), _memory(done), _tests(last), _missing(last))
+    for table in (*chosen, _failed_since(found, last), _predictions(last), _goals(last)):
         if table.row_count:
             yield table
+
+
+def _commits(last: Sequence[Row]) -> Table:
+    """Of how many rows of each phase a commit is, where the tables below are of several."""
+    table = Table("phase", "rows of a commit", title="Rows of several commits")
+    if commits_of(last):
+        for phase in dict.fromkeys(row.phase for row in last if row.tells):
+            table.add_row(phase, of_commits(_named(row.commit) for row in last if row.tells and row.phase == phase))
+    return table
 
 
 def _probe(done: Sequence[Row]) -> Table:
@@ -196,16 +231,12 @@ def _memory(done: Sequence[Row]) -> Table:
     return table
 
 
-def _is_test(row: Row) -> bool:
-    return "::" in row.case
-
-
 def _tests(last: Sequence[Row]) -> Table:
     table = Table("run", "passed", "failed", "skipped", "not reached", "", title="Tests")
     counts: dict[str, Counter[str]] = {}
     reasons: dict[str, Counter[str]] = {}
     for row in last:
-        if _is_test(row):
+        if row.is_test:
             run = f"{row.phase}: {row.case.partition(': ')[0]}"
             counts.setdefault(run, Counter())[row.status] += 1
             if row.status == "skipped":
@@ -220,9 +251,19 @@ def _tests(last: Sequence[Row]) -> Table:
 def _missing(last: Sequence[Row]) -> Table:
     table = Table("case", "", title="Without a result")
     for row in last:
-        if row.status != "done" and not (_is_test(row) and row.status in ("skipped", "planned")):
+        if row.status != "done" and not (row.is_test and row.status in ("skipped", "planned")):
             lines = row.ending.strip().splitlines()
             table.add_row(f"{row.phase}: {row.case}", lines[0][:200] + (f" … {lines[-1][:200]}" if lines[1:] else ""))
+    return table
+
+
+def _failed_since(found: Sequence[Row], last: Sequence[Row]) -> Table:
+    """Cases whose figures are in the tables, though a later run of the same sources has failed."""
+    table = Table("case", "", title="Failed since it was measured")
+    shown_at = {(row.phase, row.case): row.at for row in last if row.status == "done"}
+    for row in found:
+        if row.status == "failed" and row.tells and row.at > shown_at.get((row.phase, row.case), row.at):
+            table.add_row(f"{row.phase}: {row.case}", row.ending.strip()[:400])
     return table
 
 
@@ -280,7 +321,6 @@ def _goals(last: Sequence[Row]) -> Table:
 def csv_rows(found: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """A row for each contestant of each case that was done, and one for each run of tests."""
     machines = {(row.run, row.phase): row.result for row in found if row.case == MACHINE and row.status == "done"}
-    here = {f"sources:{sources()}": commit()}  # of a copy without Git's folder
     tests: dict[tuple[str, str, str], Counter[str]] = {}
     firsts: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in found:
@@ -288,12 +328,12 @@ def csv_rows(found: Sequence[Row]) -> Iterator[dict[str, Any]]:
         machine = machines.get((row.run, row.phase)) or next(others, {})
         common = {
             "date": row.run[:19],
-            "commit": here.get(row.commit, row.commit),
+            "commit": _named(row.commit),
             "rehearsal": "yes" if row.rehearsal else "",
             **_machine_cells(machine),
             "phase": row.phase,
         }
-        if _is_test(row):
+        if row.is_test:
             key = row.run, row.phase, row.case.partition(": ")[0]
             tests.setdefault(key, Counter())[row.status] += 1
             firsts.setdefault(key, {**common, "case": f"tests: {key[2]}"})

@@ -37,12 +37,19 @@ class RehearsalError(Exception):
     """A rehearsal's rows are to be kept as measured ones."""
 
 
-def show(source: Path, out: Path, keep: bool) -> None:
+def show(source: Path, out: Path, keep: bool, again: bool = True) -> None:
     """Print tables of the lines in `source` and in folders below it; write results.csv and gpu.png into `out`.
+
+    Args:
+        source: a file of lines, or a folder of them.
+        out: the folder to write to.
+        keep: whether to append rows to bench/results/gpu.csv.
+        again: also those that are there already.
 
     Raises:
         FileNotFoundError: if there are no lines.
         RehearsalError: if rows of a rehearsal are to be kept, or are mixed with a GPU's.
+        ValueError: if rows are to be kept in a file of other columns.
     """
     files = sorted(source.rglob(FILE)) if source.is_dir() else [source]
     found = sorted(rows(line for file in files for line in read(file)), key=lambda row: row.run)
@@ -70,11 +77,12 @@ def show(source: Path, out: Path, keep: bool) -> None:
     gpu, last = list(by_gpu.items())[-1]
     drawn = latest(last)
     draw(drawn, out / "gpu.png", ": ".join(filter(None, (warning or gpu, commits_of(drawn)))))
+    said = f"{out / 'results.csv'}, {out / 'gpu.png'}"
     if keep:
-        write(KEPT, written, "a")
-    console.print(
-        f"{out / 'results.csv'}, {out / 'gpu.png'}" + (f", and rows added to {KEPT}" if keep else ""), soft_wrap=True
-    )
+        new = written if again else not_in(KEPT, written)
+        write(KEPT, new, "a")
+        said += f", and {len(new)} rows added to {KEPT}, which had {len(written) - len(new)} of them already"
+    console.print(said, soft_wrap=True)
 
 
 def of_each_gpu(found: Sequence[Row]) -> dict[str, list[Row]]:
@@ -373,16 +381,36 @@ def _machine_cells(machine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def not_in(path: Path, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose contestant has none in a file of the same run, case and GPU."""
+
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row.get(name, "")) for name in ("date", "gpu", "phase", "case", "contestant"))
+
+    if not path.exists():
+        return list(found)
+    with path.open(newline="") as file:
+        there = {key(row) for row in csv.DictReader(file)}
+    return [row for row in found if key(row) not in there]
+
+
 def write(path: Path, found: Iterable[dict[str, Any]], mode: str) -> None:
     """Write rows, or append them, under a line of column names.
 
     Raises:
         RehearsalError: if rows of a rehearsal are to be appended.
+        ValueError: if the file to append to has other columns.
     """
     chosen = list(found)
     if mode == "a" and any(row["rehearsal"] for row in chosen):
         raise RehearsalError(f"rows of a rehearsal are not appended to {path}")
     new = mode == "w" or not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            columns = next(csv.reader(file), [])
+        if columns != COLUMNS:
+            differ = sorted(set(columns) ^ set(COLUMNS)) or "their order"
+            raise ValueError(f"{path} has other columns than the rows to be appended: {differ}")
     with path.open(mode, newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if new:

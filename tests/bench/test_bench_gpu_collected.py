@@ -11,6 +11,8 @@ from rich.console import Console
 pytest.importorskip("pytest_benchmark")
 pytest.importorskip("triton")
 
+from bench.gpu import __main__ as command
+from bench.gpu import collect
 from bench.gpu.collect import latest, tables
 from bench.gpu.lines import FILE, USED_UP, Lines, Row, read, rows
 
@@ -93,3 +95,20 @@ def test_rows_of_several_commits_are_named_as_such(tmp_path: Path):
     assert "Rows of several commits" in text
     assert any("kernels" in line and "1 of a, 1 of b" in line for line in text.splitlines())
     assert "of c" not in text
+
+
+def test_rows_that_are_kept_already_are_not_kept_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kept = tmp_path / "kept.csv"
+    monkeypatch.setattr(collect, "KEPT", kept)
+    written(tmp_path / "runs", DONE)
+    for _ in range(2):
+        command.main(collect=tmp_path / "runs", out=tmp_path / "out", keep=True)
+        assert len(kept.read_text().splitlines()) == 1 + 2
+    written(tmp_path / "runs", DONE, ("a", "done", {"result": FIGURES}))
+    command.main(collect=tmp_path / "runs", out=tmp_path / "out", keep=True)
+    assert len(kept.read_text().splitlines()) == 1 + 4
+    before = kept.read_text().replace("gb_per_s,of_copy", "of_copy,gb_per_s")
+    kept.write_text(before)
+    with pytest.raises(ValueError, match="has other columns than the rows to be appended: their order"):
+        command.main(collect=tmp_path / "runs", out=tmp_path / "out", keep=True)
+    assert kept.read_text() == before

@@ -17,6 +17,7 @@ pytest.importorskip("pytest_benchmark")
 from bench.paired import by_turns
 from bench.scaling import timed_rank
 from bench.training.steps import Contestant, Setting, stage_seconds
+from bench.transports import bench_shared_memory
 from tests.support.ranks import RankPool
 
 ORDERS = ["A", "B", "C", "C", "B", "A", "B", "C", "A"]  # of three rounds
@@ -84,6 +85,7 @@ def _timed_rank(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     arguments = ["timed_rank.py", "500,70", "4", f"{folder}/medians.json"]
     with (
         patch.object(timed_rank, "step", step),
+        patch.object(timed_rank, "set_up_process"),  # these are ranks of other tests, too
         patch.object(timed_rank.sys, "argv", arguments),
         patch.dict("os.environ", LOCAL_WORLD_SIZE="1"),
         patch.object(dist, "init_process_group"),
@@ -101,3 +103,32 @@ def test_ranks_of_the_models_check_take_turns(ranks2: RankPool, tmp_path: Any):
         timed = rounds[timed_rank.WARM_UP :]
         assert {frozenset(each) for each in timed} == {frozenset(timed[0])} and len(set(timed[0])) == settings
         assert timed[1] == timed[0][::-1] and timed[2] != timed[0]
+
+
+def _sums(rank: int, world_size: int, rounds: int) -> dict[str, Any]:
+    """How often torch's all-reduce was called by then, and whether garbage was collected, before each timed sum."""
+    calls, before = Counter[str](), []
+    all_reduce, barrier = dist.all_reduce, dist.barrier
+
+    def counted(tensor: torch.Tensor) -> None:
+        calls["all_reduce"] += 1
+        all_reduce(tensor)
+
+    def noted() -> None:
+        before.append((calls["all_reduce"], gc.isenabled()))
+        barrier()
+
+    with (
+        patch.object(dist, "all_reduce", counted),
+        patch.object(dist, "barrier", noted),
+        patch.object(bench_shared_memory, "set_up_process"),
+    ):
+        times = bench_shared_memory._sums(rank, world_size, 1000, rounds)["times"]
+    return {"rounds": {name: len(each) for name, each in times.items()}, "before": before}
+
+
+def test_sums_are_warmed_up_and_timed_without_garbage_collections(ranks2: RankPool):
+    for found in ranks2.run(_sums, 3):
+        assert len(found["rounds"]) == 4 and set(found["rounds"].values()) == {3}
+        assert len(found["before"]) == 12 and found["before"][0] == (bench_shared_memory.WARM_UP, False)
+        assert not any(collecting for _, collecting in found["before"])

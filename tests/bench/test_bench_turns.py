@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 pytest.importorskip("pytest_benchmark")
 
+from bench.host_step import behind_neutral_steps
 from bench.paired import by_turns
 from bench.scaling import timed_rank
 from bench.training.steps import Contestant, Setting, stage_seconds
@@ -132,3 +133,11 @@ def test_sums_are_warmed_up_and_timed_without_garbage_collections(ranks2: RankPo
         assert len(found["rounds"]) == 4 and set(found["rounds"].values()) == {3}
         assert len(found["before"]) == 12 and found["before"][0] == (bench_shared_memory.WARM_UP, False)
         assert not any(collecting for _, collecting in found["before"])
+
+
+def test_steps_on_the_host_come_each_behind_the_same_neutral_one_in_an_order_that_changes():
+    watched = Watched()
+    steps = {name: lambda name=name: float(len(watched.turn(name))) for name in "ABC"}
+    for number in range(3):
+        assert behind_neutral_steps(steps, lambda: watched.turn("neutral"), number) == dict.fromkeys("ABC", 1.0)
+    assert watched.turns[::2] == ["neutral"] * 9 and watched.turns[1::2] == ORDERS

@@ -16,7 +16,16 @@ from tests.support.ranks import RankPool
 
 from ..conftest import Size
 from ..paired import by_turns, record, seconds_of
-from ..training.bench_steps import OVERHEAD, STEPS, TIMEOUT, TOLERANCES, record_overhead, slowest, tiny_steps
+from ..training.bench_steps import (
+    OVERHEAD,
+    STEPS,
+    TIMEOUT,
+    TOLERANCES,
+    best_of_torch,
+    record_overhead,
+    slowest,
+    tiny_steps,
+)
 from ..training.steps import Setting, measure, set_up_process
 
 WARM_UP = 2  # sums of each contestant
@@ -40,8 +49,7 @@ BOUNDS = {name: TOLERANCES[name.removesuffix(", shared memory")] for name in (*O
 def _against(benchmark: Any, times: dict[str, list[float]], compression: str) -> None:
     ours = f"{compression}, shared memory"
     rows = record(benchmark, {ours: times.pop(ours), **times})
-    rivals = [name for name in rows if name.startswith("torch") and ("hook" in name) == (compression == "fp16")]
-    benchmark.extra_info["best_of_torch"] = min(rivals, key=lambda name: float(rows[name]["median_s"]))
+    benchmark.extra_info["best_of_torch"] = best_of_torch(rows, compression)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ pytest.importorskip("pytest_benchmark")
 from bench.host_step import behind_neutral_steps
 from bench.paired import by_turns
 from bench.scaling import timed_rank
+from bench.training.bench_steps import STEPS, best_of_torch
 from bench.training.steps import Contestant, Setting, stage_seconds
 from bench.transports import bench_shared_memory
 from tests.support.ranks import RankPool
@@ -141,3 +142,12 @@ def test_steps_on_the_host_come_each_behind_the_same_neutral_one_in_an_order_tha
     for number in range(3):
         assert behind_neutral_steps(steps, lambda: watched.turn("neutral"), number) == dict.fromkeys("ABC", 1.0)
     assert watched.turns[::2] == ["neutral"] * 9 and watched.turns[1::2] == ORDERS
+
+
+def test_the_best_of_torch_is_of_those_whose_steps_are_timed_alike():
+    """Gradients are zeroed within the timed step in one of torch's modes, and behind it in all others."""
+    rows = {name: {"median_s": 3.0} for name in STEPS}
+    rows |= {name: {"median_s": 1.0} for name in ("none", "unwrapped", "torch, views, zeroed in place")}
+    rows |= {name: {"median_s": 2.0} for name in ("torch, static", "torch fp16 hook, views")}
+    assert best_of_torch(rows, "none") == "torch, static"
+    assert best_of_torch(rows, "fp16") == "torch fp16 hook, views"

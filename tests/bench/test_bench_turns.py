@@ -17,6 +17,7 @@ pytest.importorskip("pytest_benchmark")
 from bench.host_step import behind_neutral_steps
 from bench.paired import by_turns
 from bench.scaling import timed_rank
+from bench.scaling.model import SETTINGS
 from bench.training.bench_steps import STEPS, best_of_torch
 from bench.training.steps import Contestant, Setting, stage_seconds
 from bench.transports import bench_shared_memory
@@ -88,7 +89,7 @@ def _timed_rank(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     with (
         patch.object(timed_rank, "step", step),
         patch.object(timed_rank, "set_up_process"),  # these are ranks of other tests, too
-        patch.object(timed_rank.sys, "argv", arguments),
+        patch("sys.argv", arguments),
         patch.dict("os.environ", LOCAL_WORLD_SIZE="1"),
         patch.object(dist, "init_process_group"),
         patch.object(dist, "destroy_process_group"),
@@ -99,7 +100,7 @@ def _timed_rank(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 def test_ranks_of_the_models_check_take_turns(ranks2: RankPool, tmp_path: Any):
     for found in ranks2.run(_timed_rank, str(tmp_path)):
-        settings = len(timed_rank.SETTINGS)
+        settings = len(SETTINGS)
         rounds = [found["turns"][i : i + settings] for i in range(0, len(found["turns"]), settings)]
         assert len(rounds) == timed_rank.WARM_UP + 4 and found["collecting"] == {False}
         timed = rounds[timed_rank.WARM_UP :]

@@ -22,7 +22,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the JSON and the plot go.")] = Path("out/bench"),
     select: Annotated[str, typer.Option("-k", help="Only benchmarks that match, as in pytest.")] = "",
 ) -> None:
-    """Run the benchmarks."""
+    """Run the benchmarks; rows are kept if none of them fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import pytest
 
@@ -34,7 +34,7 @@ def main(
     code = pytest.main([*arguments, *(["-k", select] if select else [])])
     if json.exists() and json.stat().st_size:
         rows = out / "results.csv" if quick else HERE / "results" / "history.csv"
-        report.show(json, out / "bench.png", rows)
+        report.show(json, out / "bench.png", rows, keeps=code == 0)
     sys.exit(code)
 
 

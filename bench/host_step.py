@@ -11,6 +11,7 @@ machine.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -25,6 +26,8 @@ from typing import Annotated, Any
 from unittest.mock import patch
 
 import typer
+
+from fastreduce.run.orders import order
 
 from .paired import ratio, turns
 
@@ -69,6 +72,7 @@ def serve() -> None:
     import torch.distributed as dist
 
     from .training.steps import set_up_process, wrapped
+    from .training.timed_models import build
 
     set_up_process()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -83,26 +87,49 @@ def serve() -> None:
         for name, contestant in contestants.items():
             if contestant.setting.wrapper == "fastreduce":
                 assert len(contestant.wrapped.reducer.pipelines) == BUCKETS, name
-        launch = _launch_by_triton()
+        launch, (other, y) = _launch_by_triton(), build("linear", 128, 0)
+
+        def neutral() -> None:
+            other(y).square().sum().backward()
+            other.zero_grad()
+
+        def step(name: str) -> float:
+            start = time.thread_time()
+            contestants[name].step(x)
+            optimizers[name].step()
+            seconds = time.thread_time() - start
+            contestants[name].drop_gradients()
+            return seconds
+
+        steps, numbers = {name: partial(step, name) for name in contestants}, itertools.count()
         gc.collect()
         gc.disable()
         for _ in sys.stdin:
             seconds: dict[str, list[float]] = {name: [] for name in (*contestants, LAUNCH)}
-            for _ in range(STEPS):
+            for number in itertools.islice(numbers, STEPS):
                 start = time.thread_time()
                 for _ in range(LAUNCHES):
                     launch()
                 seconds[LAUNCH].append((time.thread_time() - start) / LAUNCHES)
-                for name, contestant in contestants.items():
-                    contestants["unwrapped"].step(x)  # so that none finds another's code in the processor's caches
-                    contestants["unwrapped"].drop_gradients()
-                    start = time.thread_time()
-                    contestant.step(x)
-                    optimizers[name].step()
-                    seconds[name].append(time.thread_time() - start)
-                    contestant.drop_gradients()
+                for name, taken in behind_neutral_steps(steps, neutral, number).items():
+                    seconds[name].append(taken)
             gc.collect()
             print(json.dumps(seconds), flush=True)
+
+
+def behind_neutral_steps(
+    steps: Mapping[str, Callable[[], float]], neutral: Callable[[], object], number: int
+) -> dict[str, float]:
+    """What each contestant's step takes in a round, in the order of the round of this number.
+
+    Before each comes the same step of another model, so that nobody finds another's code in the processor's caches, or
+    its own: behind an unwrapped step the unwrapped one, from which all others are counted, would.
+    """
+    found = {}
+    for name in order(list(steps), number):
+        neutral()
+        found[name] = steps[name]()
+    return found
 
 
 def _launch_by_triton() -> Callable[[], object]:

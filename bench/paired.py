@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastreduce.run.orders import order
@@ -62,19 +63,25 @@ def turns(contestants: Iterable[T], rounds: int) -> Iterator[T]:
         yield from order(listed, number)
 
 
+def by_turns(calls: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each call returns, round by round; they take `turns`, and no garbage is collected between them."""
+    found: dict[str, list[T]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    try:
+        for name in turns(calls, rounds):
+            found[name].append(calls[name]())
+    finally:
+        gc.enable()
+    return found
+
+
 def alternate(contestants: Mapping[str, Contestant], seconds: float) -> Seconds:
     """Time contestants in turn, for about `seconds`, in 7 to 201 rounds."""
     for _ in range(2):
         a_round = sum(seconds_of(contestant.call) for contestant in contestants.values())
-    times: Seconds = {name: [] for name in contestants}
-    gc.collect()
-    gc.disable()
-    try:
-        for name in turns(contestants, min(201, max(7, int(seconds / a_round)))):
-            times[name].append(seconds_of(contestants[name].call))
-    finally:
-        gc.enable()
-    return times
+    timed = {name: partial(seconds_of, contestant.call) for name, contestant in contestants.items()}
+    return by_turns(timed, min(201, max(7, int(seconds / a_round))))
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:

@@ -47,8 +47,8 @@ COLUMNS = [
 LEVELS = ("none", "fp16", "int8")  # settings that are measured in two levels
 
 
-def show(source: Path, picture: Path, rows: Path) -> None:
-    """Print the tables, draw the plot and append the rows."""
+def show(source: Path, picture: Path, rows: Path, keeps: bool) -> None:
+    """Print the tables and draw the plot; append the rows, or say that they are not kept."""
     document = json.loads(source.read_text())
     results: Results = {each["name"]: each["extra_info"] for each in document["benchmarks"]}
     console = Console()
@@ -58,9 +58,11 @@ def show(source: Path, picture: Path, rows: Path) -> None:
         console.print(table)
     if document["machine_info"]["quick"]:
         console.print("[red]A quick run: sizes are too small for the goals, and rounds too few for the intervals.")
-    keep(document, rows)
     draw(results, picture)
-    console.print(f"{source}, {picture}, and rows added to {rows}", soft_wrap=True)
+    if keeps:
+        keep(document, rows)
+    said = "and rows added to" if keeps else "but a benchmark has failed, and no row is added to"
+    console.print(f"{source}, {picture}, {said} {rows}", soft_wrap=True)
 
 
 def tables(results: Results) -> Iterator[Table]:

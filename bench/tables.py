@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +22,8 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     heading, *rest = lines
     rows = [heading, ["---"] * len(heading), *rest]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
+
+
+def of_commits(commits: Iterable[str]) -> str:
+    """Of how many rows each commit is: `9 of 0123456789ab, 2 of ba9876543210`."""
+    return ", ".join(f"{count} of {commit}" for commit, count in Counter(commits).items())

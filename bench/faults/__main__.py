@@ -38,7 +38,7 @@ from tests.support.two_nodes import ADDRESSES, INTERFACE, two_nodes
 
 from .. import json_lines
 from ..gpu.lines import commit
-from ..tables import markdown
+from ..tables import markdown, of_commits
 from .fault_ranks import Job
 
 KEPT = Path(__file__).parents[1] / "results" / "faults.jsonl"
@@ -368,16 +368,17 @@ def main(
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(keep, missing))
-    lines = table(list(json_lines.read(out)))
+    rows = list(json_lines.read(out))
+    lines, made = table(rows), f"Rows by commit: {of_commits(row['commit'] for row in rows)}."
     if in_markdown:
-        print(markdown(lines), end="")
+        print(markdown(lines), made, sep="\n")
         return
     shown = Table(*lines[0], box=box.SIMPLE)
     for line in lines[1:]:
         shown.add_row(*line)
     console.print(shown)
-    faults = [row for row in json_lines.read(out) if row["kind"] != CLEAN]
-    console.print(f"{sum(row['right'] for row in faults)} of {len(faults)} faults named, rank and cause")
+    faults = [row for row in rows if row["kind"] != CLEAN]
+    console.print(f"{sum(row['right'] for row in faults)} of {len(faults)} faults named, rank and cause. {made}")
 
 
 if __name__ == "__main__":

@@ -29,13 +29,15 @@ def main(
     budget: Annotated[float, typer.Option(help="Seconds for all phases together; what does not fit is named.")] = 1740,
     rehearse: Annotated[bool, typer.Option(help="Without a GPU: interpreted kernels, tiny sizes.")] = False,
     collect: Annotated[Path | None, typer.Option(help="Measure nothing: make tables of the lines below here.")] = None,
-    keep: Annotated[bool, typer.Option(help="With --collect: append to bench/results; not from a rehearsal.")] = False,
+    keep: Annotated[
+        bool, typer.Option(help="With --collect: append what is new to bench/results; no rehearsal.")
+    ] = False,
 ) -> None:
     """Test and measure on a GPU, or make tables of what was found."""
     if collect is not None:
         from .collect import show
 
-        show(collect, out, keep)
+        show(collect, out, keep, again=False)
         return
     chosen = list(phase or [ALL])
     if unknown := [name for name in chosen if name not in SHARES and name != ALL]:

@@ -6,6 +6,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..goals import NOT_PLAIN
 from ..kernels.kernel_cases import case_id
 from ..plot import Panel, draw_kernels, draw_overheads, draw_panels
 from ..report import COLOURS, add_goal, cells
+from ..tables import of_commits
 from .gpu_goals import gpu_goals, shown
 from .kernel_rows import GOALS
 from .lines import FILE, ROOT, Row, commit, read, rows, sources
@@ -35,12 +37,19 @@ class RehearsalError(Exception):
     """A rehearsal's rows are to be kept as measured ones."""
 
 
-def show(source: Path, out: Path, keep: bool) -> None:
+def show(source: Path, out: Path, keep: bool, again: bool = True) -> None:
     """Print tables of the lines in `source` and in folders below it; write results.csv and gpu.png into `out`.
+
+    Args:
+        source: a file of lines, or a folder of them.
+        out: the folder to write to.
+        keep: whether to append rows to bench/results/gpu.csv.
+        again: also those that are there already.
 
     Raises:
         FileNotFoundError: if there are no lines.
         RehearsalError: if rows of a rehearsal are to be kept, or are mixed with a GPU's.
+        ValueError: if rows are to be kept in a file of other columns.
     """
     files = sorted(source.rglob(FILE)) if source.is_dir() else [source]
     found = sorted(rows(line for file in files for line in read(file)), key=lambda row: row.run)
@@ -66,12 +75,14 @@ def show(source: Path, out: Path, keep: bool) -> None:
     written = list(csv_rows(found))
     write(out / "results.csv", written, "w")
     gpu, last = list(by_gpu.items())[-1]
-    draw(latest(last), out / "gpu.png", warning or gpu)
+    drawn = latest(last)
+    draw(drawn, out / "gpu.png", ": ".join(filter(None, (warning or gpu, commits_of(drawn)))))
+    said = f"{out / 'results.csv'}, {out / 'gpu.png'}"
     if keep:
-        write(KEPT, written, "a")
-    console.print(
-        f"{out / 'results.csv'}, {out / 'gpu.png'}" + (f", and rows added to {KEPT}" if keep else ""), soft_wrap=True
-    )
+        new = written if again else not_in(KEPT, written)
+        write(KEPT, new, "a")
+        said += f", and {len(new)} rows added to {KEPT}, which had {len(written) - len(new)} of them already"
+    console.print(said, soft_wrap=True)
 
 
 def of_each_gpu(found: Sequence[Row]) -> dict[str, list[Row]]:
@@ -85,25 +96,57 @@ def of_each_gpu(found: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def latest(found: Iterable[Row]) -> list[Row]:
-    """One row for each case: the last that was done, else the last that ended."""
+    """One row for each case: the last that was done or failed, else the last that was left out.
+
+    A failure hides no figure that the same sources have left before: that was measured, and `_failed_since` names both.
+    """
     chosen: dict[tuple[str, str], Row] = {}
-    for row in sorted(found, key=lambda row: (row.status == "done", row.at)):
-        chosen[row.phase, row.case] = row
+    for row in sorted(found, key=lambda row: (row.tells, row.at)):
+        before = chosen.get((row.phase, row.case))
+        if before is None or not _outlives(before, row):
+            chosen[row.phase, row.case] = row
     order = {(row.phase, row.case): None for row in found}
     return [chosen[key] for key in order]
+
+
+def _outlives(figure: Row, failure: Row) -> bool:
+    """Whether the first is a measurement, and the second a failure of the same sources."""
+    same = figure.commit == failure.commit and not figure.commit.endswith("+changes")
+    return same and figure.status == "done" and failure.status == "failed" and not figure.is_test
+
+
+@cache
+def _named(named: str) -> str:
+    """A row's commit, also where a copy without Git's folder knew the hash of its sources only."""
+    return commit() if named == f"sources:{sources()}" else named
+
+
+def commits_of(last: Iterable[Row]) -> str:
+    """Of how many rows with a result each commit is, where there are several."""
+    found = [_named(row.commit) for row in last if row.tells]
+    return of_commits(found) if len(set(found)) > 1 else ""
 
 
 # Tables
 
 
 def tables(found: Sequence[Row]) -> Iterator[Table]:
-    """Machine and probe, kernels, sweep, steps, memory, tests, what has no result, predictions, goals."""
+    """Commits, machine and probe, kernels, sweep, steps, memory, tests, what has no result, predictions, goals."""
     last = latest(found)
     done = [row for row in last if row.status == "done"]
-    chosen = (_probe(done), _kernels(done), _steps(done), _memory(done), _tests(last), _missing(last))
-    for table in (*chosen, _predictions(last), _goals(last)):
+    chosen = (_commits(last), _probe(done), _kernels(done), _steps(done), _memory(done), _tests(last), _missing(last))
+    for table in (*chosen, _failed_since(found, last), _predictions(last), _goals(last)):
         if table.row_count:
             yield table
+
+
+def _commits(last: Sequence[Row]) -> Table:
+    """Of how many rows of each phase a commit is, where the tables below are of several."""
+    table = Table("phase", "rows of a commit", title="Rows of several commits")
+    if commits_of(last):
+        for phase in dict.fromkeys(row.phase for row in last if row.tells):
+            table.add_row(phase, of_commits(_named(row.commit) for row in last if row.tells and row.phase == phase))
+    return table
 
 
 def _probe(done: Sequence[Row]) -> Table:
@@ -196,16 +239,12 @@ def _memory(done: Sequence[Row]) -> Table:
     return table
 
 
-def _is_test(row: Row) -> bool:
-    return "::" in row.case
-
-
 def _tests(last: Sequence[Row]) -> Table:
     table = Table("run", "passed", "failed", "skipped", "not reached", "", title="Tests")
     counts: dict[str, Counter[str]] = {}
     reasons: dict[str, Counter[str]] = {}
     for row in last:
-        if _is_test(row):
+        if row.is_test:
             run = f"{row.phase}: {row.case.partition(': ')[0]}"
             counts.setdefault(run, Counter())[row.status] += 1
             if row.status == "skipped":
@@ -220,9 +259,19 @@ def _tests(last: Sequence[Row]) -> Table:
 def _missing(last: Sequence[Row]) -> Table:
     table = Table("case", "", title="Without a result")
     for row in last:
-        if row.status != "done" and not (_is_test(row) and row.status in ("skipped", "planned")):
+        if row.status != "done" and not (row.is_test and row.status in ("skipped", "planned")):
             lines = row.ending.strip().splitlines()
             table.add_row(f"{row.phase}: {row.case}", lines[0][:200] + (f" … {lines[-1][:200]}" if lines[1:] else ""))
+    return table
+
+
+def _failed_since(found: Sequence[Row], last: Sequence[Row]) -> Table:
+    """Cases whose figures are in the tables, though a later run of the same sources has failed."""
+    table = Table("case", "", title="Failed since it was measured")
+    shown_at = {(row.phase, row.case): row.at for row in last if row.status == "done"}
+    for row in found:
+        if row.status == "failed" and row.tells and row.at > shown_at.get((row.phase, row.case), row.at):
+            table.add_row(f"{row.phase}: {row.case}", row.ending.strip()[:400])
     return table
 
 
@@ -280,7 +329,6 @@ def _goals(last: Sequence[Row]) -> Table:
 def csv_rows(found: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """A row for each contestant of each case that was done, and one for each run of tests."""
     machines = {(row.run, row.phase): row.result for row in found if row.case == MACHINE and row.status == "done"}
-    here = {f"sources:{sources()}": commit()}  # of a copy without Git's folder
     tests: dict[tuple[str, str, str], Counter[str]] = {}
     firsts: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in found:
@@ -288,12 +336,12 @@ def csv_rows(found: Sequence[Row]) -> Iterator[dict[str, Any]]:
         machine = machines.get((row.run, row.phase)) or next(others, {})
         common = {
             "date": row.run[:19],
-            "commit": here.get(row.commit, row.commit),
+            "commit": _named(row.commit),
             "rehearsal": "yes" if row.rehearsal else "",
             **_machine_cells(machine),
             "phase": row.phase,
         }
-        if _is_test(row):
+        if row.is_test:
             key = row.run, row.phase, row.case.partition(": ")[0]
             tests.setdefault(key, Counter())[row.status] += 1
             firsts.setdefault(key, {**common, "case": f"tests: {key[2]}"})
@@ -333,16 +381,36 @@ def _machine_cells(machine: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def not_in(path: Path, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose contestant has none in a file of the same run, case and GPU."""
+
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row.get(name, "")) for name in ("date", "gpu", "phase", "case", "contestant"))
+
+    if not path.exists():
+        return list(found)
+    with path.open(newline="") as file:
+        there = {key(row) for row in csv.DictReader(file)}
+    return [row for row in found if key(row) not in there]
+
+
 def write(path: Path, found: Iterable[dict[str, Any]], mode: str) -> None:
     """Write rows, or append them, under a line of column names.
 
     Raises:
         RehearsalError: if rows of a rehearsal are to be appended.
+        ValueError: if the file to append to has other columns.
     """
     chosen = list(found)
     if mode == "a" and any(row["rehearsal"] for row in chosen):
         raise RehearsalError(f"rows of a rehearsal are not appended to {path}")
     new = mode == "w" or not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            columns = next(csv.reader(file), [])
+        if columns != COLUMNS:
+            differ = sorted(set(columns) ^ set(COLUMNS)) or "their order"
+            raise ValueError(f"{path} has other columns than the rows to be appended: {differ}")
     with path.open(mode, newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if new:

@@ -157,7 +157,7 @@ def _kernel(backend: str, named: Named, device: str) -> dict[str, Any]:
     contestants = {
         backend: Work(lambda: made.run(kernels)),
         **beside,
-        **{way: Work(call) for way, call in made.plain.items()},
+        **{way: Work(call) for way, call in made.ways(kernels).items()},
         "copy": Work(copy),
     }
     nbytes = dict.fromkeys(contestants, made.nbytes) | {"copy": 2 * sum(source.nbytes for source in sources)}

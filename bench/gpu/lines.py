@@ -18,6 +18,7 @@ from .. import json_lines
 ROOT = Path(__file__).parents[2]
 FILE = "lines.jsonl"
 ENDS = ("done", "failed", "skipped")
+USED_UP = "the budget was used up"
 
 Line = dict[str, Any]
 
@@ -70,6 +71,16 @@ class Row:
         if self.status == "begun":
             return "the run ended in the middle of it"
         return f"{self.status}: {self.why}" if self.why else self.status
+
+    @property
+    def tells(self) -> bool:
+        """Whether it was done or failed: not skipped, not reached, and not cut off for lack of time."""
+        return self.status == "done" or (self.status == "failed" and not self.why.endswith(USED_UP))
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it is a test of pytest's, and no measurement."""
+        return "::" in self.case
 
 
 def rows(lines: Iterable[Line]) -> list[Row]:

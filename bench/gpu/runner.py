@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .carried_nccl import sharing_environment, version, why_not_shared
-from .lines import ENDS, ROOT, Lines, predictions, read, rows
+from .lines import ENDS, ROOT, USED_UP, Lines, predictions, read, rows
 from .phases import Suite, cases_of, tests_of
 from .probe import MACHINE
 from .pytest_lines import VARIABLE
@@ -76,7 +76,7 @@ def run_phase(run: Run, phase: str, seconds: float) -> None:
     except Exception as error:  # of this program, not of a case: the next phase runs all the same
         run.lines.write(phase, "phase", "failed", why=f"{type(error).__name__}: {error}")
     finally:
-        _name_the_rest(run, phase, "the budget was used up")
+        _name_the_rest(run, phase, USED_UP)
 
 
 def _knows_the_machine(run: Run) -> bool:
@@ -139,7 +139,7 @@ def _watched(run: Run, phase: str, process: Any, batch: Sequence[Case], deadline
             current, since = begun, time.monotonic()
         limit = MORE[0] * by_name[current].seconds + MORE[1] if current else START
         if time.time() >= deadline:
-            return "ended in the middle: the budget was used up"
+            return f"ended in the middle: {USED_UP}"
         if time.monotonic() - since > limit and (current or not started):
             return f"ended after {limit:.0f} s, which is more than it may take"
     if process.returncode == 0:
@@ -183,7 +183,7 @@ def _run_tests(run: Run, phase: str, tests: Suite, deadline: float) -> None:
         ended = process.poll()
     if ended is not None and (ended not in (0, 1) or len(_states(run, phase)) == before):
         run.lines.write(phase, tests.name, "failed", why=f"pytest ended with exit code {ended}: see the log")
-    _name_the_rest(run, phase, "the budget was used up" if ended is None else "its process ended")
+    _name_the_rest(run, phase, USED_UP if ended is None else "its process ended")
 
 
 def _has_xdist() -> bool:

@@ -85,7 +85,7 @@ def test_kernel(benchmark: Any, size: Size, case: tuple[str, str, Options], back
     contestants = {
         backend: Contestant(lambda: made.run(kernels), made.nbytes),
         beside[0]: Contestant(beside[1], made.nbytes),
-        **{way: Contestant(call, made.nbytes) for way, call in made.plain.items()},
+        **{way: Contestant(call, made.nbytes) for way, call in made.ways(kernels).items()},
         "copy": Contestant(lambda: target.copy_(source), source.nbytes + target.nbytes),
     }
     benchmark.group = operation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,15 +83,21 @@ Model = list[Gradients]
 class Case:
     """One operation over all buckets of a model.
 
-    `run` calls a backend's kernels as a step does; `plain` are torch's ways. All of them fill `outputs`, but an
-    allocating way returns what it makes instead. `to_nearest` is `run` without stochastic rounding, for a run with it.
+    `run` calls a backend's kernels as a step does; `plain` are torch's ways, and `beside` other ways by the kernels of
+    that backend. All of them fill `outputs`, but an allocating way returns what it makes instead. `to_nearest` is `run`
+    without stochastic rounding, for a run with it.
     """
 
     run: Callable[[Backend], None]
     outputs: list[Tensor]
     nbytes: int
     plain: dict[str, Way] = field(default_factory=dict)
+    beside: dict[str, Callable[[Backend], None]] = field(default_factory=dict)
     to_nearest: Callable[[Backend], None] | None = None
+
+    def ways(self, kernels: Backend) -> dict[str, Way]:
+        """The ways to hold a backend against: those by its own kernels, then torch's."""
+        return {**{name: partial(way, kernels) for name, way in self.beside.items()}, **self.plain}
 
 
 def model_of(
@@ -131,11 +138,11 @@ def alignment_of(operation: str) -> int:
 
 
 def check(case: Case, kernels: Backend) -> None:
-    """Hold the kernels' bits against the reference's, and torch's ways against those."""
+    """Hold the kernels' bits against the reference's, and all other ways against those."""
     expected = _results(case, lambda: case.run(REFERENCE))
     for got, want in zip(_results(case, lambda: case.run(kernels)), expected, strict=True):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), f"{kernels.name} differs from reference"
-    for way in case.plain.values():
+    for way in case.ways(kernels).values():
         whole = [torch.cat(tensors) for tensors in (_results(case, way), expected)]
         torch.testing.assert_close(*whole, rtol=2**-7, atol=1e-6)
 

@@ -296,25 +296,24 @@ def unflatten_with_statistics(model: Model, dtype: torch.dtype, scale: float) ->
 
 def _with_statistics(model: Model, wires: list[Tensor], block: int, decompress: Callable[..., None]) -> Case:
     """The same pass with and without; and without, then torch's norm and whether it is finite."""
-    device = model[0].used.device
     targets, outputs = _targets(model)
-    kept = [torch.zeros(ops.statistics_shape(each.bucket.table, block), device=device) for each in model]
+    kept = [torch.zeros(ops.statistics_shape(e.bucket.table, block), device=e.used.device) for e in model]
 
     def run(kernels: Backend) -> None:
         for each, wire, grads, statistics in zip(model, wires, targets, kept, strict=True):
             decompress(kernels, each, wire, grads, statistics)
 
-    def without() -> None:
+    def without(kernels: Backend) -> None:
         for each, wire, grads in zip(model, wires, targets, strict=True):
-            decompress(ops.choose(device), each, wire, grads)
+            decompress(kernels, each, wire, grads)
 
-    def then_norm() -> None:
-        without()
+    def then_norm(kernels: Backend) -> None:
+        without(kernels)
         norms = torch._foreach_norm(outputs)
         torch.linalg.vector_norm(torch.stack(norms)).isfinite()
 
-    plain: dict[str, Way] = {WITHOUT: without, "without, foreach_norm, isfinite": then_norm}
-    return Case(run, outputs, _nbytes(wires) + _nbytes(outputs), plain)
+    beside = {WITHOUT: without, "without, foreach_norm, isfinite": then_norm}
+    return Case(run, outputs, _nbytes(wires) + _nbytes(outputs), beside=beside)
 
 
 def reduce_quantized(model: Model, compression: str = "int8") -> Case:

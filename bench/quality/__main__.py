@@ -29,7 +29,7 @@ from fastreduce.policy import Policy
 
 from .. import json_lines
 from ..gpu.lines import commit
-from ..tables import markdown
+from ..tables import markdown, of_commits
 from . import training, verdicts
 from .picture import draw
 from .tasks import BATCH, OPTIMIZERS, TASKS
@@ -99,7 +99,9 @@ def report(rows: Sequence[Row], missing: int, margin: float, out: Path, console:
     (out / "quality.md").write_text(page(findings, rows, missing, margin))
     draw(out / "quality.png", findings, margin)
     console.print(
-        f"{len(rows)} trainings, {missing} missing; each case: {out / 'quality.md'} and quality.png", soft_wrap=True
+        f"{len(rows)} trainings, {missing} missing, by commit: {of_commits(row['commit'] for row in rows)}; "
+        f"each case: {out / 'quality.md'} and quality.png",
+        soft_wrap=True,
     )
 
 
@@ -114,6 +116,7 @@ def page(findings: Findings, rows: Sequence[Row], missing: int, margin: float) -
             f"{count} cases by {number} seed{'s' * (number > 1)}"
             for number, count in sorted(seeds.items(), reverse=True)
         ),
+        commits=of_commits(row["commit"] for row in rows),
         margin=margin,
         summary=markdown(verdicts.summary(findings)),
     )
@@ -126,6 +129,7 @@ PAGE = """# No worse?
 
 Made by `python -m bench.quality` out of quality.jsonl: {rows} trainings{missing}, {minutes:.0f} minutes of one
 process. Losses at the end, on what is held out, against those of `none`: {seeds}.
+Rows by commit: {commits}.
 
 Equal (`=`): the 90 % interval of the mean difference, paired by seed, lies within {margin:g} % of `none`'s mean loss,
 which two one-sided tests at 5 % say. Higher, lower: it lies beyond. Open (`?`): neither; in parentheses how many seeds
@@ -181,7 +185,7 @@ def main(
         raise typer.BadParameter(str(error)) from None
     done = read(path)
     if any(each.setting != BASE for each in done):
-        report(list(done.values()), sum(each not in done for each in planned), margin, out, console)
+        report(verdicts.longest(done.values()), sum(each not in done for each in planned), margin, out, console)
     raise typer.Exit(code)
 
 

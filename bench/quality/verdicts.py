@@ -81,11 +81,20 @@ class Findings:
         return sorted({ranks for _, (_, _, ranks) in self.tests})
 
 
+def longest(rows: Iterable[Row]) -> list[Row]:
+    """Without trainings of fewer steps than others of their task have, as under --quick: losses fall with steps."""
+    found = list(rows)
+    most: dict[str, int] = {}
+    for row in found:
+        most[row["task"]] = max(most.get(row["task"], 0), row["steps"])
+    return [row for row in found if row["steps"] == most[row["task"]]]
+
+
 def summarise(rows: Iterable[Row], margin: float) -> Findings:
     """Test the losses against those of `none` of the same seeds; `margin` is a fraction of its mean loss."""
     losses: dict[tuple[str, Case], dict[int, float]] = defaultdict(dict)
     sent, lost = defaultdict(list), defaultdict(list)
-    for row in rows:
+    for row in longest(rows):
         setting, case = row["setting"], (row["task"], row["optimizer"], row["ranks"])
         losses[setting, case][row["seed"]] = row["loss"]
         sent[setting, row["task"]].append(row["bytes"])

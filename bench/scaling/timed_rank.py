@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fastreduce import DistributedDataParallel
 
+from ..paired import by_turns
 from ..training.steps import set_up_process
 from .model import SETTINGS
 
@@ -32,6 +34,16 @@ class Given(nn.Module):
         return sum((value @ gradient for value, gradient in zip(self.values, gradients, strict=True)), torch.zeros(()))
 
 
+def step(wrapper: DistributedDataParallel, gradients: list[Tensor]) -> float:
+    """Seconds of a backward, which all ranks begin at once."""
+    wrapper.zero_grad()
+    loss = wrapper(gradients)
+    dist.barrier()
+    start = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - start
+
+
 def main() -> None:
     """Time steps of all settings by turns, flat and in two levels; rank 0 writes medians of the slowest rank."""
     sizes, rounds = [int(size) for size in sys.argv[1].split(",")], int(sys.argv[2])
@@ -46,16 +58,9 @@ def main() -> None:
     }
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(size, generator=generator) for size in sizes]
-    times: dict[str, list[float]] = {name: [] for name in wrappers}
-    for number in range(WARM_UP + rounds):
-        for name, wrapper in wrappers.items():
-            wrapper.zero_grad()
-            loss = wrapper(gradients)
-            dist.barrier()
-            start = time.perf_counter()
-            loss.backward()
-            if number >= WARM_UP:
-                times[name].append(time.perf_counter() - start)
+    steps = {name: partial(step, wrapper, gradients) for name, wrapper in wrappers.items()}
+    by_turns(steps, WARM_UP)
+    times = by_turns(steps, rounds)
     of_all: list[dict[str, list[float]]] = [{} for _ in range(world_size)]
     dist.all_gather_object(of_all, times)
     if rank == 0:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ from fastreduce.reduction.telemetry.trace import VARIABLE as TRACE
 from fastreduce.transports import Transport
 from tests.support.models import InlineStream
 
-from ..paired import turns
+from ..paired import by_turns, turns
 from .timed_models import build
 
 WARM_UP = 3  # steps: buckets are rebuilt, and kernels chosen again, after the first
@@ -183,18 +184,17 @@ def too_far(errors: dict[str, float], tolerances: dict[str, float]) -> list[str]
 
 
 def stage_seconds(contestants: dict[str, Contestant], x: Tensor, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians of our own stages, in rounds that nothing else is measured in: reading them costs time."""
-    ours = {name: each for name, each in contestants.items() if each.setting.wrapper == "fastreduce"}
-    seen: dict[str, list[Any]] = {name: [] for name in ours}
-    for number in range(rounds + 1):
-        for name, contestant in ours.items():
-            contestant.step(x)
-            contestant.drop_gradients()
-            seconds = contestant.wrapped.reducer.seconds
-            if number:  # on a stream the first reading asks for the next step to be timed
-                seen[name].append(seconds)
-    stages = ("compress", "reduce", "decompress")
-    return {name: {s: statistics.median(getattr(r, s) for r in read) for s in stages} for name, read in seen.items()}
+    """Medians of our own stages, by turns, in rounds that nothing else is measured in: reading them costs time."""
+
+    def read(contestant: Contestant) -> Any:
+        contestant.step(x)
+        contestant.drop_gradients()
+        return contestant.wrapped.reducer.seconds
+
+    ours = {name: partial(read, each) for name, each in contestants.items() if each.setting.wrapper == "fastreduce"}
+    by_turns(ours, 1)  # on a stream the first reading asks for the next step to be timed
+    seen, stages = by_turns(ours, rounds), ("compress", "reduce", "decompress")
+    return {name: {s: statistics.median(getattr(r, s) for r in reads) for s in stages} for name, reads in seen.items()}
 
 
 def measure(

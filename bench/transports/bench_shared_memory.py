@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,20 @@ from fastreduce.transports import GlooTransport, ShmTransport
 from tests.support.ranks import RankPool
 
 from ..conftest import Size
-from ..paired import record, turns
-from ..training.bench_steps import OVERHEAD, STEPS, TIMEOUT, TOLERANCES, record_overhead, slowest, tiny_steps
+from ..paired import by_turns, record, seconds_of
+from ..training.bench_steps import (
+    OVERHEAD,
+    STEPS,
+    TIMEOUT,
+    TOLERANCES,
+    best_of_torch,
+    record_overhead,
+    slowest,
+    tiny_steps,
+)
 from ..training.steps import Setting, measure, set_up_process
 
+WARM_UP = 2  # sums of each contestant
 SHARED = ("none", "none, views", "fp16", "int8")
 TORCH = [name for name, setting in STEPS.items() if setting.wrapper == "torch" and "zeroed" not in name]
 
@@ -40,8 +49,7 @@ BOUNDS = {name: TOLERANCES[name.removesuffix(", shared memory")] for name in (*O
 def _against(benchmark: Any, times: dict[str, list[float]], compression: str) -> None:
     ours = f"{compression}, shared memory"
     rows = record(benchmark, {ours: times.pop(ours), **times})
-    rivals = [name for name in rows if name.startswith("torch") and ("hook" in name) == (compression == "fp16")]
-    benchmark.extra_info["best_of_torch"] = min(rivals, key=lambda name: float(rows[name]["median_s"]))
+    benchmark.extra_info["best_of_torch"] = best_of_torch(rows, compression)
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +107,19 @@ def _sums(rank: int, world_size: int, elements: int, rounds: int) -> dict[str, A
     calls |= {"torch's all_reduce": lambda: dist.all_reduce(tensor), "copy": lambda: other.copy_(tensor)}
     found = {}
     for name, call in calls.items():
-        tensor.copy_(start)
-        call()
+        for _ in range(WARM_UP):
+            tensor.copy_(start)
+            call()
         found[name] = tensor.clone()
     assert found["shared memory"].equal(found["gloo"])  # two terms have one order
     del found
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
-    for name in turns(calls, rounds):
+
+    def timed(call: Callable[[], Any]) -> float:
         tensor.copy_(start)
         dist.barrier()
-        begin = time.perf_counter()
-        calls[name]()
-        times[name].append(time.perf_counter() - begin)
-    return {"times": times}
+        return seconds_of(call)
+
+    return {"times": by_turns({name: partial(timed, call) for name, call in calls.items()}, rounds)}
 
 
 @pytest.mark.parametrize("megabytes", [100, 1])

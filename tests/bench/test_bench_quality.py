@@ -63,8 +63,9 @@ def test_threads_have_the_bits_of_processes(ranks: int, transport: str):
 # Verdicts
 
 
-def _rows(setting: str, losses: list[float], first: int = 0) -> list[dict[str, Any]]:
+def _rows(setting: str, losses: list[float], first: int = 0, steps: int = 200) -> list[dict[str, Any]]:
     common = {"task": "gpt", "optimizer": "sgd", "ranks": 2, "setting": setting, "bytes": 1.0, "vnmse": 0.5}
+    common |= {"steps": steps, "seconds": 1.0, "commit": f"after {steps} steps"}
     return [{**common, "seed": seed, "loss": loss} for seed, loss in enumerate(losses, first)]
 
 
@@ -92,6 +93,28 @@ def test_verdicts_are_paired_by_seed_and_count_only_seeds_that_none_has():
     counted = {line[0].strip("`"): line[3] for line in verdicts.summary(found)}
     assert counted["fp16"] == "1 equal: +0.04 to +0.04"
     assert r"| `a\|b: int4` | 1.00 | 5.0e-01 | 1 **higher**: +8.25 to +8.25 |" in markdown(verdicts.summary(found))
+
+
+def test_quick_trainings_are_not_held_against_full_ones():
+    verdicts = pytest.importorskip("bench.quality.verdicts")
+    base = [2.0, 3.0, 2.5, 2.2]
+    quick = [{**row, "vnmse": 9.0} for row in _rows("fp16", [9.0] * 4, steps=20)]
+    rows = [*_rows("none", base), *_rows("fp16", base), *_rows("none", [9.0] * 4, steps=20), *quick]
+    for found in (verdicts.summarise(rows, 0.01), verdicts.summarise(rows[::-1], 0.01)):
+        case = ("gpt", "sgd", 2)
+        assert found.tests["fp16", case].verdict == "equal" and found.base == {case: pytest.approx(sum(base) / 4)}
+        assert found.vnmse["fp16", "gpt"] == 0.5
+    alone = verdicts.summarise([*_rows("none", base), *quick], 0.01)
+    assert not alone.tests
+    assert {row["steps"] for row in verdicts.longest(quick)} == {20}
+
+
+def test_the_page_names_the_commits_of_its_rows():
+    command, verdicts = pytest.importorskip("bench.quality.__main__"), pytest.importorskip("bench.quality.verdicts")
+    rows = [*_rows("none", [1.0, 2.0]), *_rows("fp16", [1.0, 2.0])]
+    rows[3]["commit"] = "another"
+    page = command.page(verdicts.summarise(rows, 0.01), rows, 0, 1.0)
+    assert "Rows by commit: 3 of after 200 steps, 1 of another." in page
 
 
 def test_the_page_that_is_kept_is_what_the_rows_say():

@@ -37,7 +37,7 @@ def main(
     if collect is not None:
         from .collect import show
 
-        show(collect, out, keep, again=False)
+        show(collect, out, keep)
         return
     chosen = list(phase or [ALL])
     if unknown := [name for name in chosen if name not in SHARES and name != ALL]:

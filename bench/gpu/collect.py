@@ -37,14 +37,13 @@ class RehearsalError(Exception):
     """A rehearsal's rows are to be kept as measured ones."""
 
 
-def show(source: Path, out: Path, keep: bool, again: bool = True) -> None:
+def show(source: Path, out: Path, keep: bool) -> None:
     """Print tables of the lines in `source` and in folders below it; write results.csv and gpu.png into `out`.
 
     Args:
         source: a file of lines, or a folder of them.
         out: the folder to write to.
-        keep: whether to append rows to bench/results/gpu.csv.
-        again: also those that are there already.
+        keep: whether to append to bench/results/gpu.csv what is not there yet.
 
     Raises:
         FileNotFoundError: if there are no lines.
@@ -79,7 +78,7 @@ def show(source: Path, out: Path, keep: bool, again: bool = True) -> None:
     draw(drawn, out / "gpu.png", ": ".join(filter(None, (warning or gpu, commits_of(drawn)))))
     said = f"{out / 'results.csv'}, {out / 'gpu.png'}"
     if keep:
-        new = written if again else not_in(KEPT, written)
+        new = not_in(KEPT, written)
         write(KEPT, new, "a")
         said += f", and {len(new)} rows added to {KEPT}, which had {len(written) - len(new)} of them already"
     console.print(said, soft_wrap=True)

@@ -443,6 +443,8 @@ def test_a_rehearsal_is_never_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RehearsalError, match="not appended"):
         collect.write(kept, csv_rows(rows(read(tmp_path / "cpu" / FILE))), "a")
     assert kept.read_text() == before
+    later = Lines(tmp_path / "gpu" / FILE, {**COMMON, "rehearsal": False, "run": "2026-01-02"})
+    later.write("kernels", case, "done", result=a_kernel("triton", 0.9))
     collect.show(tmp_path / "gpu", tmp_path / "out", keep=True)
     assert len(kept.read_text().splitlines()) == 7  # one line of names
     assert "REHEARSAL" not in capsys.readouterr().out

@@ -282,6 +282,10 @@ def main(
 ) -> None:
     """A table: of each checkout the CPU time that a wrapper adds, and the others' share of the first one's."""
     trees = trees or [ROOT]
+    if len({Path(tree, "bench", "host_step.py").read_bytes() for tree in trees}) > 1:
+        print(
+            "Each checkout measures by a bench/host_step.py of its own, and these differ: so may the figures, by that."
+        )
     found = compare(trees, rounds)
     measured = [each.pop(LAUNCH, None) for each in found]  # not in older checkouts
     launches = [None if each is None else round(1e6 * statistics.median(each), 1) for each in measured]

@@ -40,8 +40,6 @@ from .numba_cpu_sums import (
     E4M3,
     FP32,
     INT8,
-    LARGEST_E4M3,
-    LARGEST_INT8,
     add_blocks,
     average_of_blocks,
     flags_of,
@@ -51,7 +49,6 @@ from .numba_cpu_sums import (
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
 
 ZERO, ONE, NAN, INFINITY = np.float32(0), np.float32(1), np.float32(np.nan), np.float32(np.inf)
-EIGHT = np.float32(8)
 INFINITY_BITS = np.int32(0x7F800000)
 # x + ROUNDER holds rint(x) in its low byte, and minus ROUNDER again it is rint(x), never -0: |x| < 2^22.
 ROUNDER = np.float32(1.5 * 2**23)
@@ -194,14 +191,15 @@ def _quantize(
 
 
 @kernel
-def _note(finite, scale, code, tag):
-    largest = EIGHT if bits_of(code) == 4 else LARGEST_E4M3 if is_fp8(code) else LARGEST_INT8
-    if finite and not abs(held(tag, scale * largest)) < INFINITY:
+def _note(finite, scale, top, tag):
+    if finite and not abs(held(tag, scale * top)) < INFINITY:
         store(finite, 0, INT8, np.int32(0))
 
 
 @kernel
-def dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, tag, stream, finite, code, scale_tag):
+def dequantize_blocks(
+    payload, blocks, block, start, offsets, numels, tensors, tag, stream, finite, top, code, scale_tag
+):  # fmt: skip
     """Blocks of a flat from element `start` on, as `quantize_blocks` writes them → the tensors."""
     width, stop, slot = block * bits_of(code) // 8, start + blocks * block, slot_at(offsets, start)
     while slot < len(tensors) and offsets[slot] < stop:
@@ -212,7 +210,7 @@ def dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, t
             scale_at = payload + blocks * width + number * size_of(scale_tag)
             run = -((place - end) // block) if bits_of(code) == 4 else 1
             for index in range(run):
-                _note(finite, load(scale_at, index, scale_tag), code, tag)
+                _note(finite, load(scale_at, index, scale_tag), top, tag)
             to, count = tensors[slot] + (place - offsets[slot]) * size_of(tag), min(run * block, end - place)
             if bits_of(code) == 4:
                 decode_int4(to, tag, payload + number * width, scale_at, count, block, stream)
@@ -225,17 +223,19 @@ def dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, t
 
 @kernel
 def _dequantize(
-    shards, wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag
+    shards, wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, top, code, scale_tag
 ):
     for shard in range(shards):
         start, payload = shard * blocks * block, wire + shard * shard_size
-        dequantize_blocks(payload, blocks, block, start, offsets, numels, tensors, tag, stream, finite, code, scale_tag)
+        dequantize_blocks(
+            payload, blocks, block, start, offsets, numels, tensors, tag, stream, finite, top, code, scale_tag
+        )
     fence()
 
 
 @kernel
 def _dequantize_and_sum(
-    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, code, scale_tag,
+    wire, blocks, block, shard_size, offsets, numels, tensors, tag, stream, finite, top, code, scale_tag,
     values, tile, statistics, sum_tag, sums,
 ):  # fmt: skip
     width = block * bits_of(code) // 8
@@ -250,7 +250,7 @@ def _dequantize_and_sum(
                 scale_at = payload + blocks * width + number * size_of(scale_tag)
                 payload += number * width
                 for index in range(run):
-                    _note(finite, load(scale_at, index, scale_tag), code, tag)
+                    _note(finite, load(scale_at, index, scale_tag), top, tag)
                 to, count = tensors[slot] + start * size_of(tag), min(run * block, end - start)
                 if bits_of(code) == 4:
                     decode_int4_and_sum(
@@ -395,10 +395,11 @@ def dequantize(
     finite: Tensor | None = None,
     turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    by_chance: bool = False,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
+    `finite` becomes 0 if an average is not, in the tensors' dtype; `by_chance` tells how they were rounded.
     """
     if not tensors:
         return
@@ -417,6 +418,7 @@ def dequantize(
         TAGS[dtype],
         slots.total * dtype.itemsize >= STREAM_BYTES,
         0 if finite is None else finite.data_ptr(),
+        np.float32(form.top(by_chance)),
         *CODES[form],
     )
     if statistics is None:

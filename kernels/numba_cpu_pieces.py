@@ -110,8 +110,8 @@ def _decode_quantized(told, shard, first, count, source):
     into, offsets, numels = _slots(t, t.into)
     start = (shard * t.blocks + first) * t.block
     quantized.dequantize_blocks(
-        source, count, t.block, start, offsets, numels, into, t.tag, t.stream != 0, t.finite, t.code, t.scale_tag
-    )
+        source, count, t.block, start, offsets, numels, into, t.tag, t.stream != 0, t.finite, t.top, t.code, t.scale_tag
+    )  # fmt: skip
     fence()
     return 0
 
@@ -254,6 +254,7 @@ def pieces(
         "stream": int(large and places[0] != sources[0]),  # else they lie in the cache
         "tag": TAGS[dtype],
         "wire_tag": TAGS.get(wire_dtype, TAGS[dtype]),
+        "top": np.float32(form.top(by_chance=False)),
         "code": code,
         "scale_tag": scale_tag,
         "one": computed(1),

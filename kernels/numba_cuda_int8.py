@@ -131,7 +131,7 @@ def _quantize(
 
 
 @kernel
-def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn, code):
+def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn, top, code):
     """One tile of one slot, from the wire to its tensor."""
     take_turn(turn, cuda.blockIdx.x + cuda.threadIdx.x)
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
@@ -143,7 +143,7 @@ def _dequantize(wire, tiles, addresses, tag, blocks, block, shard_size, finite, 
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
-        note_scale(finite, shard, blocks, block, index, code, tag)
+        note_scale(finite, shard, blocks, block, index, top, code, tag)
 
 
 @kernel
@@ -234,10 +234,11 @@ def dequantize(
     finite: Tensor | None = None,
     turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    by_chance: bool = False,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
+    `finite` becomes 0 if an average is not, in the tensors' dtype; `by_chance` tells how they were rounded.
     """
     tile = TILE // block * block if statistics is None else tile_elements(block)
     table = device_table(slots, tile, wire.device, padding=False)
@@ -251,6 +252,7 @@ def dequantize(
         wire.numel() // shards,
         address(finite),
         address(turn),
+        np.float32(form.top(by_chance)),
         CODES[form],
     )
     if statistics is None:

@@ -85,7 +85,9 @@ def unflatten_fp16_and_sum(wire, tiles, addresses, tag, blocks, shard_size, scal
 
 
 @kernel
-def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn, code, statistics, sum_tag):
+def dequantize_and_sum(
+    wire, tiles, addresses, tag, blocks, block, shard_size, finite, turn, top, code, statistics, sum_tag
+):  # fmt: skip
     """One tile of one slot, from the wire to its tensor, and its statistics."""
     take_turn(turn, cuda.blockIdx.x + cuda.threadIdx.x)
     tensor, place, count, _ = locate(tiles, addresses, cuda.blockIdx.x, tag)
@@ -97,7 +99,7 @@ def dequantize_and_sum(wire, tiles, addresses, tag, blocks, block, shard_size, f
         shard, index = wire + rank * shard_size, number - rank * blocks
         values = decode(shard, blocks, block, index, element - row * block, LANES, code)
         store(tensor + element * size_of(tag), tag, values, count - element, count - element)
-        note_scale(finite, shard, blocks, block, index, code, tag)
+        note_scale(finite, shard, blocks, block, index, top, code, tag)
         squares = add(squares, sum_of_squares(values, tag, sum_tag, count - element))
         odd += not_finite(values, tag, count - element)
     _store_row(statistics, sum_tag, squares, odd, SUMMING)

@@ -50,7 +50,7 @@ INT4, E4M3, INT8 = np.uint32(0), np.uint8(0), np.int8(0)
 FP16, BF16, FP32 = np.int16(0), np.uint16(0), np.float32(0)
 INFINITY_BITS = np.int32(0x7F800000)
 ZERO, ONE, MINUS_ONE, NAN = np.float32(0), np.float32(1), np.float32(-1), np.float32(np.nan)
-LARGEST_INT8, LARGEST_E4M3, EIGHT = np.float32(127), np.float32(448), np.float32(8)
+LARGEST_INT8, LARGEST_E4M3 = np.float32(127), np.float32(448)
 TINY, TINY_BITS = np.float32(2.0**-100), np.int32(27 << 23)
 ROUNDER = np.float32(1.5 * 2**23)  # a sum with it has no bits behind the point
 THREE, UPPER_HALF = np.int32(3 << 23), np.int32(-65536)  # a subtraction from the exponent; BF16's bits
@@ -162,11 +162,10 @@ def note_odd(finite, odd):
 
 
 @function
-def note_scale(finite, shard, blocks, block, index, code, tag):
-    """Make the byte at `finite` 0 if a block is not finite in memory of type `tag`; without an address nothing."""
+def note_scale(finite, shard, blocks, block, index, top, code, tag):
+    """Make the byte at `finite` 0 if code `top` of a block is not in memory of type `tag`; at no address nothing."""
     if finite:
-        largest = EIGHT if bits_of(code) == 4 else LARGEST_E4M3 if is_fp8(code) else LARGEST_INT8
-        note_odd(finite, not_finite((multiply(_scale(shard, blocks, block, index, code, 1), largest),), tag, 1))
+        note_odd(finite, not_finite((multiply(_scale(shard, blocks, block, index, code, 1), top),), tag, 1))
 
 
 @function

@@ -291,16 +291,17 @@ def dequantize(
     finite: Tensor | None = None,
     turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    by_chance: bool = False,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
+    `finite` becomes 0 if an average is not, in the tensors' dtype; `by_chance` tells how they were rounded.
     """
     if not slots.total:
         return
     if finite is not None and tensors:
         scales = [_split_shard(shard, block, form)[1] for shard in wire.view(shards, -1)]
-        _note_finite(finite, _convert(torch.cat(scales).float() * form.largest, tensors[0].dtype))
+        _note_finite(finite, _convert(torch.cat(scales).float() * form.top(by_chance), tensors[0].dtype))
     if turn is not None:
         turn.bitwise_xor_(1)
     values = torch.cat([_decode(shard, block, form) for shard in wire.view(shards, -1)])

@@ -72,6 +72,10 @@ class BlockFormat(NamedTuple):
     scale_bytes: int
     largest: int  # the magnitude of a block's largest element, in units of the scale's
 
+    def top(self, by_chance: bool) -> int:
+        """The largest code of a block that was rounded to nearest, or by chance, where INT4 has no -8."""
+        return 7 if by_chance and self.bits == 4 else self.largest
+
     def payload_bytes(self, block: int) -> int:
         """Bytes of `block` elements."""
         return block * self.bits // 8

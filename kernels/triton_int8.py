@@ -228,7 +228,8 @@ def quantize(
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["finite"])
 def _dequantize(
     wire, tiles, addresses, blocks, shard_size, statistics, finite, turn,
-    dtype: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    dtype: tl.constexpr, TOP: tl.constexpr,
+    FORM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one slot, a block a row, from the wire to its tensor."""
     tensor, place, count, _ = load_tile(tiles, addresses, dtype)
@@ -242,9 +243,8 @@ def _dequantize(
         values = convert(_decode(shard, index, blocks, inside, FORM, BLOCK, WIDTH), dtype)
     if finite is not None:
         _, scale_at = _pointers(shard, index, blocks, FORM, BLOCK, WIDTH)
-        LARGEST: tl.constexpr = 8 if FORM == "int4" else 448 if FORM == "fp8" else 127
         scale = widen(tl.load(scale_at, mask=inside, other=0.0), tl.float32)
-        odd = overflows(scale * LARGEST, dtype)
+        odd = overflows(scale * TOP, dtype)
         tl.store(finite + tl.zeros_like(row), tl.zeros_like(row).to(tl.uint8), mask=odd)
     if turn is not None:
         tl.store(turn, 1 - tl.load(turn), mask=tl.program_id(0) == 0)
@@ -274,10 +274,11 @@ def dequantize(
     finite: Tensor | None = None,
     turn: Tensor | None = None,
     form: BlockFormat = INT8_FORMAT,
+    by_chance: bool = False,
 ) -> None:
     """One quantized wire → many tensors in their dtypes (and their statistics); the row `turn` is the other one then.
 
-    `finite` becomes 0 if a block is not, or its largest magnitude is not in the tensors' dtype.
+    `finite` becomes 0 if an average is not, in the tensors' dtype; `by_chance` tells how they were rounded.
     """
 
     def make() -> Launch | None:
@@ -296,10 +297,11 @@ def dequantize(
             finite,
             turn,
             dtype=DTYPES[tensors[0].dtype] if tensors else tl.float32,
+            TOP=form.top(by_chance),
             **shape,
         )
 
-    more = (shards, block, form, *map(address, (statistics, finite, turn)))
+    more = (shards, block, form, by_chance, *map(address, (statistics, finite, turn)))
     repeat("dequantize", slots, wire, tensors, more, make)
 
 

@@ -99,18 +99,20 @@ def latest(found: Iterable[Row]) -> list[Row]:
 
     A failure hides no figure that the same sources have left before: that was measured, and `_failed_since` names both.
     """
-    chosen: dict[tuple[str, str], Row] = {}
-    for row in sorted(found, key=lambda row: (row.tells, row.at)):
-        before = chosen.get((row.phase, row.case))
-        if before is None or not _outlives(before, row):
-            chosen[row.phase, row.case] = row
-    order = {(row.phase, row.case): None for row in found}
-    return [chosen[key] for key in order]
+    by_case: dict[tuple[str, str], list[Row]] = {}
+    for row in found:
+        by_case.setdefault((row.phase, row.case), []).append(row)
+    chosen = []
+    for ends in by_case.values():
+        ends.sort(key=lambda row: (row.tells, row.at))
+        figures = [row for row in ends if _outlives(row, ends[-1])]
+        chosen.append([*ends, *figures][-1])
+    return chosen
 
 
 def _outlives(figure: Row, failure: Row) -> bool:
     """Whether the first is a measurement, and the second a failure of the same sources."""
-    same = figure.commit == failure.commit and not figure.commit.endswith("+changes")
+    same = _named(figure.commit) == _named(failure.commit) and not figure.commit.endswith("+changes")
     return same and figure.status == "done" and failure.status == "failed" and not figure.is_test
 
 
@@ -381,10 +383,10 @@ def _machine_cells(machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_in(path: Path, found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows whose contestant has none in a file of the same run, case and GPU."""
+    """Rows of which a file has none of the same run, GPU and case, with as many tests."""
 
     def key(row: dict[str, Any]) -> tuple[str, ...]:
-        return tuple(str(row.get(name, "")) for name in ("date", "gpu", "phase", "case", "contestant"))
+        return tuple(str(row.get(name, "")) for name in ("date", "gpu", "phase", "case", "contestant", "other"))
 
     if not path.exists():
         return list(found)

@@ -184,8 +184,9 @@ def main(
     except SettingError as error:  # a policy with a key that matches no parameter of a task
         raise typer.BadParameter(str(error)) from None
     done = read(path)
-    if any(each.setting != BASE for each in done):
-        report(verdicts.longest(done.values()), sum(each not in done for each in planned), margin, out, console)
+    rows = verdicts.longest(done.values())
+    if any(row["setting"] != BASE for row in rows):
+        report(rows, sum(each not in done for each in planned), margin, out, console)
     raise typer.Exit(code)
 
 

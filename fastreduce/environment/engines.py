@@ -73,7 +73,7 @@ def translate(environment: MutableMapping[str, str] = os.environ, address: bool 
     """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where mpirun or srun knows them and they are not set.
 
     With `address` also MASTER_ADDR and MASTER_PORT: rank 0's host, which of several hosts only srun tells, and a port
-    by the number of the job. Ranks of one host stay on loopback.
+    by the number of the job, as srun and Open MPI tell it. Ranks of one host stay on loopback.
 
     Where RANK and WORLD_SIZE are both set to another place they are taken, and nothing else is set. Where it was not
     torchrun that set them, rank 0 logs that.
@@ -124,14 +124,15 @@ def _address(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
     if not missing:
         return {}
     several = place.local_world_size < place.world_size
+    job = environment.get(MPI_JOB, "") if MPI_NAMES[0][0] in environment else ""
     if place.engine == "srun":
         host = _first_host(environment) if several and "MASTER_ADDR" in missing else ""
         port = _port(f"{environment.get('SLURM_JOB_ID', '')}.{environment['SLURM_STEP_ID']}")
-    elif several and "MASTER_ADDR" in missing:
+    elif several and ("MASTER_ADDR" in missing or not job):
         raise SettingError(
             f"{' and '.join(missing)} not set: mpirun started ranks on several hosts, and does not tell where rank 0 "
-            "is. Set MASTER_ADDR to rank 0's host (mpirun -x MASTER_ADDR=…), or take "
-            'init_process_group("mpi"), which needs none'
+            "is. Set MASTER_ADDR to rank 0's host (mpirun -x MASTER_ADDR=HOST; with MPICH and Intel MPI -genv "
+            'MASTER_ADDR HOST, and MASTER_PORT too), or take init_process_group("mpi"), which needs neither'
         )
     else:
         host, port = "", _port(environment.get(MPI_JOB, ""))

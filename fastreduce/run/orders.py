@@ -15,7 +15,7 @@ LEFT = "has left the script"  # what a rank says last that has not come to the e
 
 def order(contenders: Sequence[T], round_number: int) -> list[T]:
     """Who comes after whom in a round: every second one is the last in reverse, then all move up by one."""
-    shift = round_number // 2 % len(contenders)
+    shift = round_number // 2 % max(1, len(contenders))
     rotated = [*contenders[shift:], *contenders[:shift]]
     return rotated[::-1] if round_number % 2 else rotated
 

@@ -79,6 +79,8 @@ def test_a_figure_outlives_a_failure_of_the_same_sources_which_is_named_and_a_te
     assert [row.status for row in latest(found)] == ["done"]
     text = printed(found, tmp_path)
     assert "Failed since it was measured" in text and "failed: the GPU is gone" in text
+    between = [DONE, FAILED, same]  # a failure of other sources hides no figure of these
+    assert [row.status for row in latest(written(tmp_path / "between", *between))] == ["done"]
     changed = [("a+changes", *end[1:]) for end in (DONE, same)]  # of these no two need be the same
     for name, ends, case in (("test", [DONE, same], TEST), ("changed", changed, CASE)):
         found = written(tmp_path / name, *ends, case=case)

@@ -138,6 +138,15 @@ def test_mpirun_on_several_hosts_needs_no_port():
     seen = [translated({**engines.mpirun(rank, 4), **of_two}) for rank in range(4)]
     assert len({one["MASTER_PORT"] for one in seen}) == 1
     assert not {"MASTER_ADDR", "GLOO_SOCKET_IFNAME"} & seen[0].keys()
+    mpich = {
+        "PMI_RANK": "2",
+        "PMI_SIZE": "4",
+        "MPI_LOCALRANKID": "0",
+        "MPI_LOCALNRANKS": "2",
+        "PMIX_NAMESPACE": "srun's",
+    }
+    with pytest.raises(SettingError, match="MASTER_PORT not set: mpirun started ranks on several hosts"):
+        translate({**mpich, "MASTER_ADDR": "head"})  # it tells of no job
 
 
 def test_mpich_and_intel_mpi_have_names_of_their_own():

@@ -62,7 +62,7 @@ def variants() -> list[Variant]:
                 moved, again = (16 * (size + 2 * each), payload + 16 * each), 16 * each
                 what = f"quantize {title}" + ("" if kept == FP32 else f", residual of {each} bytes")
                 found.append(Variant(what, numba_cuda_int8._quantize, arguments, moved, 16, again))
-            arguments, moved = (*[INT64] * 3, tag, *[INT64] * 5, code), (payload, 16 * size)
+            arguments, moved = (*[INT64] * 3, tag, *[INT64] * 5, FP32, code), (payload, 16 * size)
             found.append(Variant(f"dequantize {title}", numba_cuda_int8._dequantize, arguments, moved, 16))
     rule = [types.int32] * 4
     for name, tag, size in [("fp32", FP32, 4), ("bf16", BF16, 2)]:

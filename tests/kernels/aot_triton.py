@@ -121,7 +121,7 @@ def variants() -> list[Variant]:
             found.append(Variant(title, triton_int8._quantize, types, constants, moved, targets, elements=lanes))
             if not feedback:
                 for what, off in [("", {"statistics": None}), (" with statistics", {})]:
-                    constants = {**shape, **off, "dtype": dtypes[dtype]}
+                    constants = {**shape, **off, "dtype": dtypes[dtype], "TOP": form.largest}
                     again = payload if off else 0
                     moved = (payload + again, lanes * size)
                     if dtype == "bf16" or not what:

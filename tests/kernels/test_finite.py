@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fastreduce import ops
-from fastreduce.kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, SlotTable
+from fastreduce.kernels.slots import FP8_FORMAT, FP16_BLOCK, INT4_FORMAT, INT8_FORMAT, Draws, SlotTable
 from fastreduce.ops.backends import Backend
 
 from .cases import QUIET, Memory, fp16_size, slot_table, tensors_of, values, wire_size
@@ -122,19 +123,24 @@ def test_what_tensors_hold_as_infinity_is_told(way: MADE, wire_dtype, dtype, num
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
+@pytest.mark.parametrize("by_chance", [False, True], ids=["nearest", "by chance"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_what_tensors_hold_as_infinity_is_told_of_blocks(backend, memory, form, dtype, summed):
-    slots, finite = slot_table(NUMELS, 128, shards=2), memory.copy(torch.zeros(1, dtype=torch.uint8))
+def test_what_tensors_hold_as_infinity_is_told_of_blocks(backend, memory, form, dtype, by_chance, summed):
+    table, finite = slot_table(NUMELS, 128, shards=2), memory.copy(torch.zeros(1, dtype=torch.uint8))
+    keys = np.arange(len(NUMELS))
+    slots = SlotTable(table.offsets, table.numels, table.total, keys, np.zeros_like(keys))
     wire = memory.copy(torch.zeros(wire_size(slots, 2, 128, form), dtype=torch.uint8))
     statistics = memory.copy(torch.zeros(ops.statistics_shape(slots, 128))) if summed else None
+    draws = Draws(7, 0, memory.copy(torch.zeros(1, dtype=torch.int64))) if by_chance else None
     most = torch.finfo(dtype).max
-    for largest in (most / 2, most * (1 - 2.0**-7), most * (1 + 2.0**-6), LARGEST):
+    for largest in (most / 2, most * 0.9, most * (1 - 2.0**-7), most * (1 + 2.0**-6), most * 1.07, LARGEST):
         tensors = [values(numel, torch.float32, i, special=False).clamp_(-1, 1) for i, numel in enumerate(NUMELS)]
         tensors[2][2400] = -min(largest, LARGEST)
-        backend.quantize([memory.copy(each) for each in tensors], slots, wire, 2, 128, None, None, finite, form)
+        given = [memory.copy(each) for each in tensors]
+        backend.quantize(given, slots, wire, 2, 128, None, None, finite, form, draws)
         averages = [memory.copy(torch.zeros(numel, dtype=dtype)) for numel in NUMELS]
-        backend.dequantize(wire, 2, 128, slots, averages, statistics, finite, None, form)
+        backend.dequantize(wire, 2, 128, slots, averages, statistics, finite, None, form, by_chance)
         assert bool(int(finite)) is all(bool(each.isfinite().all()) for each in averages), largest
     assert not int(finite) or dtype is not torch.float16
     memory.check()

@@ -252,7 +252,7 @@ class FlatWires(BucketWires):
         elif self.block:
             shards = self._columns * self._shards
             with nullcontext() if self.feedback is None else self.feedback.turning() as turn:
-                told = (statistics, finite, turn, self._form)
+                told = (statistics, finite, turn, self._form, self._draws_of_averages[1] is not None)
                 self._kernels.dequantize(self.wire, shards, self.block, slots, tensors, *told)
         elif self._fp16:
             parts = self._columns * self._parts

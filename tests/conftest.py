@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -85,6 +86,8 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; tests send it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # a fifth of what importing takes; until all tests are collected
     if workerinput := getattr(config, "workerinput", None):
         fork_server.use(workerinput["fork_servers"])

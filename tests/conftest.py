@@ -86,8 +86,10 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script; tests send it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # In the background of a script, and under nohup, what a test starts would not heed what the test sends it.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, lambda *_: None)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
     gc.disable()  # a fifth of what importing takes; until all tests are collected
     if workerinput := getattr(config, "workerinput", None):
         fork_server.use(workerinput["fork_servers"])

@@ -81,9 +81,15 @@ def variants() -> list[Variant]:
     for name, kernel, types_, moved, elements in [
         ("unflatten bf16", unflatten, (INT64, BF16, INT64, INT64, FP32, FP32, INT64, INT64, FP32), (16, 32), 8),
         ("unflatten fp64", unflatten, (INT64, FP32, INT64, INT64, FP64, FP64, INT64, INT64, FP64), (16, 32), 4),
-        ("dequantize fp32, int8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT8, INT64, FP32), (16, 64), 16),
-        ("dequantize fp32, int4", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, INT4, INT64, FP32), (0, 64), 16),
-        ("dequantize fp32, fp8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, FP8, INT64, FP32), (16, 64), 16),
+        (
+            "dequantize fp32, int8",
+            dequantize,
+            (*[INT64] * 3, FP32, *[INT64] * 5, FP32, INT8, INT64, FP32),
+            (16, 64),
+            16,
+        ),
+        ("dequantize fp32, int4", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, FP32, INT4, INT64, FP32), (0, 64), 16),
+        ("dequantize fp32, fp8", dequantize, (*[INT64] * 3, FP32, *[INT64] * 5, FP32, FP8, INT64, FP32), (16, 64), 16),
     ]:
         found.append(Variant(f"{name} with statistics", kernel, types_, moved, elements))
     # As in reduce_fp16, and the old residual as in quantize.

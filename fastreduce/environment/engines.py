@@ -135,7 +135,7 @@ def _address(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
             'MASTER_ADDR HOST, and MASTER_PORT too), or take init_process_group("mpi"), which needs neither'
         )
     else:
-        host, port = "", _port(environment.get(MPI_JOB, ""))
+        host, port = "", _port(job)
     if several:
         return {"MASTER_ADDR": host, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}

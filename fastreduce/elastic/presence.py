@@ -72,6 +72,7 @@ class Presence:
         self.id = store.add("ids", 1) - 1
         self._known: dict[int, Process] = {}
         self._beats: dict[int, tuple[str, float]] = {}  # a number, and since when
+        self._looked = time.monotonic()  # at them
         self._watched: tuple[int, tuple[int, ...], frozenset[int]] | None = None
         self.waiting: frozenset[int] = frozenset()  # those who could come in, as the thread has seen it last
         store.set(f"beat {self.id}", "0")
@@ -97,6 +98,9 @@ class Presence:
             return []
         left = self.store.absent([f"left {number}" for number in others])
         beats, now = self.store.read_all([f"beat {number}" for number in others]), time.monotonic()
+        paused, self._looked = now - self._looked - self.times.beat, now
+        if paused > 0:  # time in which this process stood still is nobody's silence
+            self._beats = {number: (beat, since + paused) for number, (beat, since) in list(self._beats.items())}
         found = []
         for i, (number, beat) in enumerate(zip(others, beats, strict=True)):
             before, since = self._beats.get(number, ("", now))

@@ -21,11 +21,12 @@ from . import messages
 from .base import LateGatherTransport, Work
 from .connections import ALL, Lease, drop_all, failed_here
 from .deadlines import GRACE_SECONDS, in_background
-from .meeting import SHORTEST, AbsentError, clear, look_for, meet, no_word_from, notes, wait_until
+from .meeting import AbsentError, clear, look_for, meet, no_word_from, notes, wait_until
 from .ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from .store_client import SOON_SECONDS, StoreClient
 
 NEVER_SENT = (1 << 31) - 1  # a tag
+LEAST_SECONDS = 0.001  # that torch waits for: less is taken for no deadline
 BROKEN_SECONDS = 1.5  # until all who are left have noticed that a connection broke
 
 at_exit(Exit.GLOO, lambda: drop_all("gloo"), ALL)
@@ -226,7 +227,7 @@ class _Works:
         """Wait for all of them, for the group's timeout in all; their errors come out as TransportError."""
         deadline = time.monotonic() + self._connection.seconds
         for doing, work in self._works:
-            left = timedelta(seconds=max(SHORTEST, deadline - time.monotonic()))
+            left = timedelta(seconds=max(LEAST_SECONDS, deadline - time.monotonic()))
             self._connection.call(self._operation, work.wait, left, doing=doing)
 
 

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 SOON_SECONDS = 1.0  # for an answer, where something has failed already
 EXIT_SECONDS = 0.5
+MOST_BYTES = 8 << 20  # of a value: torch's store ends the connection of who sends more at once
+NOTHING = "\0nothing"  # no value
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -63,11 +65,12 @@ class StoreClient:
 
     def set(self, key: str, value: str) -> None:
         """Write."""
+        _check_size(key, value)
         self.call(lambda store: store.set(key, value))
 
     def read(self, key: str) -> str | None:
         """What is there, or None."""
-        return self.call(lambda store: _text(key, store.get(key)) if store.check([key]) else None)
+        return self.read_each([key])[0]
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
         """What is at keys that are all there."""
@@ -75,7 +78,9 @@ class StoreClient:
 
     def read_each(self, keys: Sequence[str]) -> list[str | None]:
         """What is at each key, or None."""
-        return self.call(lambda store: [_text(key, store.get(key)) if store.check([key]) else None for key in keys])
+        # In one: between a look and a read it may be deleted.
+        found = self.call(lambda store: [_text(key, store.compare_set(key, NOTHING, NOTHING)) for key in keys])
+        return [None if text == NOTHING else text for text in found]
 
     def has(self, key: str) -> bool:
         """Whether something is there."""
@@ -91,15 +96,27 @@ class StoreClient:
 
     def append(self, key: str, value: str) -> None:
         """Write behind what is there."""
+        _check_size(key, value)
         self.call(lambda store: store.append(key, value))
 
     def set_first(self, key: str, value: str) -> str:
         """Write if nothing is there; returns what is there then."""
+        _check_size(key, value)
         return self.call(lambda store: _text(key, store.compare_set(key, "", value))) or value
+
+    def replace(self, key: str, value: str, by: str) -> bool:
+        """Write if this value is there; returns whether it was."""
+        _check_size(key, by)
+        return self.call(lambda store: _text(key, store.compare_set(key, value, by))) == by
 
     def delete(self, *keys: str) -> None:
         """Delete what is there."""
         self.call(lambda store: [store.delete_key(key) for key in keys])
+
+
+def _check_size(key: str, value: str) -> None:
+    if (size := len(value.encode())) > MOST_BYTES:
+        raise TransportError(f"{size} bytes for the store at {key!r:.80}; allowed: up to {MOST_BYTES}")
 
 
 def _text(key: str, value: bytes) -> str:
@@ -209,6 +226,9 @@ class _Caller:
             if is_of_signal(error):
                 raise
             self._line.silent_since = start if silent is None else silent
+            if answer.done() and not answer.cancelled():  # it came meanwhile, and takes this back no more
+                self._line.silent_since = None
+                return answer.result()
             raise TransportError(
                 f"{_holder()}, which holds the store, does not answer within {client.seconds:g} s"
             ) from error

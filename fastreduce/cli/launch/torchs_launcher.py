@@ -174,9 +174,11 @@ class Ranks(SubprocessContext):
                     say(f"{who} had not ended {seconds} s after {death_sig.name}, and was killed{self.hint}")
         finally:  # a second Ctrl-C comes here too
             still.cancel()
-            for handler in handlers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
+            for rank, handler in self.subprocess_handlers.items():
+                # The number of one that has ended well may be somebody else's by now.
+                if handler.proc.pid in self._ended or rank in self._failures:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(handler.proc.pid, signal.SIGKILL)
                 handler.proc.wait()
 
     def _still_end(self) -> list[str]:

@@ -315,9 +315,10 @@ class DistributedDataParallel(TorchDDP):
         # None in torch's own reducer, which a comparison of settings puts there by turns.
         if recorder is None or self.reducer.backward.is_here:
             return _before_forward(self, *inputs, **kwargs)
+        if self.reducer.backward.has_raised:
+            # Others would wait for it until this one trains again, and those that have joined come to nothing before.
+            self.reducer.drop_broken_backward()
         if not torch.is_grad_enabled():
-            if self.reducer.backward.has_raised:
-                self.reducer.drop_broken_backward()  # else other ranks would wait for it until this one trains again
             return _before_forward(self, *inputs, **kwargs)
         self.reducer.backward.check_ended()
         self.reducer.buckets.uneven.joining = self._joining and self._join_config.enable

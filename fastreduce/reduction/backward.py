@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -77,6 +78,7 @@ class Backward:
         self.reductions = 0
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.manual = self.brought_all = False
+        self._told, self._telling = False, threading.Lock()  # whether `_tell_joined` has, since `arm`
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
@@ -102,7 +104,7 @@ class Backward:
         """Make the next backward reduce, whatever an earlier one left behind."""
         self.drop_broken()
         self._forget()
-        self.armed = True
+        self.armed, self._told = True, False
         self._left_over.forget()
         self._stack.note_forward()
         self._buckets.at_step(self._agreed.schedule.step)
@@ -134,6 +136,7 @@ class Backward:
         """What the others wait for of a backward that raised here, with NaN in the place of gradients."""
         self._launches.end_as_they_can()
         if self.armed:
+            self._tell_joined()
             self._count()  # as on the ranks that reduce it
             for pipeline in self._buckets.pipelines[self._launches.next :]:
                 goes_well(pipeline.run_broken)
@@ -256,7 +259,6 @@ class Backward:
             self._buckets.look()
             if self.armed:
                 self.arrivals.forget_thrown_away()
-                self._tell_joined()
                 if self.reduced_once:
                     self.arrivals.count()
             self._stack.call_at_end(self._on_end)
@@ -294,6 +296,7 @@ class Backward:
         last = len(self._buckets.pipelines) - 1 if self.overlaps else 0
         if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
             return
+        self._tell_joined()
         self._launches.launch_full(self.arrivals.waiting, last)
 
     def replay(self, order: Iterable[int], used: Iterable[int]) -> None:
@@ -363,6 +366,7 @@ class Backward:
 
     def _launch_rest(self) -> None:
         """At the end of a backward under `manual`: nothing is stored yet."""
+        self._tell_joined()
         self._launches.launch_rest(last_here=False)
         self.unfinished = True
         self.arrivals.report()
@@ -401,6 +405,7 @@ class Backward:
     def _reduce_all(self) -> None:
         self._recorder.enter(Phase.WAITING)
         try:
+            self._tell_joined()
             self._launches.all_begun()
             self._launches.launch_rest(last_here=True)
             left_over = self._left_over.parameters
@@ -461,7 +466,11 @@ class Backward:
         That all ranks do is not known before they meet: one without first gradients might be in the next step's by now.
         """
         used, left_over = self.arrivals.used, self._left_over
-        first = left_over.first(used, elastic=self.recover is not None)
+        transport, uneven = self._buckets.transport, self._buckets.uneven
+        why_once = "with elastic=True" if self.recover is not None else ""
+        if uneven.matter(transport.world_size):
+            why_once = "where ranks have joined, which know of no second one,"
+        first = left_over.first(used, why_once)
         if not first:
             return
         with self.telemetry.explaining():
@@ -483,6 +492,7 @@ class Backward:
         """Bring zeros to the reduction of one backward on the other ranks, which apply the averages."""
         self._recorder.enter(Phase.WAITING)
         self.arrivals.forget_used()
+        self._told = False
         self._tell_joined()
         self._buckets.at_step(self._agreed.schedule.step)
         self._buckets.take_part()
@@ -496,8 +506,12 @@ class Backward:
         self._recorder.end_step(self._agreed.schedule.step - 1)
 
     def _tell_joined(self) -> None:
-        with self.telemetry.explaining():
-            self._buckets.tell_joined(self._divisor())
+        """Before the first collective of a reduction, and not of `autograd.grad`, which no rank that has joined knows."""
+        with self._telling:  # each device's hooks run on a thread of their own
+            if not self._told:
+                self._told = True
+                with self.telemetry.explaining():
+                    self._buckets.tell_joined(self._divisor())
 
     def _count(self) -> None:
         """One more reduction."""

@@ -29,12 +29,15 @@ class LeftOver:
         self.parameters = set()
         self.brought[:] = [True] * len(self.brought)
 
-    def first(self, used: Sequence[bool], elastic: bool) -> list[int]:
-        """The parameters whose first gradients a backward has brought that follows a reduction; `used`: all it reached.
+    def first(self, used: Sequence[bool], why_once: str = "") -> list[int]:
+        """The parameters whose first gradients a backward has brought that follows a reduction.
+
+        Args:
+            used: all that it has reached.
+            why_once: why there may be none such, as words before "sum the losses"; "" where there may.
 
         Raises:
-            ReducerError: if some of them were averaged already, or others are brought once more, or if ranks come and
-                go (`elastic`), so that who has been there for the first one may not be for the second.
+            ReducerError: if some of them were averaged already, or others are brought once more, or there may be none.
         """
         rank, names = self._buckets.transport.rank, self._buckets.gradients.names
         first = [i for i, is_used in enumerate(used) if is_used and not self.brought[i]]
@@ -45,10 +48,10 @@ class LeftOver:
                 f"{late[0]!r}, which was averaged already with what other ranks had of it. Sum the losses and call "
                 "backward once"
             )
-        if first and elastic:
+        if first and why_once:
             raise ReducerError(
-                "a second backward through one forward brought first gradients for some parameters: with elastic=True "
-                "sum the losses and call backward once"
+                f"rank {rank}: a second backward through one forward brought first gradients for {names[first[0]]!r}: "
+                f"{why_once} sum the losses and call backward once"
             )
         twice = [name for i, name in enumerate(names) if used[i] and self.brought[i]]
         if first and twice:

@@ -457,3 +457,32 @@ def test_flags_are_not_read_where_nothing_depends_on_them():
     found = Collected(late=[(0, action, action)])
     assert found.settle(None) == []  # type: ignore[arg-type]  # on a GPU the host would wait for them
     assert done == [0]
+
+
+class _Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, whole: bool) -> Tensor:
+        return self.always.sum() + (self.sometimes.sum() if whole else 0)
+
+
+def _compresses_in_vain(rank: int, world_size: int) -> list[float | None]:
+    ddp, found = wrap("ours", _Sometimes(), compression="int8", transport="gloo"), []
+    for step in range(5):
+        ddp.zero_grad()
+        fails: Any = contextlib.nullcontext()
+        if step == 1 and rank == 1:
+            fails = patch.object(BucketPipeline, "_with_kept", side_effect=MemoryError("no memory left"))
+        with contextlib.suppress(MemoryError), fails:
+            ddp(rank == 1 if step > 1 else rank == 0).backward()
+        grad = ddp.module.sometimes.grad
+        found.append(None if grad is None else float(grad[0]))
+    return found
+
+
+def test_what_was_unused_where_compressing_failed_is_not_unused_for_ever(ranks2: RankPool):
+    """In step 1 rank 1 does not use a parameter, and fails before it could say so; then it alone uses it."""
+    first, second = ranks2.run(_compresses_in_vain)
+    assert first[2:] == second[2:] == pytest.approx([0.5] * 3, rel=0.01)

@@ -1,0 +1,108 @@
+"""Backwards in `join()` that are no plain ones: a gradient penalty, one that raises, a second one through a forward."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastreduce.errors import ReducerError
+from tests.support.models import Boom, assert_same_bits, wrap
+from tests.support.ranks import RankPool
+
+
+def _penalty(rank: int, world_size: int, which: str, setting: str) -> list[list[Tensor]]:
+    torch.manual_seed(0)
+    options = {"compression": setting} if which == "ours" else {}
+    ddp = wrap(which, nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), **options)
+    optimizer, found = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+    with ddp.join():
+        for _ in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, requires_grad=True)
+            out = ddp(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (out.mean() + slope.square().mean()).backward()
+            found.append([p.grad.clone() for p in ddp.parameters()])
+            optimizer.step()
+    return found
+
+
+def test_a_gradient_penalty_is_no_reduction(ranks2: RankPool):
+    """Of its `autograd.grad` a rank that has joined knows nothing."""
+    for ours, torchs in zip(ranks2.run(_penalty, "ours", "none"), ranks2.run(_penalty, "torch", ""), strict=True):
+        assert_same_bits(ours, torchs)
+    assert [len(steps) for steps in ranks2.run(_penalty, "ours", "int8:error_feedback")] == [2, 4]
+
+
+class _Embedded(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 4, bias=False)
+
+    def forward(self, rows: Tensor, raises: bool, late: bool) -> Tensor:
+        # Late: the layer has its gradient when backward raises; else nothing has.
+        x = Boom.apply(self.table(rows), raises and late)  # type: ignore[no-untyped-call]
+        return Boom.apply(self.layer(x), raises and not late)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _raising(rank: int, world_size: int, sparse: bool, late: bool, divides: bool, setting: str) -> list[Any]:
+    ddp = wrap("ours", _Embedded(sparse), compression=setting, bucket_cap_mb=1e-5)
+    found: list[Any] = []
+    with ddp.join(divide_by_initial_world_size=divides):
+        for step in range(1 + 3 * rank):
+            ddp.zero_grad()
+            with suppress(ValueError):
+                ddp(torch.tensor([1, 2]), step == 2, late).sum().backward()
+            found.append(step == 2 or [None if p.grad is None else p.grad.to_dense() for p in ddp.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
+@pytest.mark.parametrize("divides", [False, True], ids=["over those left", "over all"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "behind a bucket"])
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+def test_one_that_raises_is_made_up_for(ranks2: RankPool, sparse: bool, late: bool, divides: bool, setting: str):
+    """By the next forward, before anybody counts who takes part in that: who has joined comes to it later."""
+    _, steps = ranks2.run(_raising, sparse, late, divides, setting, timeout=60)
+    assert steps[2] is True
+    for before, behind in zip(steps[1], steps[3], strict=True):
+        assert torch.isfinite(behind).all() and (behind - before).abs().max() < 0.05
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def _one_by_one(rank: int, world_size: int) -> tuple[str, float]:
+    ddp = wrap("ours", _Two())
+    why, seconds = "", 0.0
+    with ddp.join():
+        for _ in range(1 + rank):
+            ddp.zero_grad()
+            first, second = ddp(torch.ones(1, 2))
+            first.sum().backward()
+            start = time.monotonic()
+            try:
+                second.sum().backward()
+            except ReducerError as error:
+                why, seconds = str(error), time.monotonic() - start
+    return why, seconds
+
+
+def test_a_second_one_is_refused_at_once_where_a_rank_has_joined(ranks2: RankPool):
+    """That rank knows of none, and would be waited for."""
+    (why_first, _), (why, seconds) = ranks2.run(_one_by_one, timeout=60)
+    assert why_first == ""
+    assert why.startswith("rank 1: a second backward through one forward brought first gradients for 'second.")
+    assert why.endswith("where ranks have joined, which know of no second one, sum the losses and call backward once")
+    assert seconds < 5

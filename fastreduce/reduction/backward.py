@@ -506,7 +506,7 @@ class Backward:
         self._recorder.end_step(self._agreed.schedule.step - 1)
 
     def _tell_joined(self) -> None:
-        """Before the first collective of a reduction, and not of `autograd.grad`, which no rank that has joined knows."""
+        """Before a reduction's first collective, and not in `autograd.grad`, of which who has joined knows nothing."""
         with self._telling:  # each device's hooks run on a thread of their own
             if not self._told:
                 self._told = True

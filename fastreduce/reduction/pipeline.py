@@ -99,7 +99,6 @@ class BucketPipeline:
         self.wire, self.feedback = self.wires.wire, self.wires.feedback
         self.used = torch.ones(len(bucket.slots), dtype=bucket.dtype, device=bucket.device)
         self.used_by_any = torch.ones_like(self.used)
-        self._marked = False  # whether `used` says of a slot that it was not
         self.alone = ranks == 1 and self.wires.in_place
         self.remainder: ErrorFeedback | None = None
         self._behind = 0  # reductions with it
@@ -218,16 +217,17 @@ class BucketPipeline:
         """The first part of `run`: compress, and start the first collective that need not be waited for here."""
         mark = self.clock.mark
         mark(_START)
-        if self._marked:  # here, and not behind the last reduction, which may have raised anywhere
-            self.used.fill_(1)
-        self._marked = bool(unused)
         if unused:
             self.used.index_fill_(0, to_device(torch.tensor(list(unused), device="cpu"), self.used.device), 0)
         direct = self._goes_direct(grads, averaged)
         in_wire = self._kept_in_wire  # once: a hook may ask for statistics meanwhile
         if not direct:
-            with self._collectives if self.wires.nodes else nullcontext():  # it begins with a node's
-                self.compress(grads)
+            try:
+                with self._collectives if self.wires.nodes else nullcontext():  # it begins with a node's
+                    self.compress(grads)
+            finally:
+                if unused:
+                    self.used.fill_(1)
         mark(_COMPRESSED)
         self.transport.tell_watchdog(self.about)
         with self._collectives:
@@ -252,6 +252,8 @@ class BucketPipeline:
         with self._collectives:
             work.wait()
         mark(_REDUCED)
+        if self.wires.direct is not None:
+            self.used.fill_(1)  # the transport has read it until now
         if not stored:
             self.decompress(averaged)
         self.finite = self._verdict

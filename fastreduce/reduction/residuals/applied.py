@@ -156,7 +156,9 @@ class Applied:
             read: what was read of devices at this step.
         """
         # Where `look` has seen that an average is gone, other gradients are applied.
-        chosen = [i for i in self._places_of(parameters) if not (self._stepped[i] or self._is_gone(i))]
+        stepped, carried = self._stepped, self._carried
+        places = self._places_of(parameters)
+        chosen = [i for i in places if not stepped[i] and (carried[i] is None or not self._is_gone(i))]
         if not chosen or not self._watched:
             return
         written = []
@@ -205,6 +207,8 @@ class Applied:
             others_follow: others accumulate behind it, where what is measured later is not of these alone.
             copies: what is in `.grad` in the place of an average may be a copy of it; else it is something else.
         """
+        if all(self._stepped):  # as is usual
+            return
         written, replaced = [], set()
         for i, stepped in enumerate(self._stepped):
             if stepped or i in self._left or not self._watched or self._is_gone(i):
@@ -282,8 +286,10 @@ class Applied:
             return None
         if len(set(map(id, self.expected))) != 1 or len(set(map(id, self._rest))) != 1:
             return None
-        expected, (factor,) = self.expected[0], products(self.expected[:1], self._rest[:1])
-        return None if isinstance(expected, Tensor) or isinstance(factor, Tensor) else (factor, expected)
+        expected, rest = self.expected[0], self._rest[0]
+        if isinstance(expected, Tensor) or isinstance(rest, Tensor):
+            return None
+        return expected * rest if expected and rest else 0.0, expected
 
     @property
     def is_known(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -155,11 +156,14 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Set[int]:
     """Identities of what an optimizer steps, which are known from now on."""
-    parameters = {id(p): p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-    for identity in parameters.keys() - _optimized:
-        _optimized.add(identity)
-        weakref.finalize(parameters[identity], _optimized.discard, identity).atexit = False
-    return parameters.keys()
+    groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
+    identities = set(map(id, itertools.chain(*groups)))
+    if not identities <= _optimized:
+        for parameter in itertools.chain(*groups):
+            if (identity := id(parameter)) not in _optimized:
+                _optimized.add(identity)
+                weakref.finalize(parameter, _optimized.discard, identity).atexit = False
+    return identities
 
 
 def _tell_step(optimizer: torch.optim.Optimizer) -> None:

@@ -225,6 +225,7 @@ def all_reduce_gradients(
     reduce_owned(arrays, arrays, compression, group, transport, op, error)
 
 
+@torch.inference_mode(False)  # inference tensors have no version, and what is kept here serves calls outside too
 def reduce_owned(
     arrays: Sequence[Any],
     owners: Sequence[Any],
@@ -343,7 +344,20 @@ def _as_leaf(tensor: Tensor, place: int) -> Tensor:
     """What has the gradient in its `.grad`: `tensor`, the one at `place`, itself where it is a leaf, or a new leaf."""
     if tensor.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"all_reduce_gradients: tensor {place} is on {tensor.device}; allowed: cpu, cuda")
-    if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+    leaf = isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+    written = tensor.grad if leaf else tensor
+    named = f"{'the gradient of ' * leaf}tensor {place}"
+    if written is not None and written.layout is not torch.strided:
+        raise TensorError(f"{named} is {written.layout}; allowed: torch.strided. Pass its to_dense()")
+    if written is not None and torch._debug_has_internal_overlap(written) == 1:
+        raise TensorError(
+            f"{named}, of shape {tuple(written.shape)} and strides "
+            f"{written.stride()}, has several elements in one place of memory, as expand makes it, and cannot be "
+            "averaged in place: pass a contiguous() one"
+        )
+    if leaf:
+        if written is not None and written.is_inference():
+            tensor.grad = written.detach()  # the same memory, which may be written
         return tensor
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError("a lazy conjugate or negative cannot be averaged in place: call resolve_conj() first")

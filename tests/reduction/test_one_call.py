@@ -8,6 +8,7 @@ import itertools
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -277,6 +278,28 @@ def test_one_rank_alone_needs_no_transport():
         dist.destroy_process_group()
 
 
+def _inference(rank: int, world_size: int, setting: str) -> list[float]:
+    """Averages of inference tensors and of others, first under inference mode and then outside of it."""
+    plain, parameter = torch.ones(40), nn.Parameter(torch.ones(40))
+    with torch.inference_mode():
+        contiguous, strided, grad = torch.ones(40), torch.ones(80)[::2], torch.ones(80)[::2]
+    parameter.grad, found = grad, list[float]()
+    for mode in (True, False):
+        with torch.inference_mode():
+            for tensor in (plain, contiguous, strided, grad):
+                tensor.fill_(rank + 1.0)
+        with torch.inference_mode(mode):
+            all_reduce_gradients([plain, contiguous, strided, parameter], setting)
+        found += [float(tensor[-1]) for tensor in (plain, contiguous, strided, grad)]
+    return found
+
+
+@pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
+def test_inference_tensors_are_averaged_within_inference_mode_and_outside(ranks2: RankPool, setting: str):
+    for found in ranks2.run(_inference, setting):
+        assert found == pytest.approx(8 * [1.5], abs=0.02)
+
+
 def test_without_a_process_group_it_says_what_to_call():
     with pytest.raises(ValueError, match="init_process_group"):
         all_reduce_gradients([torch.ones(3)])
@@ -289,15 +312,28 @@ def alone(*tensors: Any, setting: Any = None) -> None:
     all_reduce_gradients(tensors, setting, transport=local_ranks(1)[0])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
     with pytest.raises(TensorError, match="int32"):
         alone(torch.ones(3, dtype=torch.int32))
     with pytest.raises(TensorError, match="sparse"):
         alone(torch.ones(3).to_sparse())
+    with pytest.raises(TensorError, match=r"^tensor 0 is torch\.sparse_csr; allowed: torch\.strided"):
+        alone(torch.eye(3).to_sparse_csr())
     with pytest.raises(TensorError, match="conj"):
         alone(torch.ones(3, dtype=torch.complex64).conj())
     with pytest.raises(TensorError, match="detach"):
         alone(torch.ones(3, requires_grad=True) * 2)
+    with pytest.raises(
+        TensorError, match=r"^tensor 1, of shape \(4,\) and strides \(0,\), has several elements in one"
+    ):
+        alone(torch.ones(3), torch.ones(1).expand(4))
+    with pytest.raises(TensorError, match=r"^the gradient of tensor 0, of shape \(2, 3\) and strides \(1, 0\), has"):
+        parameter = nn.Parameter(torch.ones(2, 3))
+        parameter.grad = torch.ones(2, 1).expand(2, 3)
+        alone(parameter)
+    with pytest.raises(TensorError, match=r"^tensor 0, of shape \(2, 3\) and strides \(0, 1\), has several"):
+        alone(np.lib.stride_tricks.as_strided(np.ones(3), (2, 3), (0, 8)))
     with pytest.raises(DeviceError, match="tensor 1 is on meta; allowed: cpu, cuda"):
         alone(torch.ones(3), torch.ones(3, device="meta"))
     with pytest.raises(SettingError, match="int9"):
@@ -305,7 +341,7 @@ def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
 
 
 def test_what_one_rank_cannot_average_is_told_to_the_others(ranks2: RankPool):
-    for how in ("text", "meta", "computed", "no list"):
+    for how in ("text", "meta", "computed", "expanded", "no list"):
         told, raised = ranks2.run(_one_that_cannot, how)
         assert told == f"MismatchError: rank 1 could not be set up: {raised}"
         assert raised.startswith(("TensorError: ", "DeviceError: ")), raised
@@ -337,6 +373,7 @@ def _later_one_that_cannot(rank: int, world_size: int, how: str) -> str:
 def _one_that_cannot(rank: int, world_size: int, how: str) -> str:
     group = dist.new_group(timeout=datetime.timedelta(seconds=20))
     wrong = {"text": "a", "meta": torch.ones(3, device="meta"), "computed": torch.ones(3, requires_grad=True) * 2}
+    wrong["expanded"] = torch.ones(1).expand(3)
     try:
         given: Any = None if how == "no list" and rank else [torch.ones(2), wrong.get(how) if rank else torch.ones(3)]
         all_reduce_gradients(given, group=group)

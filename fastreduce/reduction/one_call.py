@@ -172,10 +172,29 @@ def _names(tensors: Sequence[Any]) -> list[str]:
     return [f"tensor {i}" for i in range(len(tensors))]
 
 
+class _Kept:
+    """Buffers of one transport, and residuals. They hold it, and so belong to it: only a cycle is left of both."""
+
+    ATTRIBUTE = "_fastreduce_kept_between_calls"
+
+    def __init__(self) -> None:
+        self.reductions: dict[Any, _Reduction] = {}
+        self.owners: dict[Any, _Owners] = {}
+        _alive.add(self)
+
+    @classmethod
+    def of(cls, transport: Transport) -> _Kept:
+        """That of a transport, which may be any user's class: of those that allow no attributes too."""
+        attributes = vars(transport)
+        if cls.ATTRIBUTE not in attributes:
+            attributes[cls.ATTRIBUTE] = cls()
+        kept: _Kept = attributes[cls.ATTRIBUTE]
+        return kept
+
+
 _transports: weakref.WeakKeyDictionary[Any, dict[tuple[str, str | None], Transport]] = weakref.WeakKeyDictionary()
 _agreed: weakref.WeakSet[Transport] = weakref.WeakSet()  # those of the user's
-_reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakref.WeakKeyDictionary()
-_owners: weakref.WeakKeyDictionary[Transport, dict[Any, _Owners]] = weakref.WeakKeyDictionary()
+_alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
 
 def all_reduce_gradients(
@@ -285,7 +304,7 @@ def _average(
 
 def _sharing(owners: list[Any]) -> list[_Reduction]:
     """Reductions under error feedback, over whatever ranks, that have averaged one of some arrays."""
-    every = [each for settings in list(_owners.values()) for each in list(settings.values())]
+    every = [each for kept in list(_alive) for each in list(kept.owners.values())]
     return [reduction for each in every for reduction in each.sharing(owners)]
 
 
@@ -297,8 +316,9 @@ def _reduction_for(
     op: str,
     wrong: TensorError | None,
 ) -> _Reduction:
-    known = _reductions.setdefault(transport, {})
-    if wrong is not None and (known or _owners.get(transport)):
+    kept = _Kept.of(transport)
+    known = kept.reductions
+    if wrong is not None and (known or kept.owners):
         raise wrong  # at once: where others know their list, they exchange nothing
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
     error: Exception | None = None
@@ -310,7 +330,7 @@ def _reduction_for(
             raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
         setting = single(compression, "all_reduce_gradients")
         if setting.error_feedback:
-            homes = _owners.setdefault(transport, {}).setdefault((setting, op), _Owners())
+            homes = kept.owners.setdefault((setting, op), _Owners())
             found = homes.find(owners)
         else:
             found = known.pop((setting, op, layout), None)
@@ -401,7 +421,6 @@ def _drop_destroyed() -> None:
     """Close what belongs to groups that were destroyed, which it keeps alive, with connections and buffers."""
     for group in [each for each in _transports if each not in _world.pg_map]:
         for transport in _transports.pop(group).values():
-            _reductions.pop(transport, None)
-            _owners.pop(transport, None)
+            vars(transport).pop(_Kept.ATTRIBUTE, None)
             with suppress(TransportError):
                 transport.close()

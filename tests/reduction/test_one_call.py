@@ -160,7 +160,7 @@ def _kept(rank: int, world_size: int) -> list[int]:
     sizes = []
     for setting in ("fp16", "fp16", "int8", "fp16"):
         all_reduce_gradients(gradients, setting)
-        sizes.append(sum(len(kept) for kept in one_call._reductions.values()))
+        sizes.append(sum(len(kept.reductions) for kept in one_call._alive))
     return [size - sizes[0] for size in sizes]
 
 
@@ -173,11 +173,11 @@ def _ever_new_shapes(rank: int, world_size: int) -> tuple[int, bool, float, floa
     transport, always = one_call.transport_of(None, "a test"), torch.ones(5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_call, "KEPT", 10)
-        one_call._reductions[transport] = {}
+        one_call._Kept.of(transport).reductions.clear()
         for size in range(6, 30):
             all_reduce_gradients([torch.ones(size)], "fp16")
             all_reduce_gradients([always], "fp16")
-        known = one_call._reductions[transport]
+        known = one_call._Kept.of(transport).reductions
         kept = len(known), always.shape in [layout[0][0] for _, _, layout in known]
         forgotten, last = (torch.full((size,), rank + 1.0) for size in (6, 29))
         all_reduce_gradients([forgotten], "fp16")
@@ -200,7 +200,7 @@ def _ever_new_lists(rank: int, world_size: int, kept: int) -> tuple[int, list[Te
                 parameters[i].grad = batch(rank, i, 16)
             all_reduce_gradients([parameters[i] for i in listed], FEEDBACK)
             averages.append(torch.cat([parameters[i].grad for i in listed]))
-            homes = one_call._owners[one_call.transport_of(None, "a test")].values()
+            homes = one_call._Kept.of(one_call.transport_of(None, "a test")).owners.values()
             found = [key for owners in homes for key in owners._reductions]
             most = max(most, sum(set(key) <= set(map(id, parameters)) for key in found))
     return most, averages
@@ -276,28 +276,6 @@ def test_one_rank_alone_needs_no_transport():
         assert_same_bits(tensor, kept)
     finally:
         dist.destroy_process_group()
-
-
-def _inference(rank: int, world_size: int, setting: str) -> list[float]:
-    """Averages of inference tensors and of others, first under inference mode and then outside of it."""
-    plain, parameter = torch.ones(40), nn.Parameter(torch.ones(40))
-    with torch.inference_mode():
-        contiguous, strided, grad = torch.ones(40), torch.ones(80)[::2], torch.ones(80)[::2]
-    parameter.grad, found = grad, list[float]()
-    for mode in (True, False):
-        with torch.inference_mode():
-            for tensor in (plain, contiguous, strided, grad):
-                tensor.fill_(rank + 1.0)
-        with torch.inference_mode(mode):
-            all_reduce_gradients([plain, contiguous, strided, parameter], setting)
-        found += [float(tensor[-1]) for tensor in (plain, contiguous, strided, grad)]
-    return found
-
-
-@pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
-def test_inference_tensors_are_averaged_within_inference_mode_and_outside(ranks2: RankPool, setting: str):
-    for found in ranks2.run(_inference, setting):
-        assert found == pytest.approx(8 * [1.5], abs=0.02)
 
 
 def test_without_a_process_group_it_says_what_to_call():
@@ -431,7 +409,7 @@ def test_layers_of_one_shape_have_residuals_of_their_own(ranks2: RankPool, how: 
 
 def _forgotten(rank: int, world_size: int) -> tuple[int, int]:
     def entries() -> int:
-        return sum(len(owners._reductions) for of in one_call._owners.values() for owners in of.values())
+        return sum(len(owners._reductions) for kept in one_call._alive for owners in kept.owners.values())
 
     gc.collect()
     before = entries()

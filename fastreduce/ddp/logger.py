@@ -25,6 +25,7 @@ _DTYPES = {
     torch.float64: "double",
     torch.float16: "c10::Half",
     torch.bfloat16: "c10::BFloat16",
+    torch.complex32: "c10::complex<c10::Half>",
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }

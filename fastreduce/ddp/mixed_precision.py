@@ -18,13 +18,15 @@ class LowPrecision:
 
     Args:
         parameters: those of the module.
+        dtype: that of the copies; None: their parameter's.
 
     Attributes:
         needed: whether a forward with gradients has used the copy, whose backward may come.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
         self._parameters = [p for p in parameters if not getattr(p, "_ddp_ignored", False)]
+        self.dtype = dtype
         self._lowered = self.needed = False
 
     def lower(self) -> None:

@@ -59,6 +59,8 @@ class TorchReducer(GradientReducer):
         self.asked, self._finds_unused = asked, find_unused_parameters
         self._hook: UserHook | None = None
         self._low_precision = low_precision
+        if low_precision is not None:
+            self._sparse.dtype = low_precision.dtype  # parameters are in their own before sparse gradients are averaged
         self._device = self.buckets.specs[0].device
         self._buffers_under_way: list[Any] = []  # futures
         self.known = frozenset(map(id, self.buckets.gradients.parameters))

@@ -201,7 +201,7 @@ class DistributedDataParallel(TorchDDP):
             gradient_as_bucket_view=self.gradient_as_bucket_view and low is None,
             dtype=low and (low.reduce_dtype or low.param_dtype),
             sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
-            low_precision=LowPrecision(self.module.parameters()) if low else None,
+            low_precision=LowPrecision(self.module.parameters(), low.param_dtype) if low else None,
             overlaps=not self._meets_elsewhere(),
             asked=self._transport_argument if isinstance(self._transport_argument, str) else None,
             find_unused_parameters=self.find_unused_parameters,

@@ -172,10 +172,29 @@ def _names(tensors: Sequence[Any]) -> list[str]:
     return [f"tensor {i}" for i in range(len(tensors))]
 
 
+class _Kept:
+    """Buffers of one transport, and residuals. They hold it, and so belong to it: only a cycle is left of both."""
+
+    ATTRIBUTE = "_fastreduce_kept_between_calls"
+
+    def __init__(self) -> None:
+        self.reductions: dict[Any, _Reduction] = {}
+        self.owners: dict[Any, _Owners] = {}
+        _alive.add(self)
+
+    @classmethod
+    def of(cls, transport: Transport) -> _Kept:
+        """That of a transport, which may be any user's class: of those that allow no attributes too."""
+        attributes = vars(transport)
+        if cls.ATTRIBUTE not in attributes:
+            attributes[cls.ATTRIBUTE] = cls()
+        kept: _Kept = attributes[cls.ATTRIBUTE]
+        return kept
+
+
 _transports: weakref.WeakKeyDictionary[Any, dict[tuple[str, str | None], Transport]] = weakref.WeakKeyDictionary()
 _agreed: weakref.WeakSet[Transport] = weakref.WeakSet()  # those of the user's
-_reductions: weakref.WeakKeyDictionary[Transport, dict[Any, _Reduction]] = weakref.WeakKeyDictionary()
-_owners: weakref.WeakKeyDictionary[Transport, dict[Any, _Owners]] = weakref.WeakKeyDictionary()
+_alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
 
 def all_reduce_gradients(
@@ -225,6 +244,7 @@ def all_reduce_gradients(
     reduce_owned(arrays, arrays, compression, group, transport, op, error)
 
 
+@torch.inference_mode(False)  # inference tensors have no version, and what is kept here serves calls outside too
 def reduce_owned(
     arrays: Sequence[Any],
     owners: Sequence[Any],
@@ -284,7 +304,7 @@ def _average(
 
 def _sharing(owners: list[Any]) -> list[_Reduction]:
     """Reductions under error feedback, over whatever ranks, that have averaged one of some arrays."""
-    every = [each for settings in list(_owners.values()) for each in list(settings.values())]
+    every = [each for kept in list(_alive) for each in list(kept.owners.values())]
     return [reduction for each in every for reduction in each.sharing(owners)]
 
 
@@ -296,8 +316,9 @@ def _reduction_for(
     op: str,
     wrong: TensorError | None,
 ) -> _Reduction:
-    known = _reductions.setdefault(transport, {})
-    if wrong is not None and (known or _owners.get(transport)):
+    kept = _Kept.of(transport)
+    known = kept.reductions
+    if wrong is not None and (known or kept.owners):
         raise wrong  # at once: where others know their list, they exchange nothing
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
     error: Exception | None = None
@@ -309,7 +330,7 @@ def _reduction_for(
             raise SettingError(f"all_reduce_gradients: unknown op {op!r}; allowed: {', '.join(OPERATIONS)}")
         setting = single(compression, "all_reduce_gradients")
         if setting.error_feedback:
-            homes = _owners.setdefault(transport, {}).setdefault((setting, op), _Owners())
+            homes = kept.owners.setdefault((setting, op), _Owners())
             found = homes.find(owners)
         else:
             found = known.pop((setting, op, layout), None)
@@ -343,7 +364,20 @@ def _as_leaf(tensor: Tensor, place: int) -> Tensor:
     """What has the gradient in its `.grad`: `tensor`, the one at `place`, itself where it is a leaf, or a new leaf."""
     if tensor.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"all_reduce_gradients: tensor {place} is on {tensor.device}; allowed: cpu, cuda")
-    if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+    leaf = isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+    written = tensor.grad if leaf else tensor
+    named = f"{'the gradient of ' * leaf}tensor {place}"
+    if written is not None and written.layout is not torch.strided:
+        raise TensorError(f"{named} is {written.layout}; allowed: torch.strided. Pass its to_dense()")
+    if written is not None and torch._debug_has_internal_overlap(written) == 1:
+        raise TensorError(
+            f"{named}, of shape {tuple(written.shape)} and strides "
+            f"{written.stride()}, has several elements in one place of memory, as expand makes it, and cannot be "
+            "averaged in place: pass a contiguous() one"
+        )
+    if leaf:
+        if written is not None and written.is_inference():
+            tensor.grad = written.detach()  # the same memory, which may be written
         return tensor
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError("a lazy conjugate or negative cannot be averaged in place: call resolve_conj() first")
@@ -387,7 +421,6 @@ def _drop_destroyed() -> None:
     """Close what belongs to groups that were destroyed, which it keeps alive, with connections and buffers."""
     for group in [each for each in _transports if each not in _world.pg_map]:
         for transport in _transports.pop(group).values():
-            _reductions.pop(transport, None)
-            _owners.pop(transport, None)
+            vars(transport).pop(_Kept.ATTRIBUTE, None)
             with suppress(TransportError):
                 transport.close()

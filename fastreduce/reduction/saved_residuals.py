@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,15 +194,24 @@ def fold_moved(state: Mapping[str, Any], pipelines: Sequence[BucketPipeline]) ->
     return {**state, "residuals": residuals, "shard_residuals": shards}
 
 
+def check_names(saved: Iterable[str], names: Iterable[str]) -> None:
+    """Hold the names of a state's parameters against the reducer's.
+
+    Raises:
+        SettingError: naming the first that only one of them has.
+    """
+    saved = set(saved)
+    for name in sorted(saved.symmetric_difference(names)):
+        raise SettingError(f"parameter {name!r} is only in {'the state' if name in saved else 'this reducer'}")
+
+
 def check_parameters(state: Mapping[str, Any], specs: Sequence[ParameterSpec]) -> None:
     """Hold a state's parameters against the reducer's.
 
     Raises:
         SettingError: naming the first parameter that only one of them has, or that differs in size.
     """
-    saved = {name for bucket in state["buckets"] for name in bucket}
-    for name in sorted(saved.symmetric_difference(spec.name for spec in specs)):
-        raise SettingError(f"parameter {name!r} is only in {'the state' if name in saved else 'this reducer'}")
+    check_names((name for bucket in state["buckets"] for name in bucket), (spec.name for spec in specs))
     for spec in specs:
         residual = state["residuals"].get(spec.name)
         if residual is not None and residual.numel() != spec.numel:

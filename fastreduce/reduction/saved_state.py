@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..compression import Compression
+from ..errors import SettingError
 from ..policy import Policy
 from . import saved_residuals
 from .bucketed import BucketedGradients
@@ -31,14 +32,23 @@ def save(buckets: BucketedGradients) -> dict[str, Any]:
 def pick(states: Sequence[Mapping[str, Any]], buckets: BucketedGradients) -> Mapping[str, Any]:
     """The state that this rank is to go on from: its own, or one made of all ranks' of another world size.
 
+    What it numbers by parameters, it numbers as this reducer does.
+
     Raises:
         SettingError: if the states are of different compressions, or of other parameters, or ranks are missing.
     """
     compression = str(states[0]["compression"] if states else buckets.compression)
     transport = buckets.transport
     chosen = saved_residuals.pick(states, transport.rank, transport.world_size, compression)
+    names, fires = buckets.gradients.names, chosen["fires"]
+    saved = list(chosen.get("settings") or names)  # an older state names what is in buckets alone
+    saved_residuals.check_names(saved, names)
+    if len(fires) != len(names):
+        raise SettingError(f"the state is of {len(fires)} parameters, this reducer of {len(names)}")
     saved_residuals.check_parameters(chosen, [buckets.specs[i] for i in buckets.indices])
-    return chosen
+    here, fires_of = {name: i for i, name in enumerate(names)}, dict(zip(saved, fires, strict=True))
+    order = [here[saved[i]] for i in chosen["order"]]
+    return {**chosen, "order": order, "fires": [fires_of[name] for name in names]}
 
 
 def restore(state: Mapping[str, Any], buckets: BucketedGradients) -> None:

@@ -20,7 +20,12 @@ class SparseGradients:
     """The gradients of `parameters`, by index, that are expected to be sparse.
 
     All ranks call the same methods in the same order.
+
+    Attributes:
+        dtype: what gradients arrive in, on ranks that have some; None: that of each parameter.
     """
+
+    dtype: torch.dtype | None = None
 
     def __init__(self, parameters: Mapping[int, Tensor], transport: Transport) -> None:
         self.parameters, self.transport = parameters, transport
@@ -38,7 +43,7 @@ class SparseGradients:
         """
         chosen = {i: p for i, p in self.parameters.items() if among is None or i in among}
         grads, flags = [p.grad for p in chosen.values()], [used[i] for i in chosen]
-        averages = average(self.transport, grads, flags, list(chosen.values()), divisor)
+        averages = average(self.transport, grads, flags, list(chosen.values()), divisor, self.dtype)
         for parameter, averaged in zip(chosen.values(), averages, strict=True):
             if averaged is not None:
                 parameter.grad = averaged.to(parameter.dtype)
@@ -48,13 +53,18 @@ class SparseGradients:
         """Bring nothing to `settle` on the other ranks, or NaN from a rank whose backward raised."""
         parameters = list(self.parameters.values())
         grads = [torch.full_like(p, torch.nan) if broken else None for p in parameters]
-        average(self.transport, grads, [broken] * len(grads), parameters, divisor)
+        average(self.transport, grads, [broken] * len(grads), parameters, divisor, self.dtype)
 
 
 def average(
-    transport: Transport, grads: Sequence[Tensor | None], used: Sequence[bool], like: Sequence[Tensor], divisor: int
+    transport: Transport,
+    grads: Sequence[Tensor | None],
+    used: Sequence[bool],
+    like: Sequence[Tensor],
+    divisor: int,
+    dtype: torch.dtype | None = None,
 ) -> list[Tensor | None]:
-    """Average sparse gradients over the ranks; blocks. Values travel in their own dtype.
+    """Average sparse gradients over the ranks; blocks.
 
     1. Gather how many rows each rank has of each gradient.
     2. Divide by the number of ranks, pad to the longest, gather indices and values.
@@ -68,13 +78,15 @@ def average(
         used: whether a backward reached the parameter on this rank.
         like: the parameters.
         divisor: what sums are divided by.
+        dtype: what values travel in, the same on every rank; None: their own, which must be their parameter's where a
+            rank may have none.
 
     Returns:
         The same tensors on every rank; None where no rank used the parameter.
     """
     if not grads:
         return []
-    parts = [None if grad is None else grad / divisor for grad in grads]
+    parts = [None if grad is None else grad.to(dtype or grad.dtype) / divisor for grad in grads]
     parts = [part.coalesce() if part is not None and part.is_sparse else part for part in parts]
     described = [_describe(part, flag) for part, flag in zip(parts, used, strict=True)]
     brought = gather_rows(transport, torch.tensor(described, device=like[0].device))
@@ -86,12 +98,12 @@ def average(
             averages.append(None)
         elif any(kind & _DENSE for kind in kinds):
             # In one order of memory on all ranks, in which transports add.
-            dense = parameter.new_zeros(parameter.shape) if part is None else part.to_dense().contiguous()
+            dense = parameter.new_zeros(parameter.shape, dtype=dtype) if part is None else part.to_dense().contiguous()
             transport.all_reduce(dense).wait()
             averages.append(dense)
         else:
             if part is None:
-                part = _empty(parameter, max(sparse_dims) or 1)
+                part = _empty(parameter, max(sparse_dims) or 1, dtype or parameter.dtype)
             averages.append(_gather_sparse(transport, part, rows))
     return averages
 
@@ -118,9 +130,9 @@ def _describe(part: Tensor | None, used: bool) -> tuple[int, int, int]:
     return kind | _SPARSE, part.sparse_dim(), part._nnz()
 
 
-def _empty(parameter: Tensor, sparse_dim: int) -> Tensor:
+def _empty(parameter: Tensor, sparse_dim: int, dtype: torch.dtype) -> Tensor:
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
-    values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[sparse_dim:], dtype=dtype, device=parameter.device)
     return torch.sparse_coo_tensor(
         indices, values, parameter.shape, is_coalesced=True, check_invariants=False, device=parameter.device
     )

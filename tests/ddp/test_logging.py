@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fastreduce.ddp.reducer import CPP_ONLY, TorchReducer
 from tests.support.models import (
@@ -157,3 +157,29 @@ def test_where_torch_allows_unused_parameters_nobody_is_warned(ranks2: RankPool,
 
 def test_without_a_debug_level_nothing_is_logged(ranks2: RankPool):
     assert ranks2.run(_debugged, "OFF", {}) == [[], []]
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(6, 2, dtype=torch.float16).view(torch.complex32).squeeze(-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.turn.to(torch.complex64) * x).abs().sum()
+
+
+def _complex_halves(rank: int, world_size: int) -> None:
+    seen = []
+    for kind in KINDS:
+        ddp = wrap(kind, Halves())
+        for step in range(2):
+            ddp.zero_grad()
+            ddp(whole_batch(rank, step, 6)).backward()
+        grad = ddp.module.turn.grad
+        assert grad.dtype is torch.complex32
+        seen.append((ddp._get_ddp_logging_data()["dtypes"], torch.view_as_real(grad).tolist()))
+    assert seen[0] == seen[1]
+
+
+def test_parameters_of_complex_halves_are_logged_and_averaged_as_by_torch(ranks2: RankPool):
+    ranks2.run(_complex_halves)

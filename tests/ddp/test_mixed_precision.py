@@ -375,3 +375,45 @@ def _forward_of_a_copy(rank: int, world_size: int) -> None:
 
 def test_a_copy_of_the_module_is_in_its_own_precision(ranks2: Any):
     ranks2.run(_forward_of_a_copy)
+
+
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, or dense where its weight is the output layer's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, indices: Tensor | None, tied: bool = False) -> Tensor:
+        y = self.out(x if indices is None else self.words(indices) + x)
+        return y @ self.words.weight.t() if tied else y
+
+
+def _words(rank: int, world_size: int, how: str) -> None:
+    """Averages of the embedding beside those of BF16 rows that are added up by hand."""
+    torch.manual_seed(0)
+    model = Words()
+    ddp = DistributedDataParallel(model, mixed_precision=BF16, find_unused_parameters=True)
+    with ddp.join() if how == "joined" else nullcontext():
+        for step in range(1 + rank if how == "joined" else 2):
+            bring = {"used": [0, 1], "joined": range(step, 2)}.get(how, [0])
+            expected = torch.zeros(10, 4, dtype=torch.bfloat16)
+            for r in bring:
+                low = copy.deepcopy(model).bfloat16()
+                low(batch(r, step, 3, 4).bfloat16(), _indices(r), how == "tied").float().square().sum().backward()
+                expected += low.words.weight.grad.to_dense() / world_size
+            ddp.zero_grad()
+            indices = _indices(rank) if rank in bring else None
+            ddp(batch(rank, step, 3, 4), indices, how == "tied" and rank == 0).float().square().sum().backward()
+            grad: Any = model.words.weight.grad
+            assert grad.dtype is torch.float32 and grad.is_sparse is (how != "tied")
+            assert_same_bits(grad.to_dense(), expected.float(), f"rank {rank}, step {step}")
+
+
+def _indices(rank: int) -> Tensor:
+    return torch.tensor([1, 5, 2 + rank])
+
+
+@pytest.mark.parametrize("how", ["used", "unused", "tied", "joined"])
+def test_sparse_gradients_travel_in_low_precision_also_from_ranks_without_any(ranks2: Any, how: str):
+    ranks2.run(_words, how)

@@ -8,6 +8,7 @@ import itertools
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -159,7 +160,7 @@ def _kept(rank: int, world_size: int) -> list[int]:
     sizes = []
     for setting in ("fp16", "fp16", "int8", "fp16"):
         all_reduce_gradients(gradients, setting)
-        sizes.append(sum(len(kept) for kept in one_call._reductions.values()))
+        sizes.append(sum(len(kept.reductions) for kept in one_call._alive))
     return [size - sizes[0] for size in sizes]
 
 
@@ -172,11 +173,11 @@ def _ever_new_shapes(rank: int, world_size: int) -> tuple[int, bool, float, floa
     transport, always = one_call.transport_of(None, "a test"), torch.ones(5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_call, "KEPT", 10)
-        one_call._reductions[transport] = {}
+        one_call._Kept.of(transport).reductions.clear()
         for size in range(6, 30):
             all_reduce_gradients([torch.ones(size)], "fp16")
             all_reduce_gradients([always], "fp16")
-        known = one_call._reductions[transport]
+        known = one_call._Kept.of(transport).reductions
         kept = len(known), always.shape in [layout[0][0] for _, _, layout in known]
         forgotten, last = (torch.full((size,), rank + 1.0) for size in (6, 29))
         all_reduce_gradients([forgotten], "fp16")
@@ -199,7 +200,7 @@ def _ever_new_lists(rank: int, world_size: int, kept: int) -> tuple[int, list[Te
                 parameters[i].grad = batch(rank, i, 16)
             all_reduce_gradients([parameters[i] for i in listed], FEEDBACK)
             averages.append(torch.cat([parameters[i].grad for i in listed]))
-            homes = one_call._owners[one_call.transport_of(None, "a test")].values()
+            homes = one_call._Kept.of(one_call.transport_of(None, "a test")).owners.values()
             found = [key for owners in homes for key in owners._reductions]
             most = max(most, sum(set(key) <= set(map(id, parameters)) for key in found))
     return most, averages
@@ -289,15 +290,28 @@ def alone(*tensors: Any, setting: Any = None) -> None:
     all_reduce_gradients(tensors, setting, transport=local_ranks(1)[0])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
     with pytest.raises(TensorError, match="int32"):
         alone(torch.ones(3, dtype=torch.int32))
     with pytest.raises(TensorError, match="sparse"):
         alone(torch.ones(3).to_sparse())
+    with pytest.raises(TensorError, match=r"^tensor 0 is torch\.sparse_csr; allowed: torch\.strided"):
+        alone(torch.eye(3).to_sparse_csr())
     with pytest.raises(TensorError, match="conj"):
         alone(torch.ones(3, dtype=torch.complex64).conj())
     with pytest.raises(TensorError, match="detach"):
         alone(torch.ones(3, requires_grad=True) * 2)
+    with pytest.raises(
+        TensorError, match=r"^tensor 1, of shape \(4,\) and strides \(0,\), has several elements in one"
+    ):
+        alone(torch.ones(3), torch.ones(1).expand(4))
+    with pytest.raises(TensorError, match=r"^the gradient of tensor 0, of shape \(2, 3\) and strides \(1, 0\), has"):
+        parameter = nn.Parameter(torch.ones(2, 3))
+        parameter.grad = torch.ones(2, 1).expand(2, 3)
+        alone(parameter)
+    with pytest.raises(TensorError, match=r"^tensor 0, of shape \(2, 3\) and strides \(0, 1\), has several"):
+        alone(np.lib.stride_tricks.as_strided(np.ones(3), (2, 3), (0, 8)))
     with pytest.raises(DeviceError, match="tensor 1 is on meta; allowed: cpu, cuda"):
         alone(torch.ones(3), torch.ones(3, device="meta"))
     with pytest.raises(SettingError, match="int9"):
@@ -305,7 +319,7 @@ def test_what_cannot_be_averaged_in_place_is_a_tensor_error():
 
 
 def test_what_one_rank_cannot_average_is_told_to_the_others(ranks2: RankPool):
-    for how in ("text", "meta", "computed", "no list"):
+    for how in ("text", "meta", "computed", "expanded", "no list"):
         told, raised = ranks2.run(_one_that_cannot, how)
         assert told == f"MismatchError: rank 1 could not be set up: {raised}"
         assert raised.startswith(("TensorError: ", "DeviceError: ")), raised
@@ -337,6 +351,7 @@ def _later_one_that_cannot(rank: int, world_size: int, how: str) -> str:
 def _one_that_cannot(rank: int, world_size: int, how: str) -> str:
     group = dist.new_group(timeout=datetime.timedelta(seconds=20))
     wrong = {"text": "a", "meta": torch.ones(3, device="meta"), "computed": torch.ones(3, requires_grad=True) * 2}
+    wrong["expanded"] = torch.ones(1).expand(3)
     try:
         given: Any = None if how == "no list" and rank else [torch.ones(2), wrong.get(how) if rank else torch.ones(3)]
         all_reduce_gradients(given, group=group)
@@ -394,7 +409,7 @@ def test_layers_of_one_shape_have_residuals_of_their_own(ranks2: RankPool, how: 
 
 def _forgotten(rank: int, world_size: int) -> tuple[int, int]:
     def entries() -> int:
-        return sum(len(owners._reductions) for of in one_call._owners.values() for owners in of.values())
+        return sum(len(owners._reductions) for kept in one_call._alive for owners in kept.owners.values())
 
     gc.collect()
     before = entries()

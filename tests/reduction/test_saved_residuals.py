@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from fastreduce import GradientReducer, SettingError
+from fastreduce import Compression, GradientReducer, SettingError
 from fastreduce.reduction import saved_residuals
+from fastreduce.transports import LocalTransport
 from tests.support.models import Breaking, Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
 from tests.support.ranks import RankPool
 from tests.support.thread_ranks import backward_of_step, in_threads, make_reducer, seeded
@@ -225,6 +227,47 @@ def test_a_state_that_does_not_fit_is_a_setting_error_and_nothing_is_loaded(case
     for refused, text in reducers_of(2, load):
         assert refused, text
         assert text == message or pytest.raises(SettingError, match=message).matches(SettingError(text)), text
+
+
+def _of(names: str) -> GradientReducer:
+    """A reducer of parameters with names of one letter, of which capitals have sparse gradients."""
+    parameters = [nn.Parameter(torch.zeros(4, 2)) for _ in names]
+    sparse = [i for i, name in enumerate(names) if name.isupper()]
+    return GradientReducer(parameters, list(names), LocalTransport(), Compression.parse("none"), sparse=sparse)
+
+
+def _state_of(names: str) -> dict[str, Any]:
+    """One in which the first parameter fires twice, and arrives last."""
+    state = _of(names).state_dict()
+    last = len(names) - 1
+    return {**state, "reduced_once": True, "order": [last, 0, 0], "fires": [2] + last * [1]}
+
+
+def test_a_parameter_with_a_sparse_gradient_more_or_less_is_a_setting_error():
+    old = {key: value for key, value in _state_of("abE").items() if key != "settings"}
+    for state, names, message in (
+        (_state_of("abE"), "ab", "parameter 'E' is only in the state"),
+        (_state_of("ab"), "aEb", "parameter 'E' is only in this reducer"),
+        (_state_of("aEb"), "aFb", "parameter 'E' is only in the state"),
+        (old, "ab", "the state is of 3 parameters, this reducer of 2"),
+    ):
+        reducer = _of(names)
+        before = reducer.state_dict()
+        with pytest.raises(SettingError, match=f"^{message}$"):
+            reducer.load_state_dict(state)
+        assert_same_bits(reducer.state_dict(), before)
+
+
+def test_a_state_follows_parameters_to_other_places():
+    state = _state_of("abE")
+    for names, order, fires in (("abE", [2, 0, 0], [2, 1, 1]), ("Eba", [0, 2, 2], [1, 1, 2])):
+        reducer = _of(names)
+        reducer.load_state_dict(state)
+        found = reducer.state_dict()
+        assert (found["order"], found["fires"], found["buckets"]) == (order, fires, state["buckets"])
+    reducer = _of("abE")
+    reducer.load_state_dict({key: value for key, value in state.items() if key != "settings"})  # an older one
+    assert reducer.state_dict()["fires"] == [2, 1, 1]
 
 
 def test_settings_without_feedback_save_and_load_the_layout_only():

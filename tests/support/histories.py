@@ -269,7 +269,7 @@ def kept_by(training: Training) -> dict[str, Any]:
     if training.state is not None:
         return training.state.state_dict()
     parameters = list(training.module.parameters())
-    found = [each.find(parameters) for of in one_call._owners.values() for each in of.values()]
+    found = [each.find(parameters) for kept in one_call._alive for each in kept.owners.values()]
     (pipelines,) = (reduction.pipelines for reduction in found if reduction is not None)
     plan = BucketPlan(tuple(p.bucket for p in pipelines), training.world_size)
     state = saved_residuals.save(plan, pipelines, training.rank, training.spec)

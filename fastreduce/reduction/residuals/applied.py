@@ -140,7 +140,7 @@ class Applied:
         """Take note that gradients have been multiplied; `expected`: those of the next step will be, too."""
         positions, factors = list(positions), self.expected if expected else self._rest
         if isinstance(by, Tensor):  # one for the gradients of several GPUs lies on one of them
-            by = by.to(self._device, non_blocking=True)
+            by = by.to(self._device, non_blocking=self._device.type == "cuda")
         made = products([factors[i] for i in positions], [by] * len(positions))
         for i, factor in zip(positions, made, strict=True):
             factors[i] = factor

@@ -495,6 +495,6 @@ def agree_that_finite(feedbacks: Iterable[ErrorFeedback], others: Iterable[Tenso
     verdicts = [torch.stack([feedback.finite for feedback in each]).all() for each in by_device.values()]
     verdicts += others if by_device else ()
     for device, each in by_device.items():
-        verdict = torch.stack([other.to(device, non_blocking=True) for other in verdicts]).all()
+        verdict = torch.stack([other.to(device, non_blocking=device.type == "cuda") for other in verdicts]).all()
         for feedback in each:
             feedback.finite = verdict

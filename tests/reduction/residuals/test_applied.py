@@ -441,4 +441,4 @@ def test_a_list_that_lives_for_one_call_leaves_nothing_behind(ranks2: RankPool):
 
 def _entries(rank: int, world_size: int) -> int:
     gc.collect()
-    return sum(len(owners._reductions) for of in one_call._owners.values() for owners in of.values())
+    return sum(len(owners._reductions) for kept in one_call._alive for owners in kept.owners.values())

@@ -50,7 +50,7 @@ def test_what_was_popped_is_gone_and_can_be_set_again(group_of_one: None):
         client.user_set("key", value)
         assert client.user_get("key") == client.user_pop("key") == value
         for gone in (client.user_get, client.user_pop):
-            with pytest.raises(TransportError, match="on rank 0: no rank has set 'key' within 0.3 s"):
+            with pytest.raises(TransportError, match="on rank 0: no rank has set 'key' within"):
                 gone("key")
 
 

@@ -1,8 +1,9 @@
-"""How ranks come together: interrupted ones come again, and with a store that was handed over no local rank is needed."""
+"""How ranks come together: interrupted, with a store that was handed over, where names do not resolve."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,10 @@ import torch.distributed as torch_dist
 
 import fastreduce.distributed as dist
 from fastreduce import SettingError
-from fastreduce.distributed import process_groups
+from fastreduce.cli.compare.script.nodes import FirstNode
+from fastreduce.cli.compare.script.trainings import TrainingError
+from fastreduce.cli.compare.starting import Nodes
+from fastreduce.distributed import process_groups, processes
 from tests.support.ranks import RankPool
 
 
@@ -94,3 +98,22 @@ def test_the_gpu_is_the_one_given_or_the_local_ranks_where_that_is_known(
     with pytest.raises(ChosenError if isinstance(chosen, list) else chosen):
         dist.init_process_group("nccl", **where, rank=0, world_size=1, device_id=given)
     assert not isinstance(chosen, list) or found == chosen
+
+
+@pytest.mark.timeout(60)
+def test_who_holds_the_store_asks_for_no_name_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """One that does not resolve, or not from here; others reach it by addresses of either kind."""
+    for by in ("fastreduce launch", "compare"):
+        with socket.create_server(("", 0)) as taken:
+            port = taken.getsockname()[1]
+        store: Any
+        if by == "compare":
+            store = FirstNode(Nodes(2, 0, "no-such-host.invalid", port))._store
+        else:
+            store = processes._serve(processes.Group(1, 2, host="no-such-host.invalid", port=port))
+        for address in ["127.0.0.1", *["::1"] * socket.has_dualstack_ipv6()]:
+            socket.create_connection((address, port), 5).close()
+        torch_dist.TCPStore("127.0.0.1", port, is_master=False).set("key", by)
+        assert store.get("key") == by.encode()
+        with pytest.raises(TrainingError, match=f"cannot listen on no-such-host.invalid, port {port}: Address already"):
+            FirstNode(Nodes(2, 0, "no-such-host.invalid", port))

@@ -245,6 +245,31 @@ def test_a_tensor_that_is_padded_is_written_before_mpi_reads_it(monkeypatch: pyt
     assert tensor.tolist() == [4.0, 2.0, 3.0], "the sum of both shards, in the place of this rank's"
 
 
+def test_datatypes_are_made_where_no_other_thread_calls_mpi(monkeypatch: pytest.MonkeyPatch):
+    """Which large wires need: MPI was asked for threads that take turns."""
+    mpi = SimpleNamespace(IN_PLACE=None, Is_finalized=lambda: False)
+    monkeypatch.setattr(communicator, "load_mpi", lambda: mpi)
+    locked: list[bool] = []
+
+    class Both:
+        def Ialltoall(self, *_: object) -> Any:
+            return SimpleNamespace(Test=lambda: True)
+
+        Iallgather = Ialltoall
+
+    connection: Any = object.__new__(communicator.MpiConnection)
+    vars(connection).update(rank=0, size=2, failed=False, _me="rank 0", _started=0, _told_to_wait=False, _seconds=60.0)
+    vars(connection).update(_under_way={}, _spare={}, _first=Both(), _second=Both())
+    connection._shards = lambda wire: locked.append(communicator.GATE._lock.locked())
+    for work in (
+        connection.all_to_all(torch.zeros(2), torch.zeros(2)),
+        connection.all_gather(torch.zeros(2)),
+        connection.all_reduce(torch.zeros(2)),
+    ):
+        work.wait()
+    assert locked == [True] * 6
+
+
 JOINS = """
 import os, sys
 from datetime import timedelta

@@ -19,7 +19,7 @@ from fastreduce import SettingError
 from fastreduce.cli.compare.script.nodes import FirstNode
 from fastreduce.cli.compare.script.trainings import TrainingError
 from fastreduce.cli.compare.starting import Nodes
-from fastreduce.distributed import process_groups, processes
+from fastreduce.distributed import backends, process_groups, processes
 from tests.support.ranks import RankPool
 
 
@@ -84,7 +84,7 @@ def test_the_gpu_is_the_one_given_or_the_local_ranks_where_that_is_known(
     for name, value in {"is_available": True, "is_initialized": False, "device_count": 4}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "set_device", found.append)
-    monkeypatch.setattr(process_groups.backends, "check_available", lambda names: None)
+    monkeypatch.setattr(backends, "check_available", lambda names: None)
     monkeypatch.setattr(process_groups, "count_on_host", lambda hosts, rank: None)
 
     class ChosenError(Exception):
@@ -93,7 +93,7 @@ def test_the_gpu_is_the_one_given_or_the_local_ranks_where_that_is_known(
     def behind(*_: Any, **__: Any) -> None:
         raise ChosenError
 
-    monkeypatch.setattr(process_groups.dist, "init_process_group", behind)
+    monkeypatch.setattr(torch_dist, "init_process_group", behind)
     where: dict[str, Any] = {"store": torch_dist.HashStore()} if handed else {}
     with pytest.raises(ChosenError if isinstance(chosen, list) else chosen):
         dist.init_process_group("nccl", **where, rank=0, world_size=1, device_id=given)
@@ -103,7 +103,7 @@ def test_the_gpu_is_the_one_given_or_the_local_ranks_where_that_is_known(
 @pytest.mark.timeout(60)
 def test_who_holds_the_store_asks_for_no_name_of_its_own(monkeypatch: pytest.MonkeyPatch):
     """One that does not resolve, or not from here; others reach it by addresses of either kind."""
-    for by in ("fastreduce launch", "compare"):
+    for by in ("launcher", "compare"):
         with socket.create_server(("", 0)) as taken:
             port = taken.getsockname()[1]
         store: Any

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastreduce.transports.mpi import communicator
+from fastreduce.transports.mpi.library import GATE
 from tests.support.commands import ROOT, run
 from tests.support.mpirun import HAS_MPI4PY, MPIRUN, SECONDS, environment, mpirun, needs_mpirun
 
@@ -260,7 +261,7 @@ def test_datatypes_are_made_where_no_other_thread_calls_mpi(monkeypatch: pytest.
     connection: Any = object.__new__(communicator.MpiConnection)
     vars(connection).update(rank=0, size=2, failed=False, _me="rank 0", _started=0, _told_to_wait=False, _seconds=60.0)
     vars(connection).update(_under_way={}, _spare={}, _first=Both(), _second=Both())
-    connection._shards = lambda wire: locked.append(communicator.GATE._lock.locked())
+    connection._shards = lambda wire: locked.append(GATE._lock.locked())
     for work in (
         connection.all_to_all(torch.zeros(2), torch.zeros(2)),
         connection.all_gather(torch.zeros(2)),

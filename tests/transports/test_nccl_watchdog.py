@@ -80,7 +80,7 @@ def test_an_error_of_an_exchange_has_the_ranks_that_did_not_come():
     vars(connection).update(_state=threading.Lock(), _failure=None, _calls_inside=0, _me="rank 0 of 3")
     with (
         patch.object(NcclConnection, "_meet", side_effect=AbsentError([1, 2], 3.0)),
-        pytest.raises(TransportError, match="rank 0 of 3: .*No word from rank 1, 2: ") as caught,
+        pytest.raises(TransportError, match="No word from rank 1, 2: ") as caught,
     ):
         connection.exchange(1)
     assert caught.value.missing == (1, 2)

@@ -117,3 +117,11 @@ def test_who_holds_the_store_asks_for_no_name_of_its_own(monkeypatch: pytest.Mon
         assert store.get("key") == by.encode()
         with pytest.raises(TrainingError, match=f"cannot listen on no-such-host.invalid, port {port}: Address already"):
             FirstNode(Nodes(2, 0, "no-such-host.invalid", port))
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_a_local_rank_that_is_no_number_is_told(variable: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv(variable, "one")
+    with pytest.raises(SettingError, match=f"get_local_rank: {variable}='one'; allowed: a number"):
+        dist.get_local_rank()

@@ -32,11 +32,13 @@ class Client:
         """Store a value; it replaces an earlier one.
 
         It travels as data that cannot execute: None, bools, numbers, strings, bytes, torch tensors, NumPy arrays and
-        numbers, and lists, tuples, sets and dicts of these.
+        numbers, and lists, tuples, sets and dicts of these. As text it may have 8 MiB, which 6 MiB of bytes or of a
+        tensor's elements become, and the key 7 KiB.
 
         Raises:
             TypeError: for another value.
-            TransportError: if the store does not answer within the timeout of the process group.
+            TransportError: if one of them is longer, or the store does not answer within the timeout of the process
+                group.
         """
         self._store.set(key, values.encode(val))
 
@@ -48,33 +50,33 @@ class Client:
         """
         return self._wait("user_get", key)
 
-    def _wait(self, call: str, key: str) -> Any:
-        found: list[str] = []
+    def user_pop(self, key: str) -> Any:
+        """The value of `key`, which is gone afterwards; waits until a rank has set it. Of several ranks one gets it.
+
+        Raises:
+            TransportError: if none has, within the timeout of the process group.
+        """
+        return self._wait("user_pop", key, take=True)
+
+    def _wait(self, call: str, key: str, take: bool = False) -> Any:
+        found: list[Any] = []
 
         def look(store: StoreClient) -> bool:
             text = store.read(key)
-            found[:] = [] if text is None else [text]
-            return bool(found)
+            if text is None:
+                return False
+            found[:] = [values.decode(text)]
+            return not take or store.take(key, text)  # else another rank was first
 
         who = f"{call} on rank {dist.get_rank()}"
         try:
             if not wait_until(self._store, look, self._seconds):
                 raise TransportError(f"no rank has set {key!r} within {self._seconds:g} s")
-            return values.decode(found[0])
+            return found[0]
         except TransportError as error:
             raise TransportError(f"{who}: {error}") from error
         except ValueError as error:
             raise TransportError(f"{who}: at {key!r} is no value that a rank has set by user_set: {error}") from error
-
-    def user_pop(self, key: str) -> Any:
-        """The value of `key`, which is gone afterwards; waits until a rank has set it.
-
-        Raises:
-            TransportError: if none has, within the timeout of the process group.
-        """
-        value = self._wait("user_pop", key)
-        self._store.delete(key)
-        return value
 
 
 _clients: weakref.WeakKeyDictionary[dist.ProcessGroup, Client] = weakref.WeakKeyDictionary()

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..environment.engines import LOCAL_RANKS, find_place
-from ..errors import SettingError, TransportError
+from ..errors import SettingError, TransportError, headline
 from ..transports import messages, register_transport
 from ..transports.deadlines import GRACE_SECONDS, in_background
+from ..transports.hosts import this_host
 from ..transports.mpi import MpiTransport
 from ..transports.mpi.library import end_within, load_mpi
 from ..transports.mpi.polling import poll
+from .rendezvous import LOOPBACK, serve
 
 T = TypeVar("T")
 
@@ -98,12 +100,17 @@ def _connect(host: str, port: int, timeout: timedelta) -> dist.Store:
             f"init_process_group over MPI failed: rank 0's process, which holds the store at {host}:{port}, does not "
             f"answer within {timeout}"
         ) from error
+    except RuntimeError as error:
+        raise TransportError(
+            f"init_process_group over MPI failed: no connection to rank 0's process, which holds the store at "
+            f"{host}:{port}: {headline(error)}. MASTER_ADDR, on its host, gives another address"
+        ) from error
     return store
 
 
 def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, int]:
     """Host and port of rank 0's store, this rank's number on its host, and how many are there."""
-    here = socket.gethostname()
+    here = this_host()  # machines may all be called localhost
     if world.rank != 0:
         sent = _send(world, here, 0)
         (answer,) = _receive(world, [0], seconds + 5, _place)  # rank 0 knows better who is missing
@@ -111,11 +118,9 @@ def _rendezvous(world: Any, seconds: float) -> tuple[str, int, int, int]:
         return answer
     hosts = [here, *_receive(world, list(range(1, world.size)), seconds, _name)]
     one_host = len(set(hosts)) == 1
-    address = "127.0.0.1" if one_host else os.environ.get("MASTER_ADDR", here)
-    listener = socket.create_server((("127.0.0.1" if one_host else ""), 0), backlog=1024)
-    port = listener.getsockname()[1]
-    fd = listener.detach()
-    _stores.append(dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd))
+    address = LOOPBACK if one_host else os.environ.get("MASTER_ADDR", socket.gethostname())
+    _stores.append(serve(0, here_only=one_host))
+    port = _stores[-1].port
     answers = [(address, port, hosts[:r].count(host), hosts.count(host)) for r, host in enumerate(hosts)]
     told = [_send(world, answer, r) for r, answer in enumerate(answers) if r != 0]
     if not poll(lambda: all(request.Test() for request in told), seconds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -90,9 +91,9 @@ def init_process_group(
     if store is None:
         job = f"backend {chosen}, world size {size}" + (f", {DEBUG_VARIABLE}=1" if debugging() else "")
         found = _join(found, address, job, rank, size, timeout)
-    if "nccl" in chosen:
-        _choose_device()
     try:
+        if "nccl" in chosen:
+            _choose_device(device_id, told=store is None or "LOCAL_RANK" in os.environ)
         dist.init_process_group(
             chosen, store=found, rank=rank, world_size=size, timeout=timeout, pg_options=pg_options, device_id=device_id
         )
@@ -130,9 +131,11 @@ def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, time
         meet(store.at("join"), rank, range(size), seconds, this_host())
         (different,) = store.read_all(["join/complete"])
         hosts = notes(store.at("join"), range(size)) if not different else []
-    except TransportError as error:
+    except BaseException as error:  # an interrupt, too: this call may be made again
         with contextlib.suppress(TransportError):
             store.at("", SOON_SECONDS).add(f"joined as {rank}", -1)
+        if not isinstance(error, TransportError):
+            raise
         raise failed_meeting(f"init_process_group at {address}", size, error, seconds, rank) from error
     if different:
         raise _mismatch(call, address, different)
@@ -145,10 +148,14 @@ def _mismatch(call: str, address: str, different: str) -> MismatchError:
     return MismatchError(f"{call}: ranks differ: {different}")
 
 
-def _choose_device() -> None:
-    """Work on this rank's own GPU, unless the script has chosen one."""
+def _choose_device(given: torch.device | int | None, told: bool) -> None:
+    """Work on the GPU that was given, or else on this rank's own, unless the script has chosen one.
+
+    Where the local rank may not be `told`, because a store was handed over, torch's current GPU stays.
+    """
     if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        torch.cuda.set_device(get_local_device())
+        with contextlib.suppress(*[] if told else [SettingError]):
+            torch.cuda.set_device(get_local_device() if given is None else given)
 
 
 def _check_same(

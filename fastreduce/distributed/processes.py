@@ -10,7 +10,6 @@ import multiprocessing.util
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from ..errors import RanksFailedError, SettingError
 from .process_groups import init_process_group
+from .rendezvous import LOOPBACK, serve
 
 EXIT_SECONDS = 5.0  # for exit handlers, once a rank has handed over its value
 FOREVER = timedelta(days=365)
@@ -41,7 +41,7 @@ class Group:
     here: int
     world_size: int
     first: int = 0
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
     timeout: timedelta = dist.default_pg_timeout
 
@@ -72,7 +72,7 @@ def run_ranks(
     """
     context: Any = multiprocessing.get_context(start_method)
     store = _serve(group) if group.first == 0 else None
-    host, port = (group.host, group.port) if store is None else ("127.0.0.1" if group.alone else group.host, store.port)
+    host, port = (group.host, group.port) if store is None else (LOOPBACK if group.alone else group.host, store.port)
     processes: list[Any] = []
     pipes: list[Connection] = []
     try:
@@ -100,20 +100,12 @@ def run_ranks(
 
 
 def _serve(group: Group) -> dist.TCPStore:
-    """The store, on loopback where all ranks run here; torch by itself listens on every interface."""
-    address = "127.0.0.1" if group.alone else ""
+    """The store, on loopback where all ranks run here."""
     try:
-        if not group.alone and socket.has_dualstack_ipv6():  # `host` may be an address of either kind, or a name of it
-            listener = socket.create_server(("", group.port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            listener = socket.create_server((address, group.port))
+        return serve(group.port, here_only=group.alone)
     except OSError as error:
-        where = f"port {group.port} of {address or 'this machine'}"
+        where = f"port {group.port} of {LOOPBACK if group.alone else 'this machine'}"
         raise SettingError(f"{where}: {error.strerror or error}; port=0 takes a free one on one machine") from error
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        address or group.host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 @contextlib.contextmanager

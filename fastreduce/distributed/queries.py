@@ -92,15 +92,16 @@ def get_local_rank() -> int:
     """This rank's number on its host: LOCAL_RANK, else as counted by `init_process_group`, else as mpirun or srun says.
 
     Raises:
-        SettingError: if it cannot be known.
+        SettingError: if it cannot be known, or is no number there.
     """
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    if _counted is not None:
+    if "LOCAL_RANK" not in os.environ and _counted is not None:
         return _counted
-    for variable in (*LOCAL_RANKS, "SLURM_LOCALID"):
+    for variable in ("LOCAL_RANK", *LOCAL_RANKS, "SLURM_LOCALID"):
         if variable in os.environ:
-            return int(os.environ[variable])
+            try:
+                return int(os.environ[variable])
+            except ValueError:
+                raise SettingError(f"get_local_rank: {variable}={os.environ[variable]!r}; allowed: a number") from None
     if dist.is_initialized() and dist.get_world_size() == 1:
         return 0
     raise SettingError("get_local_rank: LOCAL_RANK is not set: start with torchrun or fastreduce launch, or set it")

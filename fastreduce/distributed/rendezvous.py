@@ -19,6 +19,8 @@ from ..transports.store_client import held_by_agent
 
 FIXED_PORT = 29413
 """On localhost, where nobody gives an address."""
+LOOPBACK = "127.0.0.1"
+BACKLOG = 2048  # of ranks that connect at once
 
 # A store stays open until the process ends: a rank that initialises again may be earlier than one that
 # still destroys. What each initialisation writes has a prefix of its own.
@@ -137,6 +139,22 @@ def count_initialisation(address: str) -> None:
     _generations[address] += 1
 
 
+def serve(port: int, here_only: bool) -> dist.TCPStore:
+    """A store that this process holds, at every address of this machine, or on loopback alone; port 0 is a free one.
+
+    Its own connection is over loopback: for a name that does not resolve torch asks for minutes, deaf to Ctrl-C.
+
+    Raises:
+        OSError: if the port is in use.
+    """
+    if not here_only and socket.has_dualstack_ipv6():  # others may have an address of either kind
+        listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server((LOOPBACK if here_only else "", port), backlog=BACKLOG)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     url = urlsplit(address)
     if url.scheme == "local":
@@ -200,7 +218,7 @@ def _listen(host: str, port: int) -> int | None:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-        listening.listen(2048)
+        listening.listen(BACKLOG)
         return listening.detach()
     except OSError:
         listening.close()

@@ -16,15 +16,17 @@ def introduction() -> list[Any]:
 
 
 def fate(host: str, pid: int, born: str) -> str:
-    """As a clause, what has become of a process that introduced itself; "" where it runs, or is elsewhere."""
+    """As a clause, what has become of a process that introduced itself; "" where it runs, or nobody knows."""
     if not host or host != _host():
         return ""
     try:
         if _born(pid) != born:
             raise ProcessLookupError
         state = _stat(pid)[0]
-    except (OSError, IndexError):
+    except (FileNotFoundError, ProcessLookupError, IndexError):
         return f"its process {pid} has ended"
+    except OSError:  # this process has too many files open, say
+        return ""
     return f"its process {pid} {STATES[state]}" if state in STATES else ""
 
 

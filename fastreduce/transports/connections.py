@@ -47,7 +47,7 @@ class Lease(Generic[C]):
     peer still connects fails there, and a new wrapper over the same ranks can take one that is free.
 
     Args:
-        kind: "gloo", "NCCL" or "MPI"; leases of one kind share connections.
+        kind: "gloo", "shm", "NCCL" or "MPI"; leases of one kind share connections.
         group: the user's group, or some of its ranks.
         connect: makes a connection beside the group, by a name that no other has; all ranks call it at once.
     """
@@ -152,7 +152,7 @@ def drop_all(kind: str) -> None:
 
 
 def abort_beside(group: Ranks) -> None:
-    """Abort all connections beside a group of which ranks are lost, those that are being made included."""
+    """Abort all connections beside a group of which ranks are lost; who is making one looks for the lost itself."""
     for beside in list(ALL.get(group, {}).values()):
         beside.abort()
 

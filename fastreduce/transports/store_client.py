@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,8 @@ T = TypeVar("T")
 SOON_SECONDS = 1.0  # for an answer, where something has failed already
 EXIT_SECONDS = 0.5
 MOST_BYTES = 8 << 20  # of a value: torch's store ends the connection of who sends more at once
-NOTHING = "\0nothing"  # no value
+MOST_KEY_BYTES = 7 << 10  # likewise at 8 KiB, with what a group puts before a key, which nobody here is told
+NOTHING = "\0nothing"  # so begins what is no value
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -65,7 +67,7 @@ class StoreClient:
 
     def set(self, key: str, value: str) -> None:
         """Write."""
-        _check_size(key, value)
+        self._check_sizes([key], value)
         self.call(lambda store: store.set(key, value))
 
     def read(self, key: str) -> str | None:
@@ -78,13 +80,14 @@ class StoreClient:
 
     def read_each(self, keys: Sequence[str]) -> list[str | None]:
         """What is at each key, or None."""
+        self._check_sizes(keys)
         # In one: between a look and a read it may be deleted.
         found = self.call(lambda store: [_text(key, store.compare_set(key, NOTHING, NOTHING)) for key in keys])
-        return [None if text == NOTHING else text for text in found]
+        return [None if text.startswith(NOTHING) else text for text in found]
 
     def has(self, key: str) -> bool:
         """Whether something is there."""
-        return self.call(lambda store: bool(store.check([key])))
+        return self.read(key) is not None
 
     def absent(self, keys: Sequence[str]) -> list[int]:
         """Positions of keys at which nothing is."""
@@ -96,27 +99,36 @@ class StoreClient:
 
     def append(self, key: str, value: str) -> None:
         """Write behind what is there."""
-        _check_size(key, value)
+        self._check_sizes([key], value)
         self.call(lambda store: store.append(key, value))
 
     def set_first(self, key: str, value: str) -> str:
         """Write if nothing is there; returns what is there then."""
-        _check_size(key, value)
+        self._check_sizes([key], value)
         return self.call(lambda store: _text(key, store.compare_set(key, "", value))) or value
 
     def replace(self, key: str, value: str, by: str) -> bool:
         """Write if this value is there; returns whether it was."""
-        _check_size(key, by)
+        self._check_sizes([key], by)
         return self.call(lambda store: _text(key, store.compare_set(key, value, by))) == by
+
+    def take(self, key: str, value: str) -> bool:
+        """Take it away if this value is there; returns whether it was, for one of several that ask at once.
+
+        For `has`, `read` and `set` nothing is there then: torch's store deletes under no condition, so a mark stays.
+        """
+        return self.replace(key, value, f"{NOTHING} {uuid.uuid4().hex}")
 
     def delete(self, *keys: str) -> None:
         """Delete what is there."""
         self.call(lambda store: [store.delete_key(key) for key in keys])
 
-
-def _check_size(key: str, value: str) -> None:
-    if (size := len(value.encode())) > MOST_BYTES:
-        raise TransportError(f"{size} bytes for the store at {key!r:.80}; allowed: up to {MOST_BYTES}")
+    def _check_sizes(self, keys: Sequence[str], value: str = "") -> None:
+        for key in keys:
+            if (size := len((self._prefix + key).encode())) > MOST_KEY_BYTES:
+                raise TransportError(f"a key of {size} bytes, {key!r:.40} …; allowed: up to {MOST_KEY_BYTES}")
+            if (size := len(value.encode())) > MOST_BYTES:
+                raise TransportError(f"{size} bytes for the store at {key!r:.80}; allowed: up to {MOST_BYTES}")
 
 
 def _text(key: str, value: bytes) -> str:

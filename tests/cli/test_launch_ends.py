@@ -374,3 +374,31 @@ def test_an_error_is_shown_once_whatever_hooks_torch_puts_before_the_scripts_own
     done = run(*LAUNCH, "--nproc-per-node", "1", path, hook)
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1 and done.stderr.endswith("ValueError: boom\n")
     assert ("told of boom" in done.stderr) == (hook == "own"), done.stderr
+
+
+LEAVES = """
+import os, pathlib, subprocess, sys, time
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    left = subprocess.Popen(["sleep", "1000"], stdin=-3, stdout=-3, stderr=-3)
+    (folder / "writing").write_text(f"{os.getpid()} {left.pid}")
+    (folder / "writing").rename(folder / "left")
+    sys.exit()
+while not (folder / "left").exists() or os.path.exists("/proc/" + (folder / "left").read_text().split()[0] + "/exe"):
+    time.sleep(0.01)
+time.sleep(1)  # until the launcher has seen it
+sys.exit(7)
+"""
+
+
+def test_what_a_rank_that_ended_well_left_running_goes_on_where_another_fails(tmp_path: Path):
+    """Its process group has a number that, once that is empty, may be somebody else's."""
+    path = tmp_path / "leaves.py"
+    path.write_text(LEAVES)
+    done = run(*LAUNCH, "--nproc-per-node", "2", path, tmp_path)
+    left = psutil.Process(int((tmp_path / "left").read_text().split()[1]))
+    try:
+        assert done.returncode == 7
+        assert left.status() == psutil.STATUS_SLEEPING
+    finally:
+        left.kill()

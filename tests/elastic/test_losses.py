@@ -169,3 +169,25 @@ def test_one_that_is_stopped_is_left_out_after_the_timeout_and_is_told_so(tmp_pa
     finally:
         for process in job.running.values():
             process.kill()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_nobody_is_lost_where_the_whole_job_stood_still(tmp_path: Path):
+    """As on a suspended machine; the first to go on finds that the others have not said anything for longer."""
+    job = Processes(tmp_path, "none", "gloo", "none")
+    try:
+        job.start_all()
+        job.wait(lambda: min(job.last(name) for name in "012") > AT_STEP, SECONDS)
+        for process in job.running.values():
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(1.3 * TIMEOUT)
+        stopped = max(job.last(name) for name in "012")
+        for process in job.running.values():
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.5)
+        job.wait(lambda: min(job.last(name) for name in "012") > stopped + 20, 2 * TIMEOUT + GOES_ON)
+        assert {step.size for name in "012" for step in job.steps(name)} == {3}
+    finally:
+        for process in job.running.values():
+            process.kill()

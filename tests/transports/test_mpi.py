@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastreduce.transports.mpi import communicator
+from fastreduce.transports.mpi.library import GATE
 from tests.support.commands import ROOT, run
 from tests.support.mpirun import HAS_MPI4PY, MPIRUN, SECONDS, environment, mpirun, needs_mpirun
 
@@ -243,3 +244,66 @@ def test_a_tensor_that_is_padded_is_written_before_mpi_reads_it(monkeypatch: pyt
     connection.all_reduce(tensor, lambda: called.append(1)).wait()
     assert given[0].numel() == 4 and called == [1]
     assert tensor.tolist() == [4.0, 2.0, 3.0], "the sum of both shards, in the place of this rank's"
+
+
+def test_datatypes_are_made_where_no_other_thread_calls_mpi(monkeypatch: pytest.MonkeyPatch):
+    """Which large wires need: MPI was asked for threads that take turns."""
+    mpi = SimpleNamespace(IN_PLACE=None, Is_finalized=lambda: False)
+    monkeypatch.setattr(communicator, "load_mpi", lambda: mpi)
+    locked: list[bool] = []
+
+    class Both:
+        def Ialltoall(self, *_: object) -> Any:
+            return SimpleNamespace(Test=lambda: True)
+
+        Iallgather = Ialltoall
+
+    connection: Any = object.__new__(communicator.MpiConnection)
+    vars(connection).update(rank=0, size=2, failed=False, _me="rank 0", _started=0, _told_to_wait=False, _seconds=60.0)
+    vars(connection).update(_under_way={}, _spare={}, _first=Both(), _second=Both())
+    connection._shards = lambda wire: locked.append(GATE._lock.locked())
+    for work in (
+        connection.all_to_all(torch.zeros(2), torch.zeros(2)),
+        connection.all_gather(torch.zeros(2)),
+        connection.all_reduce(torch.zeros(2)),
+    ):
+        work.wait()
+    assert locked == [True] * 6
+
+
+JOINS = """
+import os, sys
+from datetime import timedelta
+from fastreduce import distributed
+distributed.init_process_group("mpi", timeout=timedelta(seconds=int(sys.argv[1])))
+os.write(1, f"{os.environ['RANK']} of {os.environ['LOCAL_WORLD_SIZE']} here\\n".encode())
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+
+
+def _join_on_two_hosts(folder: Path, address: str, *seconds: int) -> tuple[int, str]:
+    """Two ranks whose hosts have one name, as machines that are all called localhost, and a timeout each."""
+    folder.joinpath("joins.py").write_text(JOINS)
+    told = f"MASTER_ADDR={address}", "GLOO_SOCKET_IFNAME=lo"
+    first, second = (
+        ["-n", "1", "env", f"FASTREDUCE_HOST={host}", *told, sys.executable, "joins.py", str(timeout)]
+        for host, timeout in zip("ab", seconds, strict=True)
+    )
+    return mpirun(folder, "--oversubscribe", *first, ":", *second)
+
+
+@needs_mpirun
+def test_hosts_of_one_name_are_told_apart(tmp_path: Path):
+    code, output = _join_on_two_hosts(tmp_path, "localhost", 60, 60)
+    assert code == 0, output
+    assert sorted(re.findall(r"\d of \d here", output)) == ["0 of 1 here", "1 of 1 here"]
+
+
+@needs_mpirun
+def test_an_address_that_nobody_knows_is_told(tmp_path: Path):
+    start = time.monotonic()
+    code, output = _join_on_two_hosts(tmp_path, "no-such-host.invalid", 100, 5)
+    assert code != 0 and time.monotonic() - start < 60
+    assert "TransportError: init_process_group over MPI failed: " in output
+    assert "rank 0's process, which holds the store at no-such-host.invalid:" in output

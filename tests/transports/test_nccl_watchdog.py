@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 import types
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 
 from fastreduce import TransportError
 from fastreduce.transports import NcclTransport
+from fastreduce.transports.meeting import AbsentError
 from fastreduce.transports.nccl import library
+from fastreduce.transports.nccl.connection import NcclConnection
 from tests.support import nccl_cases, nccl_stand_in
 from tests.support.ranks import run_ranks
 
@@ -70,3 +73,14 @@ def test_a_watchdog_that_cannot_begin_ends_the_connection(tmp_path: Path):
     """Else nobody would look, and a rank that is gone would be waited for without end."""
     for told in run_ranks(nccl_cases.run_case, 2, _watched_by_none, nccl_cases.OnHost(str(tmp_path))):
         assert "watching over NCCL failed: RuntimeError: CUDA error: out of memory" in told
+
+
+def test_an_error_of_an_exchange_has_the_ranks_that_did_not_come():
+    connection: Any = object.__new__(NcclConnection)
+    vars(connection).update(_state=threading.Lock(), _failure=None, _calls_inside=0, _me="rank 0 of 3")
+    with (
+        patch.object(NcclConnection, "_meet", side_effect=AbsentError([1, 2], 3.0)),
+        pytest.raises(TransportError, match="No word from rank 1, 2: ") as caught,
+    ):
+        connection.exchange(1)
+    assert caught.value.missing == (1, 2)

@@ -6,11 +6,13 @@ import ast
 import contextlib
 import datetime
 import io
+import json
 import os
 import pickle
 import pickletools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +26,9 @@ import fastreduce.distributed as dist
 from fastreduce import CheckpointError, DistributedDataParallel, TransportError, load_checkpoint, save_checkpoint
 from fastreduce.distributed import values
 from fastreduce.distributed.headers import NUMEL, Header
-from fastreduce.transports import GlooTransport, messages, store_client
+from fastreduce.transports import GlooTransport, ShmTransport, messages, store_client
 from fastreduce.transports.messages import LIMIT, checked, decode, encode, gather_bytes, numbers, of_types
+from fastreduce.transports.shm import connection
 from tests.support.commands import ROOT
 from tests.support.ranks import RankPool, message, run_ranks
 
@@ -283,6 +286,25 @@ def test_a_rank_that_plants_pickles_runs_nothing_and_is_named(tmp_path: Path, wh
         assert all("rank 1 has cposix" in first[name] for name in ("all_reduce", "all_to_all"))
         assert "user_set" in first["client"]
         assert len(second["keys"].split()) >= 3, second
+
+
+def _introduces(rank: int, world_size: int, text: str) -> str:
+    """What a rank is told over shared memory where rank 1 introduces itself by `text`."""
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            other = SimpleNamespace(dumps=lambda _: text, loads=json.loads)
+            stack.enter_context(patch.object(connection, "json", other))
+        return message(lambda: ShmTransport(torch_dist.new_group()).exchange(rank))
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "no json", '["host", 7, "place"]', '["host", "name", "../../../tmp/elsewhere"]']
+)
+def test_a_rank_that_introduces_itself_otherwise_is_named(ranks2: RankPool, text: str):
+    for rank, said in enumerate(ranks2.run(_introduces, text)):
+        assert said.startswith(
+            f"TransportError: rank {rank} of 2: connecting over shm failed. rank 1 sent {text[:40]!r}"
+        )
 
 
 # Readers of files

@@ -181,15 +181,21 @@ class MpiConnection:
 
     def all_to_all(self, received: Tensor, wire: Tensor, after: Callable[[], object] | None = None) -> Work:
         """Row r of `received` from rank r's own shard of bytes."""
-        send, into = self._shards(wire), self._shards(received)
-        return self.start("all_to_all", lambda: self._first.Ialltoall(send, into), [received, wire], after=after)
+
+        def begin() -> Any:
+            return self._first.Ialltoall(self._shards(wire), self._shards(received))
+
+        return self.start("all_to_all", begin, [received, wire], after=after)
 
     def all_gather(
         self, wire: Tensor, operation: str = "all_gather", after: Callable[[], object] | None = None
     ) -> Work:
         """Shard r of `wire` from rank r, in place, as bytes."""
-        shards, in_place = self._shards(wire), load_mpi().IN_PLACE
-        return self.start(operation, lambda: self._first.Iallgather(in_place, shards), [wire], after=after)
+
+        def begin() -> Any:
+            return self._first.Iallgather(load_mpi().IN_PLACE, self._shards(wire))
+
+        return self.start(operation, begin, [wire], after=after)
 
     def all_reduce(self, tensor: Tensor, after: Callable[[], object] | None = None) -> Work:
         """The sum in rank order, in place and in the tensor's dtype: all-to-all, our sum of the own shard, all-gather.
@@ -209,7 +215,6 @@ class MpiConnection:
             return self.all_reduce(ready(padded), copy_back)
         room = self._take_room(flat)
         received = room[: flat.nbytes].view(flat.dtype)
-        send, into, in_place = self._shards(flat), self._shards(received), load_mpi().IN_PLACE
         rows, own = received.view(self.size, -1), flat.view(self.size, -1)[self.rank]
 
         def sum_and_gather() -> Any:
@@ -217,11 +222,12 @@ class MpiConnection:
             for row in rows[2:]:
                 own.add_(row)
             self._spare[room.data_ptr()] = room
-            return self._second.Iallgather(in_place, self._shards(ready(flat)))
+            return self._second.Iallgather(load_mpi().IN_PLACE, self._shards(ready(flat)))
 
-        return self.start(
-            "all_reduce", lambda: self._first.Ialltoall(send, into), [flat, received], sum_and_gather, after
-        )
+        def begin() -> Any:
+            return self._first.Ialltoall(self._shards(flat), self._shards(received))
+
+        return self.start("all_reduce", begin, [flat, received], sum_and_gather, after)
 
     def _take_room(self, flat: Tensor) -> Tensor:
         """Bytes to receive `flat` in: of those that are spare the smallest that do, or new ones for the largest."""
@@ -233,6 +239,7 @@ class MpiConnection:
         return room
 
     def _shards(self, wire: Tensor) -> list[Any]:
+        """Called under GATE: it may have MPI make a datatype."""
         return [load_mpi().memory.fromaddress(wire.data_ptr(), wire.nbytes), *_unit(wire.nbytes // self.size)]
 
     def exchange(self, value: Any, operation: str = "exchange") -> list[Any]:

@@ -126,7 +126,9 @@ class NcclConnection:
                 return self._meet(value)
             except TransportError as error:
                 why = no_word_from(error.missing) if isinstance(error, AbsentError) else str(error)
-                raise TransportError(f"{self._me}: {operation} over NCCL's store failed. {why}") from error
+                raise TransportError(
+                    f"{self._me}: {operation} over NCCL's store failed. {why}", error.missing
+                ) from error
 
     def _meet(self, value: Any) -> list[Any]:
         ranks, here = self._names, self._store.at(f"round {self._exchanges}")

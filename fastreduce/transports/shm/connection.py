@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from torch import Tensor
 from ...environment.exits import Exit, each_at_exit
 from ...environment.forks import Owner
 from ...environment.signals import is_of_signal
-from ...errors import BackendUnavailableError, DeviceError, TransportError
+from ...errors import BackendUnavailableError, DeviceError, TransportError, listed
 from ...kernels.numba_cpu_elements import addresses, stage
 from ...kernels.slots import Pieces, SlotTable
 from .. import messages
@@ -33,8 +34,19 @@ from ..meeting import AbsentError, clear, look_for, meet, no_word_from, notes, u
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from ..store_client import StoreClient
 from . import ring
-from .flags import NUMBERS, wake
-from .segments import ASLEEP, BEAT, FAILED, GEOMETRY, CannotShareError, Geometry, Segment, file_of, why_no_shm
+from .flags import wake
+from .segments import (
+    ASLEEP,
+    BEAT,
+    FAILED,
+    GEOMETRY,
+    NUMBERS,
+    CannotShareError,
+    Geometry,
+    Segment,
+    file_of,
+    why_no_shm,
+)
 
 CONTROL = Geometry(cells=2, cell_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
 ONE_SHOT_BYTES = 32 << 10  # up to which every rank sums all of a tensor: ranks wait once, not twice
@@ -119,18 +131,16 @@ class ShmConnection:
     def _connect(self, store: StoreClient, times: int) -> list[Segment]:
         """Meet, see what is free, meet, make segments, meet, map the others', meet; then no name is needed any more."""
         ranks = range(self.size)
-        told = {"host": boot(), "name": socket.gethostname(), "place": uuid.uuid4().hex}
-        hosts = [json.loads(note) for note in self._meet(store.at("here"), json.dumps(told))]
-        away = [rank for rank in ranks if hosts[rank]["host"] != hosts[0]["host"]]
+        told = self._meet(store.at("here"), json.dumps([boot(), socket.gethostname(), uuid.uuid4().hex]))
+        hosts, machines, places = zip(*map(messages.decode, told, self._names, [_here] * self.size), strict=True)
+        away = [rank for rank in ranks if hosts[rank] != hosts[0]]
         if away:
             raise BackendUnavailableError(
                 f"{self._me}: ranks share no memory over hosts: rank {self._names[0]} runs on "
-                f"{hosts[0]['name']}, rank {_list(self._named(away))} on {hosts[away[0]]['name']}; use transport='gloo'"
+                f"{machines[0]}, rank {listed(self._named(away))} on {machines[away[0]]}; use transport='gloo'"
             )
-        place, path = str(hosts[0]["place"]), None
+        place, path = places[0], None
         segments: list[Segment | None] = [None] * self.size
-        if len(place) != 32 or not place.isalnum():
-            raise TransportError(f"rank 0 sent {place!r:.40}, which is no name of a segment")
         try:
             self._agree(store.at("can"), why_no_shm(times * self.size * self._geometry.nbytes) or "")
             path, reason = file_of(place, self.rank), ""
@@ -412,5 +422,9 @@ def _sum(rows: Tensor) -> Tensor:
     return total
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _here(value: Any) -> tuple[str, str, str]:
+    """Host, its name, and a name for segments: a part of a path."""
+    host, machine, place = messages.of_types(value, str, str, str)
+    if not re.fullmatch("[0-9a-f]{32}", place):
+        raise ValueError(f"{place!r:.40} is no name of a segment")
+    return host, machine, place

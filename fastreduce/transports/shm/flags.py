@@ -26,8 +26,7 @@ _VOID, _I32, _I64 = ir.VoidType(), ir.IntType(32), ir.IntType(64)
 WAIT, WAKE = 0, 1  # futex operations, between processes
 EVERYBODY = 0x7FFFFFFF
 
-# The number of futex(2) where it is known, and what a processor does that waits.
-NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
+# What a processor does that waits.
 _PAUSES: dict[str, tuple[str, list[int]]] = {
     "x86_64": ("llvm.x86.sse2.pause", []),
     "aarch64": ("llvm.aarch64.hint", [1]),  # yield

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from ....distributed.rendezvous import serve
 from ....errors import TransportError, headline
 from ....transports.store_client import StoreClient
 from ...launch.nodes import one_line
@@ -46,10 +47,10 @@ class FirstNode:
         self._others = range(1, nodes.count)
         self._hosts: dict[int, str] = {}
         try:
-            self._store = dist.TCPStore(nodes.address, nodes.port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
+            self._store = serve(nodes.port, here_only=False)
+        except OSError as error:
             where = f"{nodes.address}, port {nodes.port}"
-            raise TrainingError(f"cannot listen on {where}: {headline(error)}", 1) from error
+            raise TrainingError(f"cannot listen on {where}: {error.strerror or error}", 1) from error
 
     def meet(self, plan: Plan) -> None:
         """Wait for the others, and see that they were asked for the same.

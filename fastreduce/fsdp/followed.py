@@ -104,6 +104,11 @@ class Follower:
         self._looked: torch.cuda.Event | None = None
         self._verdicts: list[Tensor] = []  # that the last look has read: their memory may be another stream's
 
+    @property
+    def all(self) -> list[Followed]:
+        """At what it looks."""
+        return list(self._all)
+
     def add(self, followed: Sequence[Followed]) -> None:
         """Look at these from now on."""
         self._all += followed

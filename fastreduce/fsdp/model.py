@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -108,20 +109,22 @@ class ShardedModel:
         for group in self._groups:
             by_ranks.setdefault(tuple(dist.get_process_group_ranks(group.ranks)), []).append(group)
         scatters, gathers = dict[Group, CompressedReduceScatter](), dict[Group, CompressedAllGather]()
-        for groups in by_ranks.values():
-            made = self._connect(groups[0].ranks, groups, transport, settings, error, gathered)
-            for group, dtype, setting in self._kinds(groups, settings):
-                wires.warm_up(dtype, group.device, setting, made.world_size)
-            buffers = SharedBuffers()
-            for group in groups:
-                scatters[group] = CompressedReduceScatter(group, settings, made, buffers, self._follower)
-            floating = [group for group in groups if group.gather_dtype.is_floating_point]  # others are left to torch
-            if gathered and floating:  # over connections of its own: on a GPU both are under way at once
-                gathers |= self._gathers(
-                    floating, gathered, self._connect(groups[0].ranks, groups, transport, gathered)
-                )
+        with self._all_or_nothing():
+            for groups in by_ranks.values():
+                made = self._connect(groups[0].ranks, groups, transport, settings, error, gathered)
+                for group, dtype, setting in self._kinds(groups, settings):
+                    wires.warm_up(dtype, group.device, setting, made.world_size)
+                buffers = SharedBuffers()
+                for group in groups:
+                    scatters[group] = CompressedReduceScatter(group, settings, made, buffers, self._follower)
+                floating = [group for group in groups if group.gather_dtype.is_floating_point]  # torch has the others
+                if gathered and floating:  # over connections of its own: on a GPU both are under way at once
+                    gathers |= self._gathers(
+                        floating, gathered, self._connect(groups[0].ranks, groups, transport, gathered)
+                    )
         for group, scatter in scatters.items():  # all that may fail has been done
             group.reduce_with(scatter)
+            scatter.owner = self
         for group, gather in gathers.items():
             group.gather_with(gather)
         self._scatters += scatters.values()
@@ -143,13 +146,29 @@ class ShardedModel:
         settings, error = self._settings(compression, "replicate", _why_not_averaged)
         for group in self._groups:
             error = error or group.hooked()
-        self._replicas = made = self._connect(ranks, self._groups, transport, settings, error)
-        for group, dtype, setting in self._kinds(self._groups, settings):
-            warm_up_pipelines(dtype, group.device, setting, made)
-        for group in self._groups:
-            average = ReplicaAverage(group, settings, made, self._follower)
+        with self._all_or_nothing():
+            made = self._connect(ranks, self._groups, transport, settings, error)
+            for group, dtype, setting in self._kinds(self._groups, settings):
+                warm_up_pipelines(dtype, group.device, setting, made)
+            averages = [ReplicaAverage(group, settings, made, self._follower) for group in self._groups]
+        for group, average in zip(self._groups, averages, strict=True):
+            group.replicas = made.world_size
             group.average_with(average, average.forget)
-            self._averages.append(average)
+            average.owner = self
+        self._replicas = made
+        self._averages += averages
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Around what may fail half-way: its connections and residuals end with it, and it may be called again."""
+        before, followed = len(self._transports), self._follower.all
+        try:
+            yield
+        except BaseException:
+            self._follower.remove([each for each in self._follower.all if each not in followed])
+            while len(self._transports) > before:
+                self._transports.pop().close()
+            raise
 
     def _settings(
         self, compression: AnySetting | Policy, call: str, why_not: Callable[[Compression], str]

@@ -37,7 +37,12 @@ class CompressedReduceScatter:
         transport: the ranks.
         buffers: memory for wires, which the groups of a device use in turn, whatever streams FSDP reduces them on.
         follower: lets error feedback see what became of gradients.
+
+    Attributes:
+        owner: what ends the transport when it ends itself: the group keeps it, and the model's list may be gone.
     """
+
+    owner: object = None
 
     def __init__(
         self,

@@ -32,14 +32,18 @@ class ReplicaAverage:
         settings: by name of parameter.
         transport: the replicas.
         follower: lets error feedback see what became of gradients.
+
+    Attributes:
+        owner: what ends the transport when it ends itself (`CompressedReduceScatter.owner`).
     """
+
+    owner: object = None
 
     def __init__(
         self, group: Group, settings: Mapping[str, Compression], transport: Transport, follower: Follower
     ) -> None:
         self._group, self._transport, self._follower = group, transport, follower
         self._collectives = Collectives(transport, f"FSDP averages {group}, with {group.listed}.")
-        group.replicas = transport.world_size
         # What is kept of a shard is kept by its own ranks: replicas on one host reduce as equals with all others.
         self._settings = {name: replace(setting, flat=True) for name, setting in settings.items()}
         self._followed: list[Followed] = []

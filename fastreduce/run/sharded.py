@@ -45,7 +45,11 @@ def _begin(is_compared: bool, write_down: Callable[..., None], model: nn.Module)
             raise SettingError(f"fastreduce compare: {refusal}")
         measuring.attach(MeasuredModel(model, groups, Orders.read().first))
         return
-    setting = "" if why else str(compress(model).compression)
+    try:
+        setting = "" if why else str(compress(model).compression)
+    except Exception as error:  # a script that goes on behind it leaves them to torch
+        write_down("sharded", name, name, "", str(error), dist.get_rank())
+        raise
     write_down("sharded", name, name, setting, why, dist.get_rank())
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import os
 import signal
 import types
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastreduce.fsdp
 from fastreduce import BackendUnavailableError, MismatchError, NotInitializedError, SettingError, TransportError
+from fastreduce.fsdp import model as model_module
 from fastreduce.fsdp import torch_names
 from tests.support import tolerances
 from tests.support.models import assert_same_bits
@@ -381,3 +385,47 @@ def _alone_in_group(rank: int, world_size: int) -> None:
 
 def test_one_rank_alone_sends_nothing():
     run_ranks(_alone_in_group, 1)
+
+
+def _in_a_list(rank: int, world_size: int) -> None:
+    first, second = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 1))
+    reductions = weakref.ref(fastreduce.fsdp.compress(nn.ModuleList([first, second]), "int8:error_feedback"))
+    gc.collect()
+    second(first(torch.ones(4, 8))).sum().backward()
+    del first, second
+    gc.collect()
+    assert reductions() is None
+
+
+def test_a_list_of_modules_need_not_live_as_long_as_they(ranks: RankPool):
+    """Nor what is returned: they keep what reduces their gradients, and it ends with them."""
+    ranks.run(_in_a_list)
+
+
+def _again(rank: int, world_size: int, replicates: bool) -> tuple[int, int]:
+    mesh = mesh_of(2)
+    model = shard(network(), mesh=mesh["shard"]) if replicates else shard(network())
+    reductions = fastreduce.fsdp.ShardedModel(model)
+    where, name, fails = (model_module, "ReplicaAverage", 1) if replicates else (reductions, "_gathers", 0)
+    for attempt in range(2):
+        tries = itertools.count()
+        made = getattr(where, name)
+
+        def failing(*args: Any, made: Any = made, tries: Any = tries, first: bool = attempt == 0) -> Any:
+            if first and next(tries) == fails:
+                raise MemoryError("no memory left")
+            return made(*args)
+
+        with patch.object(where, name, failing), pytest.raises(MemoryError) if not attempt else nullcontext():
+            if replicates:
+                reductions.replicate(mesh["replicate"].get_group(), "int8:error_feedback", None)
+            else:
+                reductions.compress("int8:error_feedback", "bf16", None)
+    _backward(model, rank)
+    return len(reductions._follower.all) // len(reductions._groups), len(reductions._transports)
+
+
+@pytest.mark.parametrize("replicates", [False, True], ids=["compress", "replicate"])
+def test_a_call_that_failed_leaves_nothing_and_may_be_made_again(ranks: RankPool, replicates: bool):
+    for followed, transports in ranks.run(_again, replicates):
+        assert (followed, transports) == (1, 1 if replicates else 2)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from torch import nn
 
+from fastreduce import SettingError
+from fastreduce.run import sharded
 from tests.run.test_measuring import measured
 from tests.support.commands import run
 from tests.support.run_scripts import RUN, said
@@ -121,3 +125,13 @@ def test_a_reduction_that_the_script_chooses_cannot_be_compared(tmp_path: Path):
     assert done.returncode != 0
     assert "contestants cannot reduce the gradients of this Sequential: the script itself says what" in done.stderr
     assert "by fastreduce.fsdp.compress or otherwise: leave it to compare" in done.stderr
+
+
+def test_a_model_that_could_not_be_reduced_is_in_the_record(monkeypatch: pytest.MonkeyPatch):
+    """A script that goes on behind the error trains under torch."""
+    refused, told = SettingError("no room"), list[tuple[object, ...]]()
+    monkeypatch.setattr(sharded, "groups_of", lambda model: [])
+    monkeypatch.setattr(sharded.dist, "get_rank", lambda: 3)
+    with patch.object(sharded, "compress", side_effect=refused), pytest.raises(SettingError, match="no room"):
+        sharded._begin(False, lambda *line: told.append(line), nn.Linear(1, 1))
+    assert told == [("sharded", "Linear", "Linear", "", "no room", 3)]

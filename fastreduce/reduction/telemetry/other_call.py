@@ -32,7 +32,7 @@ class Call:
     def __init__(self, store: StoreClient, rank: int, step: int) -> None:
         self._store, self._rank, self._step = store, rank, step
         self._lock, self._since = threading.Lock(), clocks.now()
-        self._told = self._ended = False
+        self._told = self._counted = self._ended = False
 
     def tell(self) -> bool:
         """Tell the other ranks, once it waits; whether that has been done now."""
@@ -42,6 +42,7 @@ class Call:
             self._told = True
             self._store.set(f"other call {self._rank}", str(self._step))
             self._store.add("other calls", 1)
+            self._counted = True  # else the store has not answered
             return True
 
     def end(self) -> None:
@@ -50,6 +51,7 @@ class Call:
             self._ended = True
             if self._told:
                 self._store.set(f"other call {self._rank}", "")
+            if self._counted:
                 self._store.add("other calls", -1)
 
 

@@ -173,10 +173,11 @@ class Stragglers:
         self._unsaid += [note for note in found.notes if note not in self._unsaid]
         late = "; ".join(map(str, found.late))
         said = [*([f"{late}; the others wait for it"] if late else []), *self._unsaid]
-        if rank == 0 and said and clocks.now() - self._logged >= LOG_SECONDS:
+        if said and clocks.now() - self._logged >= LOG_SECONDS:
             self._logged = clocks.now()
             self._unsaid.clear()
-            logger.warning("%s", "; ".join(said))
+            if rank == 0:
+                logger.warning("%s", "; ".join(said))
 
     def _judge(self, step: int, rows: Sequence[Sequence[float]]) -> Comparison | None:
         figures = [_Figures(*row) for row in rows]

@@ -38,6 +38,7 @@ VARIABLE = "FASTREDUCE_TRACE"
 FIRST_ROUNDS, ROUNDS = 200, 64  # of a comparison of clocks: 64 take some 10 ms
 APART = 10.0  # seconds from one to the next, about: in which clocks of two machines drift apart by some 10 µs
 STEPS_APART = 20  # at least
+MOST_PHASES = 1000  # that are kept from one step to the next
 TRIMESTER = 7_889_238  # seconds; torch.profiler counts from the last whole number of them since 1970
 NAMES = {Phase.WAITING: "wait for averages", Phase.AFTER: "after averages"}  # else the phase's own
 TRACKS = 1000  # of one wrapper
@@ -74,6 +75,7 @@ class Trace:
         self._file: BinaryIO | None = None
         self._owner = Owner()
         self._until = 0.0  # where the last phase has ended, in the file
+        self._step = 0  # the one to come
         recorder.waits = True
         recorder.on_phase.append(self._note_phase)
         recorder.on_step.append(self._note_step)
@@ -126,8 +128,26 @@ class Trace:
 
     def _note_phase(self, phase: Phase, start: float, end: float) -> None:
         self._phases.append((phase, start, end))
+        if len(self._phases) == MOST_PHASES:  # of steps that nobody reduces
+            if self._file is None:  # nor has anybody yet
+                del self._phases[: MOST_PHASES // 2]
+            else:
+                self._write(self._take_phases())
+
+    def _take_phases(self) -> list[str]:
+        """Those that are not in the file, as parts of the step to come."""
+        shift, events = self._shift, list[str]()
+        tail = f'"pid":{self._rank},"tid":{self._track},"args":{{"step":{self._step}}}}}'
+        for phase, start, end in self._phases:
+            name = NAMES.get(phase) or phase.name.lower()
+            at = max(_microseconds(start + shift), self._until)  # clocks may have been set back
+            self._until = max(at, _microseconds(end + shift))
+            events.append(_slice(name, at, self._until, tail))
+        self._phases.clear()
+        return events
 
     def _note_step(self, row: StepRow) -> None:
+        self._step = row.step
         if self._file is None:
             self._phases.clear()
             return
@@ -135,13 +155,8 @@ class Trace:
         if row.plan is not self._plan and row.plan is not None:
             self._take_plan(row.plan, events)
         shift, track, rank, step = self._shift, self._track, self._rank, row.step
-        tail = f'"pid":{rank},"tid":{track},"args":{{"step":{step}}}}}'
-        for phase, start, end in self._phases:
-            name = NAMES.get(phase) or phase.name.lower()
-            at = max(_microseconds(start + shift), self._until)  # clocks may have been set back
-            self._until = max(at, _microseconds(end + shift))
-            events.append(_slice(name, at, self._until, tail))
-        self._phases.clear()
+        events += self._take_phases()
+        self._step += 1
         for bucket, ready in enumerate(row.ready):
             times = row.passed(bucket)
             if not ready or not times[Point.END]:

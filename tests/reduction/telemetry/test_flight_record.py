@@ -11,6 +11,7 @@ import urllib.request
 from array import array
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -263,6 +264,15 @@ def test_who_waits_in_another_call_is_named_while_its_gradients_are_missing(monk
     recorder.enter(Phase.WAITING)
     missing.end()
     assert found() == [] and not missing.tell()
+
+
+def test_a_call_of_which_the_store_did_not_answer_hides_no_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(other_call, "LOOK_SECONDS", 0.0)
+    store = StoreClient(dist.HashStore(), 5.0)
+    with patch.object(StoreClient, "add", side_effect=TransportError("no answer")), pytest.raises(TransportError):
+        (call := other_call.Call(store, 1, 20)).tell()
+    call.end()
+    assert store.add("other calls", 0) == 0
 
 
 def _interrupted(rank: int, world_size: int) -> list[str]:

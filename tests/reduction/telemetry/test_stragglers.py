@@ -238,3 +238,11 @@ def test_a_rank_that_restored_another_step_is_compared_with_the_others(ranks2: R
     (mine, one), (theirs, other) = ranks2.run(_restored_on_one_rank)
     assert (mine, theirs) == (2 * EVERY, 2 * EVERY - 15) and one is not None
     assert (one.seconds, one.parts) == (other.seconds, other.parts)
+
+
+def test_what_only_rank_0_logs_is_kept_by_no_other():
+    judge = Stragglers(FlightRecorder(1, 2, [], []))
+    with patch.object(stragglers, "LOG_SECONDS", 0.0):
+        for step in range(100):
+            judge._log(Comparison(step, [], 0.0, {}, 0.0, [f"a pause in step {step}"]), rank=1)
+    assert judge._unsaid == []

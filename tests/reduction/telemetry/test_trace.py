@@ -21,7 +21,7 @@ from fastreduce.cli import main as cli
 from fastreduce.environment.variables import folder_asked_for
 from fastreduce.reduction import clocks
 from fastreduce.reduction.clocks import now
-from fastreduce.reduction.telemetry import trace_files
+from fastreduce.reduction.telemetry import trace, trace_files
 from fastreduce.reduction.telemetry.clock_offsets import Offset
 from fastreduce.reduction.telemetry.trace_files import merge
 from tests.support.models import grads_of, wrap
@@ -225,3 +225,24 @@ def test_another_program_in_the_folder_ends_no_training(ranks2: RankPool, tmp_pa
     ranks2.run(_beside_another, str(tmp_path))
     for rank in range(2):
         assert _read(tmp_path / f"rank{rank}.json")
+
+
+def _reduces_now_and_then(rank: int, world_size: int, folder: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTREDUCE_TRACE", folder)
+        patch.setattr(trace, "MOST_PHASES", 40)
+        ddp, most = wrap("ours", nn.Linear(2, 2)), 0
+        for step in range(300):
+            with ddp.no_sync() if step % 100 != 50 else contextlib.nullcontext():
+                ddp(torch.ones(1, 2)).sum().backward()
+            assert ddp.reducer.trace is not None
+            most = max(most, len(ddp.reducer.trace._phases))
+        ddp.reducer.close()
+    return most
+
+
+def test_steps_that_nobody_reduces_are_written_too_and_not_kept(ranks2: RankPool, tmp_path: Path):
+    assert max(ranks2.run(_reduces_now_and_then, str(tmp_path))) <= 40
+    forwards = [event["args"]["step"] for event in _read(tmp_path / "rank0.json") if event["name"] == "forward"]
+    assert forwards == sorted(forwards) and set(forwards) == {0, 1, 2, 3}
+    assert forwards.count(1) == forwards.count(2) == 100

@@ -388,11 +388,11 @@ def test_one_rank_alone_sends_nothing():
 
 
 def _in_a_list(rank: int, world_size: int) -> None:
-    first, second = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 1))
-    reductions = weakref.ref(fastreduce.fsdp.compress(nn.ModuleList([first, second]), "int8:error_feedback"))
+    modules: list[Any] = [fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 1))]
+    reductions = weakref.ref(fastreduce.fsdp.compress(nn.ModuleList(modules), "int8:error_feedback"))
     gc.collect()
-    second(first(torch.ones(4, 8))).sum().backward()
-    del first, second
+    modules[1](modules[0](torch.ones(4, 8))).sum().backward()
+    modules.clear()
     gc.collect()
     assert reductions() is None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from torch import nn
 
 from fastreduce import SettingError
@@ -131,7 +132,7 @@ def test_a_model_that_could_not_be_reduced_is_in_the_record(monkeypatch: pytest.
     """A script that goes on behind the error trains under torch."""
     refused, told = SettingError("no room"), list[tuple[object, ...]]()
     monkeypatch.setattr(sharded, "groups_of", lambda model: [])
-    monkeypatch.setattr(sharded.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     with patch.object(sharded, "compress", side_effect=refused), pytest.raises(SettingError, match="no room"):
         sharded._begin(False, lambda *line: told.append(line), nn.Linear(1, 1))
     assert told == [("sharded", "Linear", "Linear", "", "no room", 3)]

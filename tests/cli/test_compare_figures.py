@@ -16,11 +16,11 @@ from fastreduce.cli.compare import results
 from fastreduce.cli.compare.curves import STRETCHES
 from fastreduce.cli.compare.ending import signals_end_ranks, signals_wait
 from fastreduce.cli.compare.intervals import Estimate
-from fastreduce.cli.compare.script import plot, quality, speed
+from fastreduce.cli.compare.script import measure, plot, quality, speed
 from fastreduce.cli.compare.script.equivalence import MOST_SEEDS, Equivalence, compare, seeds_needed
 from fastreduce.cli.compare.script.plan import AGAIN, BASE, Plan
 from fastreduce.cli.compare.script.quality import Outcome
-from fastreduce.cli.compare.script.report import Summary
+from fastreduce.cli.compare.script.report import Findings, Summary
 from fastreduce.cli.compare.script.speed import Speed, Turn
 from fastreduce.cli.compare.script.trainings import file_name
 from fastreduce.cli.compare.script.verdicts import gain, judge
@@ -224,6 +224,16 @@ def test_rounds_that_are_not_complete_do_not_count():
     assert len(found) == 12 and {turn.round for turn in found} == {0, 1}
     assert {turn.contestant for turn in found} == {"none", AGAIN, "int8", "torch", "torch:fp16", "no reduction"}
     assert [turn.contestant for turn in found[:6]] != [turn.contestant for turn in found[6:]]
+
+
+def test_a_round_that_has_begun_is_missing_until_all_had_their_turn():
+    """As where a training fails of those that alternate."""
+    turns = [*_turns({BASE: 0.1, "int8": 0.06}, rounds=2), Turn(2, BASE, [[0.1] * 2] * 2)]
+    (found,) = speed.summarise([BASE], turns)
+    said = measure._what_is_missing(
+        replace(PLAN, trains=False), Findings(turns=turns, apart="the script trains in join()")
+    )
+    assert (found.rounds, said) == (2, "4 of 6 rounds of speed")
 
 
 CONTROL = Estimate(1.0, 0.97, 1.02)

@@ -23,7 +23,7 @@ from fastreduce.cli.compare.script.quality import Outcome
 from fastreduce.cli.compare.script.report import Findings, Summary
 from fastreduce.cli.compare.script.speed import Speed, Turn
 from fastreduce.cli.compare.script.trainings import file_name
-from fastreduce.cli.compare.script.verdicts import gain, judge
+from fastreduce.cli.compare.script.verdicts import gain, judge, say_difference
 
 PLAN = Plan(
     words=("train.py",),
@@ -315,6 +315,18 @@ def test_a_metric_that_differs_leaves_the_judgement_to_the_user():
     assert verdict.sentence.endswith(
         "metric lower by more than 1 %: -5.00 % (-6.00 to -4.00), and whether that is better is for you to say."
     )
+
+
+def test_nothing_is_a_percent_of_zero():
+    """As of an accuracy that none has not left yet."""
+    found = compare([0.1, 0.2], [0.0, 0.0], 0.01)
+    assert (found.verdict, found.of_zero, say_difference(found)) == ("undecided", True, "none's is 0")
+    (verdict,) = judge(PLAN, {}, {"int8": quality.Quality("int8", [0, 1], 1.0, EQUAL, 0.15, found)})
+    why = "metric not tested: none's mean is 0, so that a margin of 1 % of it has no meaning."
+    assert verdict.word == "is undecided" and verdict.sentence.endswith(why)
+    axes = Figure().subplots()
+    plot._draw_differences(axes, [quality.Quality("int8", [0, 1], 1.0, found)], 1.0)
+    assert [text.get_text() for text in axes.texts] == ["none's is 0"]
 
 
 def test_torchs_own_are_faster_or_not_and_no_setting_that_pays():

@@ -16,14 +16,14 @@ from fastreduce.cli.compare import results
 from fastreduce.cli.compare.curves import STRETCHES
 from fastreduce.cli.compare.ending import signals_end_ranks, signals_wait
 from fastreduce.cli.compare.intervals import Estimate
-from fastreduce.cli.compare.script import plot, quality, speed
+from fastreduce.cli.compare.script import measure, plot, quality, speed
 from fastreduce.cli.compare.script.equivalence import MOST_SEEDS, Equivalence, compare, seeds_needed
 from fastreduce.cli.compare.script.plan import AGAIN, BASE, Plan
 from fastreduce.cli.compare.script.quality import Outcome
-from fastreduce.cli.compare.script.report import Summary
+from fastreduce.cli.compare.script.report import Findings, Summary
 from fastreduce.cli.compare.script.speed import Speed, Turn
 from fastreduce.cli.compare.script.trainings import file_name
-from fastreduce.cli.compare.script.verdicts import gain, judge
+from fastreduce.cli.compare.script.verdicts import gain, judge, say_difference
 
 PLAN = Plan(
     words=("train.py",),
@@ -226,6 +226,16 @@ def test_rounds_that_are_not_complete_do_not_count():
     assert [turn.contestant for turn in found[:6]] != [turn.contestant for turn in found[6:]]
 
 
+def test_a_round_that_has_begun_is_missing_until_all_had_their_turn():
+    """As where a training fails of those that alternate."""
+    turns = [*_turns({BASE: 0.1, "int8": 0.06}, rounds=2), Turn(2, BASE, [[0.1] * 2] * 2)]
+    (found,) = speed.summarise([BASE], turns)
+    said = measure._what_is_missing(
+        replace(PLAN, trains=False), Findings(turns=turns, apart="the script trains in join()")
+    )
+    assert (found.rounds, said) == (2, "4 of 6 rounds of speed")
+
+
 CONTROL = Estimate(1.0, 0.97, 1.02)
 
 
@@ -305,6 +315,18 @@ def test_a_metric_that_differs_leaves_the_judgement_to_the_user():
     assert verdict.sentence.endswith(
         "metric lower by more than 1 %: -5.00 % (-6.00 to -4.00), and whether that is better is for you to say."
     )
+
+
+def test_nothing_is_a_percent_of_zero():
+    """As of an accuracy that none has not left yet."""
+    found = compare([0.1, 0.2], [0.0, 0.0], 0.01)
+    assert (found.verdict, found.of_zero, say_difference(found)) == ("undecided", True, "none's is 0")
+    (verdict,) = judge(PLAN, {}, {"int8": quality.Quality("int8", [0, 1], 1.0, EQUAL, 0.15, found)})
+    why = "metric not tested: none's mean is 0, so that a margin of 1 % of it has no meaning."
+    assert verdict.word == "is undecided" and verdict.sentence.endswith(why)
+    axes = Figure().subplots()
+    plot._draw_differences(axes, [quality.Quality("int8", [0, 1], 1.0, found)], 1.0)
+    assert [text.get_text() for text in axes.texts] == ["none's is 0"]
 
 
 def test_torchs_own_are_faster_or_not_and_no_setting_that_pays():

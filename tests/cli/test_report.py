@@ -324,6 +324,11 @@ def _diverged(results: Results) -> None:
     results["quality"]["int8"]["loss"] |= {"difference": None, "low": None, "high": None, "verdict": "higher"}
 
 
+def _of_zero(results: Results) -> None:
+    lost = {"difference": None, "low": None, "high": None, "verdict": "undecided", "of_zero": True}
+    results["quality"]["int8"]["loss"] |= lost
+
+
 def _few_rounds(results: Results) -> None:
     results["turns"] = [turn for turn in results["turns"] if turn["round"] < 2]
     for speed in results["speed"].values():
@@ -350,6 +355,7 @@ def _ended_early(results: Results) -> None:
         (_only_speed, SPEED, ["not compared"]),
         (_only_quality, QUALITY, ["not compared", "Nothing was held against none."]),
         (_diverged, SPEED + QUALITY, ["not finite"]),
+        (_of_zero, SPEED + QUALITY, ["none's is 0"]),
         (_few_rounds, SPEED + QUALITY, ["2 rounds of 3 timed steps each"]),
         (_apart, SPEED + QUALITY, ["of 30 timed steps each", "in turns: the script wraps several modules."]),
         (_ended_early, SPEED + QUALITY, ["Missing: 3 of 6 trainings for quality.", "none differs from itself"]),

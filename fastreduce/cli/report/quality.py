@@ -33,9 +33,9 @@ def draw_differences(c: Comparison) -> Figure:
     """Final losses beside none's, and the margin."""
     tested = {name: quality.loss for name, quality in c.qualities.items() if quality.loss is not None}
     data = [
-        interval(c, name, _in_percent(test), test.verdict, f"{say_difference(test)} %: {test.verdict}")
+        interval(c, name, _in_percent(test), test.verdict, f"{say_difference(test, ' %')}: {test.verdict}")
         if math.isfinite(test.difference)
-        else make_trace(c, name) | {"x": [0], "y": [0], "mode": "text", "text": ["not finite"]}
+        else make_trace(c, name) | {"x": [0], "y": [0], "mode": "text", "text": [say_difference(test)]}
         for name, test in tested.items()
     ]
     margin = 100 * c.margin
@@ -48,7 +48,7 @@ def draw_differences(c: Comparison) -> Figure:
         for base in c.qualities[BASE].outcomes
         if base.seed == outcome.seed
     ]
-    said = "; ".join(f"{name} {say_difference(test)} %, {test.verdict}" for name, test in tested.items())
+    said = "; ".join(f"{name} {say_difference(test, ' %')}, {test.verdict}" for name, test in tested.items())
     return Figure(
         name="differences",
         title="Is the loss equal?",

@@ -306,7 +306,7 @@ def _estimate(found: Mapping[str, Any]) -> Estimate:
 
 def _equivalence(found: Mapping[str, Any]) -> Equivalence:
     difference, low, high = (_number(found[key]) for key in ("difference", "low", "high"))
-    return Equivalence(difference, low, high, found["verdict"], found["seeds"])
+    return Equivalence(difference, low, high, found["verdict"], found["seeds"], found.get("of_zero", False))
 
 
 def _number(found: float | None) -> float:

@@ -27,7 +27,7 @@ class Equivalence:
     """A mean difference as a fraction of the baseline, its 90 % interval, and what follows.
 
     `seeds` is how many would decide, with a power of 80 % where the difference and its scatter are those seen; None
-    where it is decided, or where seeds show no scatter.
+    where it is decided, or where seeds show no scatter. `of_zero`: the baseline is 0, of which there is no fraction.
     """
 
     difference: float
@@ -35,6 +35,7 @@ class Equivalence:
     high: float
     verdict: Verdict
     seeds: int | None = None
+    of_zero: bool = False
 
 
 def compare(ours: Sequence[float], base: Sequence[float], margin: float) -> Equivalence:
@@ -50,7 +51,9 @@ def compare(ours: Sequence[float], base: Sequence[float], margin: float) -> Equi
         return Equivalence(0.0, 0.0, 0.0, "equal")
     if np.all(np.isfinite(base)) and not np.all(np.isfinite(ours)):
         return Equivalence(math.inf, math.inf, math.inf, "higher")
-    differences = (np.asarray(ours) - np.asarray(base)) / scale if scale else np.full(len(base), math.nan)
+    if not scale:
+        return Equivalence(math.nan, math.nan, math.nan, "undecided", of_zero=True)
+    differences = (np.asarray(ours) - np.asarray(base)) / scale
     n, mean = len(differences), float(np.mean(differences))
     if n < 2 or not math.isfinite(mean):
         return Equivalence(mean, math.nan, math.nan, "undecided")

@@ -16,7 +16,7 @@ from ..progress import make_bar
 from ..results import over
 from . import plot, quality, report, speed, trainings
 from .nodes import FirstNode, follow
-from .plan import Plan
+from .plan import BASE, Plan
 from .report import Findings
 from .trainings import Line, Training, TrainingError
 
@@ -171,8 +171,8 @@ def _train(
 
 
 def _rounds(findings: Findings) -> int:
-    """How many have begun; of a rotation only complete ones are kept."""
-    return len({turn.round for turn in findings.turns})
+    """How many enter the figures: those in which all had their turn."""
+    return max((each.rounds for each in speed.summarise([BASE], findings.turns)), default=0)
 
 
 def _what_is_missing(plan: Plan, findings: Findings) -> str:

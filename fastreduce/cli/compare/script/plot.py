@@ -19,6 +19,7 @@ from .plan import AGAIN, BASE
 from .quality import Quality
 from .report import Summary
 from .speed import Speed
+from .verdicts import say_difference
 
 WIDE = 3  # intervals whose ends are further apart than that are drawn on a logarithmic axis
 FASTER, SLOWER, OPEN = "#0072B2", "#D55E00", "#999999"
@@ -62,12 +63,13 @@ def _draw_differences(axes: Axes, qualities: Sequence[Quality], margin: float) -
     """Equal is what lies between the dashed lines with its whole interval."""
     for row, quality in enumerate(qualities):
         test = quality.loss
-        if test is not None and np.isfinite(test.difference):
+        assert test is not None
+        if np.isfinite(test.difference):
             low, middle, high = (100 * value for value in (test.low, test.difference, test.high))
             colour = {"equal": FASTER, "lower": FASTER, "higher": SLOWER}.get(test.verdict, OPEN)
             _draw_interval(axes, row, (low, middle, high), colour, test.verdict)
         else:
-            axes.annotate("not finite", (0, row), va="center", fontsize=9)
+            axes.annotate(say_difference(test), (0, row), va="center", fontsize=9)
     axes.axvspan(-margin, margin, color="#009E73", alpha=0.12, linewidth=0)
     for bound in (-margin, margin):
         axes.axvline(bound, color="#009E73", linewidth=1, linestyle="--")

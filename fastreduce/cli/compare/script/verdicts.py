@@ -131,6 +131,8 @@ def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
     margin = f"{plan.margin * 100:g} %"
     if test.verdict == "equal" and test.low == test.high == 0:
         return "equal", f"{what} equal to the last bit"
+    if test.of_zero:
+        return "undecided", f"{what} not tested: none's mean is 0, so that a margin of {margin} of it has no meaning"
     if not math.isfinite(test.difference):
         return test.verdict, f"{what} not finite" if test.verdict == "higher" else f"{what} under none not finite"
     differs = say_difference(test, " %")
@@ -148,7 +150,9 @@ def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
 
 
 def say_difference(test: Equivalence, unit: str = "") -> str:
-    """In percent, with its interval where there is one: +0.12 (-0.03 to +0.27)."""
+    """In percent, with its interval where there is one: +0.12 (-0.03 to +0.27); or why there is no number."""
+    if not math.isfinite(test.difference):
+        return "none's is 0" if test.of_zero else "not finite"
     interval = f" ({percent(test.low)} to {percent(test.high)})" if math.isfinite(test.low) else ""
     return f"{percent(test.difference)}{unit}{interval}"
 

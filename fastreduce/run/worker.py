@@ -85,7 +85,7 @@ def _end_without_python(rank: int) -> None:
 
     Files that it has left open are written, as the interpreter does.
     """
-    if not _succeeded or os.getpid() != rank:
+    if not _succeeded or os.getpid() != rank or "mpi4py.MPI" in sys.modules:  # MPI's own end comes behind
         return
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     for each in (sys.stdout, sys.stderr, *gc.get_objects()):

@@ -23,7 +23,15 @@ from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
 from .checks import DEBUG_VARIABLE, agree, debugging, tell_of_errors
 from .meetings import check_group, failed_meeting, group_or_default, meet_in
-from .queries import Made, count_on_host, get_backend, get_local_device, made_here, remember
+from .queries import (
+    LOCAL_RANK_VARIABLES,
+    Made,
+    count_on_host,
+    get_backend,
+    get_local_device,
+    made_here,
+    remember,
+)
 from .rendezvous import count_initialisation, find_address, find_numbers, open_store
 
 _new_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -93,7 +101,7 @@ def init_process_group(
         found = _join(found, address, job, rank, size, timeout)
     try:
         if "nccl" in chosen:
-            _choose_device(device_id, told=store is None or "LOCAL_RANK" in os.environ)
+            _choose_device(device_id, told=store is None or any(name in os.environ for name in LOCAL_RANK_VARIABLES))
         dist.init_process_group(
             chosen, store=found, rank=rank, world_size=size, timeout=timeout, pg_options=pg_options, device_id=device_id
         )
@@ -122,19 +130,21 @@ def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, time
     if first.partition(" has ")[2] != job:
         store.set("join/complete", f"{first}; {mine}")
         raise _mismatch(call, address, f"{first}; {mine}")
-    if store.add(f"joined as {rank}", 1) > 1:
-        raise TransportError(
-            f"{call}: another process has joined as rank {rank}. Ranks must differ, and jobs need addresses of their "
-            "own (MASTER_PORT; for file://, a new file)"
-        )
+    others = 0
     try:
+        others = store.add(f"joined as {rank}", 1) - 1
+        if others:
+            raise TransportError(
+                f"{call}: another process has joined as rank {rank}. Ranks must differ, and jobs need addresses of "
+                "their own (MASTER_PORT; for file://, a new file)"
+            )
         meet(store.at("join"), rank, range(size), seconds, this_host())
         (different,) = store.read_all(["join/complete"])
         hosts = notes(store.at("join"), range(size)) if not different else []
     except BaseException as error:  # an interrupt, too: this call may be made again
         with contextlib.suppress(TransportError):
             store.at("", SOON_SECONDS).add(f"joined as {rank}", -1)
-        if not isinstance(error, TransportError):
+        if others or not isinstance(error, TransportError):
             raise
         raise failed_meeting(f"init_process_group at {address}", size, error, seconds, rank) from error
     if different:

@@ -13,6 +13,8 @@ from ..environment.engines import LOCAL_RANKS
 from ..errors import SettingError
 from .meetings import check_group, known_group
 
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", *LOCAL_RANKS, "SLURM_LOCALID")
+
 
 @dataclass
 class Made:
@@ -96,7 +98,7 @@ def get_local_rank() -> int:
     """
     if "LOCAL_RANK" not in os.environ and _counted is not None:
         return _counted
-    for variable in ("LOCAL_RANK", *LOCAL_RANKS, "SLURM_LOCALID"):
+    for variable in LOCAL_RANK_VARIABLES:
         if variable in os.environ:
             try:
                 return int(os.environ[variable])

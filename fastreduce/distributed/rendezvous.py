@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -13,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 
 from ..environment.engines import translate
-from ..errors import SettingError, TransportError
+from ..errors import SettingError, TransportError, headline
 from ..transports.deadlines import GRACE_SECONDS, in_background
 from ..transports.store_client import held_by_agent
 
@@ -21,6 +22,7 @@ FIXED_PORT = 29413
 """On localhost, where nobody gives an address."""
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048  # of ranks that connect at once
+OWN_TIMEOUT, TIMEOUT = timedelta(seconds=10), timedelta(seconds=300)  # of a connection to itself; torch's own
 
 # A store stays open until the process ends: a rank that initialises again may be earlier than one that
 # still destroys. What each initialisation writes has a prefix of its own.
@@ -145,14 +147,21 @@ def serve(port: int, here_only: bool) -> dist.TCPStore:
     Its own connection is over loopback: for a name that does not resolve torch asks for minutes, deaf to Ctrl-C.
 
     Raises:
-        OSError: if the port is in use.
+        OSError: if the port is in use, or this machine has no loopback.
     """
     if not here_only and socket.has_dualstack_ipv6():  # others may have an address of either kind
         listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
     else:
         listener = socket.create_server((LOOPBACK if here_only else "", port), backlog=BACKLOG)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    port, fd = listener.getsockname()[1], listener.detach()
+    try:
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, timeout=OWN_TIMEOUT
+        )
+    except RuntimeError as error:
+        raise OSError(errno.ENETUNREACH, f"no connection to {LOOPBACK}:{port}: {headline(error)}") from error
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def _open(address: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

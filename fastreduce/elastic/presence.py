@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ class Presence:
         self.id = store.add("ids", 1) - 1
         self._known: dict[int, Process] = {}
         self._beats: dict[int, tuple[str, float]] = {}  # a number, and since when
-        self._looked = time.monotonic()  # at them
+        self._looked, self._looking = time.monotonic(), threading.Lock()  # at them
         self._watched: tuple[int, tuple[int, ...], frozenset[int]] | None = None
         self.waiting: frozenset[int] = frozenset()  # those who could come in, as the thread has seen it last
         store.set(f"beat {self.id}", "0")
@@ -97,18 +97,31 @@ class Presence:
         if not others:
             return []
         left = self.store.absent([f"left {number}" for number in others])
-        beats, now = self.store.read_all([f"beat {number}" for number in others]), time.monotonic()
-        paused, self._looked = now - self._looked - self.times.beat, now
-        if paused > 0:  # time in which this process stood still is nobody's silence
-            self._beats = {number: (beat, since + paused) for number, (beat, since) in list(self._beats.items())}
-        found = []
-        for i, (number, beat) in enumerate(zip(others, beats, strict=True)):
-            before, since = self._beats.get(number, ("", now))
-            if before != beat:
-                self._beats[number] = beat, now
-            silent = before == beat and now - since > self.times.timeout
-            if i not in left or silent or has_ended(*self.process(number).born):
-                found.append(number)
+        beats = self.store.read_all([f"beat {number}" for number in others])
+        silent = self._silent(dict(zip(others, beats, strict=True)))
+        return [
+            number
+            for i, number in enumerate(others)
+            if i not in left or number in silent or has_ended(*self.process(number).born)
+        ]
+
+    def _silent(self, beats: Mapping[int, str]) -> set[int]:
+        """Of which processes the number has not changed for the timeout.
+
+        Between two looks half a timeout counts at most: in what is more this process may have stood still itself.
+        """
+        found = set[int]()
+        with self._looking:  # the thread, and who meets
+            now = time.monotonic()
+            paused, self._looked = now - self._looked - self.times.timeout / 2, now
+            if paused > 0:
+                self._beats = {number: (beat, since + paused) for number, (beat, since) in self._beats.items()}
+            for number, beat in beats.items():
+                before, since = self._beats.get(number, ("", now))
+                if before != beat:
+                    self._beats[number] = beat, now
+                elif now - since > self.times.timeout:
+                    found.add(number)
         return found
 
     def outside(self, known: Collection[int]) -> list[int]:

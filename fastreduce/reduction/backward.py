@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -78,7 +77,8 @@ class Backward:
         self.reductions = 0
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.manual = self.brought_all = False
-        self._told, self._telling = False, threading.Lock()  # whether `_tell_joined` has, since `arm`
+        self._told = False  # whether `_tell_joined` has, since `arm`
+        self._meet_first = False  # whether ranks do there, of which some have joined
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
@@ -259,6 +259,7 @@ class Backward:
             self._buckets.look()
             if self.armed:
                 self.arrivals.forget_thrown_away()
+                self._meet_first = self._buckets.uneven.matter(self._buckets.transport.world_size)
                 if self.reduced_once:
                     self.arrivals.count()
             self._stack.call_at_end(self._on_end)
@@ -296,7 +297,8 @@ class Backward:
         last = len(self._buckets.pipelines) - 1 if self.overlaps else 0
         if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
             return
-        self._tell_joined()
+        if self._meet_first:  # at the end: a bucket is not full at the same point of all ranks' backward
+            return
         self._launches.launch_full(self.arrivals.waiting, last)
 
     def replay(self, order: Iterable[int], used: Iterable[int]) -> None:
@@ -466,9 +468,8 @@ class Backward:
         That all ranks do is not known before they meet: one without first gradients might be in the next step's by now.
         """
         used, left_over = self.arrivals.used, self._left_over
-        transport, uneven = self._buckets.transport, self._buckets.uneven
         why_once = "with elastic=True" if self.recover is not None else ""
-        if uneven.matter(transport.world_size):
+        if self._buckets.uneven.some_had_joined:
             why_once = "where ranks have joined, which know of no second one,"
         first = left_over.first(used, why_once)
         if not first:
@@ -507,11 +508,10 @@ class Backward:
 
     def _tell_joined(self) -> None:
         """Before a reduction's first collective, and not in `autograd.grad`, of which who has joined knows nothing."""
-        with self._telling:  # each device's hooks run on a thread of their own
-            if not self._told:
-                self._told = True
-                with self.telemetry.explaining():
-                    self._buckets.tell_joined(self._divisor())
+        if not self._told:
+            self._told = True
+            with self.telemetry.explaining():
+                self._buckets.tell_joined(self._divisor())
 
     def _count(self) -> None:
         """One more reduction."""

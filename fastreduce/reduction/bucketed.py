@@ -357,6 +357,8 @@ class BucketedGradients:
             divisor: a reduction follows, in the mean over so many ranks, as those know that have not joined.
         """
         ranks, reducing = self.transport.world_size, divisor is not None
+        if reducing:
+            self.uneven.some_had_joined = False
         if not self.uneven.matter(ranks, reducing):
             return
         kept, here = [pipeline.kept for pipeline in self.pipelines], self.uneven.here
@@ -368,6 +370,8 @@ class BucketedGradients:
             self.keep_statistics()
         active = [word for word in told if not word.joined]
         joined = [word for word in told if word.joined]
+        if reducing:
+            self.uneven.some_had_joined = bool(joined)
         for i, pipeline in enumerate(self.pipelines):
             pipeline.watches_for_others = reducing and any(word.awaits[i] for word in joined)
         if not active:

@@ -177,18 +177,19 @@ class _Kept:
 
     ATTRIBUTE = "_fastreduce_kept_between_calls"
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport) -> None:
+        self.transport = weakref.ref(transport)
         self.reductions: dict[Any, _Reduction] = {}
         self.owners: dict[Any, _Owners] = {}
         _alive.add(self)
 
     @classmethod
     def of(cls, transport: Transport) -> _Kept:
-        """That of a transport, which may be any user's class: of those that allow no attributes too."""
+        """That of a transport, which may be any user's class: of those that let nobody set attributes too."""
         attributes = vars(transport)
-        if cls.ATTRIBUTE not in attributes:
-            attributes[cls.ATTRIBUTE] = cls()
-        kept: _Kept = attributes[cls.ATTRIBUTE]
+        kept: _Kept | None = attributes.get(cls.ATTRIBUTE)
+        if kept is None or kept.transport() is not transport:  # it is a copy of that one
+            kept = attributes[cls.ATTRIBUTE] = cls(transport)
         return kept
 
 
@@ -245,6 +246,7 @@ def all_reduce_gradients(
 
 
 @torch.inference_mode(False)  # inference tensors have no version, and what is kept here serves calls outside too
+@torch.no_grad()
 def reduce_owned(
     arrays: Sequence[Any],
     owners: Sequence[Any],

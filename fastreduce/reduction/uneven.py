@@ -12,10 +12,11 @@ class UnevenInputs:
         joining: whether a rank may have joined; the same on all.
         here: whether this one has.
         active: tells how many have not; None where nobody knows, as in a module that joins behind another one.
+        some_had_joined: whether some had when the last reduction began, as all know then.
     """
 
     def __init__(self) -> None:
-        self.joining = self.here = False
+        self.joining = self.here = self.some_had_joined = False
         self.active: Callable[[], int] | None = None
         self._before = False  # whether some had joined in the last reduction
 

@@ -10,12 +10,15 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from subprocess import Popen
+from subprocess import PIPE, Popen
+from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 import torch.distributed as dist
 
+from fastreduce.cli.launch.torchs_launcher import Ranks
 from tests.support.commands import FASTREDUCE, free_port, run, started, with_environment
 
 LAUNCH = [FASTREDUCE, "launch"]
@@ -402,3 +405,24 @@ def test_what_a_rank_that_ended_well_left_running_goes_on_where_another_fails(tm
         assert left.status() == psutil.STATUS_SLEEPING
     finally:
         left.kill()
+
+
+class _Handler:
+    def __init__(self, code: int) -> None:
+        told = f"sleep 100 >&- & echo $!; exit {code}"
+        self.proc = Popen(["sh", "-c", told], start_new_session=True, stdout=PIPE, text=True)
+        self.left = psutil.Process(int(self.proc.communicate()[0]))
+
+
+def test_what_a_rank_left_running_that_failed_beside_another_is_ended():
+    """torch had not seen its end yet when it saw the other's."""
+    ranks: Any = Ranks.__new__(Ranks)
+    ranks.subprocess_handlers = {rank: _Handler(code) for rank, code in enumerate((1, 9, 0))}
+    ranks._failures, ranks.envs = {0: None}, {rank: {"RANK": str(rank)} for rank in range(3)}
+    left = [handler.left for handler in ranks.subprocess_handlers.values()]
+    with patch.object(Ranks.__bases__[0], "_close"):
+        ranks._close(signal.SIGTERM)
+    _, going_on = psutil.wait_procs(left, timeout=5)
+    going_on = [each for each in going_on if each.status() != psutil.STATUS_ZOMBIE]
+    left[2].kill()
+    assert going_on == [left[2]]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 from fastreduce.errors import ReducerError
 from tests.support.models import Boom, assert_same_bits, wrap
@@ -106,3 +108,61 @@ def test_a_second_one_is_refused_at_once_where_a_rank_has_joined(ranks2: RankPoo
     assert why.startswith("rank 1: a second backward through one forward brought first gradients for 'second.")
     assert why.endswith("where ranks have joined, which know of no second one, sum the losses and call backward once")
     assert seconds < 5
+
+
+class _Meets(torch.autograd.Function):
+    """The identity, whose backward meets the other ranks, as that of a loss over all ranks' batches does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        dist.all_reduce(torch.ones(1))
+        return grad
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, both: bool, meets: bool) -> Tensor:
+        x = self.low(x)
+        if meets:
+            x = _Meets.apply(x)  # type: ignore[no-untyped-call]
+        return self.a(x) + self.b(x) if both else self.a(x)  # type: ignore[no-any-return]
+
+
+def _behind_a_join(rank: int, world_size: int) -> list[Tensor]:
+    # The heads' bucket is full before the backward of what lies below meets the other rank, where both are used.
+    ddp = wrap("ours", _Heads(), find_unused_parameters=True, bucket_cap_mb=40 / 2**20)
+    ddp(torch.ones(1, 4), True, False).sum().backward()
+    with ddp.join():
+        for _ in range(2 + rank):
+            ddp(torch.ones(1, 4), True, False).sum().backward()
+    ddp.zero_grad()
+    ddp(torch.ones(1, 4), rank == 0, True).sum().backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+def test_in_the_step_behind_a_join_ranks_meet_where_all_do(ranks2: RankPool):
+    """What became of the last averages is told then, at the end of backward: buckets fill where ranks differ."""
+    first, second = ranks2.run(_behind_a_join, timeout=60)
+    assert_same_bits(first, second)
+
+
+def _two_modules(rank: int, world_size: int) -> list[float]:
+    one, two = wrap("ours", nn.Linear(1, 1)), wrap("ours", _Two())
+    with Join([one, two]):
+        one(torch.ones(1, 1)).sum().backward()
+        first, second = two(torch.full((1, 2), 1.0 + 4 * rank))
+        first.sum().backward()
+        second.sum().backward()
+        found = [float(layer.weight.grad[0, 0]) for layer in (two.module.first, two.module.second)]
+    return found
+
+
+def test_a_second_one_is_reduced_where_no_rank_has_joined_yet(ranks2: RankPool):
+    assert ranks2.run(_two_modules, timeout=60) == [[3.0, 3.0]] * 2

@@ -24,17 +24,18 @@ def test_time_in_which_a_process_stood_still_is_no_silence_of_others(monkeypatch
     store.set(f"beat {other}", "1")
     store.set(f"process {other}", json.dumps([1, "host", "digest", "", introduction()]))
 
-    def looks(seconds: int) -> list[list[int]]:
+    def looks(times: int, every: int = 1) -> list[list[int]]:
         found = []
-        for _ in range(seconds):
-            clock[0] += 1
+        for _ in range(times):
+            clock[0] += every
             found.append(here.gone([here.id, other]))
         return found
 
     assert looks(4) == [[]] * 4  # it is silent from the first one on
-    clock[0] += 100
-    assert looks(6) == [[]] * 6
-    assert looks(3)[-1] == [other]
+    clock[0] += 100  # of which 5 count
+    assert looks(4) == [[], [], [], [other]]
     store.set(f"beat {other}", "2")
     assert looks(11) == [[]] * 11
+    store.set(f"beat {other}", "3")  # looks that take long are no pause
+    assert looks(5, every=4) == [[], [], [], [other], [other]]
     here.leave()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastreduce import all_reduce_gradients
-from fastreduce.transports import LocalTransport
+from fastreduce.transports import LocalTransport, Work
 from tests.support.ranks import RankPool
 
 
@@ -59,3 +60,23 @@ def test_a_users_transport_ends_with_its_last_name(setting: str):
         del transport
         gc.collect()
     assert [each() for each in gone] == [None, None]
+
+
+class _Counting(LocalTransport):
+    calls = 0
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        self.calls += 1
+        return super().all_reduce(tensor)
+
+    def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
+        self.calls += 1
+        return super().all_to_all(received, wire)
+
+
+def test_a_copy_of_a_transport_reduces_itself():
+    first = _Counting()
+    all_reduce_gradients([torch.ones(300)], "int8", transport=first)
+    before, second = first.calls, copy.copy(first)
+    all_reduce_gradients([torch.ones(300)], "int8", transport=second)
+    assert before > 0 and (first.calls, second.calls) == (before, 2 * before)

@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -73,3 +74,43 @@ def test_a_connection_is_told_from_what_other_threads_open_meanwhile():
             each.close()
     with pytest.raises(TransportError, match="this process is ending"):
         client.read("here")  # nobody would answer
+
+
+class _Own(dist.Store):
+    """A store of the user's, of the methods that torch's own groups need; a read writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self.values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def deleteKey(self, key: str) -> bool:  # as torch's groups call it
+        return self.values.pop(key, None) is not None
+
+
+def test_a_users_own_store_need_not_compare():
+    own = _Own()
+    store = StoreClient(own, 5.0).at("here")
+    assert store.read("key") is None and not store.has("key") and store.absent(["key"]) == [0]
+    store.set("key", "")
+    assert store.read("key") == "" and store.has("key") and store.read_each(["key", "no"]) == ["", None]
+    meet(store.at("meeting"), 0, [0], 5.0, "note")
+    assert notes(store.at("meeting"), [0]) == ["note"]
+
+
+def test_an_error_of_the_stores_own_timeout_is_a_transport_error():
+    own = _Own()
+    with patch.object(own, "set", side_effect=TimeoutError("asleep")), pytest.raises(TransportError, match="answer"):
+        StoreClient(own, 5.0).set("key", "value")

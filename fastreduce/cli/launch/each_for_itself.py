@@ -32,7 +32,7 @@ class EachForItself(Ranks):
         super()._start()
         self._first_pids = super().pids()
         self._left, self._times = self.restarts, dict.fromkeys(self._first_pids, 0)
-        self._succeeded: set[int] = set()
+        self._succeeded, self._over = set[int](), frozenset()
 
     def pids(self) -> dict[int, int]:
         """Those of the first processes: torch's agent takes others for an error."""
@@ -76,6 +76,7 @@ class EachForItself(Ranks):
         say(f"rank {env['RANK']} {fate_of(failure)}; {outcome}\n{traceback_of(failure)}".rstrip())
         _end_group(pid)
         if not again:
+            self._over |= {local_rank}
             return False
         with suppress(FileNotFoundError):
             os.unlink(env["TORCHELASTIC_ERROR_FILE"])

@@ -105,6 +105,7 @@ class Ranks(SubprocessContext):
     here: ClassVar[Ranks | None] = None  # those that were started last
     outlives_terminal: ClassVar[bool] = False  # under nohup, say
     _ended: frozenset[int] = frozenset()  # process ids that this launcher ended, which are no causes
+    _over: frozenset[int] = frozenset()  # local ranks that have failed for good, and of whose groups nobody is left
     _ended_at = 0  # when, in nanoseconds: those that had told of their own end before may be
 
     def _start(self) -> None:
@@ -175,8 +176,8 @@ class Ranks(SubprocessContext):
         finally:  # a second Ctrl-C comes here too
             still.cancel()
             for rank, handler in self.subprocess_handlers.items():
-                # The number of one that has ended well may be somebody else's by now.
-                if handler.proc.pid in self._ended or rank in self._failures:
+                # The number of one that ended well, or whose group was ended then, may be somebody else's by now.
+                if rank not in self._over and (handler.proc.pid in self._ended or handler.proc.poll() != 0):
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(handler.proc.pid, signal.SIGKILL)
                 handler.proc.wait()

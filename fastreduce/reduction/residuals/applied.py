@@ -207,7 +207,7 @@ class Applied:
             others_follow: others accumulate behind it, where what is measured later is not of these alone.
             copies: what is in `.grad` in the place of an average may be a copy of it; else it is something else.
         """
-        if all(self._stepped):  # as is usual
+        if all(self._stepped):  # as is usual, and nothing takes it back but `hear`, which ends all looks
             return
         written, replaced = [], set()
         for i, stepped in enumerate(self._stepped):

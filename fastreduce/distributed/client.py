@@ -32,8 +32,8 @@ class Client:
         """Store a value; it replaces an earlier one.
 
         It travels as data that cannot execute: None, bools, numbers, strings, bytes, torch tensors, NumPy arrays and
-        numbers, and lists, tuples, sets and dicts of these. As text it may have 8 MiB, which 6 MiB of bytes or of a
-        tensor's elements become, and the key 7 KiB.
+        numbers, and lists, tuples, sets and dicts of these. In a TCPStore, as launchers and addresses give, it may have
+        8 MiB as text, which 6 MiB of bytes or of a tensor's elements become, and the key some 7 KiB.
 
         Raises:
             TypeError: for another value.

@@ -1,6 +1,6 @@
 """What is left to do when a process ends, in one order, whichever module was loaded first.
 
-`run/replacement.py` and `run/worker.py`, which import nothing of ours, alone have handlers at exit besides.
+`run/replacement.py`, which imports nothing of ours, is the only other place with a handler at exit.
 """
 
 from __future__ import annotations

@@ -7,11 +7,8 @@ our launcher it is printed here.
 
 from __future__ import annotations
 
-import atexit
 import builtins
-import contextlib
 import ctypes
-import gc
 import importlib.machinery
 import inspect
 import io
@@ -31,36 +28,28 @@ from typing import Any
 LAUNCHER = "FASTREDUCE_LAUNCHER"  # the launcher's process id
 ONE_GPU = "FASTREDUCE_ONE_GPU"  # each rank sees one device
 ALONE = "_FASTREDUCE_ALONE"  # one process, since nobody said how many; it may start ranks of its own
-ORDERS = "_FASTREDUCE_ORDERS"  # of `fastreduce compare`: run/orders.py
 TEARDOWN_SECONDS = 2
 PR_SET_PDEATHSIG = 1
-
-_succeeded = False  # the script, which has come to its end
 
 
 def main() -> None:
     """Run what the arguments name, as Python itself would."""
-    global _succeeded
     launched, rank = _end_with_launcher(), os.getpid()
     if _wants_one_gpu():
         _see_one_gpu()
     if os.environ.pop(ALONE, ""):
         _leave_the_store()
-    if ORDERS in os.environ and _trains_under_torchs(json.loads(os.environ[ORDERS])):
-        atexit.register(_end_without_python, rank)  # behind the script's handlers, since it is there before them
     kind, name = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     if kind == "program":
         os.execvp(name, sys.argv)
     try:
         _run(kind, name)
-        _succeeded = True
     except KeyboardInterrupt as error:  # the launcher passed Ctrl-C on, or this rank alone received it
         sys.last_value = error
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
-        _succeeded = end.code in (None, 0)
-        if launched and os.getpid() == rank and not _succeeded:
+        if launched and os.getpid() == rank and end.code not in (None, 0):
             _record("", _exit_code(end.code))
         raise
     except BaseException as error:
@@ -74,25 +63,6 @@ def main() -> None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(TEARDOWN_SECONDS)
         sys.exit(1)
-
-
-def _trains_under_torchs(orders: dict[str, Any]) -> bool:
-    return any(name.partition(":")[0] == "torch" for name in (orders["first"], *orders["contestants"]))
-
-
-def _end_without_python(rank: int) -> None:
-    """Torch's own class over gloo aborts now and then in the interpreter's end, where the script has succeeded.
-
-    Files that it has left open are written, as the interpreter does.
-    """
-    if not _succeeded or os.getpid() != rank or "mpi4py.MPI" in sys.modules:  # MPI's own end comes behind
-        return
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    for each in (sys.stdout, sys.stderr, *gc.get_objects()):
-        if issubclass(type(each), kinds):
-            with contextlib.suppress(OSError, ValueError):  # a full disk, closed
-                each.flush()
-    os._exit(0)
 
 
 def _run(kind: str, name: str) -> None:

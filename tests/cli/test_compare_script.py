@@ -314,39 +314,6 @@ if __name__ == "__main__":
 """
 
 
-ABORTING = """
-import ctypes, sys, torch, torch.distributed as dist
-setting, metric, code = sys.argv[1:]
-dist.init_process_group("gloo")
-ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-for step in range(9):
-    ddp(torch.ones(1, 2)).sum().backward()
-if dist.get_rank() == 0:
-    file = open(metric, "w")
-    file.write("0.5")
-if setting == "torch":
-    libc = ctypes.CDLL(None)
-    libc.on_exit(libc.abort, None)
-    sys.exit(int(code))
-"""
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("code", [0, 3])
-def test_an_abort_behind_the_script_ends_no_comparison_but_its_own_code_does(tmp_path: Path, code: int):
-    """As torch's class does now and then over gloo, behind the script and its handlers at exit."""
-    script, metric = tmp_path / "train.py", tmp_path / "metric-{setting}"
-    script.write_text(ABORTING)
-    options = ["--rounds", 0, "--train", "whole", "--seeds", 1, "--metric-file", metric]
-    result = _invoke(tmp_path, "--ranks", 2, "--settings", "none", "torch", *options, script, "{setting}", metric, code)
-    assert result.exit_code == code, result.output
-    assert ("the training under torch with seed 0 failed with exit code 3" in result.stderr) == bool(code)
-    quality = json.loads((tmp_path / "results.json").read_text())["quality"]
-    assert {name: found["metric_mean"] for name, found in quality.items()} == dict.fromkeys(
-        ["none"] if code else ["none", "torch"], 0.5
-    )
-
-
 @pytest.mark.usefixtures("forked")
 @pytest.mark.long
 def test_a_training_that_takes_no_step_is_ended_and_says_which_rank_is_missing(tmp_path: Path):

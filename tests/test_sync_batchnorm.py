@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastreduce import MismatchError, SettingError, SyncBatchNorm, TensorError, TransportError
 from fastreduce.sync_batchnorm import FIRST_CHANNELS
 from tests.support import tolerances
-from tests.support.models import assert_same_bits, batch, grads_of, wrap
+from tests.support.models import Shared, assert_same_bits, batch, grads_of, wrap
 from tests.support.ranks import RankPool, run_ranks
 
 Seen = dict[str, Any]
@@ -194,22 +194,8 @@ def _gradcheck(rank: int, world_size: int) -> bool:
 
     tensors = [batch(0, 0, 5, 3, 2), batch(0, 1, 3), batch(0, 2, 3)]
     return torch.autograd.gradcheck(
-        lambda *given: function(*[_Shared.apply(t) for t in given]), [t.double().requires_grad_() for t in tensors]
+        lambda *given: function(*[Shared.apply(t) for t in given]), [t.double().requires_grad_() for t in tensors]
     )
-
-
-class _Shared(torch.autograd.Function):
-    """A tensor that all ranks hold; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad)
-        return grad
 
 
 class _SumOfRanks(torch.autograd.Function):

@@ -78,7 +78,7 @@ class Backward:
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.manual = self.brought_all = False
         self._told = False  # whether `_tell_joined` has, since `arm`
-        self._meet_first = False  # whether ranks do there, of which some have joined
+        self._meet_first = False  # whether some have joined, so that it tells before any bucket is launched
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)

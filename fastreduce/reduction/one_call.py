@@ -287,21 +287,20 @@ def _average(
     reduction = _reduction_for(leaves, owners, transport, compression, op, error)
     gradients = Gradients(leaves, _names(leaves))
     used = [leaf.grad is not None for leaf in leaves]
-    with torch.no_grad():
-        reduction.begin()
-        for pipeline in reduction.pipelines:
-            members = gradients.members(pipeline.bucket)
-            found = gradients.collect(members, used)
-            pipeline.run(found.sources, found.targets, found.unused)
-            torch.autograd.graph.increment_version(found.targets)
-            left = found.settle(pipeline.used_by_any)
-            if pipeline.feedback is not None:
-                pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes)
-        agree_that_finite(reduction.feedbacks)
-        for other in _sharing(owners):
-            other.reached.end()
-        for step in reduction.steps.values():
-            step.add_(1)
+    reduction.begin()
+    for pipeline in reduction.pipelines:
+        members = gradients.members(pipeline.bucket)
+        found = gradients.collect(members, used)
+        pipeline.run(found.sources, found.targets, found.unused)
+        torch.autograd.graph.increment_version(found.targets)
+        left = found.settle(pipeline.used_by_any)
+        if pipeline.feedback is not None:
+            pipeline.feedback.follow(members.parameters, left, pipeline.magnitudes)
+    agree_that_finite(reduction.feedbacks)
+    for other in _sharing(owners):
+        other.reached.end()
+    for step in reduction.steps.values():
+        step.add_(1)
 
 
 def _sharing(owners: list[Any]) -> list[_Reduction]:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from fastreduce.errors import ReducerError
-from tests.support.models import Boom, assert_same_bits, wrap
+from tests.support.models import Boom, Shared, assert_same_bits, wrap
 from tests.support.ranks import RankPool
 
 
@@ -110,19 +109,6 @@ def test_a_second_one_is_refused_at_once_where_a_rank_has_joined(ranks2: RankPoo
     assert seconds < 5
 
 
-class _Meets(torch.autograd.Function):
-    """The identity, whose backward meets the other ranks, as that of a loss over all ranks' batches does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        dist.all_reduce(torch.ones(1))
-        return grad
-
-
 class _Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +117,7 @@ class _Heads(nn.Module):
     def forward(self, x: Tensor, both: bool, meets: bool) -> Tensor:
         x = self.low(x)
         if meets:
-            x = _Meets.apply(x)  # type: ignore[no-untyped-call]
+            x = Shared.apply(x)  # type: ignore[no-untyped-call]
         return self.a(x) + self.b(x) if both else self.a(x)  # type: ignore[no-any-return]
 
 

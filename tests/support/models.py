@@ -502,3 +502,17 @@ def mean_over_ranks(grads: Grads) -> Grads:
         means[name] = grad / dist.get_world_size()
         dist.all_reduce(means[name])
     return means
+
+
+class Shared(torch.autograd.Function):
+    """A tensor that all ranks hold; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad

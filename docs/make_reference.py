@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from inspect import Parameter
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import typer.core
@@ -174,7 +174,9 @@ def _methods(kind: type) -> list[tuple[str, Callable[..., Any]]]:
 
 def signature(name: str, thing: Any) -> str:
     """On one line, or with a line for each argument."""
-    found = inspect.signature(thing)
+    made = getattr(thing, "__init__", None)
+    # Where it names the arguments of the installed torch's class, that of the source.
+    found = inspect.signature(_as_written(made) if hasattr(made, "__signature__") else thing)
     parameters = [p for p in found.parameters.values() if p.name not in ("self", "cls")]
     kinds = [parameter.kind for parameter in parameters]
     parts = []
@@ -195,6 +197,15 @@ def signature(name: str, thing: Any) -> str:
     if len(line) <= WIDTH:
         return line
     return "\n".join([f"{name}(", *(f"    {part}," for part in parts), f"){tail}"])
+
+
+def _as_written(function: Any) -> Any:
+    """The same function, whose signature is that of its source."""
+    made = FunctionType(
+        function.__code__, function.__globals__, argdefs=function.__defaults__, closure=function.__closure__
+    )
+    made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
+    return made
 
 
 def _annotation(annotation: Any) -> str:

@@ -23,7 +23,7 @@ AnySetting = Compression | str | Mapping[str, Compression | str] | Chooser | Non
 
 NAMED = {"auto4": "ndim<2|numel<4096: fp16; *: int4:error_feedback"}
 
-_CONDITION = re.compile(r"(ndim|numel) *(<=|>=|<|>|=) *(\d+)")
+_CONDITION = re.compile(r"(ndim|numel) *(<=|>=|<|>|=) *([0-9]{1,18})")
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
 
 
@@ -63,7 +63,9 @@ class Policy:
         if isinstance(setting, str):
             return _parse(setting)
         if isinstance(setting, Mapping):
-            return Policy(tuple((str(key), _read(value, f"the rule {key!r}")) for key, value in setting.items()))
+            return Policy(
+                tuple((str(key).strip(), _read(value, f"the rule {key!r}")) for key, value in setting.items())
+            )
         if isinstance(setting, (Compression, Policy)):
             return setting
         if callable(setting) and not isinstance(setting, type):
@@ -233,7 +235,7 @@ def _check_key(key: str) -> None:
         if re.match(r"(ndim|numel)\b|.*[<>=]", text) and not _CONDITION.fullmatch(text):
             raise SettingError(
                 f"{text!r} in the key {key!r} of a policy is no condition; allowed: ndim or numel, one of "
-                f"{', '.join(_OPERATORS)}, and a whole number"
+                f"{', '.join(_OPERATORS)}, and a whole number of at most 18 digits"
             )
 
 

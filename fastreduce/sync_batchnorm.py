@@ -105,10 +105,12 @@ class SyncBatchNorm(_BatchNorm):
     def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         if not self.track_running_stats:
             return
-        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
-        self.num_batches_tracked.add_(1)
-        if count:
-            momentum = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        batches, momentum = self.num_batches_tracked, self.momentum  # each may be None, as in torch's layers
+        if batches is not None:
+            batches.add_(1)
+        if momentum is None:
+            momentum = 0.0 if batches is None else 1 / int(batches)
+        if count and self.running_mean is not None and self.running_var is not None:
             unbiased = variance * (count / (count - 1))
             for running, found in ((self.running_mean, mean), (self.running_var, unbiased)):
                 running.copy_(running * (1 - momentum) + found * momentum)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import datetime
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -330,6 +331,31 @@ def test_it_is_copied_and_pickled_and_works_in_one_process():
         expected = copy.deepcopy(reference)
         assert_same_bits(each(x), expected(x))
         assert_same_bits(dict(each.state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("missing", [("num_batches_tracked",), ("running_mean", "running_var")])
+def test_what_a_layer_does_not_track_is_none_as_in_torchs(
+    ranks2: RankPool, missing: Sequence[str], momentum: float | None
+):
+    torchs = _untracked(nn.BatchNorm1d(3, momentum=momentum), missing)
+    outputs = torchs(torch.cat([batch(rank, 0, 4, 3) for rank in range(2)])).split(4)
+    for (output, state), expected in zip(ranks2.run(_normalized, missing, momentum), outputs, strict=True):
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(state, dict(torchs.state_dict()))
+
+
+def _untracked(layer: Any, missing: Sequence[str]) -> Any:
+    for name in missing:
+        setattr(layer, name, None)
+    return layer
+
+
+def _normalized(
+    rank: int, world_size: int, missing: Sequence[str], momentum: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    layer = _untracked(SyncBatchNorm(3, momentum=momentum), missing)
+    return layer(batch(rank, 0, 4, 3)).detach(), dict(layer.state_dict())
 
 
 def test_a_group_of_some_ranks(ranks3: RankPool):

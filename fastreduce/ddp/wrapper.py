@@ -552,3 +552,13 @@ class DistributedDataParallel(TorchDDP):
         device = module_device(state["_modules"]["module"])
         self._transport = make_transport(group_asked_for(None, None), device, state["_transport_argument"], alone=True)
         super().__setstate__(state)
+
+
+def _signature() -> inspect.Signature:
+    """That of the installed torch's class, and three arguments more: configurations keep what a signature names."""
+    torchs, ours = (inspect.signature(each.__init__) for each in (TorchDDP, DistributedDataParallel))
+    arguments = [*torchs.parameters.values(), *(ours.parameters[name] for name in OWN_ARGUMENTS)]
+    return ours.replace(parameters=sorted(arguments, key=lambda argument: argument.kind))
+
+
+DistributedDataParallel.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from importlib.metadata import version
-from types import ModuleType
 
 import torch
 
-from ..environment import caches
+from ..environment.caches import ensure
+from ..environment.numba_imports import import_compiled, pythons_print, why_not_compiled
 from ..environment.packages import pip_install
 from ..errors import BackendUnavailableError, SettingError, TensorError
 from ..kernels.device_tables import AlignmentError
@@ -56,6 +56,8 @@ def _why_not_numba_cpu(device: torch.device) -> str | None:
         return f"numba_cpu works on CPU tensors, not on {device}"
     if _lacks_f16c():
         return "this processor has no F16C instructions, which the FP16 kernels need; set FASTREDUCE_KERNELS=reference"
+    if reason := why_not_compiled():
+        return f"{reason}, or set FASTREDUCE_KERNELS=reference"
     return None
 
 
@@ -75,6 +77,7 @@ def _why_not_triton(device: torch.device) -> str | None:
     return None
 
 
+@pythons_print()
 def _why_not_numba_cuda(device: torch.device) -> str | None:
     try:
         importlib.import_module("numba_cuda")  # without it `numba.cuda` is an older one, part of numba
@@ -169,15 +172,9 @@ def load(name: str) -> Backend:
     """
     declared = _declared(name)
     if name == "triton":
-        caches.ensure("TRITON_CACHE_DIR")
+        ensure("TRITON_CACHE_DIR")
     try:
-        try:
-            modules = _import(declared)
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):  # Numba finds no folder that it can write
-                raise
-            with caches.numba_caching():
-                modules = _import(declared)
+        modules = import_compiled([f"..kernels.{module}" for module in declared.modules], __package__)
     except ImportError as error:
         raise BackendUnavailableError(f"kernel backend {name!r} cannot be imported: {error}") from error
     found = {
@@ -189,10 +186,6 @@ def load(name: str) -> Backend:
     if declared.for_devices:
         found = {op: _translated(operation) for op, operation in found.items()}
     return Backend(name, **found)
-
-
-def _import(declared: _Declaration) -> list[ModuleType]:
-    return [importlib.import_module(f"..kernels.{module}", __package__) for module in declared.modules]
 
 
 def _translated(operation: Callable[..., None]) -> Callable[..., None]:

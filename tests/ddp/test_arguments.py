@@ -63,6 +63,14 @@ ARGUMENTS: dict[str, Any] = {
 TORCHS = set(inspect.signature(TorchDDP).parameters) - {"module"}
 
 
+def test_the_signature_names_torchs_arguments_and_three_more():
+    torchs, ours = (inspect.signature(kind) for kind in DDP.values())
+    assert list(ours.parameters.values())[: len(torchs.parameters)] == list(torchs.parameters.values())
+    own = list(ours.parameters.values())[len(torchs.parameters) :]
+    assert {each.name for each in own} == {"compression", "transport", "elastic"}
+    assert all(each.kind is inspect.Parameter.KEYWORD_ONLY for each in own)
+
+
 def test_every_argument_of_the_installed_torch_is_tested():
     assert set(ARGUMENTS) >= TORCHS
 

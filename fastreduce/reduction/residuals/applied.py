@@ -17,7 +17,7 @@ from .notices import Read, is_optimized, leave, listen
 # of it, and whether an optimizer tells.
 Fate = tuple[float, float, float | None, bool, bool, bool]
 
-MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-9
+MEASURED = 0.02  # by how much two ways to measure one factor may differ: BF16 rounds each element by up to 2^-8
 
 
 def norms_of(grads: Sequence[Tensor]) -> Tensor:

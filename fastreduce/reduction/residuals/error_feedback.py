@@ -41,7 +41,7 @@ class ErrorFeedback:
     sum by u·Q, whatever f was: no history of clipping, skipped steps and loss scales adds up.
 
     In 8 bits and BF16 what is kept is rounded, each time it is stored: by 1/127 of the largest residual of a block at
-    most, or 2^-9 of itself. That is lost, and small beside what would be lost without error feedback.
+    most, or 2^-8 of itself. That is lost, and small beside what would be lost without error feedback.
 
     Args:
         bucket, share, block, rows, dtype: as of `BucketResiduals`.

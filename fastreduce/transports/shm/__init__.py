@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...environment import caches
+from ...environment.numba_imports import import_compiled
 from ...kernels.slots import Pieces, SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
@@ -25,13 +24,7 @@ __all__ = ["ShmTransport", "why_no_shm"]
 @cache
 def _load() -> Any:
     """The module that connects, with what Numba compiles; imported on first use."""
-    try:
-        return importlib.import_module(".connection", __package__)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):  # Numba finds no folder that it can write
-            raise
-        with caches.numba_caching():
-            return importlib.import_module(".connection", __package__)
+    return import_compiled([".connection"], __package__)[0]
 
 
 def _connect(group: Ranks, name: str, times: int) -> ShmConnection:

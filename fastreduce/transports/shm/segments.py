@@ -20,6 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...environment.numba_imports import why_not_compiled
+
 FOLDER = Path("/dev/shm")
 PREFIX = "fastreduce-"
 NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}  # of futex(2)
@@ -59,6 +61,8 @@ def why_no_shm(nbytes: int = 0) -> str | None:
     """
     if os.uname().machine not in NUMBERS:
         return f"on {os.uname().machine} the number of futex(2) is not known; it is on {', '.join(NUMBERS)}"
+    if reason := why_not_compiled():
+        return reason
     if not os.access(FOLDER, os.W_OK | os.X_OK):
         return f"there is no {FOLDER} that this user may write to"
     free = os.statvfs(FOLDER)

@@ -1,0 +1,85 @@
+"""Numba is imported where a script has put a function of its own in the place of `print`, as many do behind set-up."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastreduce.ops import backends
+from fastreduce.transports.shm import why_no_shm
+from tests.support.commands import run, with_environment
+
+NESTED = """
+def quiet():
+    import builtins
+    real = builtins.print
+    def print(*args, **kwargs):
+        if kwargs.pop("force", False):
+            real(*args, **kwargs)
+    builtins.print = print
+"""
+PARTIAL = """
+def quiet():
+    import builtins, functools
+    builtins.print = functools.partial(print, flush=True)
+"""
+GONE = """
+def quiet():
+    import builtins
+    builtins.print = lambda *args, **kwargs: None
+"""
+LOAD = {
+    "kernels": "from fastreduce.ops import backends; assert backends.load('numba_cpu').flatten",
+    "simulated kernels": """
+import torch
+from fastreduce.ops import backends
+assert backends.why_not('numba_cuda', torch.device('cpu')) is None
+assert backends.load('numba_cuda').flatten
+""",
+    "shared memory": "from fastreduce.transports import shm; assert shm._load().ShmConnection",
+}
+TRAIN = r"""
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+quiet()
+ddp = DDP(torch.nn.Linear(2, 1))
+ddp(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+assert ddp.module.weight.grad.tolist() == [[0.5, 0.5]]
+print(f"{type(ddp).__module__} {dist.get_rank()}\n", end="", flush=True, force=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("replaced", [NESTED, PARTIAL, GONE], ids=["nested", "partial", "gone"])
+@pytest.mark.parametrize("what", LOAD)
+def test_numba_finds_pythons_print_and_the_script_keeps_its_own(what: str, replaced: str):
+    later = "import numba; assert callable(numba.njit(lambda: print(1)).py_func)"
+    script = f"{replaced}\nquiet(); mine = print\n{LOAD[what]}\nassert print is mine\n{later}"
+    simulated = {"NUMBA_ENABLE_CUDASIM": "1"} if what == "simulated kernels" else {}
+    done = run(sys.executable, "-c", script, env={**os.environ, **simulated})
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_whose_rank_0_alone_prints_trains_under_run(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(NESTED + TRAIN)
+    command = [sys.executable, "-m", "fastreduce", "run", "--nproc-per-node", "2", str(script)]
+    done = run(*command, env=with_environment())
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "ddp" in line) == [
+        "fastreduce.ddp 0",
+        "fastreduce.ddp 1",
+    ]
+
+
+def test_where_numba_compiles_nothing_kernels_and_shared_memory_say_so(monkeypatch: pytest.MonkeyPatch):
+    cpu = torch.device("cpu")
+    for value, told in (("1", "NUMBA_DISABLE_JIT is set"), ("0", None), ("", None)):
+        monkeypatch.setenv("NUMBA_DISABLE_JIT", value)
+        for reason in (backends.why_not("numba_cpu", cpu), why_no_shm()):
+            assert reason is None if told is None else told in str(reason)

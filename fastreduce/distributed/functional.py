@@ -266,8 +266,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        total = reduce_sum(grad, ctx.group, dst=ctx.src)
-        return (total if dist.get_rank() == ctx.src else grad.new_zeros(ctx.shape)), None, None, None, None
+        return _of_input(reduce_sum(grad, ctx.group, dst=ctx.src), ctx), None, None, None, None
 
 
 class _Scatter(Function):
@@ -282,5 +281,12 @@ class _Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        total = gather(grad, ctx.group, ctx.axis, dst=ctx.src)
-        return (total if dist.get_rank() == ctx.src else grad.new_zeros(ctx.shape)), None, None, None, None
+        return _of_input(gather(grad, ctx.group, ctx.axis, dst=ctx.src), ctx), None, None, None, None
+
+
+def _of_input(total: Tensor, ctx: Any) -> Tensor:
+    """The gradient of what a rank has passed: all ranks' `total`, or on ranks other than the source zeros.
+
+    These hang on `total`, so that a gradient of the gradient comes through the collective on every rank.
+    """
+    return total if dist.get_rank() == ctx.src else total.sum().expand(ctx.shape)

@@ -107,6 +107,27 @@ def test_gradients_have_gradients(ranks2: RankPool):
         assert_same_bits((once, twice), (first[rank].detach(), leaves[rank].grad))
 
 
+def _penalty(rank: int, world_size: int, function: str) -> list[list[float]]:
+    """Gradients of the squares of the gradients of what rank 0 has passed, by that and by each rank's weight."""
+    given = torch.full((2,), 2.0, requires_grad=True)
+    weight = torch.tensor([3.0 + rank], requires_grad=True)
+    loss = (weight * getattr(functional, function)(given) ** 2).sum()
+    (gradient,) = torch.autograd.grad(loss, given, create_graph=True)
+    return [each.tolist() for each in torch.autograd.grad((gradient**2).sum(), [given, weight])]
+
+
+@pytest.mark.parametrize(
+    ("function", "weights", "by_weight"),
+    [("broadcast", [7.0, 7.0], [448.0, 448.0]), ("scatter", [3.0, 4.0], [96.0, 128.0])],  # 8 · weight · given²
+)
+def test_gradients_of_what_one_rank_passes_have_gradients(
+    ranks2: RankPool, function: str, weights: list[float], by_weight: list[float]
+):
+    (given, first), (others, second) = ranks2.run(_penalty, function)
+    assert given == [8 * weight**2 * 2 for weight in weights]
+    assert [*first, *second] == by_weight and others == [0.0, 0.0]
+
+
 def _without_input(rank: int, world_size: int) -> list[Any]:
     seen: list[Any] = []
     weight = torch.ones(4, 2, dtype=torch.float16, requires_grad=True)

@@ -55,7 +55,14 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("replaced", [NESTED, PARTIAL, GONE], ids=["nested", "partial", "gone"])
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        pytest.param(NESTED, id="nested"),
+        pytest.param(PARTIAL, id="partial", marks=pytest.mark.long),
+        pytest.param(GONE, id="gone", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("what", LOAD)
 def test_numba_finds_pythons_print_and_the_script_keeps_its_own(what: str, replaced: str):
     later = "import numba; assert callable(numba.njit(lambda: print(1)).py_func)"

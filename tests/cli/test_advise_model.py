@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastreduce.cli.advise import model
 from fastreduce.cli.advise.advice import EQUAL, HIGHER, advise, contenders, varied, who_is_late
-from fastreduce.cli.advise.model import Parts, Stages, Step, Wire
+from fastreduce.cli.advise.model import Parts, Rank, Stages, Step, Wire
 from fastreduce.cli.advise.prediction import Interval, Prediction, predict, seconds
 from fastreduce.cli.advise.readings import Flight, Probe, Readings
 from fastreduce.cli.compare.intervals import Estimate
@@ -28,10 +28,10 @@ short = st.floats(0, 1).map(lambda x: round(x, 3))
 def cases(draw: st.DrawFn) -> tuple[Step, list[Stages], float, float]:
     """A step, its buckets, a share and a drag."""
     count = draw(st.integers(1, 6))
-    backward, length = draw(short), draw(short)
-    ready = sorted(backward + length * draw(short) for _ in range(count - 1))
-    end = backward + length
-    step = Step(backward, (*ready, end), end, end * draw(short))
+    ranks = [Rank(begun, begun + draw(short)) for begun in draw(st.lists(short, min_size=1, max_size=3))]
+    last = max(ranks, key=lambda rank: rank.computed)
+    ready = sorted(last.backward + (last.computed - last.backward) * draw(short) for _ in range(count - 1))
+    step = Step((*ready, last.computed), tuple(ranks))
     stages = [Stages(*(draw(short) for _ in range(5))) for _ in range(count)]
     return step, stages, draw(st.floats(0.2, 2)), draw(st.sampled_from([0.0, 0.3, 1.0]))
 
@@ -54,36 +54,63 @@ def test_a_step_never_gets_shorter_where_a_stage_gets_slower(
 
 
 def test_what_is_over_before_backward_ends_costs_nothing():
-    step = Step(10.0, (12.0, 20.0), 20.0, 20.0)
+    step = Step((12.0, 20.0), (Rank(10.0, 20.0),))
     parts = model.parts(step, [Stages(1.0, 2.0, 1.0, 2.0, 1.0), Stages(0, 0, 0, 0, 0)], 1.0)
     assert parts == Parts(compute=20.0, waiting=0, compress=0, wire=0, sum=0, decompress=0, hidden=7.0)
 
 
 def test_one_bucket_is_all_exposed():
-    parts = model.parts(Step(10.0, (20.0,), 20.0, 20.0), [Stages(1.0, 2.0, 3.0, 4.0, 5.0)], 1.0)
+    parts = model.parts(Step((20.0,), (Rank(10.0, 20.0),)), [Stages(1.0, 2.0, 3.0, 4.0, 5.0)], 1.0)
     assert parts == Parts(compute=20.0, waiting=0, compress=1.0, wire=6.0, sum=3.0, decompress=5.0, hidden=0.0)
 
 
 def test_kernels_go_on_beside_the_wire():
     """The second bucket is compressed while the first one is sent, and takes the link after it."""
-    step, bucket = Step(0.0, (10.0, 10.0), 10.0, 10.0), Stages(1.0, 0.0, 0.0, 4.0, 1.0)
+    step, bucket = Step((10.0, 10.0), (Rank(0.0, 10.0),)), Stages(1.0, 0.0, 0.0, 4.0, 1.0)
     parts = model.parts(step, [bucket, bucket], 1.0)
     assert (parts.compress, parts.wire, parts.decompress, parts.step) == (1.0, 8.0, 1.0, 20.0)
     assert model.times(step, [bucket, bucket], 0.5)[1] == 18.0  # the link takes the second after half of the first
 
 
 def test_ranks_that_wait_for_one():
-    assert model.parts(Step(0.0, (30.0,), 30.0, 20.0), [Stages(0, 0, 0, 1.0, 0)], 1.0).waiting == 10.0
-    flights = [Flight(Step(0.0, (30.0,), 30.0, 20.0), [10 * MS, 30 * MS], 31.0)] * 3
+    step = Step((30.0,), (Rank(0.0, 10.0), Rank(0.0, 30.0)))
+    assert model.parts(step, [Stages(0, 0, 0, 1.0, 0)], 1.0).waiting == 10.0
+    flights = [Flight(step, [10 * MS, 30 * MS], 31.0)] * 3
     assert who_is_late(flights) == "rank 1"
     taking_turns = [*flights, *(Flight(f.step, f.computed[::-1], 31.0) for f in flights)]
     assert who_is_late(taking_turns) == "each other in turn"
 
 
 def test_what_goes_on_beside_backward_slows_it_down():
-    step, stages = Step(0.0, (4.0, 10.0), 10.0, 10.0), [Stages(0, 0, 0, 2.0, 0), Stages(0, 0, 0, 1.0, 0)]
+    step, stages = Step((4.0, 10.0), (Rank(0.0, 10.0),)), [Stages(0, 0, 0, 2.0, 0), Stages(0, 0, 0, 1.0, 0)]
     assert model.times(step, stages, 1.0, drag=0.0)[1] == 11.0
     assert model.times(step, stages, 1.0, drag=0.5)[1] == 12.0  # two seconds beside it make one more
+
+
+def test_each_ranks_own_backward_is_stretched():
+    """By what the slowest one's shrinks, compute came out at -4 in the mean of these two."""
+    step = Step((12.0, 42.0), (Rank(2.0, 42.0), Rank(2.0, 6.0))).stretched(0.25)
+    assert (step.ready, step.computed, step.compute) == ((4.5, 12.0), 12.0, 7.5)
+    late = Step((35.0, 42.0), (Rank(0.0, 42.0), Rank(32.0, 40.0))).stretched(0.25)  # the other one is the last now
+    assert (late.ready, late.backward, late.computed, late.compute) == ((32.75, 34.0), 32.0, 34.0, 22.25)
+
+
+@given(cases(), st.floats(0, 3))
+def test_no_part_is_negative_where_backward_is_stretched(case: tuple[Step, list[Stages], float, float], factor: float):
+    step, stages, share, drag = case
+    stretched = step.stretched(factor)
+    assert list(stretched.ready) == sorted(stretched.ready) and stretched.ready[-1] == stretched.computed
+    found = model.parts(stretched, stages, share, drag)
+    assert min(found.compute, found.waiting) >= 0 and 0 <= found.hidden <= found.compute + found.waiting + 1e-12
+
+
+@given(cases(), st.floats(0, 3))
+def test_equal_ranks_are_stretched_as_one(case: tuple[Step, list[Stages], float, float], factor: float):
+    step, last = case[0], case[0].last
+    one, three = (Step(step.ready, (last,) * count).stretched(factor) for count in (1, 3))
+    moved = [t if t < last.backward else last.backward + factor * (t - last.backward) for t in step.ready]
+    assert list(one.ready) == list(three.ready) == moved
+    assert one.computed == three.computed == one.compute == pytest.approx(three.compute, rel=1e-12) == moved[-1]
 
 
 def test_the_share_is_what_a_burst_tells():
@@ -116,7 +143,7 @@ def probe(name: str, buckets: list[list[int]], stages: list[list[float]], burst:
 
 def readings(*probes: Probe) -> Readings:
     """Of three gradients, which come at 2, 4 and 10, and one bucket of all, which takes 4 more; 1 is not explained."""
-    flight = Flight(Step(0.0, (10.0, 4.0, 2.0), 10.0, 10.0), [10.0, 10.0], 15.0)
+    flight = Flight(Step((10.0, 4.0, 2.0), (Rank(0.0, 10.0),) * 2), [10.0, 10.0], 15.0)
     one = probe("none", [[2, 1, 0]], [[0, 0, 0, 4.0, 0]], 4.0)
     return Readings({"transport": "shm"}, {}, {str(each.variant): each for each in (one, *probes)}, {}, [flight], [10])
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
 from typing import NamedTuple
 
 KINDS = ("wire", "decompress", "sum", "compress")  # the first of those that go on at a time is what it counts as
@@ -32,31 +34,54 @@ class Stages:
     decompress: float
 
 
+class Rank(NamedTuple):
+    """One rank in a step: when its backward begins, and when it has ended."""
+
+    backward: float
+    computed: float
+
+    def moved(self, time: float, factor: float) -> float:
+        """When what has come by `time` comes with a backward that takes `factor` times as long."""
+        time = min(time, self.computed)
+        return time if time < self.backward else self.backward + factor * (time - self.backward)
+
+
 @dataclass(frozen=True)
 class Step:
     """A step of all ranks as far as they compute, from its beginning.
 
     Attributes:
-        backward: when backward begins on the last rank.
         ready: by bucket, when it is full on the last rank.
-        computed: when backward has ended on the last rank.
-        compute: the same, in the mean of the ranks.
+        ranks: all of them.
     """
 
-    backward: float
     ready: tuple[float, ...]
-    computed: float
-    compute: float
+    ranks: tuple[Rank, ...]
+
+    @cached_property
+    def last(self) -> Rank:
+        """The one whose backward ends last."""
+        return max(self.ranks, key=lambda rank: rank.computed)
+
+    @property
+    def backward(self) -> float:
+        """When backward begins on the last rank."""
+        return self.last.backward
+
+    @property
+    def computed(self) -> float:
+        """When backward has ended on the last rank."""
+        return self.last.computed
+
+    @cached_property
+    def compute(self) -> float:
+        """When backward has ended, in the mean of the ranks."""
+        return min(self.computed, fmean(rank.computed for rank in self.ranks))  # no more for rounding
 
     def stretched(self, factor: float) -> Step:
-        """With a backward that takes `factor` times as long."""
-
-        def moved(time: float) -> float:
-            return time if time < self.backward else self.backward + factor * (time - self.backward)
-
-        computed = moved(self.computed)
-        ready = tuple(map(moved, self.ready))
-        return Step(self.backward, ready, computed, self.compute + computed - self.computed)
+        """With a backward that takes `factor` times as long on each rank; another one may be the last then."""
+        ready = tuple(max(rank.moved(time, factor) for rank in self.ranks) for time in self.ready)
+        return Step(ready, tuple(rank._replace(computed=rank.moved(rank.computed, factor)) for rank in self.ranks))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ...run.contestants import AFTER_BACKWARD, Variant
 from ...run.probing import COLLECTIVES
 from ..compare.script.plan import BASE
 from ..compare.script.trainings import Line
-from .model import Stages, Step, fit_share
+from .model import Rank, Stages, Step, fit_share
 
 Floats = NDArray[np.float64]
 BEFORE_BACKWARD = ("after", "optimizer", "data", "forward")
@@ -85,7 +85,7 @@ class Flight:
     def for_buckets(self, buckets: Buckets) -> Step:
         """The same step with these buckets: each is full when the last gradient has come, the last one at the end."""
         ready = [max(self.step.ready[p] for p in bucket) for bucket in buckets]
-        return Step(self.step.backward, (*ready[:-1], self.step.computed), self.step.computed, self.step.compute)
+        return Step((*ready[:-1], self.step.computed), self.step.ranks)
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,6 @@ def _flight(ranks: Sequence[Mapping[str, Any]]) -> Flight:
     end = max(computed)
     arrived = zip(*(rank["arrived"] for rank in ranks), strict=True)
     ready = [_last(backward, times, end) for times in arrived]
-    step = Step(backward[computed.index(end)], tuple(ready), end, float(np.mean(computed)))
+    step = Step(tuple(ready), tuple(map(Rank, backward, computed)))
     seconds = float(np.mean([sum(rank["phases"].values()) for rank in ranks]))
     return Flight(step, computed, seconds)

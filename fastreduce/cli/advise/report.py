@@ -36,6 +36,18 @@ VARIANTS = (
     "(FASTREDUCE_TRANSPORT=), of none and the settings whose communication takes least. The first column: in the "
     "buckets of now."
 )
+PART_COLUMNS = {
+    "step": "\nstep",
+    "compute": "com-\npute",
+    "waiting": "wait-\ning",
+    "compress": "com-\npress",
+    "wire": "\nwire",
+    "sum": "\nsum",
+    "decompress": "decom-\npress",
+    "other": "\nother",
+    "hidden": "hid-\nden",
+}
+FILE = "advice.json"  # has all that is measured, predicted and said
 MOVED = 0.15  # by which none's own step may be off before that is told
 
 
@@ -79,8 +91,8 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
     over = f"over {wrapped['transport']}" if wrapped["transport"] else ""
     about = f"{wrapped['wrapped']}, {wrapped['parameters']:,} parameters, {wrapped['ranks']} ranks {over}".rstrip()
     console.print(f"\n{about}. The link: {links_text(readings, readings.transport)}.")
-    print_table(console, _steps_table(findings.predicted, findings), STEPS)
-    print_table(console, _parts_table(findings.predicted), PARTS)
+    _print_steps(console, findings.predicted, findings, STEPS)
+    _print_parts(console, findings.predicted)
     if len(findings.seconds) > len(readings.settings):
         print_table(console, _variants_table(findings), VARIANTS)
     for name in readings.latency:
@@ -95,8 +107,8 @@ def show(console: Console, findings: Findings, link: Link | None) -> None:
         there, advice = findings.projected
         each = wrapped["local_ranks"]
         console.print(f"\nProjected to {link.nodes} hosts of {each} ranks, {link.gbits:g} Gbit/s:")
-        print_table(console, _steps_table(there, None), "predicted only: nothing was run there.")
-        print_table(console, _parts_table(there), PARTS)
+        _print_steps(console, there, None, "predicted only: nothing was run there.")
+        _print_parts(console, there)
         console.print()
         console.print(advice.sentence, style="bold")
         _say(console, advice.caution)
@@ -133,17 +145,29 @@ def links_text(readings: Readings, transport: str) -> str:
     return "; ".join(told)
 
 
-def _steps_table(predicted: Mapping[str, Prediction], findings: Findings | None) -> Table:
-    table = make_table(["predicted, ms\n(95 %)", "over none\n(95 %)", "sent,\nMB"])
+def _print_steps(console: Console, predicted: Mapping[str, Prediction], findings: Findings | None, notes: str) -> None:
+    narrower = (
+        ("the 95 % of predictions", _steps_table(predicted, findings, intervals=False)),
+        ("the 95 % of predictions, sent", _steps_table(predicted, findings, intervals=False, sent=False)),
+    )
+    print_table(console, _steps_table(predicted, findings), notes, narrower, FILE)
+
+
+def _steps_table(
+    predicted: Mapping[str, Prediction], findings: Findings | None, intervals: bool = True, sent: bool = True
+) -> Table:
+    columns = ["predicted, ms\n(95 %)", "over none\n(95 %)"] if intervals else ["pre-\ndicted,\nms", "over\nnone"]
+    table = make_table([*columns, *(["sent,\nMB"] if sent else [])])
     measured = {} if findings is None else findings.measured
     if measured:
-        for column in ("measured,\nms", "its ratio\n(95 %)", "prediction\nis off by"):
+        for column in ("meas-\nured,\nms", "its ratio\n(95 %)", "pre-\ndiction\noff by"):
             table.add_column(column, justify="right", no_wrap=True)
     advice = None if findings is None else findings.advice
     chosen = "" if advice is None else advice.name
     for name, each in predicted.items():
-        cells = [_interval(each.step, 1e3, 1), "1" if name == BASE else _interval(each.ratio, 1, 2)]
-        cells.append(f"{each.sent / 1e6:.1f}")
+        ratio = "1" if name == BASE else _interval(each.ratio, 1, 2, intervals)
+        cells = [_interval(each.step, 1e3, 1, intervals), ratio]
+        cells += [f"{each.sent / 1e6:.1f}"] if sent else []
         if measured:
             cells += ["–", "–", "–"]
         if findings is not None and name in measured:
@@ -163,7 +187,7 @@ def _variants_table(findings: Findings) -> Table:
     sizes = dict.fromkeys(variant.bucket_cap_mb for variant in probes)
     counts = {size: len(probes[Variant(BASE, size)].buckets) for size in sizes}
     columns = [
-        f"{'now' if size is None else f'{size} MiB'},\n{count} bucket{'s' * (count > 1)}"
+        f"{'now' if size is None else f'{size} MiB'},\n{count}\nbucket{'s' * (count > 1)}"
         for size, count in counts.items()
     ]
     table = make_table(["\nover", *columns])
@@ -182,9 +206,15 @@ def _label(variant: Variant) -> str:
     return variant.setting + ("\n " + ", ".join(options) if options else "")
 
 
-def _parts_table(predicted: Mapping[str, Prediction]) -> Table:
-    columns = ["step", "compute", "waiting", "compress", "wire", "sum", "decompress", "other", "hidden"]
-    table = make_table(columns, "setting")
+def _print_parts(console: Console, predicted: Mapping[str, Prediction]) -> None:
+    less = (("step",), ("step", "hidden"), ("step", "hidden", "other"))
+    narrower = ((", ".join(without), _parts_table(predicted, without)) for without in less)
+    print_table(console, _parts_table(predicted), PARTS, narrower, FILE)
+
+
+def _parts_table(predicted: Mapping[str, Prediction], without: Sequence[str] = ()) -> Table:
+    columns = {name: header for name, header in PART_COLUMNS.items() if name not in without}
+    table = make_table(list(columns.values()))
     for each in predicted.values():
         found = [getattr(each.parts, column) for column in columns]
         table.add_row(_label(each.variant), *(f"{1e3 * seconds:.1f}" for seconds in found))
@@ -196,9 +226,9 @@ def _say(console: Console, text: str) -> None:
         console.print(text)
 
 
-def _interval(found: Interval, unit: float, digits: int) -> str:
+def _interval(found: Interval, unit: float, digits: int, whole: bool) -> str:
     value, low, high = (f"{unit * each:.{digits}f}" for each in (found.value, found.low, found.high))
-    return f"{value} ({low}–{high})"
+    return f"{value} ({low}–{high})" if whole else value
 
 
 def _checked(findings: Findings) -> str:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from ....run.machine import machine
@@ -34,39 +33,38 @@ HEADERS = (
     "grad.\nerror",
     "accu-\nracy",
 )
-WIDE = slice(3, 6)  # columns left out where they do not fit
+STAGES_AT = (3, 4, 5)  # columns that are left out where they do not fit
 
 
 def print_table(console: Console, figures: Sequence[Figures]) -> None:
     """The table, its notes and the conclusion."""
-    rows = {f.name: _row(f) for f in figures}
-    table = _make_table(figures, HEADERS, rows)
-    fits = Measurement.get(console, console.options.update_width(1000), table).maximum <= console.width
-    if not fits:
-        headers = list(HEADERS)
-        for cells in (headers, *rows.values()):
-            del cells[WIDE]
-        table = _make_table(figures, headers, rows)
-    settings_table.print_table(console, table, NOTES)
-    if not fits:
-        console.print("The terminal is too narrow for compress, reduce, decompress: see results.json.", style="dim")
+    stages = ", ".join(STAGES)
+    narrower = [
+        (stages, _make_table(figures, STAGES_AT)),
+        (f"{stages}, the quartiles", _make_table(figures, STAGES_AT, quartiles=False)),
+        (f"{stages}, the quartiles, exposed", _make_table(figures, (2, *STAGES_AT), quartiles=False)),
+    ]
+    settings_table.print_table(console, _make_table(figures), NOTES, narrower)
     console.print()
     for sentence in conclude(figures):
         console.print(sentence)
 
 
-def _make_table(figures: Sequence[Figures], headers: Sequence[str], rows: Mapping[str, list[str]]) -> Table:
-    table = settings_table.make_table(headers)
+def _make_table(figures: Sequence[Figures], without: Sequence[int] = (), quartiles: bool = True) -> Table:
+    kept = [place for place in range(len(HEADERS)) if place not in without]
+    headers = HEADERS if quartiles else ("\nstep", *HEADERS[1:])
+    table = settings_table.make_table([headers[place] for place in kept])
     fastest = min(figures, key=lambda f: f.ratio.median).name
-    for name, cells in rows.items():
-        table.add_row(name, *cells, style="bold" if name == fastest else None)
+    for f in figures:
+        cells = _row(f, quartiles)
+        table.add_row(f.name, *(cells[place] for place in kept), style="bold" if f.name == fastest else None)
     table.add_row(BARE, f"{figures[0].compute:.1f}", style="dim")
     return table
 
 
-def _row(f: Figures) -> list[str]:
+def _row(f: Figures, quartiles: bool) -> list[str]:
     return [
-        f"{f.step:.1f} ({f.quartiles[0]:.0f}–{f.quartiles[1]:.0f})",
+        f"{f.step:.1f}" + (f" ({f.quartiles[0]:.0f}–{f.quartiles[1]:.0f})" if quartiles else ""),
         "1" if f.name == "none" else str(f.ratio),
         f"{f.exposed:.1f}",
         *(f"{f.stages[stage]:.1f}" if f.stages else "–" for stage in STAGES),

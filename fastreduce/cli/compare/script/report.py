@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -64,7 +65,8 @@ def summarise(plan: Plan, findings: Findings) -> Summary:
 def print_report(console: Console, plan: Plan, findings: Findings, summary: Summary) -> None:
     """A table of speed and one of quality with their notes, as far as there are any, and the verdicts."""
     if summary.speeds:
-        print_table(console, _speed_table(summary), TIMES)
+        narrower = [("the quartiles", _speed_table(summary, quartiles=False))]
+        print_table(console, _speed_table(summary), TIMES, narrower)
         if plan.weights_from:
             console.print(speed.say_weights(plan.weights_from, findings.copy_seconds), style="dim")
     if findings.apart:
@@ -72,7 +74,11 @@ def print_report(console: Console, plan: Plan, findings: Findings, summary: Summ
     for name, why in findings.left_out.items():
         console.print(f"{name} was left out: {why.splitlines()[-1].strip()}.", style="dim")
     if summary.qualities:
-        print_table(console, _quality_table(plan, summary), LOSSES)
+        narrower = [
+            ("the 90 %", _quality_table(plan, summary, intervals=False)),
+            ("the 90 %, loss", _quality_table(plan, summary, intervals=False, loss=False)),
+        ]
+        print_table(console, _quality_table(plan, summary), LOSSES, narrower)
     console.print()
     for verdict in summary.verdicts:
         console.print(verdict.sentence)
@@ -93,14 +99,16 @@ def warnings(summary: Summary) -> list[str]:
     return []
 
 
-def _speed_table(summary: Summary) -> Table:
-    table = make_table(["step, ms\n(quartiles)", "over none\n(95 %)", "over torch\n(95 %)"])
+def _speed_table(summary: Summary, quartiles: bool = True) -> Table:
+    table = make_table(
+        ["step, ms\n(quartiles)" if quartiles else "step,\nms", "over none\n(95 %)", "over torch\n(95 %)"]
+    )
     verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
     for name, found in summary.speeds.items():
         torch = "–" if found.ratio_to_torch is None else "1" if name == "torch" else str(found.ratio_to_torch)
         table.add_row(
             name,
-            f"{found.step:.1f} ({found.quartiles[0]:.0f}–{found.quartiles[1]:.0f})",
+            f"{found.step:.1f}" + (f" ({found.quartiles[0]:.0f}–{found.quartiles[1]:.0f})" if quartiles else ""),
             "1" if name == BASE else str(found.ratio),
             torch,
             style=_style(name, verbs),
@@ -108,14 +116,17 @@ def _speed_table(summary: Summary) -> Table:
     return table
 
 
-def _quality_table(plan: Plan, summary: Summary) -> Table:
-    columns = ["\nloss", "to none, %\n(90 %)"]
-    columns += ["\nmetric", "to none, %\n(90 %)"] if plan.has_metric else []
+def _quality_table(plan: Plan, summary: Summary, intervals: bool = True, loss: bool = True) -> Table:
+    difference = "to none, %\n(90 %)" if intervals else "to\nnone, %"
+    columns = ["\nloss"] if loss else []
+    columns += [difference if loss else f"loss {difference}"]
+    columns += ["\nmetric", difference] if plan.has_metric else []
     columns += [f"steps to\na loss of {plan.target:g}"] if plan.target is not None else []
     table = make_table(columns)
     verbs = {verdict.setting: verdict.word for verdict in summary.verdicts}
     for name, found in summary.qualities.items():
-        table.add_row(name, *_losses(plan, found), style=_style(name, verbs))
+        cells = _losses(plan, found, intervals)
+        table.add_row(name, *(cells if loss else cells[1:]), style=_style(name, verbs))
     return table
 
 
@@ -125,10 +136,11 @@ def _style(name: str, verbs: Mapping[str, str]) -> str | None:
     return None if name in verbs or name == BASE else "dim"
 
 
-def _losses(plan: Plan, found: Quality) -> list[str]:
-    cells = [f"{found.final:.4g}", _difference(found.loss)]
+def _losses(plan: Plan, found: Quality, intervals: bool) -> list[str]:
+    cells = [f"{found.final:.4g}", _difference(found.loss, intervals)]
     if plan.has_metric:
-        cells += ["–" if found.metric_mean is None else f"{found.metric_mean:.4g}", _difference(found.metric)]
+        cells += ["–" if found.metric_mean is None else f"{found.metric_mean:.4g}"]
+        cells.append(_difference(found.metric, intervals))
     if plan.target is not None:
         of = f" ({found.reached} of {len(found.outcomes)})" if found.reached < len(found.outcomes) else ""
         steps = found.target_steps
@@ -136,8 +148,10 @@ def _losses(plan: Plan, found: Quality) -> list[str]:
     return cells
 
 
-def _difference(test: Equivalence | None) -> str:
-    return "–" if test is None else say_difference(test)
+def _difference(test: Equivalence | None, interval: bool) -> str:
+    if test is None:
+        return "–"
+    return say_difference(test if interval else replace(test, low=math.nan))
 
 
 def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Findings, summary: Summary) -> None:

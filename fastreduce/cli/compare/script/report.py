@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -149,9 +148,7 @@ def _losses(plan: Plan, found: Quality, intervals: bool) -> list[str]:
 
 
 def _difference(test: Equivalence | None, interval: bool) -> str:
-    if test is None:
-        return "–"
-    return say_difference(test if interval else replace(test, low=math.nan))
+    return "–" if test is None else say_difference(test, interval=interval)
 
 
 def write_results(path: Path, command: Sequence[str], plan: Plan, findings: Findings, summary: Summary) -> None:

@@ -149,12 +149,12 @@ def _say_test(plan: Plan, what: str, test: Equivalence) -> tuple[str, str]:
     return "undecided", f"{what} {differs} against a margin of {margin}: {many} seeds would decide"
 
 
-def say_difference(test: Equivalence, unit: str = "") -> str:
+def say_difference(test: Equivalence, unit: str = "", interval: bool = True) -> str:
     """In percent, with its interval where there is one: +0.12 (-0.03 to +0.27); or why there is no number."""
     if not math.isfinite(test.difference):
         return "none's is 0" if test.of_zero else "not finite"
-    interval = f" ({percent(test.low)} to {percent(test.high)})" if math.isfinite(test.low) else ""
-    return f"{percent(test.difference)}{unit}{interval}"
+    bounds = f" ({percent(test.low)} to {percent(test.high)})" if interval and math.isfinite(test.low) else ""
+    return f"{percent(test.difference)}{unit}{bounds}"
 
 
 def percent(fraction: float) -> str:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from ..errors import NotInitializedError, SettingError, TransportError, brief
 from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
 from ..transports.ranks import check_process, client_of, timeout_of
-from ..transports.store_client import StoreClient
+from ..transports.store_client import StoreClient, held_by_agent
+
+LEAVING_SECONDS = 5.0  # that the store is kept for ranks that have come to a meeting, and may have died in it
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _exchanged: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, int, int]]] = weakref.WeakKeyDictionary()
@@ -77,11 +79,18 @@ def meet_in(
     try:
         meet(here, rank, ranks, seconds, note or "")
         told = {} if note is None else dict(zip(ranks, notes(here, ranks), strict=True))
-        clear(here, ranks)
+        _leave(here, ranks)
     except TransportError as error:
         raise failed_meeting(call, len(ranks), error, seconds) from error
     count[kind] += 1
     return told
+
+
+def _leave(store: StoreClient, ranks: list[int]) -> None:
+    """Be done with a meeting; rank 0, with whose process the store may end at once, waits until all are."""
+    clear(store, ranks)
+    if dist.get_rank() == 0 and not held_by_agent():
+        wait_until(store, lambda store: not store.has("complete"), LEAVING_SECONDS)
 
 
 def failed_meeting(
@@ -107,7 +116,7 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
         until_cleared(here, seconds)  # with the same tag
         meet(here, rank, ranks, seconds, note)
         told = dict(zip(ranks, notes(here, ranks), strict=True))
-        clear(here, ranks)
+        _leave(here, ranks)
     except AbsentError as error:
         raise TransportError(
             f"{call} on rank {rank}: rank {other} did not come to {does} with tag {tag} within {seconds:g} s"

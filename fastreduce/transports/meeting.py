@@ -121,10 +121,13 @@ def until_cleared(store: StoreClient, seconds: float) -> None:
 
 
 def clear(store: StoreClient, ranks: Sequence[int], *more: str) -> None:
-    """Called by every rank when it is done with a meeting: the last one deletes it and `more`, and its name is free."""
+    """Called by every rank when it is done with a meeting: the last one deletes it and `more`, and its name is free.
+
+    "complete" goes last: for `until_cleared` nobody needs the store for this meeting once it is gone.
+    """
     if store.add("read", 1) == len(ranks):
         keys = [f"{kind} {rank}" for kind in ("note of", "gone") for rank in ranks]
-        store.delete(*keys, *more, "count", "complete", "read")
+        store.delete(*keys, *more, "count", "read", "complete")
 
 
 def new_place(store: StoreClient, rank: int, size: int, seconds: float) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import fastreduce.distributed as dist
+from tests.support.commands import PYTHON, finish, free_port, started, with_environment
 from tests.support.ranks import RankPool, message
 
 
@@ -44,3 +47,28 @@ def test_a_barrier_names_who_did_not_come_and_serves_again(ranks3: RankPool):
         "no error",
     ]
     assert others == [["no error"]] * 2
+
+
+LAST = """
+import os, time
+import fastreduce.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    time.sleep(3)  # the others look for it at intervals that grow
+dist.barrier()
+os._exit(0)
+"""
+
+
+def test_the_store_stays_until_all_have_left_a_barrier(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(LAST)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(PYTHON, script, env=with_environment(**env, RANK=str(rank)), together=True))
+            for rank in range(4)
+        ]
+        done = [finish(rank, 100) for rank in ranks]
+    assert [(one.returncode, one.stdout) for one in done] == [(0, "")] * 4

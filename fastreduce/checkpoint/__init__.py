@@ -20,7 +20,7 @@ from ..reduction.reducer import GradientReducer
 from ..reduction.telemetry.watch import in_other_call
 from . import random_states, snapshot_file
 from .parts import load_into, refuse_sharded, state_of
-from .ranks import broadcast_file, on_all, this_rank, world_size
+from .ranks import load_file, on_all, this_rank, world_size
 from .snapshot_file import OURS, State
 
 FilePath = str | os.PathLike[str]
@@ -41,8 +41,9 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     Rank 0 writes: a new file, which then takes the name `path`, where there is a whole one at any time. The one
     before stays as `path` + ".previous". Under error feedback each rank writes its residuals beside it, into
-    `path`.TAG.rankR. Folders are created. On return everything is on disk. Under `elastic=True` the first of the
-    members writes, for itself, and what others keep is not in it.
+    `path`.TAG.rankR. Folders are created. Where `path` is a symbolic link, the files are where it leads. On return
+    everything is on disk. Under `elastic=True` the first of the members writes, for itself, and what others keep is
+    not in it.
 
     Args:
         path: the file.
@@ -79,7 +80,7 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
         collected = on_all(f"collecting {path}", collect)
-    path = Path(path)
+    path = snapshot_file.target_of(Path(path))
     tag = collected[0][0]
     if not re.fullmatch(ANY_TAG, tag):
         raise CheckpointError(f"rank 0, collecting {path}: it sent the tag {tag!r:.40}")
@@ -169,7 +170,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
         on_all(f"reading {path}", check_given)  # not every rank need have been given the same
     path = Path(path)
-    snapshot = snapshot_file.parse(broadcast_file(path), path)
+    snapshot = load_file(path)
     ours: State = snapshot.pop(OURS, {"tag": None, "ranks": []})
     wanted = {name: part for name, part in parts.items() if not isinstance(part, GradientReducer)}
     if len(wanted) == 1 and snapshot and all(isinstance(value, Tensor) for value in snapshot.values()):
@@ -250,6 +251,8 @@ def _reducer_states(path: Path, ours: State, reducers: Mapping[str, GradientRedu
 
 
 def _read_residuals(path: Path, suffix: str) -> State:
-    for file in path.parent.glob(f"*.{suffix}"):  # a snapshot may have been renamed
-        return snapshot_file.parse(file.read_bytes(), file)
+    for folder in (path.parent, snapshot_file.target_of(path).parent):
+        for file in folder.glob(f"*.{suffix}"):  # a snapshot may have been renamed
+            with file.open("rb") as stream:
+                return snapshot_file.parse(stream, file)
     raise CheckpointError(f"there is no {path.name}.{suffix}, which belongs to the snapshot: keep the files together")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from ..reduction.telemetry.watch import explain_elsewhere
 from ..transports.messages import gather_bytes
 from ..transports.ranks import check_process, group_device
 from . import snapshot_file
+from .snapshot_file import State
 
 T = TypeVar("T")
 
@@ -66,7 +69,7 @@ def _exchange(value: Any, doing: str) -> list[Any]:
         gathered = gather_bytes(snapshot_file.dump(value), _gather, MOST)
     for rank, data in enumerate(gathered):
         try:
-            told.append(snapshot_file.load(data, tuple))
+            told.append(snapshot_file.load(io.BytesIO(data), tuple))
             _, text = told[-1]
             if not isinstance(text, (str, NoneType)):
                 raise TypeError(f"an error's text was expected, not {text!r:.80}")
@@ -107,34 +110,53 @@ def _device() -> torch.device:
     return group_device(dist.group.WORLD)
 
 
-def broadcast_file(path: Path) -> bytes:
-    """The bytes that rank 0 finds in the file."""
-    data, number, text = b"", None, None
-    if this_rank() == 0:
-        try:
-            data = path.read_bytes()
-            snapshot_file.parse(data, path)
-        except OSError as error:
-            number, text = error.errno, error.strerror or str(error)
-        except CheckpointError as error:
-            text = str(error)
-        except Exception as error:  # no memory, or a path that is none
-            text = f"rank 0, reading {path}: {type(error).__name__}: {error}"
-    if world_size() > 1:
-        (size, number), text = _exchange(((len(data), number), text), f"reading {path}")[0]
-    else:
-        size = len(data)
-    if text is not None:
-        raise CheckpointError(text) if number is None else OSError(number, text, str(path))
-    if world_size() == 1:
-        return data
-    whole = torch.empty(size, dtype=torch.uint8, device="cpu")
-    if data:
-        whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    for chunk in whole.split(CHUNK):
-        moved = chunk.to(_device())
-        with _all_come(f"reading {path}"):
-            dist.broadcast(moved, 0)
-        if moved is not chunk:
-            chunk.copy_(moved)
-    return whole.numpy().tobytes()
+def load_file(path: Path) -> State:
+    """What rank 0 finds in the file, on every rank; the others hold the whole file beside it meanwhile."""
+    snapshot, received = State(), io.BytesIO()
+    size, number, text, lost = 0, None, None, None
+    with ExitStack() as stack:
+        if this_rank() == 0:
+            try:
+                file = stack.enter_context(path.open("rb"))
+                snapshot = snapshot_file.parse(file, path)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+            except OSError as error:
+                number, text = error.errno, error.strerror or str(error)
+            except CheckpointError as error:
+                text = str(error)
+            except Exception as error:  # no memory, or a path that is none
+                text = f"rank 0, reading {path}: {type(error).__name__}: {error}"
+        if world_size() > 1:
+            (size, number), text = _exchange(((size, number), text), f"reading {path}")[0]
+        if text is not None:
+            raise CheckpointError(text) if number is None else OSError(number, text, str(path))
+        if world_size() == 1:
+            return snapshot
+        if this_rank() == 0:
+            part = torch.zeros(min(CHUNK, size), dtype=torch.uint8, device="cpu")
+            for start in range(0, size, CHUNK):
+                try:
+                    file.readinto(part.numpy().data)
+                except OSError as error:  # told once the others have all parts
+                    lost = error
+                _broadcast(part[: size - start], path)
+        else:
+            received = io.BytesIO(bytes(size))
+            for part in torch.frombuffer(received.getbuffer(), dtype=torch.uint8).split(CHUNK):
+                _broadcast(part, path)
+
+    def parse() -> State:
+        if lost is not None:
+            raise lost
+        return snapshot if this_rank() == 0 else snapshot_file.parse(received, path)
+
+    return on_all(f"reading {path}", parse, exchange=False)[0]
+
+
+def _broadcast(part: Tensor, path: Path) -> None:
+    moved = part.to(_device())
+    with _all_come(f"reading {path}"):
+        dist.broadcast(moved, 0)
+    if moved is not part:
+        part.copy_(moved)

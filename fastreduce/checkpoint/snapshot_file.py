@@ -6,7 +6,7 @@ import io
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -30,6 +30,11 @@ def check_name(path: object) -> None:
         raise SettingError(f"path={str(path)!r} is a folder, and a file's name is needed")
     if Path(path).exists() and not Path(path).is_file():  # whose place a snapshot would take
         raise SettingError(f"path={str(path)!r} is a device, a pipe or a socket, and a file's name is needed")
+
+
+def target_of(path: Path) -> Path:
+    """Where the file itself is, if `path` is a symbolic link; else `path`."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def previous_of(path: Path) -> Path:
@@ -110,24 +115,24 @@ def dump(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def load(data: bytes, kind: type) -> Any:
-    """What `dump` made of a value of `kind`: plain data and tensors; whatever else is in `data` raises."""
-    value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+def load(stream: BinaryIO, kind: type) -> Any:
+    """What `dump` made of a value of `kind`: plain data and tensors; whatever else is in `stream` raises."""
+    value = torch.load(stream, map_location="cpu", weights_only=True)
     if not isinstance(value, kind):
         raise TypeError(f"it holds a {type(value).__name__}, not a {kind.__name__}")
     return value
 
 
-def parse(data: bytes, file: Path) -> State:
-    """What the bytes of `file` hold.
+def parse(stream: BinaryIO, file: Path) -> State:
+    """What `file` holds, whose bytes come from `stream`.
 
     Raises:
         CheckpointError: if they are not what was written, or no snapshot.
     """
     try:
-        snapshot: State = load(data, dict)
+        snapshot: State = load(stream, dict)
         if OURS in snapshot:  # torch checks no checksums
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            with zipfile.ZipFile(stream) as archive:
                 if (record := archive.testzip()) is not None:
                     raise zipfile.BadZipFile(f"the checksum of {record!r} is wrong")
     except Exception as error:

@@ -139,7 +139,7 @@ def _bool(value: Any) -> bool:
 def _load(data: bytes, parts: Mapping[str, Any], source: int) -> int:
     """Load what rank `source` has sent; returns its step."""
     try:
-        found = snapshot_file.load(data, dict)
+        found = snapshot_file.load(io.BytesIO(data), dict)
         step, states = of_types([found["step"], found["parts"]], int, dict)
     except Exception as error:
         raise TransportError(f"rank {source} sent no state of a training: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import signal
 import socket
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fastreduce import CheckpointError, SettingError, load_checkpoint, save_checkpoint
+from fastreduce.checkpoint import snapshot_file
 from tests.support.commands import PYTHON, run
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool, run_ranks
@@ -43,8 +45,66 @@ def test_the_previous_snapshot_is_kept_and_no_other_file(ranks2: RankPool, tmp_p
     assert [loaded["epoch"] for loaded in ranks2.run(_load, previous, FEEDBACK)] == [1, 1]
 
 
+def test_a_symbolic_link_stays_one_and_its_file_is_the_snapshot(ranks2: RankPool, tmp_path: Path):
+    disk, link = tmp_path / "disk" / "run" / "snapshot.pt", tmp_path / "latest.pt"
+    link.symlink_to(disk)
+    ranks2.run(save, link, FEEDBACK, 2)  # its folder is made, as any other
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["disk", "latest.pt"]
+    assert link.is_symlink()
+    assert torch.load(disk)["epoch"] == 1
+    assert torch.load(disk.with_name("snapshot.pt.previous"))["epoch"] == 0
+    assert [loaded["epoch"] for loaded in ranks2.run(_load, link, FEEDBACK)] == [1, 1]
+
+
 def _load(rank: int, world_size: int, path: Path, setting: str) -> Any:
     return load_checkpoint(path, **Training(setting, seed=5).parts())
+
+
+def _peak_of_loading(rank: int, world_size: int, path: Path) -> float:
+    def bytes_of(key: str) -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:")]
+        return int(line.split()[1]) << 10
+
+    model = nn.Linear(4096, 8192, bias=False)
+    if not path.exists():
+        save_checkpoint(path, model=model)
+    before = bytes_of("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # peaks begin anew
+    load_checkpoint(path, model=model)
+    return (bytes_of("VmHWM") - before) / path.stat().st_size
+
+
+def test_loading_takes_the_memory_of_one_file_on_rank_0_and_of_two_on_the_others(ranks2: RankPool, tmp_path: Path):
+    ranks2.run(_peak_of_loading, tmp_path / "snapshot.pt")
+    first, other = ranks2.run(_peak_of_loading, tmp_path / "snapshot.pt")
+    assert first < 1.8  # with a part of 64 MiB, of 128
+    assert other < 2.3
+
+
+def _load_what_shrinks(rank: int, world_size: int, path: Path) -> str:
+    model = nn.Linear(8, 8)
+
+    def parse_and_shrink(stream: Any, file: Path) -> Any:
+        found = parse(stream, file)
+        if rank == 0:
+            os.truncate(file, file.stat().st_size // 2)
+        return found
+
+    parse, snapshot_file.parse = snapshot_file.parse, parse_and_shrink
+    try:
+        load_checkpoint(path, model=model)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        snapshot_file.parse = parse
+    return "loaded"
+
+
+def test_a_file_that_is_overwritten_while_it_is_read_is_an_error_on_every_rank(ranks2: RankPool, tmp_path: Path):
+    path = tmp_path / "snapshot.pt"
+    ranks2.run(save, path, "fp16", 1)
+    for text in ranks2.run(_load_what_shrinks, path):
+        assert f"{path} is truncated, corrupt or no snapshot" in text
 
 
 def _damaged(path: Path, how: str) -> None:

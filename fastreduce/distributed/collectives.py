@@ -231,6 +231,10 @@ def all_to_all(
                 f"all_to_all on rank {dist.get_rank()}: input_list has tensors of {' and '.join(sorted(dtypes))}; they "
                 "must be of one dtype"
             )
+        for i, tensor in enumerate(output_list):
+            if tensor.dtype != (sent := input_list[0].dtype):
+                what = f"tensor {i} of output_list is of {tensor.dtype}; needed: {sent}, as in input_list"
+                raise TensorError(f"all_to_all on rank {dist.get_rank()}: {what}")
     call.agree(None, f"{input_list[0].dtype}")
     agree_on_parts(call.name, call.group, input_list, output_list)
     # As one tensor each: gloo takes lists only of equal sizes.

@@ -36,6 +36,10 @@ _TAGS = 3  # of one message
 _NUMBERS = (1 << 31) // _TAGS  # of messages, after which they begin anew: torch's tags have 31 bits
 _MOST_BYTES = 64 << 20
 _EXIT_SECONDS = 10.0
+NO_SECOND = (
+    "a gradient of a gradient that remote_recv has sent back: it does not travel between ranks. Use the collectives of "
+    "fastreduce.distributed.functional"
+)
 
 
 class _Wire:
@@ -92,6 +96,7 @@ def remote_send(inp: Tensor, dest_rank: int, group: dist.ProcessGroup | None = N
 
     Returns:
         A zero. Call backward on it, or on a sum with it: the gradient of `inp` comes from the other rank then.
+        Gradients of that gradient do not: a backward through it raises RuntimeError.
 
     Raises:
         NotInitializedError, SettingError, DeviceError: as collectives; to itself is a SettingError too.
@@ -174,7 +179,10 @@ class _Send(Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None, None, None]:
         grad = ctx.header.empty(group_device(ctx.group))
         _receive("the backward of remote_send", grad, ctx.to, _tag(ctx.number, _GRADIENT), ctx.group)
-        return grad.to(ctx.device), None, None, None
+        grad = grad.to(ctx.device)
+        if torch.is_grad_enabled():  # under create_graph: of how it came about nothing is known here
+            grad = torch._C._functions.DelayedError(NO_SECOND, 1)(grad.requires_grad_())
+        return grad, None, None, None
 
 
 class _Receive(Function):

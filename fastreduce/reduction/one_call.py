@@ -226,7 +226,8 @@ def all_reduce_gradients(
         op: "mean", or "sum".
 
     Raises:
-        SettingError: if `compression` is no setting, `op` no operation, or `transport` no name of one.
+        SettingError: if `compression` is no setting, `op` no operation, `transport` no name of one, or this rank not in
+            `group`.
         BackendUnavailableError: if the transport that was asked for cannot be used here; it says why.
         TensorError: if a tensor or array cannot be averaged in place.
         MismatchError: on every rank, if lists that are new on all ranks differ in shapes, dtypes or settings; on the
@@ -405,11 +406,14 @@ def transport_of(
 
     Raises:
         NotInitializedError: if there is no group.
+        SettingError: if this rank is not in it.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise NotInitializedError(call)
     if not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise SettingError(f"{call} on rank {dist.get_rank()}: this rank is not in the group")
         raise TypeError(f"{call}: group={brief(group)}; allowed: a ProcessGroup, as new_group makes, or None")
     made = _transports.setdefault(group, {})
     if (device, asked) not in made:

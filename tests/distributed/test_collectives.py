@@ -128,6 +128,7 @@ def _of_dtypes(rank: int, world_size: int) -> list[str]:
         lambda: dist.all_reduce(float8),
         lambda: dist.all_reduce(real, ReduceOp.BAND),
         lambda: dist.all_to_all([real, real], [whole, real]),
+        lambda: dist.all_to_all([real, whole], [real, real]),
     ):
         with pytest.raises(TensorError) as caught:
             call()
@@ -142,6 +143,7 @@ def test_what_a_backend_cannot_do_with_a_dtype_is_no_peers_fault(ranks2: RankPoo
         assert said[0].startswith(f"all_reduce on rank {rank} with torch.float8_e4m3fn tensors: ")
         assert said[1].startswith(f"all_reduce on rank {rank} with torch.float32 tensors: Cannot use ReduceOp.BAND")
         assert said[2].startswith(f"all_to_all on rank {rank}: input_list has tensors of torch.float32 and torch.int64")
+        assert said[3].startswith(f"all_to_all on rank {rank}: tensor 1 of output_list is of torch.int64; needed: ")
 
 
 BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {

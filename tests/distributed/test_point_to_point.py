@@ -174,6 +174,28 @@ def test_the_zero_can_be_added_to_another_loss(ranks2: RankPool):
     assert ranks2.run(_with_other_losses)[0].tolist() == [9.0, 9.0, 9.0]
 
 
+def _second_gradients(rank: int, world_size: int) -> str:
+    leaf = torch.ones(3, requires_grad=True)
+    if rank == 0:
+        loss = dist.remote_send(leaf**3, 1) + (leaf**3).sum()
+    else:
+        loss = (dist.remote_recv(0) * leaf).square().sum()
+    loss.backward(create_graph=True)
+    assert leaf.grad is not None
+    first = leaf.grad.tolist()
+    try:
+        leaf.grad.sum().backward()
+    except RuntimeError as error:
+        return f"{first}: {error}"
+    return f"{first}: no error"
+
+
+def test_a_gradient_of_what_the_other_rank_sent_back_is_an_error(ranks2: RankPool):
+    sent, received = ranks2.run(_second_gradients)
+    assert sent == f"[9.0, 9.0, 9.0]: {point_to_point.NO_SECOND}"
+    assert received == "[2.0, 2.0, 2.0]: no error"
+
+
 def _without_gradients(rank: int, world_size: int) -> bool:
     if rank == 0:
         with torch.no_grad():

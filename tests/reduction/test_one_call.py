@@ -261,6 +261,9 @@ def test_it_takes_a_transport_and_a_group(ranks3: RankPool):
 
 def _in_group(rank: int, world_size: int) -> float:
     group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(SettingError, match="all_reduce_gradients on rank 1: this rank is not in the group"):
+            all_reduce_gradients([torch.ones(2)], group=group)
     tensor = torch.full((4,), rank + 1.0)
     if rank != 1:
         all_reduce_gradients([tensor], group=group)

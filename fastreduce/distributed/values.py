@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,13 @@ def encode(value: Any) -> str:
     """The text of a value.
 
     Raises:
-        TypeError: if it is none of `ALLOWED`.
+        TypeError: if it is none of `ALLOWED`, or nested deeper than Python goes.
     """
-    return json.dumps(_plain(value))
+    try:
+        return json.dumps(_plain(value))
+    except RecursionError as error:
+        what = f"a {type(value).__name__} that is nested deeper than {sys.getrecursionlimit()} calls, or in itself,"
+        raise TypeError(f"{what} cannot be given to other ranks by user_set") from error
 
 
 def decode(text: str) -> Any:
@@ -94,5 +99,7 @@ def _value(plain: Any) -> Any:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
     if kind not in ("array", "number") or np.dtype(plain["dtype"]).kind not in "biufcSU":
         raise ValueError(f"no kind of value is called {kind!r} with dtype {plain.get('dtype')!r}")
+    if kind == "number" and np.dtype(plain["dtype"]).itemsize == 0:
+        return np.str_()
     array = np.frombuffer(bytearray(data), dtype=np.dtype(plain["dtype"])).reshape(shape)
     return array if kind == "array" else array[()]

@@ -195,6 +195,7 @@ VALUES: list[Any] = [
     torch.tensor([1 + 1j]),
     np.arange(4, dtype=np.int16).reshape(2, 2),
     np.float32(1.5),
+    np.str_(""),
 ]
 
 
@@ -208,6 +209,10 @@ def test_other_values_are_refused_and_their_texts_too(tmp_path: Path):
     for value in (object(), Evil("x"), nn.Linear(1, 1), lambda: 0, np.array([object()]), [object()]):
         with pytest.raises(TypeError, match="cannot be given to other ranks by user_set; allowed: None, bools"):
             values.encode(value)
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(TypeError, match="a list that is nested deeper than .* or in itself, cannot be given to other"):
+        values.encode(endless)
     bad = [
         "",
         "{",

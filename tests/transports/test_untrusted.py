@@ -211,7 +211,7 @@ def test_other_values_are_refused_and_their_texts_too(tmp_path: Path):
             values.encode(value)
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(TypeError, match="a list that is nested deeper than .* or in itself, cannot be given to other"):
+    with pytest.raises(TypeError, match="a list that is nested deeper than"):
         values.encode(endless)
     bad = [
         "",

@@ -96,13 +96,11 @@ class Presence:
         others = [number for number in numbers if number != self.id]
         if not others:
             return []
-        left = self.store.absent([f"left {number}" for number in others])
+        left = set(self._numbers("left"))
         beats = self.store.read_all([f"beat {number}" for number in others])
         silent = self._silent(dict(zip(others, beats, strict=True)))
         return [
-            number
-            for i, number in enumerate(others)
-            if i not in left or number in silent or has_ended(*self.process(number).born)
+            number for number in others if number in left or number in silent or has_ended(*self.process(number).born)
         ]
 
     def _silent(self, beats: Mapping[int, str]) -> set[int]:
@@ -133,7 +131,10 @@ class Presence:
 
     def knocked(self) -> list[int]:
         """All processes that have ever come, in the order in which they did."""
-        return [int(number) for number in (self.store.read("knocks") or "").split() if number.isdecimal()]
+        return self._numbers("knocks")
+
+    def _numbers(self, key: str) -> list[int]:
+        return [int(number) for number in (self.store.read(key) or "").split() if number.isdecimal()]
 
     def watch(self, generation: int, members: Collection[int], known: Collection[int]) -> None:
         """Look for these processes from now on, and for those that come beside the ones that are known."""
@@ -145,7 +146,7 @@ class Presence:
         if threading.current_thread() is not self._thread:
             self._thread.join(EXIT_SECONDS)
         with suppress(TransportError):  # the store is gone: nobody will ask
-            self.store.at("", EXIT_SECONDS).set(f"left {self.id}", "")
+            self.store.at("", EXIT_SECONDS).append("left", f"{self.id} ")
 
     def _work(self) -> None:
         count, beaten, answered = 0, time.monotonic(), True

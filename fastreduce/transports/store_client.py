@@ -75,8 +75,13 @@ class StoreClient:
         return self.read_each([key])[0]
 
     def read_all(self, keys: Sequence[str]) -> list[str]:
-        """What is at keys that are all there."""
-        return self.call(lambda store: [_text(key, store.get(key)) for key in keys])
+        """What is at keys that are all there: of each rank's, read by each, in one message where the store can."""
+
+        def read(store: Any) -> list[str]:
+            values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+            return [_text(key, bytes(value)) for key, value in zip(keys, values, strict=True)]
+
+        return self.call(read)
 
     def read_each(self, keys: Sequence[str]) -> list[str | None]:
         """What is at each key, or None."""
@@ -90,7 +95,11 @@ class StoreClient:
 
     def absent(self, keys: Sequence[str]) -> list[int]:
         """Positions of keys at which nothing is."""
-        return self.call(lambda store: [i for i, key in enumerate(keys) if not store.check([key])])
+
+        def look(store: Any) -> list[int]:
+            return [] if store.check(keys) else [i for i, key in enumerate(keys) if not store.check([key])]
+
+        return self.call(look)
 
     def add(self, key: str, amount: int) -> int:
         """Count up; returns the sum."""

@@ -80,13 +80,13 @@ def draw_kernels(axis: Axes, kernels: dict[str, dict[str, Rows]]) -> None:
         height = 0.7 / len(by_backend)
         for i, (backend, rows) in enumerate(by_backend.items()):
             middle = y + (i - (len(by_backend) - 1) / 2) * height
-            share = rows[backend]["of_copy"][0]
+            share = _middle(rows[backend]["of_copy"])
             axis.barh(middle, share, height, color=BACKENDS[backend], label=backend if y == 0 else None)
-        plain = [row["of_copy"][0] for way, row in rows.items() if way not in NOT_PLAIN]
+        plain = [_middle(row["of_copy"]) for way, row in rows.items() if way not in NOT_PLAIN]
         if plain:
             axis.plot(plain, [y] * len(plain), "o", color=TORCH, mec="white", label="torch's ways" if y == 0 else None)
         if "reference" in rows:
-            reference = rows["reference"]["of_copy"][0]
+            reference = _middle(rows["reference"]["of_copy"])
             axis.plot(reference, y, "d", color=NEITHER, mec="white", label="reference" if y == 0 else None)
     axis.axvline(1, color="black", lw=0.8, ls=":")
     axis.set_yticks(range(len(kernels)), list(kernels))
@@ -107,13 +107,23 @@ def draw_steps(axis: Axes, steps: dict[str, dict[str, Any]]) -> None:
 def draw_overheads(axis: Axes, overheads: dict[str, dict[str, Any]]) -> None:
     """By title and contestant: what a wrapper adds to a step."""
     labels: list[str] = []
+    intervals = False
     for title, rows in overheads.items():
         for name, row in rows.items():
             if "overhead_s" not in row:
                 continue
-            median, low, high = (1e3 * s for s in row["overhead_s"])
+            figure = row["overhead_s"]
+            median = 1e3 * _middle(figure)
+            low, high = (1e3 * s for s in figure[1:]) if isinstance(figure, Sequence) else (median, median)
+            spread = None if low == high else [[median - low], [high - median]]
             colour = NEITHER if name == HOOKS else TORCH if name.startswith("torch") else OURS
-            axis.barh(len(labels), median, 0.7, color=colour, xerr=[[median - low], [high - median]], capsize=2)
+            axis.barh(len(labels), median, 0.7, color=colour, xerr=spread, capsize=2)
+            intervals |= spread is not None
             labels.append(f"{name} ({title})" if title else name)
     axis.set_yticks(range(len(labels)), labels)
-    axis.set(xlabel="ms a step, median and its 95 % interval")
+    axis.set(xlabel="ms a step, median and its 95 % interval" if intervals else "ms a step, median")
+
+
+def _middle(figure: float | Sequence[float]) -> float:
+    """A figure that is kept alone, or the first of three: a median, and its interval."""
+    return figure[0] if isinstance(figure, Sequence) else figure

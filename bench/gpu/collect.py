@@ -14,13 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..goals import NOT_PLAIN
-from ..kernels.kernel_cases import case_id
-from ..plot import Panel, draw_kernels, draw_overheads, draw_panels
 from ..report import COLOURS, add_goal, cells
 from ..tables import of_commits
 from .gpu_goals import gpu_goals, shown
-from .kernel_rows import GOALS
 from .lines import FILE, ROOT, Row, commit, read, rows, sources
+from .picture import draw, of_kept
 from .probe import MACHINE
 
 KEPT = ROOT / "bench" / "results" / "gpu.csv"
@@ -41,7 +39,7 @@ def show(source: Path, out: Path, keep: bool) -> None:
     """Print tables of the lines in `source` and in folders below it; write results.csv and gpu.png into `out`.
 
     Args:
-        source: a file of lines, or a folder of them.
+        source: a file of lines, or a folder of them; of a CSV of kept rows gpu.png is drawn, and no more.
         out: the folder to write to.
         keep: whether to append to bench/results/gpu.csv what is not there yet.
 
@@ -50,6 +48,11 @@ def show(source: Path, out: Path, keep: bool) -> None:
         RehearsalError: if rows of a rehearsal are to be kept, or are mixed with a GPU's.
         ValueError: if rows are to be kept in a file of other columns.
     """
+    if source.suffix == ".csv":
+        out.mkdir(parents=True, exist_ok=True)
+        kept = of_kept(source)
+        draw(latest(kept[max(kept)]), out / "gpu.png", max(kept)[1])
+        return
     files = sorted(source.rglob(FILE)) if source.is_dir() else [source]
     found = sorted(rows(line for file in files for line in read(file)), key=lambda row: row.run)
     if not found:
@@ -417,24 +420,3 @@ def write(path: Path, found: Iterable[dict[str, Any]], mode: str) -> None:
         if new:
             writer.writeheader()
         writer.writerows(chosen)
-
-
-def draw(last: Sequence[Row], path: Path, above: str) -> None:
-    """Write the plot: kernels on which a goal stands against a copy, and what wrappers add to steps."""
-    kernels: dict[str, dict[str, Any]] = {}
-    panels: list[Panel] = []
-    shown_kernels = {case_id(named) for named in GOALS}
-    for row in last:
-        ours = row.result.get("ours", "")
-        if row.status == "done" and ours in ("triton", "numba_cuda") and not row.result.get("wrong"):
-            case = row.case.removesuffix(f"-{ours}")
-            if case in shown_kernels:
-                kernels.setdefault(case.replace("-", " "), {})[ours] = row.result["contestants"]
-    if kernels:
-        panels.append((draw_kernels, "Kernels, the GPU's time", kernels))
-    steps = [row for row in last if row.status == "done" and "unwrapped" in row.result.get("contestants", {})]
-    steps.sort(key=lambda row: row.case.count(","))  # the headline before other settings
-    for row in steps[:3]:
-        panels.append((draw_overheads, f"What a wrapper adds to a step: {row.case}", {"": row.result["contestants"]}))
-    if panels:
-        draw_panels(panels, path, max(7, 0.3 * len(kernels)), above, warns=any(row.rehearsal for row in last))

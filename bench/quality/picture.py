@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from fastreduce.cli.compare.script.plot import FASTER, OPEN, SLOWER
 
@@ -27,8 +28,6 @@ def draw(path: Path, findings: Findings, margin: float) -> None:
             axes.axvspan(-margin, margin, color="#009E73", alpha=0.12, linewidth=0)
             axes.axvline(0, color="black", linewidth=0.8)
             axes.set_xscale("symlog", linthresh=margin)
-            axes.set_xticks([margin * x for x in (-10, -1, 0, 1, 10, 100)])
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
             axes.xaxis.set_minor_locator(NullLocator())
             for row, setting in enumerate(settings):
                 for i, ranks in enumerate(findings.ranks):
@@ -41,6 +40,8 @@ def draw(path: Path, findings: Findings, margin: float) -> None:
                     axes.plot([low, high], [y, y], "-", color=colour, linewidth=2)
                     axes.plot([middle], [y], MARKERS[i], color=colour, markersize=4)
             axes.set_xlim(min(axes.get_xlim()[0], -2 * margin), max(axes.get_xlim()[1], 2 * margin))
+            ticks = _ticks(axes, margin)
+            axes.set_xticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
             axes.set_yticks(range(len(settings)), settings)
             axes.set_ylim(len(settings) - 0.5, -0.5)
             axes.grid(axis="y", alpha=0.3)
@@ -53,3 +54,18 @@ def draw(path: Path, findings: Findings, margin: float) -> None:
         fontsize=10,
     )
     figure.savefig(path, dpi=110)
+
+
+def _ticks(axes: Axes, margin: float) -> list[float]:
+    """0, the margin either way, and powers of ten times it, so far apart that their labels do not meet."""
+    low, high = axes.get_xlim()
+    at = axes.transScale.transform
+    width = at((high, 0))[0] - at((low, 0))[0]
+    chosen = [0.0]
+    for sign, end in ((1, high), (-1, -low)):
+        last, value = 0.0, margin
+        while value <= end:
+            if abs(at((sign * value, 0))[0] - at((last, 0))[0]) > 0.12 * width:
+                chosen.append(last := sign * value)
+            value *= 10
+    return chosen

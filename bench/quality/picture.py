@@ -41,7 +41,7 @@ def draw(path: Path, findings: Findings, margin: float) -> None:
                     axes.plot([middle], [y], MARKERS[i], color=colour, markersize=4)
             axes.set_xlim(min(axes.get_xlim()[0], -2 * margin), max(axes.get_xlim()[1], 2 * margin))
             ticks = _ticks(axes, margin)
-            axes.set_xticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
+            axes.set_xticks(ticks, [_label(tick) for tick in ticks])
             axes.set_yticks(range(len(settings)), settings)
             axes.set_ylim(len(settings) - 0.5, -0.5)
             axes.grid(axis="y", alpha=0.3)
@@ -56,6 +56,12 @@ def draw(path: Path, findings: Findings, margin: float) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _label(tick: float) -> str:
+    """A percentage in a few characters, with its sign: +1000, +1e5."""
+    short = f"{tick:+.0e}".replace("e+0", "e")
+    return "0" if not tick else short if abs(tick) >= 10_000 else f"{tick:+g}"
+
+
 def _ticks(axes: Axes, margin: float) -> list[float]:
     """0, the margin either way, and powers of ten times it, so far apart that their labels do not meet."""
     low, high = axes.get_xlim()
@@ -65,7 +71,7 @@ def _ticks(axes: Axes, margin: float) -> list[float]:
     for sign, end in ((1, high), (-1, -low)):
         last, value = 0.0, margin
         while value <= end:
-            if abs(at((sign * value, 0))[0] - at((last, 0))[0]) > 0.12 * width:
+            if abs(at((sign * value, 0))[0] - at((last, 0))[0]) > 0.14 * width:
                 chosen.append(last := sign * value)
             value *= 10
     return chosen

@@ -17,8 +17,8 @@ from ..goals import NOT_PLAIN
 from ..report import COLOURS, add_goal, cells
 from ..tables import of_commits
 from .gpu_goals import gpu_goals, shown
+from .kept_picture import draw, of_kept
 from .lines import FILE, ROOT, Row, commit, read, rows, sources
-from .picture import draw, of_kept
 from .probe import MACHINE
 
 KEPT = ROOT / "bench" / "results" / "gpu.csv"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import plot
-from bench.gpu import picture
+from bench.gpu import kept_picture
 from bench.gpu.collect import COLUMNS, KEPT, latest, show
 
 
@@ -21,9 +21,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch, path: Path) -> dict[str, Any]:
     def keep(panels: Sequence[plot.Panel], *_: Any, **__: Any) -> None:
         found.update({title: data for _, title, data in panels})
 
-    monkeypatch.setattr(picture, "draw_panels", keep)
-    of_gpu = picture.of_kept(path)
-    picture.draw(latest(of_gpu[max(of_gpu)]), path, "")
+    monkeypatch.setattr(kept_picture, "draw_panels", keep)
+    of_gpu = kept_picture.of_kept(path)
+    kept_picture.draw(latest(of_gpu[max(of_gpu)]), path, "")
     return found
 
 

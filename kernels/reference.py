@@ -27,7 +27,6 @@ from .slots import (
 from .torch_residuals import decode_residuals, encode_residuals
 
 TINY = 2.0**-100
-RECIPROCAL_127, RECIPROCAL_448 = 1 / 127, 1 / 448
 
 
 def _memory_order(tensor: Tensor) -> Tensor:
@@ -165,11 +164,10 @@ def _encode(
     absmax = values.abs().amax(dim=1) if values.numel() else values.new_zeros(0)
     finite = values.isfinite().all(dim=1)
     normal = finite & (absmax >= TINY)
-    of_form = _int4_scale if form is INT4_FORMAT else _fp8_scale if form is FP8_FORMAT else _int8_scale
     if form is INT4_FORMAT and bits is not None:
         scale, inverse = int4_scale(torch.where(normal, absmax, 1.0))
     else:
-        scale, inverse = of_form(values, torch.where(normal, absmax, 1.0))
+        scale, inverse = _scales(values, torch.where(normal, absmax, 1.0), form)
     steps = torch.where(normal[:, None], values * inverse[:, None], 0.0)
     if bits is not None and form is FP8_FORMAT:
         quantized = to_e4m3(steps, bits.view(-1, block)).to(torch.float8_e4m3fn)
@@ -188,19 +186,14 @@ def _encode(
     return torch.where(finite[:, None], lost, kept).flatten()
 
 
-def _int8_scale(_values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales of blocks, and what their values are multiplied by."""
-    # Not `127.0 / …`: torch computes that as 127 times a rounded reciprocal.
-    return absmax * RECIPROCAL_127, torch.full_like(absmax, 127.0) / absmax
+def _scales(values: Tensor, absmax: Tensor, form: BlockFormat) -> tuple[Tensor, Tensor]:
+    """The scales of blocks, and what their values are multiplied by: the largest magnitude has the largest code.
 
-
-def _fp8_scale(_values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """The same: the block's largest magnitude becomes E4M3's, 448."""
-    return absmax * RECIPROCAL_448, torch.full_like(absmax, 448.0) / absmax
-
-
-def _int4_scale(values: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, but with a sign: the block's largest magnitude has the lowest code, -8."""
+    INT4's have a sign: the largest magnitude has the lowest code, -8.
+    """
+    if form is not INT4_FORMAT:
+        # Not `127.0 / …`: torch computes that as 127 times a rounded reciprocal.
+        return absmax * (1 / form.largest), torch.full_like(absmax, form.largest) / absmax
     bits = values.view(torch.int32)
     largest = (bits & 0x7FFFFFFE | (bits >= 0)).amax(dim=1) if values.numel() else absmax.to(torch.int32)
     eighth = (largest - (3 << 23) & -(1 << 16)).view(torch.float32)

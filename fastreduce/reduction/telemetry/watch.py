@@ -35,6 +35,11 @@ class _Watch:
         self._gone: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
     def add(self, recorder: FlightRecorder, place: Whereabouts, give_up: Callable[[], None]) -> None:
+        """Let this rank tell at `place` where it is once it stalls, for as long as the recorder lives.
+
+        `give_up` is called on a thread of its own where averages are waited for that cannot come: it ends the
+        collectives.
+        """
         with self._lock:
             # What was registered last is called first: the recorder has left the dictionary when this one is.
             weakref.finalize(recorder, self._stop_if_idle).atexit = False
@@ -48,6 +53,7 @@ class _Watch:
                 self._thread.start()
 
     def remove(self, recorder: FlightRecorder) -> None:
+        """Let it tell nothing more."""
         with self._lock:
             self._places.pop(recorder, None)
             self._stop_if_idle()
@@ -81,8 +87,12 @@ class _Watch:
             recorder.missing = tuple(ranks)
             self._give_up[recorder]()
 
-    def place_of(self, recorder: FlightRecorder) -> Whereabouts | None:
-        return self._places.get(recorder)
+    def explain_elsewhere(self, error: TransportError, recorder: FlightRecorder | None) -> TransportError:
+        """The error of a collective of torch's, which names nobody, with what is known of ranks that do not come."""
+        place = None if recorder is None else self._places.get(recorder)
+        if recorder is None or place is None:
+            return error
+        return explain(TransportError(str(error), place.elsewhere(recorder)), recorder, place)
 
     def after_fork(self) -> None:
         """A fork has no such thread, nor anybody who would give back the lock; its wrappers are those that it makes."""
@@ -149,12 +159,7 @@ at_exit(Exit.REDUCERS, _watch.end)
 os.register_at_fork(after_in_child=_watch.after_fork)
 
 
-def watch(recorder: FlightRecorder, place: Whereabouts, give_up: Callable[[], None]) -> None:
-    """Let this rank tell at `place` where it is once it stalls, for as long as the recorder lives.
-
-    `give_up` is called on a thread of its own where averages are waited for that cannot come: it ends the collectives.
-    """
-    _watch.add(recorder, place, give_up)
+watch, forget, explain_elsewhere = _watch.add, _watch.remove, _watch.explain_elsewhere
 
 
 @contextmanager
@@ -164,16 +169,3 @@ def in_other_call(recorders: Iterable[FlightRecorder]) -> Iterator[None]:
         for recorder in recorders:
             stack.enter_context(_watch.in_other_call(recorder))
         yield
-
-
-def forget(recorder: FlightRecorder) -> None:
-    """Let it tell nothing more."""
-    _watch.remove(recorder)
-
-
-def explain_elsewhere(error: TransportError, recorder: FlightRecorder | None) -> TransportError:
-    """The error of a collective of torch's, which names nobody, with what is known of ranks that do not come to it."""
-    place = None if recorder is None else _watch.place_of(recorder)
-    if recorder is None or place is None:
-        return error
-    return explain(TransportError(str(error), place.elsewhere(recorder)), recorder, place)

@@ -15,7 +15,7 @@ from .numba_cuda_statistics import unflatten_and_sum
 from .numba_cuda_tiles import (
     TAGS,
     THREADS,
-    add,
+    average_of_elements,
     in_compute_type,
     kernel,
     lanes_of,
@@ -28,7 +28,6 @@ from .numba_cuda_tiles import (
     promise_finite,
     size_of,
     store,
-    where_finite,
 )
 from .slots import Draws, SlotTable, spare, tile_elements
 
@@ -66,19 +65,8 @@ def _reduce(received, ranks, shard, tag, numel, scale, room, reciprocal):
     lanes = lanes_of(tag, tag)
     start = np.int64(cuda.blockIdx.x) * TILE
     for first in range(start + cuda.threadIdx.x * lanes, min(start + TILE, numel), THREADS * lanes):
-        at = received + first * size_of(tag)
-        total = load(at, tag, tag, numel - first)
-        for _ in range(1, ranks):
-            at += numel * size_of(tag)
-            total = add(total, load(at, tag, tag, numel - first))
-        values = multiply(total, scale)
-        if not_finite(total, scale, lanes) > 0:
-            at = received + first * size_of(tag)
-            small = multiply(load(at, tag, tag, numel - first), reciprocal)
-            for _ in range(1, ranks):
-                at += numel * size_of(tag)
-                small = add(small, multiply(load(at, tag, tag, numel - first), reciprocal))
-            values = where_finite(total, values, multiply(small, multiply(scale, room)))
+        at, stride = received + first * size_of(tag), numel * size_of(tag)
+        values = average_of_elements(at, ranks, stride, tag, numel - first, scale, room, reciprocal)
         store(shard + first * size_of(tag), tag, values, numel - first, numel - first)
 
 

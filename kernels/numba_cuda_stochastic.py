@@ -30,6 +30,7 @@ from .numba_cuda_tiles import (
     ZERO,
     add,
     average_of_blocks,
+    average_of_elements,
     bf16_by_chance,
     bits_of,
     divide,
@@ -48,7 +49,6 @@ from .numba_cuda_tiles import (
     locate,
     magnitudes,
     multiply,
-    not_finite,
     promise_finite,
     quotient,
     scales_of,
@@ -58,7 +58,6 @@ from .numba_cuda_tiles import (
     store_block,
     tag_of,
     to_bits,
-    where_finite,
     whole_by_chance,
 )
 from .reference_stochastic import LARGEST_INT4_SCALE, MASK, MULTIPLIERS, RECIPROCAL_7, ROUNDS, WEYL
@@ -128,19 +127,8 @@ def _reduce(received, ranks, shard, numel, scale, room, reciprocal, tiles, keys,
     counted = fetch(step, 0)
     lanes = lanes_of(BF16, BF16)
     for first in range(cuda.threadIdx.x * lanes, extent, THREADS * lanes):
-        at = received + (place + first) * 2
-        total = load(at, BF16, BF16, extent - first)
-        for _ in range(1, ranks):
-            at += numel * 2
-            total = add(total, load(at, BF16, BF16, extent - first))
-        values = multiply(total, scale)
-        if not_finite(total, scale, lanes) > 0:
-            at = received + (place + first) * 2
-            small = multiply(load(at, BF16, BF16, extent - first), reciprocal)
-            for _ in range(1, ranks):
-                at += numel * 2
-                small = add(small, multiply(load(at, BF16, BF16, extent - first), reciprocal))
-            values = where_finite(total, values, multiply(small, multiply(scale, room)))
+        at, count = received + (place + first) * 2, extent - first
+        values = average_of_elements(at, ranks, numel * 2, BF16, count, scale, room, reciprocal)
         rounded = bf16_by_chance(values, _draw_for_8(start + first, key, who, counted, seed))
         store(shard + (place + first) * 2, BF16, rounded, extent - first, extent - first)
 

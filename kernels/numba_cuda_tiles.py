@@ -120,6 +120,23 @@ def average_of_blocks(
 
 
 @function
+def average_of_elements(received, ranks, stride, tag, count, scale, room, reciprocal):
+    """Of a vector of elements of each rank, `stride` bytes apart: the average; those from `count` on are zero."""
+    other, total = received, load(received, tag, tag, count)
+    for _ in range(1, ranks):
+        other += stride
+        total = add(total, load(other, tag, tag, count))
+    values = multiply(total, scale)
+    if not_finite(total, scale, lanes_of(tag, tag)) > 0:
+        other, small = received, multiply(load(received, tag, tag, count), reciprocal)
+        for _ in range(1, ranks):
+            other += stride
+            small = add(small, multiply(load(other, tag, tag, count), reciprocal))
+        values = where_finite(total, values, multiply(small, multiply(scale, room)))
+    return values
+
+
+@function
 def scales_of(largest, code):
     """A finite block's scale and what its values are multiplied by."""
     scale = inverse = ZERO

@@ -96,6 +96,13 @@ def element(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, tag: type
     return builder.gep(base, [index], source_etype=MEMORY[tag][0])
 
 
+def named(name: str, define: Callable[..., Any]) -> Callable[..., Any]:
+    """The intrinsic that `define` defines, by a name that no other one made in the same place has."""
+    define.__name__ = name
+    defined: Callable[..., Any] = intrinsic(define)
+    return defined
+
+
 def _like(value: ir.Value, scalar: ir.Type) -> ir.Type:
     return ir.VectorType(scalar, value.type.count) if isinstance(value.type, ir.VectorType) else scalar
 
@@ -240,6 +247,12 @@ def store(_typing: Any, address: types.Type, index: types.Type, tag: types.Type,
     return types.void(types.int64, types.int64, tag, value), emit
 
 
+def load_lanes(builder: ir.IRBuilder, source: ir.Value, tag: types.Type, index: ir.Value, lanes: int) -> ir.Value:
+    """`lanes` elements from `index` on, as FP64 where memory holds FP64, else as FP32."""
+    kind = ir.VectorType(MEMORY[tag][0], lanes)
+    return widen(builder, builder.load(element(builder, source, index, tag), typ=kind, align=ANYWHERE), tag)
+
+
 def line_of(
     builder: ir.IRBuilder,
     source: ir.Value,
@@ -250,9 +263,7 @@ def line_of(
     lanes: int,
 ) -> ir.Value:
     """`lanes` elements from `index` on, multiplied by `factor`, as memory of `to_tag` holds them."""
-    pointer = element(builder, source, index, source_tag)
-    value = builder.load(pointer, typ=ir.VectorType(MEMORY[source_tag][0], lanes), align=ANYWHERE)
-    value = widen(builder, value, source_tag)
+    value = load_lanes(builder, source, source_tag, index, lanes)
     scale = types.float64 if factor.type == _DOUBLE else types.float32
     if scale == types.float64 and source_tag != types.float64:
         value = builder.fpext(value, _like(value, _DOUBLE))
@@ -380,9 +391,7 @@ def _block_way(name: str, adding: bool) -> Callable[..., Any]:
 
         return types.void(types.int64, to_tag, types.int64, source_tag, types.int64, types.float32), emit
 
-    define.__name__ = name
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
+    return named(name, define)
 
 
 # Blocks, or other multiples of 16 elements, by hand: LLVM's own loops store 32 bytes at a time, and what reads 64 of

@@ -9,7 +9,6 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from .numba_cpu_elements import (
     AHEAD,
@@ -24,6 +23,8 @@ from .numba_cpu_elements import (
     larger,
     load,
     load_byte,
+    load_lanes,
+    named,
     narrow,
     part,
     prefetch,
@@ -68,8 +69,7 @@ def _each(builder: ir.IRBuilder, block: ir.Value, body: Callable[[ir.Value], Non
 
 def _load(builder: ir.IRBuilder, address: ir.Value, tag: types.Type, index: ir.Value) -> ir.Value:
     """32 elements as FP32."""
-    kind = ir.VectorType(MEMORY[tag][0], LANES)
-    value = widen(builder, builder.load(element(builder, address, index, tag), typ=kind, align=ANYWHERE), tag)
+    value = load_lanes(builder, address, tag, index, LANES)
     return builder.fptrunc(value, _FLOATS) if tag == types.float64 else value
 
 
@@ -260,9 +260,7 @@ def _encoder(name: str, *, keeps: bool = False, stream: bool = False, by_chance:
         signature = types.int32(types.int64, tag, types.int64, types.float32, *[types.int64] * 7)
         return signature, emit
 
-    define.__name__ = name
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
+    return named(name, define)
 
 
 _encode = _encoder("encode")
@@ -311,9 +309,7 @@ def _spreader(name: str, *, stream: bool, squares: bool = False) -> Callable[...
 
         return types.void(types.int64, tag, *[types.int64] * 5, sum_tag), emit
 
-    define.__name__ = name
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
+    return named(name, define)
 
 
 _spread = _spreader("spread", stream=False)
@@ -346,9 +342,7 @@ def _total_way(name: str, adding: bool) -> Callable[..., Any]:
 
         return types.void(*[types.int64] * 5), emit
 
-    define.__name__ = name
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
+    return named(name, define)
 
 
 put_int4 = _total_way("put_int4", adding=False)

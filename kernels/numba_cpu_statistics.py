@@ -27,6 +27,7 @@ from .numba_cpu_elements import (
     kernel,
     line_of,
     load,
+    named,
     part,
     size_of,
     stage,
@@ -83,9 +84,7 @@ def _sum_lines(stream: bool) -> Callable[..., Any]:
         integers = (types.int64, to_tag, types.int64, source_tag, types.int64, types.int64)
         return types.int64(*integers, scale, types.int64, tag), emit
 
-    define.__name__ = "stream_lines" if stream else "plain_lines"
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
+    return named("stream_lines" if stream else "plain_lines", define)
 
 
 _stream_lines, _plain_lines = _sum_lines(True), _sum_lines(False)

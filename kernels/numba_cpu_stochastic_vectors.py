@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .numba_cpu_elements import ANYWHERE, LINE, MEMORY, element, folded, inlined, larger, splat, store_line, widen
+from .numba_cpu_elements import ANYWHERE, LINE, element, folded, inlined, larger, load_lanes, named, splat, store_line
 from .numba_cpu_elements import BLOCK_LANES as LANES
 
 _I8, _I16, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -26,8 +26,7 @@ def _load(
     builder: ir.IRBuilder, source: ir.Value, tag: types.Type, index: ir.Value, scale: ir.Value, lanes: int = LANES
 ) -> ir.Value:
     """Elements as FP32 times `scale`, an FP32 or FP64 number."""
-    kind = ir.VectorType(MEMORY[tag][0], lanes)
-    value = widen(builder, builder.load(element(builder, source, index, tag), typ=kind, align=ANYWHERE), tag)
+    value = load_lanes(builder, source, tag, index, lanes)
     single = ir.VectorType(_FLOAT, lanes)
     if tag == types.float64 and scale.type == _FLOAT:
         value = builder.fptrunc(value, single)
@@ -148,9 +147,7 @@ def _liner(name: str, stream: bool) -> Callable[..., Any]:
 
         return types.void(types.int64, types.int64, tag, types.int64, scale, types.int64), emit
 
-    define.__name__ = name
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
+    return named(name, define)
 
 
 _store_lines, _stream_lines = _liner("store_lines", stream=False), _liner("stream_lines", stream=True)

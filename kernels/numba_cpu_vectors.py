@@ -21,6 +21,8 @@ from .numba_cpu_elements import (
     held,
     inlined,
     larger,
+    load_lanes,
+    named,
     narrow,
     splat,
     store,
@@ -33,12 +35,6 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 INT8, ZERO_BITS, INFINITY = np.int8(0), np.int32(0), np.float32(np.inf)
 LOOK = 8192  # elements to look at before they are converted, which then lie in L1
 LANES = 32  # in several registers, so that operations need not wait for one another
-
-
-def _load(builder: ir.IRBuilder, address: ir.Value, tag: types.Type, index: ir.Value) -> ir.Value:
-    """32 elements from `index` on, as FP64 where memory holds FP64, else as FP32."""
-    kind = ir.VectorType(MEMORY[tag][0], LANES)
-    return widen(builder, builder.load(element(builder, address, index, tag), typ=kind, align=ANYWHERE), tag)
 
 
 def _magnitudes(builder: ir.IRBuilder, values: ir.Value) -> ir.Value:
@@ -68,7 +64,7 @@ def _block_writer(stream: bool, summing: bool) -> Callable[..., Any]:
             to, source, _, power = args
             found = []
             for start in range(0, FP16_BLOCK, LANES):
-                values = _load(builder, source, tag, _I64(start))
+                values = load_lanes(builder, source, tag, _I64(start), LANES)
                 write(builder, to, values, start, power)
                 found.append(_magnitudes(builder, values))
             return _largest(builder, found)
@@ -83,7 +79,7 @@ def _block_writer(stream: bool, summing: bool) -> Callable[..., Any]:
             to, total, source, unit, scale, power = args
             found = []
             for start in range(0, FP16_BLOCK, LANES):
-                term = _load(builder, source, types.int16, _I64(start))
+                term = load_lanes(builder, source, types.int16, _I64(start), LANES)
                 term = builder.fmul(term, splat(builder, unit, LANES))
                 at = element(builder, total, _I64(start), types.float32)
                 summed = builder.fadd(builder.load(at, typ=term.type, align=LINE), term)
@@ -95,10 +91,8 @@ def _block_writer(stream: bool, summing: bool) -> Callable[..., Any]:
 
         return types.int32(*[types.int64] * 3, *[types.float32] * 3), emit
 
-    define: Callable[..., Any] = add if summing else copy
-    define.__name__ = ("stream_" if stream else "store_") + ("sum" if summing else "block")
-    defined: Callable[..., Any] = intrinsic(define)
-    return defined
+    name = ("stream_" if stream else "store_") + ("sum" if summing else "block")
+    return named(name, add if summing else copy)
 
 
 _stream_block, _store_block = _block_writer(True, False), _block_writer(False, False)
@@ -175,7 +169,8 @@ def add_last(
         with cgutils.for_range(builder, builder.sdiv(count, count.type(LANES))) as loop:
             index = builder.mul(loop.index, count.type(LANES))
             at = element(builder, total, index, total_tag)
-            summed = builder.fadd(builder.load(at, typ=kind, align=LINE), _load(builder, source, tag, index))
+            last = load_lanes(builder, source, tag, index, LANES)
+            summed = builder.fadd(builder.load(at, typ=kind, align=LINE), last)
             builder.store(summed, at, align=LINE)
             builder.store(builder.fadd(builder.load(check), summed), check)
         found = folded(builder, builder.load(check), builder.fadd)

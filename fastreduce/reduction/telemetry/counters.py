@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..arrivals import weakly
@@ -100,64 +100,37 @@ class Counters:
                     self._stages[name] += times[end] - times[start]
 
 
-Samples = Iterable[tuple[Mapping[str, object], float]]
+COUNTED = (  # what `as_dict` calls it, the label that tells its numbers apart if it has several, and what it is
+    ("reductions", "", "Backwards whose gradients were averaged."),
+    ("sent_bytes", "stage", "Bytes that this rank has sent, by stage on the wire."),
+    ("phase_seconds", "phase", "Seconds of steps, by what this rank did; waiting is what backward did not hide."),
+    ("stage_seconds", "stage", "Seconds of reductions by stage, summed over buckets, largely beside backward."),
+    ("nonfinite_steps", "", "Steps with an average that was NaN or infinite."),
+)
 
 
 def to_prometheus(counted: Mapping[str, Any]) -> str:
     """What `Counters.as_dict` returned, in the text format 0.0.4 of Prometheus, each sample with rank and wrapper."""
-    families: Sequence[tuple[str, str, str, Samples]] = (
-        ("reductions_total", "counter", "Backwards whose gradients were averaged.", [({}, counted["reductions"])]),
-        (
-            "sent_bytes_total",
-            "counter",
-            "Bytes that this rank has sent, by stage on the wire.",
-            _by("stage", counted["sent_bytes"]),
-        ),
-        (
-            "phase_seconds_total",
-            "counter",
-            "Seconds of steps, by what this rank did; waiting is what backward did not hide.",
-            _by("phase", counted["phase_seconds"]),
-        ),
-        (
-            "stage_seconds_total",
-            "counter",
-            "Seconds of reductions by stage, summed over buckets, largely beside backward.",
-            _by("stage", counted["stage_seconds"]),
-        ),
-        (
-            "nonfinite_steps_total",
-            "counter",
-            "Steps with an average that was NaN or infinite.",
-            [({}, counted["nonfinite_steps"])],
-        ),
-        (
-            "late_seconds",
-            "gauge",
-            "Seconds of a step for which the others wait for a rank that is late.",
-            [({"late_rank": late["rank"], "part": late["part"]}, late["seconds"]) for late in counted["late"]],
-        ),
-        (
-            "relative_error",
-            "gauge",
-            "What a setting would lose of gradients: squared error over squares.",
-            [
-                ({"setting": setting, "group": group}, error)
-                for setting, groups in counted["relative_errors"].items()
-                for group, error in groups.items()
-            ],
-        ),
-    )
+    families: list[tuple[str, str, str, list[tuple[dict[str, object], float]]]] = []
+    for key, label, about in COUNTED:
+        numbers = [({label: each}, number) for each, number in counted[key].items()] if label else [({}, counted[key])]
+        families.append((f"{key}_total", "counter", about, numbers))
+    late = [({"late_rank": late["rank"], "part": late["part"]}, late["seconds"]) for late in counted["late"]]
+    errors = [
+        ({"setting": setting, "group": group}, error)
+        for setting, groups in counted["relative_errors"].items()
+        for group, error in groups.items()
+    ]
+    families += [
+        ("late_seconds", "gauge", "Seconds of a step for which the others wait for a rank that is late.", late),
+        ("relative_error", "gauge", "What a setting would lose of gradients: squared error over squares.", errors),
+    ]
     own = {"rank": counted["rank"], "wrapper": counted["wrapper"]}
     lines = []
     for name, kind, about, samples in families:
         lines += [f"# HELP fastreduce_{name} {about}", f"# TYPE fastreduce_{name} {kind}"]
         lines += [f"fastreduce_{name}{{{_labels({**own, **labels})}}} {_number(value)}" for labels, value in samples]
     return "\n".join(lines) + "\n"
-
-
-def _by(label: str, values: Mapping[str, float]) -> Samples:
-    return [({label: key}, value) for key, value in values.items()]
 
 
 def _labels(labels: Mapping[str, object]) -> str:

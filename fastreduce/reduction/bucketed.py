@@ -152,7 +152,7 @@ class BucketedGradients:
         """
         settings = self.assign(Policy.of(setting))
         self.warm_up([Policy.of(setting)])
-        averaging, groups = CompressedAveraging(settings, self._steps), self._groups(settings, caps)
+        averaging, groups = CompressedAveraging(settings, self._steps), self.groups(caps, settings)
         return averaging.make_pipelines(self.gradients, groups, transport, as_views=False)[1]
 
     # Layout
@@ -160,17 +160,14 @@ class BucketedGradients:
     def first_groups(self) -> list[list[int]]:
         """Reverse order: about that in which gradients arrive."""
         self.orders = [self.indices[::-1]]
-        return self._groups()
+        return self.groups()
 
-    def _groups(
-        self, settings: Sequence[Compression] | None = None, caps: Sequence[int] | None = None
+    def groups(
+        self, caps: Sequence[int] | None = None, settings: Sequence[Compression] | None = None
     ) -> list[list[int]]:
+        """The parameters of each bucket, as buckets are or if they had such sizes, or settings."""
         told = caps or self.caps, settings or self.settings
         return [group for order in self.orders for group in group_by_size(self.specs, order, *told)]
-
-    def groups_of(self, caps: Sequence[int]) -> list[list[int]]:
-        """The parameters of each bucket, if buckets had such sizes."""
-        return self._groups(caps=caps)
 
     def switch(self, compression: Compression | Policy, caps: Sequence[int]) -> None:
         """Go on under another setting, with buckets of such sizes; what is under way has ended.
@@ -185,7 +182,7 @@ class BucketedGradients:
         groups = [[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets]
         if tuple(caps) != self.caps or kinds != _kinds(self.settings):
             self.caps = tuple(caps)
-            groups = self._groups()
+            groups = self.groups()
         self.lay_out(groups)
         self._go_on_with(kept)
 
@@ -231,7 +228,7 @@ class BucketedGradients:
         self.tell_joined()
         kept = saved_residuals.collect_alike(self.pipelines)
         self.orders = [order, idle]
-        self.lay_out(self._groups())
+        self.lay_out(self.groups())
         self._go_on_with(kept)
 
     def move_to(self, transport: Transport) -> None:

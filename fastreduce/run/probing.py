@@ -80,9 +80,9 @@ def _sizes(buckets: BucketedGradients) -> list[int]:
     """MiB of buckets that make other buckets than there are, and than the sizes before."""
     nbytes = sum(buckets.specs[i].numel * buckets.specs[i].dtype.itemsize for i in buckets.indices)
     whole = math.ceil(nbytes / 2**20)
-    seen, found = [buckets.groups_of(buckets.caps)], []
+    seen, found = [buckets.groups(buckets.caps)], []
     for size in (*(size for size in SIZES if size < whole), whole):
-        groups = buckets.groups_of([size << 20])
+        groups = buckets.groups([size << 20])
         if groups not in seen:
             seen.append(groups)
             found.append(size)

@@ -128,7 +128,10 @@ class Compression:
         if isinstance(setting, Compression):
             return setting
         if setting is None:
-            return _from_environment()
+            try:
+                return Compression.parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
+            except SettingError as error:
+                raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
         if not isinstance(setting, str):
             raise SettingError(
                 f"compression must be a spec string or a Compression, got {type(setting).__name__}: {setting!r}"
@@ -155,13 +158,6 @@ def _options(kind: type[Compression] | Compression) -> list[Field[Any]]:
 
 def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _from_environment() -> Compression:
-    try:
-        return Compression.parse(os.environ.get(ENVIRONMENT_VARIABLE) or "none")
-    except SettingError as error:
-        raise SettingError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
 
 
 def _read_option(spec: str, piece: str, option: Field[Any], value: str | None) -> object:

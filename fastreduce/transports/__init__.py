@@ -19,6 +19,7 @@ from .hosts import nodes_of
 from .local import LocalTransport, local_ranks
 from .mpi import MpiTransport
 from .nccl import NcclTransport
+from .ranks import own_name
 from .shm import ShmTransport
 from .two_level import Connected, Level, Nodes, TwoLevelTransport, two_levels, why_no_two_levels
 
@@ -180,8 +181,7 @@ def _levels(group: dist.ProcessGroup, sockets: Factory, hosts: Sequence[str] | N
     elif not _takes_some(sockets):
         reason = "what is registered for these ranks reduces among all of them only"
     if reason is not None:
-        me = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
-        raise BackendUnavailableError(f"{me}: {how}: {reason}")
+        raise BackendUnavailableError(f"{own_name(group)}: {how}: {reason}")
     return two_levels(group, nodes, sockets, spare=1)
 
 

@@ -14,7 +14,7 @@ from ..errors import MismatchError, TransportError, listed
 from .hosts import DIGITS, this_host
 from .meeting import AbsentError, clear, meet, new_place, no_word_from, notes, until_cleared
 from .messages import decode, encode, of_types
-from .ranks import client_of, timeout_of
+from .ranks import client_of, own_name, timeout_of
 from .store_client import SOON_SECONDS
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
@@ -66,8 +66,7 @@ def agree(group: dist.ProcessGroup, transport: str, asked: str, error: Exception
         if error is not None:
             raise error from reason
         why = no_word_from(reason.missing) if isinstance(reason, AbsentError) else str(reason)
-        me = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
-        raise TransportError(f"{me}: choosing a transport failed. {why}", reason.missing) from reason
+        raise TransportError(f"{own_name(group)}: choosing a transport failed. {why}", reason.missing) from reason
     if error is not None:
         raise error
     for rank, choice in enumerate(found):

@@ -187,11 +187,7 @@ class ErrorFeedback:
         return self._kept.take(i)
 
     def spread(self, gather: Callable[[Tensor], None]) -> None:
-        """Move what is kept of all shards into the first stage, on every rank alike: no shard's place tells in it.
-
-        Args:
-            gather: makes a `[total]` tensor whole, of which each rank has its shard; every rank calls it.
-        """
+        """Move what is kept of all shards into the first stage (`BucketResiduals.spread`)."""
         self.look()
         self.commit()
         self._kept.spread(gather)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...environment.exits import Exit, at_exit
+from ...environment.exits import Exit, at_exit, each_at_exit
 from ...errors import TransportError
 from ..deadlines import in_background
 from ..meeting import AbsentError, clear, look_for, meet, no_word_from, notes
@@ -331,10 +331,5 @@ def _hex(value: Any) -> bytes:
     return bytes.fromhex(value)
 
 
-def _end_all() -> None:
-    for connection in list(_alive):
-        connection.end()
-
-
-at_exit(Exit.NCCL, _end_all, _alive)
+each_at_exit(Exit.NCCL, NcclConnection.end, _alive)
 at_exit(Exit.NCCL, join_all, running)

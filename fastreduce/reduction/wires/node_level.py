@@ -133,14 +133,10 @@ class NodeLevel:
         if not self.nodes.column:
             return None
         column = self._flat.view(self.nodes.columns, -1)[self.nodes.local_rank]
-        flags = slice(*(min(max(end - self.first, 0), self.elements) for end in self._flags))
+        start, stop = self._bucket.flags_offset, self._bucket.flags_offset + len(self._bucket.slots)
+        flags = slice(*(min(max(end - self.first, 0), self.elements) for end in (start, stop)))
         column[flags].sign_()  # used-flags are 1 or 0, however many ranks used the slot
         return column
-
-    @property
-    def _flags(self) -> tuple[int, int]:
-        start = self._bucket.flags_offset
-        return start, start + len(self._bucket.slots)
 
     def sum_of_parts(self, parts: Mapping[int, SlotResiduals]) -> dict[int, SlotResiduals]:
         """What this rank keeps of slots → of each slot the sum over the ranks of the node, which all call it.

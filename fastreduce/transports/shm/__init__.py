@@ -12,7 +12,7 @@ from ...environment.numba_imports import import_compiled
 from ...kernels.slots import Pieces, SlotTable
 from ..base import SlotTransport, Work
 from ..connections import Lease
-from ..ranks import Ranks, own_name, place_in
+from ..ranks import Ranks, place_in
 from .segments import GEOMETRY, why_no_shm
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class ShmTransport(SlotTransport):
 
     def __init__(self, group: Ranks, times: int = 1) -> None:
         self.rank, self.world_size = place_in(group)
-        self._me = own_name(group)
         self._lease: Lease[ShmConnection] = Lease("shm", group, partial(_connect, times=times))
 
     def connect(self) -> None:

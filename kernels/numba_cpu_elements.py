@@ -304,14 +304,9 @@ def store_line(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, stream
 # Vectors by hand: LLVM vectorises no loop into non-temporal stores unless its scalars were so aligned.
 @intrinsic
 def _stream_line(
-    _typing: Any,
-    to: types.Type,
-    to_tag: types.Type,
-    source: types.Type,
-    source_tag: types.Type,
-    index: types.Type,
+    _typing: Any, to: types.Type, to_tag: types.Type, source: types.Type, source_tag: types.Type, index: types.Type,
     scale: types.Type,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     size = MEMORY[to_tag][1]
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:

@@ -35,15 +35,7 @@ from .numba_cpu_elements import (
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
 from .numba_cpu_sums import zero
 from .numba_cpu_vectors import LOOK, narrow_block, narrow_sum, note_finite
-from .slots import (
-    FP16_BLOCK,
-    FP16_BLOCK_BYTES,
-    SlotTable,
-    exponent_rule,
-    fp16_shard_bytes,
-    spare,
-    tile_elements,
-)
+from .slots import FP16_BLOCK, FP16_BLOCK_BYTES, SlotTable, exponent_rule, fp16_shard_bytes, spare, tile_elements
 
 BLOCK, PAYLOAD = FP16_BLOCK, 2 * FP16_BLOCK
 INT8, FP16, FP32 = np.int8(0), np.int16(0), np.float32(0)

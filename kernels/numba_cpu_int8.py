@@ -35,17 +35,7 @@ from .numba_cpu_elements import (
 from .numba_cpu_int4 import NOTHING, SINGLE, decode_int4, decode_int4_and_sum, encode_int4, run_of
 from .numba_cpu_residuals import group_of, keep_residuals, new_residuals, old_residuals, rows_of, scratch_for
 from .numba_cpu_statistics import convert_and_sum, end_tile, lanes_for
-from .numba_cpu_sums import (
-    CODES,
-    E4M3,
-    FP32,
-    INT8,
-    add_blocks,
-    average_of_blocks,
-    flags_of,
-    scale_of,
-    zero,
-)
+from .numba_cpu_sums import CODES, E4M3, FP32, INT8, add_blocks, average_of_blocks, flags_of, scale_of, zero
 from .slots import INT8_FORMAT, BlockFormat, Draws, SlotTable, shard_bytes, spare, tile_elements
 
 ZERO, ONE, NAN, INFINITY = np.float32(0), np.float32(1), np.float32(np.nan), np.float32(np.inf)
@@ -108,23 +98,9 @@ def _encode(source, tag, count, scale, old, new, values, block, payload, scale_a
 
 @kernel
 def quantize_blocks(
-    tensors,
-    tag,
-    offsets,
-    numels,
-    start,
-    blocks,
-    payload,
-    block,
-    elements,
-    residual,
-    new_residual,
-    kept,
-    values,
-    stream,
-    code,
-    scale_tag,
-):
+    tensors, tag, offsets, numels, start, blocks, payload, block, elements, residual, new_residual, kept, values,
+    stream, code, scale_tag,
+):  # fmt: skip
     """Blocks of the flat from element `start` on (+ residuals) → payloads, and behind them scales; where these end.
 
     `elements`: of a row of residuals.
@@ -163,23 +139,9 @@ def quantize_blocks(
 
 @kernel
 def _quantize(
-    tensors,
-    tag,
-    offsets,
-    numels,
-    wire,
-    shards,
-    blocks,
-    block,
-    shard_size,
-    residual,
-    new_residual,
-    kept,
-    values,
-    stream,
-    code,
-    scale_tag,
-):
+    tensors, tag, offsets, numels, wire, shards, blocks, block, shard_size, residual, new_residual, kept, values,
+    stream, code, scale_tag,
+):  # fmt: skip
     for shard in range(shards):
         start, payload = shard * blocks * block, wire + shard * shard_size
         end = quantize_blocks(
@@ -314,22 +276,9 @@ def reduce_blocks(
 
 @kernel
 def _reduce_quantized(
-    terms,
-    shard,
-    blocks,
-    block,
-    shard_size,
-    flag_block,
-    scale,
-    spare,
-    residual,
-    new_residual,
-    kept,
-    values,
-    stream,
-    code,
-    scale_tag,
-):
+    terms, shard, blocks, block, shard_size, flag_block, scale, spare, residual, new_residual, kept, values, stream,
+    code, scale_tag,
+):  # fmt: skip
     end = reduce_blocks(
         terms, shard, 0, blocks, block, flag_block, scale, spare, blocks * block, residual, new_residual, kept, values,
         stream, code, scale_tag,

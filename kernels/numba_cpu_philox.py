@@ -33,14 +33,9 @@ def _rotated(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
 
 @intrinsic
 def _philox(
-    _typing: Any,
-    to: types.Type,
-    first: types.Type,
-    who: types.Type,
-    step: types.Type,
-    seed: types.Type,
+    _typing: Any, to: types.Type, first: types.Type, who: types.Type, step: types.Type, seed: types.Type,
     key: types.Type,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """The words of `LANES` counters from `first` on, in order, to an address; numbers are taken modulo 2^32."""
 
     def emit(target: Any, builder: ir.IRBuilder, _signature: Any, args: Sequence[ir.Value]) -> ir.Value:

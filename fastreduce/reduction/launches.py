@@ -27,10 +27,7 @@ class Launches:
     """
 
     def __init__(
-        self,
-        buckets: BucketedGradients,
-        used: Sequence[bool],
-        launching: Sequence[Callable[[BucketJob], object]],
+        self, buckets: BucketedGradients, used: Sequence[bool], launching: Sequence[Callable[[BucketJob], object]]
     ) -> None:
         self._buckets, self._used, self._launching = buckets, used, launching
         self._lock = threading.Lock()  # each device's hooks run on a thread of their own

@@ -120,11 +120,7 @@ def pick(states: Sequence[Mapping[str, Any]], rank: int, world_size: int, compre
             f"rank {rank} of {world_size} needs its own state, or those of all ranks of another world size; "
             f"given: ranks {have} of {old_size}"
         )
-    logger.info(
-        "residuals of %d ranks loaded on %d: each rank gets their mean",
-        old_size,
-        world_size,
-    )
+    logger.info("residuals of %d ranks loaded on %d: each rank gets their mean", old_size, world_size)
     states = sorted(states, key=lambda state: int(state["rank"]))
     # Where error feedback is over, not all ranks may have something left of it.
     like = {name: value for state in reversed(states) for name, value in state["residuals"].items()}

@@ -194,12 +194,7 @@ class _Connecting:
     """Makes the transports of the levels over parts of a process group."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        nodes: Nodes,
-        whole: Transport,
-        make: Callable[[Any], Transport],
-        spare: int,
+        self, group: dist.ProcessGroup, nodes: Nodes, whole: Transport, make: Callable[[Any], Transport], spare: int
     ) -> None:
         self._nodes, self._whole, self._make, self._spare = nodes, whole, make, spare
         self._within, self._between = _subgroups(group, nodes)

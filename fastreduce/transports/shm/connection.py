@@ -35,18 +35,7 @@ from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, 
 from ..store_client import StoreClient
 from . import ring
 from .flags import wake
-from .segments import (
-    ASLEEP,
-    BEAT,
-    FAILED,
-    GEOMETRY,
-    NUMBERS,
-    CannotShareError,
-    Geometry,
-    Segment,
-    file_of,
-    why_no_shm,
-)
+from .segments import ASLEEP, BEAT, FAILED, GEOMETRY, NUMBERS, CannotShareError, Geometry, Segment, file_of, why_no_shm
 
 CONTROL = Geometry(cells=2, cell_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
 ONE_SHOT_BYTES = 32 << 10  # up to which every rank sums all of a tensor: ranks wait once, not twice

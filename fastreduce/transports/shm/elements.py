@@ -113,13 +113,7 @@ def multiply(to, source, count, factor, dtype):
 
 @intrinsic
 def _call(
-    _typing: Any,
-    function: types.Type,
-    told: types.Type,
-    a: types.Type,
-    b: types.Type,
-    c: types.Type,
-    d: types.Type,
+    _typing: Any, function: types.Type, told: types.Type, a: types.Type, b: types.Type, c: types.Type, d: types.Type
 ) -> Emitted:
     """Call a C function of five integers by its address."""
 

@@ -291,7 +291,7 @@ class _Quantized(_Rounded):
     """Gradients travel with a scale per `block` elements, summed in FP32 by two-shot."""
 
     format: ClassVar[BlockFormat]
-    least_block: ClassVar[int]
+    least_block: ClassVar[int] = 16
     block: int = 128
     error_feedback: bool | str = field(default=False, metadata={"or": tuple(RESIDUAL_DTYPES)})
 
@@ -327,7 +327,6 @@ class INT8(_Quantized):
 
     name: ClassVar[str] = "int8"
     format: ClassVar[BlockFormat] = INT8_FORMAT
-    least_block: ClassVar[int] = 16
 
 
 @dataclass(frozen=True)
@@ -340,7 +339,6 @@ class FP8(_Quantized):
 
     name: ClassVar[str] = "fp8"
     format: ClassVar[BlockFormat] = FP8_FORMAT
-    least_block: ClassVar[int] = 16
 
 
 @dataclass(frozen=True)

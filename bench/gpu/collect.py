@@ -44,13 +44,14 @@ def show(source: Path, out: Path, keep: bool) -> None:
         keep: whether to append to bench/results/gpu.csv what is not there yet.
 
     Raises:
-        FileNotFoundError: if there are no lines.
+        FileNotFoundError: if there are no lines, or rows.
         RehearsalError: if rows of a rehearsal are to be kept, or are mixed with a GPU's.
         ValueError: if rows are to be kept in a file of other columns.
     """
     if source.suffix == ".csv":
         out.mkdir(parents=True, exist_ok=True)
-        kept = of_kept(source)
+        if not (kept := of_kept(source)):
+            raise FileNotFoundError(f"no rows in {source}")
         draw(latest(kept[max(kept)]), out / "gpu.png", max(kept)[1])
         return
     files = sorted(source.rglob(FILE)) if source.is_dir() else [source]

@@ -169,7 +169,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
     _drop_broken_backwards(parts)
     with in_other_call(reducer.recorder for reducer in _reducers(parts).values()):
         on_all(f"reading {path}", check_given)  # not every rank need have been given the same
-    path = Path(path)
+    path = snapshot_file.found_at(Path(path))
     snapshot = load_file(path)
     ours: State = snapshot.pop(OURS, {"tag": None, "ranks": []})
     wanted = {name: part for name, part in parts.items() if not isinstance(part, GradientReducer)}

@@ -110,53 +110,70 @@ def _device() -> torch.device:
     return group_device(dist.group.WORLD)
 
 
+File = io.BufferedReader | io.BytesIO
+
+
 def load_file(path: Path) -> State:
     """What rank 0 finds in the file, on every rank; the others hold the whole file beside it meanwhile."""
-    snapshot, received = State(), io.BytesIO()
-    size, number, text, lost = 0, None, None, None
+    snapshot, wrong = State(), None
+    file: File = io.BytesIO()
     with ExitStack() as stack:
         if this_rank() == 0:
             try:
-                file = stack.enter_context(path.open("rb"))
+                opened = stack.enter_context(path.open("rb"))
+                file = opened if opened.seekable() else io.BytesIO(opened.read())  # a pipe
                 snapshot = snapshot_file.parse(file, path)
-                size = file.seek(0, os.SEEK_END)
-                file.seek(0)
-            except OSError as error:
-                number, text = error.errno, error.strerror or str(error)
-            except CheckpointError as error:
-                text = str(error)
-            except Exception as error:  # no memory, or a path that is none
-                text = f"rank 0, reading {path}: {type(error).__name__}: {error}"
-        if world_size() > 1:
-            (size, number), text = _exchange(((size, number), text), f"reading {path}")[0]
-        if text is not None:
-            raise CheckpointError(text) if number is None else OSError(number, text, str(path))
+            except Exception as error:  # no memory, too, or a path that is none
+                wrong = error
+        size = _tell_size(file, wrong, path)
         if world_size() == 1:
             return snapshot
-        if this_rank() == 0:
-            part = torch.zeros(min(CHUNK, size), dtype=torch.uint8, device="cpu")
-            for start in range(0, size, CHUNK):
-                try:
-                    file.readinto(part.numpy().data)
-                except OSError as error:  # told once the others have all parts
-                    lost = error
-                _broadcast(part[: size - start], path)
-        else:
-            received = io.BytesIO(bytes(size))
-            for part in torch.frombuffer(received.getbuffer(), dtype=torch.uint8).split(CHUNK):
-                _broadcast(part, path)
+        whole, lost = _broadcast(file, size, path)
 
     def parse() -> State:
         if lost is not None:
             raise lost
-        return snapshot if this_rank() == 0 else snapshot_file.parse(received, path)
+        return snapshot if this_rank() == 0 else snapshot_file.parse(whole, path)
 
     return on_all(f"reading {path}", parse, exchange=False)[0]
 
 
-def _broadcast(part: Tensor, path: Path) -> None:
-    moved = part.to(_device())
-    with _all_come(f"reading {path}"):
-        dist.broadcast(moved, 0)
-    if moved is not part:
-        part.copy_(moved)
+def _tell_size(file: File, wrong: Exception | None, path: Path) -> int:
+    """The bytes in rank 0's file, on every rank; or the error of what went `wrong` there."""
+    size, number, text = 0 if wrong else file.seek(0, os.SEEK_END), None, None
+    if isinstance(wrong, OSError):
+        number, text = wrong.errno, wrong.strerror or str(wrong)
+    elif wrong is not None:
+        where = "" if isinstance(wrong, CheckpointError) else f"rank 0, reading {path}: {type(wrong).__name__}: "
+        text = f"{where}{wrong}"
+    if world_size() > 1:
+        (size, number), text = _exchange(((size, number), text), f"reading {path}")[0]
+    if wrong is not None and is_of_signal(wrong):
+        raise wrong
+    if text is not None:
+        raise CheckpointError(text) if number is None else OSError(number, text, str(path))
+    return size
+
+
+def _broadcast(file: File, size: int, path: Path) -> tuple[io.BytesIO, OSError | None]:
+    """The bytes of rank 0's file, on the others; there an error in reading it, which is to be told."""
+
+    def make_room() -> io.BytesIO:
+        return io.BytesIO(bytes(size if this_rank() else min(CHUNK, size)))
+
+    room, lost = on_all(f"reading {path}", make_room, exchange=False)[0], None
+    parts = torch.frombuffer(room.getbuffer(), dtype=torch.uint8).split(CHUNK)
+    file.seek(0)
+    for start in range(0, size, CHUNK):
+        part = parts[start // CHUNK] if this_rank() else parts[0][: size - start]
+        if this_rank() == 0:
+            try:
+                file.readinto(part.numpy().data)
+            except OSError as error:
+                lost = error
+        moved = part.to(_device())
+        with _all_come(f"reading {path}"):
+            dist.broadcast(moved, 0)
+        if moved is not part:
+            part.copy_(moved)
+    return room, lost

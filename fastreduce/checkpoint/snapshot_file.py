@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zipfile
@@ -10,9 +11,11 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..environment.signals import is_of_signal
 from ..errors import CheckpointError, SettingError, brief
 
 State = dict[str, Any]
+PREVIOUS = ".previous"
 OURS = "fastreduce"  # the entry for what no part asked for: random states, buckets, the tag of residual files
 
 
@@ -39,7 +42,14 @@ def target_of(path: Path) -> Path:
 
 def previous_of(path: Path) -> Path:
     """Where the snapshot before this one is."""
-    return path.with_name(f"{path.name}.previous")
+    return path.with_name(f"{path.name}{PREVIOUS}")
+
+
+def found_at(path: Path) -> Path:
+    """The file of a snapshot to load: the one before a symbolic link's is beside that one's file."""
+    if path.name.endswith(PREVIOUS) and not path.exists():
+        return previous_of(target_of(path.with_name(path.name.removesuffix(PREVIOUS))))
+    return path
 
 
 def write(value: Any, file: Path) -> None:
@@ -136,7 +146,10 @@ def parse(stream: BinaryIO, file: Path) -> State:
                 if (record := archive.testzip()) is not None:
                     raise zipfile.BadZipFile(f"the checksum of {record!r} is wrong")
     except Exception as error:
-        before = previous_of(file)
+        # A seek to before the beginning, EINVAL, is of a file that was cut short.
+        if is_of_signal(error) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
+            raise
+        before = previous_of(target_of(file))
         hint = f". The snapshot before it is {before}" if before.exists() else ""
         raise CheckpointError(f"{file} is truncated, corrupt or no snapshot ({error}){hint}") from error
     return snapshot

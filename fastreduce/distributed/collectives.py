@@ -108,7 +108,9 @@ class _Call:
 
         def copy() -> None:
             for tensor, part in zip(tensors, parts, strict=True):
-                _copy(part.view(_real(tensor).shape), _real(tensor.detach()))
+                if tensor.is_complex():
+                    part = torch.view_as_complex(part.view(-1, 2))
+                _copy(part.view(tensor.shape), tensor.detach())
 
         self._last_steps.append(copy)
         self._writes_on = tensors[0].device
@@ -239,7 +241,7 @@ def all_to_all(
     agree_on_parts(call.name, call.group, input_list, output_list)
     # As one tensor each: gloo takes lists only of equal sizes.
     parts = [call.read(t).flatten() for t in input_list]
-    sizes = [_real(t).numel() for t in output_list]
+    sizes = [t.numel() * (2 if t.is_complex() else 1) for t in output_list]
     flat = torch.empty(sum(sizes), dtype=parts[0].dtype, device=parts[0].device)
     call.fill(output_list, flat.split(sizes))
     return call.start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from ..errors import NotInitializedError, SettingError, TransportError, brief
 from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
 from ..transports.ranks import check_process, client_of, timeout_of
-from ..transports.store_client import StoreClient, held_by_agent
+from ..transports.store_client import StoreClient
 
 LEAVING_SECONDS = 5.0  # that the store is kept for ranks that have come to a meeting, and may have died in it
 
@@ -78,19 +79,23 @@ def meet_in(
     seconds = (timeout or timeout_of(group)).total_seconds()
     try:
         meet(here, rank, ranks, seconds, note or "")
+        count[kind] += 1
         told = {} if note is None else dict(zip(ranks, notes(here, ranks), strict=True))
-        _leave(here, ranks)
     except TransportError as error:
         raise failed_meeting(call, len(ranks), error, seconds) from error
-    count[kind] += 1
+    _leave(here, ranks, seconds)
     return told
 
 
-def _leave(store: StoreClient, ranks: list[int]) -> None:
-    """Be done with a meeting; rank 0, with whose process the store may end at once, waits until all are."""
-    clear(store, ranks)
-    if dist.get_rank() == 0 and not held_by_agent():
-        wait_until(store, lambda store: not store.has("complete"), LEAVING_SECONDS)
+def _leave(store: StoreClient, ranks: list[int], seconds: float) -> None:
+    """Be done with a meeting; rank 0, with whose process the store may end at once, waits until all are.
+
+    To those who have met it makes no difference if the store is gone.
+    """
+    with suppress(TransportError):
+        clear(store, ranks)
+        if dist.get_rank() == 0:
+            wait_until(store, lambda store: not store.has("complete"), min(LEAVING_SECONDS, seconds))
 
 
 def failed_meeting(
@@ -115,15 +120,15 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
     try:
         until_cleared(here, seconds)  # with the same tag
         meet(here, rank, ranks, seconds, note)
+        _exchanged.setdefault(group, Counter())[source, destination, tag] += 1
         told = dict(zip(ranks, notes(here, ranks), strict=True))
-        _leave(here, ranks)
     except AbsentError as error:
         raise TransportError(
             f"{call} on rank {rank}: rank {other} did not come to {does} with tag {tag} within {seconds:g} s"
         ) from error
     except TransportError as error:
         raise TransportError(f"{call} on rank {rank}: {error}") from error
-    _exchanged.setdefault(group, Counter())[source, destination, tag] += 1
+    _leave(here, ranks, seconds)
     return told[other]
 
 

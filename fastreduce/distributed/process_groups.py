@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,7 +18,7 @@ from torch.distributed.distributed_c10d import _world
 from ..environment.variables import check_environment
 from ..errors import MismatchError, SettingError, TransportError, brief
 from ..transports.hosts import this_host
-from ..transports.meeting import AbsentError, meet, new_place, notes
+from ..transports.meeting import LONGEST, AbsentError, meet, new_place, notes
 from ..transports.ranks import timeout_of
 from ..transports.store_client import SOON_SECONDS, StoreClient
 from . import backends, point_to_point
@@ -129,7 +130,7 @@ def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, time
         raise TransportError(f"{call}: {error}") from error
     if first.partition(" has ")[2] != job:
         store.set("join/complete", f"{first}; {mine}")
-        raise _mismatch(call, address, f"{first}; {mine}")
+        raise _mismatch(call, address, rank, f"{first}; {mine}")
     others = 0
     try:
         others = store.add(f"joined as {rank}", 1) - 1
@@ -148,13 +149,15 @@ def _join(opened: dist.Store, address: str, job: str, rank: int, size: int, time
             raise
         raise failed_meeting(f"init_process_group at {address}", size, error, seconds, rank) from error
     if different:
-        raise _mismatch(call, address, different)
+        raise _mismatch(call, address, rank, different)
     count_on_host(hosts, rank)
     return dist.PrefixStore(place, opened) if place else opened
 
 
-def _mismatch(call: str, address: str, different: str) -> MismatchError:
+def _mismatch(call: str, address: str, rank: int, different: str) -> MismatchError:
     count_initialisation(address)  # every rank is told, so all of them begin anew
+    if rank == 0:  # with whose process the store may end: those that have come look so often
+        time.sleep(2 * LONGEST)
     return MismatchError(f"{call}: ranks differ: {different}")
 
 

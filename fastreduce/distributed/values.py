@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 KIND = "kind of value"
+MOST_LEVELS = 100
 ALLOWED = (
     "None, bools, numbers, strings, bytes, torch tensors, NumPy arrays and numbers, and lists, tuples, sets and dicts "
     "of these"
@@ -22,13 +22,12 @@ def encode(value: Any) -> str:
     """The text of a value.
 
     Raises:
-        TypeError: if it is none of `ALLOWED`, or nested deeper than Python goes.
+        TypeError: if it is none of `ALLOWED`, nested deeper than `MOST_LEVELS`, or a number of too many digits.
     """
     try:
-        return json.dumps(_plain(value))
-    except RecursionError as error:
-        what = f"a {type(value).__name__} that is nested deeper than {sys.getrecursionlimit()} calls, or in itself,"
-        raise TypeError(f"{what} cannot be given to other ranks by user_set") from error
+        return json.dumps(_plain(value, MOST_LEVELS))
+    except ValueError as error:
+        raise TypeError(f"a {type(value).__name__} cannot be given to other ranks by user_set: {error}") from error
 
 
 def decode(text: str) -> Any:
@@ -43,28 +42,32 @@ def decode(text: str) -> Any:
         raise ValueError(f"{text[:40]!r} ({type(error).__name__}: {error})") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, levels: int) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if not levels:
+        raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels, or in itself")
+    below = levels - 1
     if type(value) is list:
-        return [_plain(part) for part in value]
+        return [_plain(part, below) for part in value]
     if type(value) in (tuple, set, frozenset):
-        return {KIND: type(value).__name__, "parts": [_plain(part) for part in value]}
+        return {KIND: type(value).__name__, "parts": [_plain(part, below) for part in value]}
     if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict", "defaultdict"):
         if KIND not in value and all(type(key) is str for key in value):
-            return {key: _plain(part) for key, part in value.items()}
-        return {KIND: "dict", "parts": [[_plain(key), _plain(part)] for key, part in value.items()]}
-    if isinstance(value, (bytes, bytearray)):
-        return {KIND: "bytes", "data": base64.b64encode(value).decode()}
-    if isinstance(value, complex):
-        return {KIND: "complex", "parts": [value.real, value.imag]}
+            return {key: _plain(part, below) for key, part in value.items()}
+        return {KIND: "dict", "parts": [[_plain(key, below), _plain(part, below)] for key, part in value.items()]}
     if isinstance(value, Tensor) and value.layout is torch.strided:
         dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         data = dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b""
         return _array("tensor", str(dense.dtype).removeprefix("torch."), dense.shape, data)
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSU":
-        kind = "array" if isinstance(value, np.ndarray) else "number"
-        return _array(kind, value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
+        return _array("number", value.dtype.str, (), value.tobytes())
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU" and value.itemsize:
+        return _array("array", value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, (bytes, bytearray)):
+        return {KIND: "bytes", "data": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {KIND: "complex", "parts": [value.real, value.imag]}
     raise TypeError(f"a {type(value).__name__} cannot be given to other ranks by user_set; allowed: {ALLOWED}")
 
 
@@ -100,6 +103,6 @@ def _value(plain: Any) -> Any:
     if kind not in ("array", "number") or np.dtype(plain["dtype"]).kind not in "biufcSU":
         raise ValueError(f"no kind of value is called {kind!r} with dtype {plain.get('dtype')!r}")
     if kind == "number" and np.dtype(plain["dtype"]).itemsize == 0:
-        return np.str_()
+        return np.dtype(plain["dtype"]).type()
     array = np.frombuffer(bytearray(data), dtype=np.dtype(plain["dtype"])).reshape(shape)
     return array if kind == "array" else array[()]

@@ -412,7 +412,7 @@ def transport_of(
     if group is None:
         raise NotInitializedError(call)
     if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise SettingError(f"{call} on rank {dist.get_rank()}: this rank is not in the group")
         raise TypeError(f"{call}: group={brief(group)}; allowed: a ProcessGroup, as new_group makes, or None")
     made = _transports.setdefault(group, {})

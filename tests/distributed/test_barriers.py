@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import fastreduce.distributed as dist
+from fastreduce import TransportError
+from fastreduce.distributed import meetings
+from fastreduce.transports.meeting import clear
 from tests.support.commands import PYTHON, finish, free_port, started, with_environment
 from tests.support.ranks import RankPool, message
 
@@ -49,6 +57,61 @@ def test_a_barrier_names_who_did_not_come_and_serves_again(ranks3: RankPool):
     assert others == [["no error"]] * 2
 
 
+class _Stop(Exception):
+    pass
+
+
+def _interrupted(rank: int, world_size: int) -> int:
+    """How many have left the first barrier when rank 0, which was interrupted in it once all had come, has left two."""
+
+    def stop(*_: Any) -> None:
+        raise _Stop
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(2)
+        clear(*arguments)
+
+    store, before = dist.get_client()._store, signal.signal(signal.SIGALRM, stop)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(meetings, "clear", slowly)
+        if rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 1.0)
+            with pytest.raises(_Stop):
+                dist.barrier()
+        else:
+            dist.barrier()
+            store.add("left the first", 1)
+        dist.barrier()
+        signal.signal(signal.SIGALRM, before)
+        return store.add("left the first", 0)
+
+
+def test_an_interrupt_once_all_have_come_lets_nobody_into_the_next_one_alone(ranks2: RankPool):
+    assert ranks2.run(_interrupted) == [1, 1]
+
+
+def _without_a_word(rank: int, world_size: int, raises: bool) -> float:
+    """Seconds of a barrier in which the others leave without a word, or nobody finds the store any more."""
+
+    def gone(*_: Any) -> None:
+        if raises:
+            raise TransportError("the store is gone")
+
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank or raises:
+            patch.setattr(meetings, "clear", gone)
+        dist.barrier(timeout=timedelta(seconds=1.5))
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_barrier_to_which_all_came_ends_well_and_within_its_timeout(raises: bool):
+    with RankPool(2) as ranks:  # of which a meeting stays as it is
+        assert max(ranks.run(_without_a_word, raises)) < 4
+
+
 LAST = """
 import os, time
 import fastreduce.distributed as dist
@@ -61,9 +124,29 @@ os._exit(0)
 """
 
 
-def test_the_store_stays_until_all_have_left_a_barrier(tmp_path: Path):
+DIFFERS = """
+import os, time
+from datetime import timedelta
+import fastreduce.distributed as dist
+from fastreduce import MismatchError
+from fastreduce.distributed import rendezvous
+
+limit = timedelta(seconds=20)
+if os.environ["RANK"] == "0":
+    store = rendezvous.open_store(rendezvous.find_address(None, 4), 0, 4, limit)
+    time.sleep(3)
+    os.environ["FASTREDUCE_DEBUG"] = "1"
+try:
+    dist.init_process_group("gloo", timeout=limit)
+except MismatchError:
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("program", [LAST, DIFFERS], ids=["barrier", "init_process_group"])
+def test_the_store_stays_until_all_have_left(tmp_path: Path, program: str):
     script = tmp_path / "train.py"
-    script.write_text(LAST)
+    script.write_text(program)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:
         ranks = [

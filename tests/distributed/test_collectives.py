@@ -120,6 +120,18 @@ def test_all_to_all_takes_different_sizes(ranks2: RankPool):
         assert came == [[float(source)] * (10 * source + rank) for source in range(2)]
 
 
+def _conjugated(rank: int, world_size: int) -> Tensor:
+    came = torch.zeros(2, world_size, 3, dtype=torch.complex64).conj().unbind(1)
+    dist.all_to_all(came, [torch.full((2, 3), complex(rank, to + 1)) for to in range(world_size)])
+    return torch.stack([each.resolve_conj() for each in came])
+
+
+def test_all_to_all_fills_what_is_conjugated_and_lies_apart(ranks2: RankPool):
+    for rank, came in enumerate(ranks2.run(_conjugated)):
+        for source in range(2):
+            assert (came[source] == complex(source, rank + 1)).all()
+
+
 def _of_dtypes(rank: int, world_size: int) -> list[str]:
     float8 = torch.ones(2).to(torch.float8_e4m3fn)
     whole, real = torch.ones(2, dtype=torch.int64), torch.ones(2)

@@ -196,6 +196,10 @@ VALUES: list[Any] = [
     np.arange(4, dtype=np.int16).reshape(2, 2),
     np.float32(1.5),
     np.str_(""),
+    np.bytes_(b""),
+    np.bytes_(b"ab\x00c"),
+    np.complex128(1 + 2j),
+    np.float64(0.1),
 ]
 
 
@@ -211,8 +215,16 @@ def test_other_values_are_refused_and_their_texts_too(tmp_path: Path):
             values.encode(value)
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(TypeError, match="a list that is nested deeper than"):
+    with pytest.raises(
+        TypeError, match=r"a list cannot be given .* by user_set: it is nested deeper than 100 levels, or"
+    ):
         values.encode(endless)
+    with pytest.raises(TypeError, match="a int cannot be given to other ranks by user_set: Exceeds the limit"):
+        values.encode(10**5000)
+    deep: Any = 1
+    for _ in range(values.MOST_LEVELS):
+        deep = (deep,)
+    assert values.decode(values.encode(deep)) == deep
     bad = [
         "",
         "{",

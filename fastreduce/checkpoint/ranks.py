@@ -140,7 +140,7 @@ def load_file(path: Path) -> State:
 
 def _tell_size(file: File, wrong: Exception | None, path: Path) -> int:
     """The bytes in rank 0's file, on every rank; or the error of what went `wrong` there."""
-    size, number, text = 0 if wrong else file.seek(0, os.SEEK_END), None, None
+    size, number, text = 0 if wrong is not None else file.seek(0, os.SEEK_END), None, None
     if isinstance(wrong, OSError):
         number, text = wrong.errno, wrong.strerror or str(wrong)
     elif wrong is not None:

@@ -14,6 +14,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,10 @@ def keyed(jit: Callable[[Any], Any], more: Path | None = None) -> Callable[[Any]
 @cache
 def _say_what_takes_long() -> None:
     """To who sits at a terminal, once, and not from every rank."""
-    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty():
-        print("fastreduce compiles its kernels for this machine, once: some seconds", file=sys.stderr, flush=True)
+    # A script may have put something else there, or have closed it.
+    with suppress(AttributeError, ValueError, OSError):
+        if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+            print("fastreduce compiles its kernels for this machine, once: some seconds", file=sys.stderr, flush=True)
 
 
 @cache

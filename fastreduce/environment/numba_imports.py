@@ -8,16 +8,40 @@ import importlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import BuiltinFunctionType, ModuleType
 
 from .caches import numba_caching
 
+HALF_TO_SINGLE = "define float @f(half %x) { %y = fpext half %x to float\n ret float %y }"
+
 
 def why_not_compiled() -> str | None:
-    """The reason why Numba compiles nothing in this process, or None."""
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") in ("", "0"):
-        return None
-    return "NUMBA_DISABLE_JIT is set, under which Numba compiles nothing: unset it"
+    """The reason why Numba compiles no kernels of ours in this process, or None."""
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "NUMBA_DISABLE_JIT is set, under which Numba compiles nothing: unset it"
+    if not _has_f16c():
+        named = [name for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES") if name in os.environ]
+        whose = f"the processor of {' and '.join(named)}" if named else "this processor"
+        return f"{whose} has no F16C instructions, which the FP16 kernels need"
+    return None
+
+
+@cache
+def _has_f16c() -> bool:
+    """Whether the processor that Numba compiles for, its features in Numba's variables, converts FP16 by itself.
+
+    Where it does not, LLVM calls a function that nobody has, and ends the process.
+    """
+    llvm = importlib.import_module("llvmlite.binding")
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
+    features = os.environ.get("NUMBA_CPU_FEATURES")
+    if features is None:
+        features = "" if name == "generic" else llvm.get_host_cpu_features().flatten()
+    machine = llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features)
+    return "hfsf" not in machine.emit_assembly(llvm.parse_assembly(HALF_TO_SINGLE))
 
 
 def import_compiled(names: Iterable[str], package: str | None) -> list[ModuleType]:

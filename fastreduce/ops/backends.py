@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, wraps
@@ -54,17 +53,9 @@ def _why_not_reference(_device: torch.device) -> str | None:
 def _why_not_numba_cpu(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"numba_cpu works on CPU tensors, not on {device}"
-    if _lacks_f16c():
-        return "this processor has no F16C instructions, which the FP16 kernels need; set FASTREDUCE_KERNELS=reference"
     if reason := why_not_compiled():
-        return f"{reason}, or set FASTREDUCE_KERNELS=reference"
+        return f"{reason}; or set FASTREDUCE_KERNELS=reference"
     return None
-
-
-@cache
-def _lacks_f16c() -> bool:
-    features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
-    return platform.machine() == "x86_64" and not features.get("f16c")
 
 
 def _why_not_triton(device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastreduce.environment import numba_imports
+from fastreduce.kernels import numba_cache
 from fastreduce.ops import backends
 from fastreduce.transports.shm import why_no_shm
 from tests.support.commands import run, with_environment
@@ -81,6 +84,43 @@ def test_a_script_whose_rank_0_alone_prints_trains_under_run(tmp_path: Path):
         "fastreduce.ddp 0",
         "fastreduce.ddp 1",
     ]
+
+
+def test_a_processor_that_does_not_convert_fp16_is_told(monkeypatch: pytest.MonkeyPatch):
+    """LLVM ended the process."""
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    for features, told in (("", "has no F16C instructions"), ("+avx2,+f16c", None)):
+        monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+        numba_imports._has_f16c.cache_clear()
+        for reason in (backends.why_not("numba_cpu", torch.device("cpu")), why_no_shm()):
+            assert reason is None if told is None else told in str(reason)
+    monkeypatch.undo()
+    numba_imports._has_f16c.cache_clear()
+
+
+@pytest.mark.long
+def test_the_reference_trains_on_a_processor_that_does_not_convert_fp16(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("quiet = lambda: None\n" + TRAIN.replace(", force=True", ""))
+    command = [sys.executable, "-m", "fastreduce", "run", "--nproc-per-node", "2", str(script)]
+    generic = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    done = run(*command, env=with_environment(**generic))
+    assert "has no F16C instructions, which the FP16 kernels need; or set FASTREDUCE_KERNELS=reference" in done.stderr
+    done = run(*command, env=with_environment(**generic, FASTREDUCE_KERNELS="reference"))
+    assert done.returncode == 0 and "fastreduce.ddp 1" in done.stdout, done.stderr
+
+
+class _Tee:
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def test_kernels_are_compiled_whatever_stands_in_the_place_of_stderr(monkeypatch: pytest.MonkeyPatch):
+    closed = io.StringIO()
+    closed.close()
+    for stream in (_Tee(), None, closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        numba_cache._say_what_takes_long.__wrapped__()
 
 
 def test_where_numba_compiles_nothing_kernels_and_shared_memory_say_so(monkeypatch: pytest.MonkeyPatch):

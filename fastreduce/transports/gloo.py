@@ -22,10 +22,9 @@ from .base import LateGatherTransport, Work
 from .connections import ALL, Lease, drop_all, failed_here
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import AbsentError, clear, look_for, meet, no_word_from, notes, wait_until
-from .ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
+from .ranks import NEVER_SENT, Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
 from .store_client import SOON_SECONDS, StoreClient
 
-NEVER_SENT = (1 << 31) - 1  # a tag
 LEAST_SECONDS = 0.001  # that torch waits for: less is taken for no deadline
 BROKEN_SECONDS = 1.5  # until all who are left have noticed that a connection broke
 

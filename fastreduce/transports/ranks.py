@@ -16,6 +16,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from ..environment.forks import Owner
 from .store_client import StoreClient, root_of
 
+NEVER_SENT = (1 << 31) - 1  # a tag
+
 
 @dataclass(frozen=True, eq=False)
 class Subgroup:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,8 +20,53 @@ from fastreduce.transports import GlooTransport, ShmTransport, choices, make_tra
 from fastreduce.transports.hosts import nodes_of
 from fastreduce.transports.messages import encode
 from fastreduce.transports.ranks import client_of
+from tests.support.commands import PYTHON, finish, free_port, started, with_environment
 from tests.support.models import wrap
 from tests.support.ranks import RankPool, message, with_time
+
+DIES = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from fastreduce import DistributedDataParallel, TransportError, all_reduce_gradients
+
+dist.init_process_group("gloo")
+model = nn.Linear(2, 2)
+if "again" in sys.argv:
+    first = DistributedDataParallel(nn.Linear(2, 2))
+    first(torch.ones(1, 2)).sum().backward()
+if dist.get_rank() == 1:
+    time.sleep(2)
+    os._exit(9)
+try:
+    all_reduce_gradients(model.parameters()) if "call" in sys.argv else DistributedDataParallel(model)
+except TransportError as error:
+    print(error, error.missing, flush=True)
+if dist.get_rank() == 0:
+    time.sleep(4)  # else the store is gone
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("when", ["first", "again", "call"])
+def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: str):
+    """The others waited for the group's timeout, half an hour."""
+    script = tmp_path / "train.py"
+    script.write_text(DIES)
+    env = with_environment(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="3", GLOO_SOCKET_IFNAME="lo"
+    )
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(PYTHON, script, when, env={**env, "RANK": str(rank)}, together=True))
+            for rank in range(3)
+        ]
+        first, ended, third = [finish(rank, 100) for rank in ranks]
+    assert ended.returncode == 9
+    for rank, done in ((0, first), (2, third)):
+        assert f"rank {rank} of 3: choosing a transport failed. No word from rank 1: it has exited, " in done.stdout
+        assert "(1,)" in done.stdout
+
 
 # What each of three ranks asks for by transport= and by FASTREDUCE_TRANSPORT, and what all are told.
 Asked = tuple[Any, str]

@@ -18,7 +18,7 @@ from .hosts import DIGITS, this_host
 from .meeting import PART, AbsentError, clear, look_for, meet, new_place, no_word_from, notes, until_cleared
 from .messages import decode, encode, of_types
 from .ranks import NEVER_SENT, client_of, own_name, timeout_of
-from .store_client import SOON_SECONDS
+from .store_client import SOON_SECONDS, StoreClient
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -98,7 +98,7 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
     until_cleared(here, seconds)
     here.add(mine.key, 1)
     try:
-        meet(here, rank, ranks, seconds, encode(list(mine)).decode(), look_for(_who_is_cut_off(group)))
+        meet(here, rank, ranks, seconds, encode(list(mine)).decode(), look_for(_who_is_cut_off(group, here)))
     except BaseException:
         with suppress(TransportError):
             here.at("", SOON_SECONDS).add(mine.key, -1)
@@ -111,11 +111,11 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
     return found
 
 
-def _who_is_cut_off(group: dist.ProcessGroup) -> Callable[[], list[int]]:
+def _who_is_cut_off(group: dist.ProcessGroup, meeting: StoreClient) -> Callable[[], list[int]]:
     """What tells which ranks' processes have ended, where `group` has gloo: the system closes their connections.
 
     Nobody knows anything of them else, before they have wrapped something. gloo says it to who begins to receive, even
-    what is never sent. Asked less often the longer it takes.
+    what is never sent. Asked less often the longer it takes. Who left the meeting before it ended has found another gone.
     """
     begun = asked = time.monotonic()
     others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
@@ -126,7 +126,10 @@ def _who_is_cut_off(group: dist.ProcessGroup) -> Callable[[], list[int]]:
         if now - asked < (now - begun) / PART:
             return []
         asked = now
-        return [rank for rank in others if _is_cut_off(group, rank)]
+        found = [rank for rank in others if _is_cut_off(group, rank)]
+        with suppress(TransportError):
+            return [found[i] for i in meeting.absent([f"gone {rank}" for rank in found])] or found
+        return found
 
     return gone
 

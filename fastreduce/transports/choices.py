@@ -115,7 +115,7 @@ def _who_is_cut_off(group: dist.ProcessGroup, meeting: StoreClient) -> Callable[
     """What tells which ranks' processes have ended, where `group` has gloo: the system closes their connections.
 
     Nobody knows anything of them else, before they have wrapped something. gloo says it to who begins to receive, even
-    what is never sent. Asked less often the longer it takes. Who left the meeting before it ended has found another gone.
+    what is never sent. Asked less often the longer it takes. Who has left the meeting has found another gone.
     """
     begun = asked = time.monotonic()
     others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]

@@ -39,7 +39,7 @@ def _has_f16c() -> bool:
     name = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
     features = os.environ.get("NUMBA_CPU_FEATURES")
     if features is None:
-        features = "" if name == "generic" else llvm.get_host_cpu_features().flatten()
+        features = "" if name.lower() == "generic" else llvm.get_host_cpu_features().flatten()
     machine = llvm.Target.from_default_triple().create_target_machine(cpu=name, features=features)
     return "hfsf" not in machine.emit_assembly(llvm.parse_assembly(HALF_TO_SINGLE))
 

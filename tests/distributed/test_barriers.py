@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import fastreduce.distributed as dist
 from fastreduce import TransportError
 from fastreduce.distributed import meetings
 from fastreduce.transports.meeting import clear
-from tests.support.commands import PYTHON, finish, free_port, started, with_environment
+from tests.support.commands import run_by_hand
 from tests.support.ranks import RankPool, message
 
 
@@ -147,11 +146,5 @@ except MismatchError:
 def test_the_store_stays_until_all_have_left(tmp_path: Path, program: str):
     script = tmp_path / "train.py"
     script.write_text(program)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "lo"}
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(started(PYTHON, script, env=with_environment(**env, RANK=str(rank)), together=True))
-            for rank in range(4)
-        ]
-        done = [finish(rank, 100) for rank in ranks]
+    done = run_by_hand(script, ranks=4)
     assert [(one.returncode, one.stdout) for one in done] == [(0, "")] * 4

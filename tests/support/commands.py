@@ -161,6 +161,19 @@ def run(
         return finish(process, seconds)
 
 
+def run_by_hand(script: Path, *arguments: object, ranks: int) -> list[Done]:
+    """The ends of ranks that no launcher holds together, each within 100 s; rank 0 has the store."""
+    env = with_environment(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo"
+    )
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(started(PYTHON, script, *arguments, env={**env, "RANK": str(rank)}, together=True))
+            for rank in range(ranks)
+        ]
+        return [finish(process, 100) for process in processes]
+
+
 def command_line(process: psutil.Process) -> str:
     """A process's command line; "" for one that has ended meanwhile, waited for or not."""
     try:

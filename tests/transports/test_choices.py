@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +19,7 @@ from fastreduce.transports import GlooTransport, ShmTransport, choices, make_tra
 from fastreduce.transports.hosts import nodes_of
 from fastreduce.transports.messages import encode
 from fastreduce.transports.ranks import client_of
-from tests.support.commands import PYTHON, finish, free_port, started, with_environment
+from tests.support.commands import run_by_hand
 from tests.support.models import wrap
 from tests.support.ranks import RankPool, message, with_time
 
@@ -53,15 +52,7 @@ def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: 
     """The others waited for the group's timeout, half an hour."""
     script = tmp_path / "train.py"
     script.write_text(DIES)
-    env = with_environment(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE="3", GLOO_SOCKET_IFNAME="lo"
-    )
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(started(PYTHON, script, when, env={**env, "RANK": str(rank)}, together=True))
-            for rank in range(3)
-        ]
-        first, ended, third = [finish(rank, 100) for rank in ranks]
+    first, ended, third = run_by_hand(script, when, ranks=3)
     assert ended.returncode == 9
     for rank, done in ((0, first), (2, third)):
         assert f"rank {rank} of 3: choosing a transport failed. No word from rank 1: it has exited, " in done.stdout

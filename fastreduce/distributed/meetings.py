@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import NotInitializedError, SettingError, TransportError, brief
-from ..transports.meeting import AbsentError, clear, meet, notes, until_cleared, wait_until, who_waits
-from ..transports.ranks import check_process, client_of, timeout_of
+from ..transports.meeting import AbsentError, clear, look_for, meet, notes, until_cleared, wait_until, who_waits
+from ..transports.ranks import check_process, client_of, timeout_of, who_has_ended
 from ..transports.store_client import StoreClient
 
 LEAVING_SECONDS = 5.0  # that the store is kept for ranks that have come to a meeting, and may have died in it
@@ -78,13 +79,19 @@ def meet_in(
     rank, ranks, here = dist.get_rank(), ranks_of(group), store_of(group).at(f"{kind}/{number}")
     seconds = (timeout or timeout_of(group)).total_seconds()
     try:
-        meet(here, rank, ranks, seconds, note or "")
+        meet(here, rank, ranks, seconds, note or "", _look_for_any(group, ranks))
         count[kind] += 1
         told = {} if note is None else dict(zip(ranks, notes(here, ranks), strict=True))
     except TransportError as error:
         raise failed_meeting(call, len(ranks), error, seconds) from error
     _leave(here, ranks, seconds)
     return told
+
+
+def _look_for_any(group: dist.ProcessGroup, ranks: Sequence[int]) -> Callable[[], None]:
+    """What raises once the process of one of these ranks has ended."""
+    ended, names = who_has_ended(group), ranks_of(group)
+    return look_for(ended and (lambda: [names[place] for place in ended() if names[place] in ranks]))
 
 
 def _leave(store: StoreClient, ranks: list[int], seconds: float) -> None:
@@ -103,7 +110,7 @@ def failed_meeting(
 ) -> TransportError:
     """The error of `call`, where ranks have not met."""
     who = f"{call} on rank {dist.get_rank() if rank is None else rank}"
-    if isinstance(error, AbsentError):
+    if isinstance(error, AbsentError) and error.seconds is not None:
         return TransportError(f"{who}: of {size} ranks, rank {error.names} did not arrive within {seconds:g} s")
     return TransportError(f"{who}: {error}")
 
@@ -118,11 +125,14 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
     other, does = (source, "send") if rank == destination else (destination, "receive")
     here = store_of(group).at(_between(group, source, destination, tag))
     try:
-        until_cleared(here, seconds)  # with the same tag
-        meet(here, rank, ranks, seconds, note)
+        look = _look_for_any(group, ranks)
+        until_cleared(here, seconds, look)  # with the same tag
+        meet(here, rank, ranks, seconds, note, look)
         _exchanged.setdefault(group, Counter())[source, destination, tag] += 1
         told = dict(zip(ranks, notes(here, ranks), strict=True))
     except AbsentError as error:
+        if error.seconds is None:
+            raise TransportError(f"{call} on rank {rank}: {error}") from error
         raise TransportError(
             f"{call} on rank {rank}: rank {other} did not come to {does} with tag {tag} within {seconds:g} s"
         ) from error

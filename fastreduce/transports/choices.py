@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ..errors import MismatchError, TransportError, listed
 from .hosts import DIGITS, this_host
-from .meeting import PART, AbsentError, clear, look_for, meet, new_place, no_word_from, notes, until_cleared
+from .meeting import AbsentError, clear, look_for, meet, new_place, no_word_from, notes, until_cleared
 from .messages import decode, encode, of_types
-from .ranks import NEVER_SENT, client_of, own_name, timeout_of
-from .store_client import SOON_SECONDS, StoreClient
+from .ranks import client_of, own_name, timeout_of, who_has_ended
+from .store_client import SOON_SECONDS
 
 _hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
@@ -95,10 +92,11 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
     if place is None:  # a process that was killed while it waited here has left a note
         place = new_place(here, rank, len(ranks), seconds)
     here = here.at(place)
-    until_cleared(here, seconds)
+    look = look_for(who_has_ended(group))
+    until_cleared(here, seconds, look)
     here.add(mine.key, 1)
     try:
-        meet(here, rank, ranks, seconds, encode(list(mine)).decode(), look_for(_who_is_cut_off(group, here)))
+        meet(here, rank, ranks, seconds, encode(list(mine)).decode(), look)
     except BaseException:
         with suppress(TransportError):
             here.at("", SOON_SECONDS).add(mine.key, -1)
@@ -109,41 +107,6 @@ def _told(group: dist.ProcessGroup, mine: Choice) -> list[Choice]:
         found = [decode(note, other, _choice) for other, note in enumerate(notes(here, ranks))]
     clear(here, ranks, mine.key, *(choice.key for choice in found))
     return found
-
-
-def _who_is_cut_off(group: dist.ProcessGroup, meeting: StoreClient) -> Callable[[], list[int]]:
-    """What tells which ranks' processes have ended, where `group` has gloo: the system closes their connections.
-
-    Nobody knows anything of them else, before they have wrapped something. gloo says it to who begins to receive, even
-    what is never sent. Asked less often the longer it takes. Who has left the meeting has found another gone.
-    """
-    begun = asked = time.monotonic()
-    others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
-
-    def gone() -> list[int]:
-        nonlocal asked
-        now = time.monotonic()
-        if now - asked < (now - begun) / PART:
-            return []
-        asked = now
-        found = [rank for rank in others if _is_cut_off(group, rank)]
-        with suppress(TransportError):
-            return [found[i] for i in meeting.absent([f"gone {rank}" for rank in found])] or found
-        return found
-
-    return gone
-
-
-def _is_cut_off(group: dist.ProcessGroup, rank: int) -> bool:
-    if not dist.is_gloo_available() or os.environ.get("TORCH_GLOO_LAZY_INIT"):
-        return False
-    try:
-        gloo = group._get_backend(torch.device("cpu"))
-        if isinstance(gloo, dist.ProcessGroupGloo):
-            gloo.recv([torch.empty(1, device="cpu")], rank, NEVER_SENT)  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        return "by peer" in str(error)
-    return False
 
 
 def _choice(value: Any) -> Choice:

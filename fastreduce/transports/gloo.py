@@ -22,7 +22,7 @@ from .base import LateGatherTransport, Work
 from .connections import ALL, Lease, drop_all, failed_here
 from .deadlines import GRACE_SECONDS, in_background
 from .meeting import AbsentError, clear, look_for, meet, no_word_from, notes, wait_until
-from .ranks import NEVER_SENT, Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
+from .ranks import NEVER_SENT, Ranks, client_of, names_of, own_name, place_in, timeout_of, who_has_ended, who_is_gone
 from .store_client import SOON_SECONDS, StoreClient
 
 LEAST_SECONDS = 0.001  # that torch waits for: less is taken for no deadline
@@ -94,7 +94,7 @@ class GlooConnection:
         """
         ranks, store = self.names, client_of(group).at(prefix)
         here, place = store.at("here"), uuid.uuid4().hex
-        look = look_for(self._gone)
+        look = look_for(who_has_ended(group))
         self.call("connecting", meet, here, ranks[self.rank], ranks, self.seconds, place, look)
         place, *_ = self.call("connecting", notes, here, ranks)
         self.call("connecting", clear, here, ranks)

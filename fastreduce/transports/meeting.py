@@ -16,11 +16,13 @@ PART = 20  # of the time waited so far, as a pause: what a meeting loses by it
 
 
 class AbsentError(TransportError):
-    """Ranks that did not come."""
+    """Ranks that did not come within so many seconds, or, without these, that have ended."""
 
-    def __init__(self, ranks: Sequence[int], seconds: float) -> None:
-        self.names = ", ".join(map(str, ranks))
-        super().__init__(f"rank {self.names} did not come within {seconds:g} s", ranks)
+    def __init__(self, ranks: Sequence[int], seconds: float | None = None) -> None:
+        self.names, self.seconds = ", ".join(map(str, ranks)), seconds
+        gone = "is gone: its process has ended, or has closed its connections"
+        how = gone if seconds is None else f"did not come within {seconds:g} s"
+        super().__init__(f"rank {self.names} {how}", ranks)
 
 
 def no_word_from(ranks: Sequence[int]) -> str:
@@ -34,7 +36,7 @@ def look_for(gone: Callable[[], Sequence[int]] | None) -> Callable[[], None]:
 
     def look() -> None:
         if gone is not None and (ranks := gone()):
-            raise AbsentError(ranks, LOOK_SECONDS)
+            raise AbsentError(ranks)
 
     return look
 
@@ -45,6 +47,7 @@ def wait_until(
     """Call `done(store)` until it is true, or for `seconds`; `look` now and then. Returns whether it is true.
 
     Raises:
+        AbsentError: by `look`, and it is not true then either.
         TransportError: if the store is gone, or its holder does not answer for as long.
     """
     start = last_look = now = time.monotonic()
@@ -54,7 +57,13 @@ def wait_until(
             return False
         if now - last_look > LOOK_SECONDS:
             last_look = now
-            look()
+            try:
+                look()
+            except AbsentError:  # who has done its part may have ended since
+                with suppress(TransportError):
+                    if done(store.at("", SOON_SECONDS)):
+                        return True
+                raise
         time.sleep(min(max((now - start) / PART, SHORTEST), LONGEST))
     return True
 
@@ -70,16 +79,27 @@ def meet(
     """Return when all of `ranks` have come; one meeting a prefix. `look`, called now and then, may raise.
 
     Raises:
-        AbsentError: naming the ranks that have not come within `seconds`; this rank has left then, and all may try
-            again.
+        AbsentError: naming the ranks that have not come within `seconds`, or that `look` finds gone; this rank has
+            left then, and all may try again.
         TransportError: if the store is gone, or its holder does not answer.
     """
+
+    def look_again() -> None:
+        try:
+            look()
+        except AbsentError as error:  # of these, who has left has found another gone
+            gone = error.missing
+            with suppress(TransportError):
+                stay = store.at("", SOON_SECONDS).absent([f"gone {r}" for r in gone])
+                gone = tuple(gone[i] for i in stay) or gone
+            raise AbsentError(gone) from error
+
     store.delete(f"gone {rank}")  # it may have left before
     store.set(f"note of {rank}", note)
     if store.add("count", 1) == len(ranks):
         store.set("complete", "")
     try:
-        if wait_until(store, lambda store: store.has("complete"), seconds, look):
+        if wait_until(store, lambda store: store.has("complete"), seconds, look_again):
             return
         soon = store.at("", SOON_SECONDS)
         absent = [ranks[i] for i in soon.absent([f"note of {r}" for r in ranks])]
@@ -108,15 +128,16 @@ def who_waits(store: StoreClient, places: Sequence[tuple[int, str]]) -> list[int
     return [rank for i, (rank, _) in enumerate(places) if i not in away and i in stay]
 
 
-def until_cleared(store: StoreClient, seconds: float) -> None:
+def until_cleared(store: StoreClient, seconds: float, look: Callable[[], None] = lambda: None) -> None:
     """Return when an earlier meeting of this prefix, if there was one, has been cleared by all who came to it.
 
     Called before `meet` where ranks may begin the next one while others still read the notes of this one.
 
     Raises:
+        AbsentError: by `look`.
         TransportError: if that takes more than `seconds`, or the store is gone.
     """
-    if not wait_until(store, lambda store: not store.has("complete"), seconds):
+    if not wait_until(store, lambda store: not store.has("complete"), seconds, look):
         raise TransportError(f"a rank has not left an earlier meeting within {seconds:g} s")
 
 

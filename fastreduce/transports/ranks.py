@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ..environment.forks import Owner
+from .meeting import PART
 from .store_client import StoreClient, root_of
 
 NEVER_SENT = (1 << 31) - 1  # a tag
@@ -71,6 +74,47 @@ def own_name(ranks: Ranks) -> str:
 def who_is_gone(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
     """What tells at once which of the ranks are gone, where somebody knows."""
     return ranks.absent if isinstance(ranks, Subgroup) else None
+
+
+def who_has_ended(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
+    """What tells at once which of the ranks have ended, for one wait, where somebody knows.
+
+    The system closes the connections of gloo, which says so to who begins to receive, even what is never sent. It is
+    asked less often the longer it takes; in between the answer is that none has.
+    """
+    if isinstance(ranks, Subgroup):
+        return ranks.absent
+    if not _is_told_by_gloo(ranks):
+        return None
+    begun = asked = time.monotonic()
+    others = [rank for rank in range(dist.get_world_size(ranks)) if rank != dist.get_rank(ranks)]
+
+    def ended() -> list[int]:
+        nonlocal asked
+        now = time.monotonic()
+        if now - asked < (now - begun) / PART:
+            return []
+        asked = now
+        return [rank for rank in others if _is_cut_off(ranks, rank)]
+
+    return ended
+
+
+def _is_told_by_gloo(group: dist.ProcessGroup) -> bool:
+    if not dist.is_gloo_available() or os.environ.get("TORCH_GLOO_LAZY_INIT"):
+        return False
+    with contextlib.suppress(RuntimeError):  # no backend for the CPU
+        return isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    return False
+
+
+def _is_cut_off(group: dist.ProcessGroup, rank: int) -> bool:
+    try:
+        gloo: Any = group._get_backend(torch.device("cpu"))
+        gloo.recv([torch.empty(1, device="cpu")], rank, NEVER_SENT)
+    except RuntimeError as error:
+        return "by peer" in str(error)
+    return False
 
 
 def timeout_of(ranks: Ranks) -> timedelta:

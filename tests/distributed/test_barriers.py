@@ -123,6 +123,47 @@ os._exit(0)
 """
 
 
+DIES = """
+import os, sys, time
+import torch
+import fastreduce.distributed as dist
+from fastreduce import TransportError
+
+dist.init_process_group("gloo")
+group = dist.new_group([1, 2, 3])
+rank = dist.get_rank()
+if rank == 2:
+    time.sleep(1)
+    os._exit(9)
+waits = {
+    "all": dist.barrier,
+    "some": lambda: rank and dist.barrier(group),
+    "recv": lambda: dist.recv(torch.zeros(1), 2),
+}
+try:
+    waits[sys.argv[1]]()
+except TransportError as error:
+    print(error, flush=True)
+if rank == 0:
+    time.sleep(5)  # else the store is gone
+os._exit(0)
+"""
+GONE = "rank 2 is gone: its process has ended, or has closed its connections"
+
+
+@pytest.mark.parametrize("what", ["all", "some", "recv"])
+def test_who_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str):
+    """The others waited for the group's timeout, half an hour, where torch's own barrier over gloo takes a second."""
+    if what == "recv":
+        monkeypatch.setenv("FASTREDUCE_DEBUG", "1")
+    script = tmp_path / "train.py"
+    script.write_text(DIES)
+    done = run_by_hand(script, what, ranks=4)
+    assert done[2].returncode == 9
+    for rank in (0, 1, 3) if what != "some" else (1, 3):
+        assert done[rank].stdout == f"{'recv' if what == 'recv' else 'barrier'} on rank {rank}: {GONE}\n"
+
+
 DIFFERS = """
 import os, time
 from datetime import timedelta

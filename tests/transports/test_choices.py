@@ -28,6 +28,7 @@ import os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from fastreduce import DistributedDataParallel, TransportError, all_reduce_gradients
+from fastreduce.transports.shm import connection
 
 dist.init_process_group("gloo")
 model = nn.Linear(2, 2)
@@ -35,6 +36,9 @@ if "again" in sys.argv:
     first = DistributedDataParallel(nn.Linear(2, 2))
     first(torch.ones(1, 2)).sum().backward()
 if dist.get_rank() == 1:
+    if "connecting" in sys.argv:
+        connection.ShmConnection._connect = lambda *arguments: os._exit(9)
+        DistributedDataParallel(model)
     time.sleep(2)
     os._exit(9)
 try:
@@ -47,7 +51,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("when", ["first", "again", "call"])
+@pytest.mark.parametrize("when", ["first", "again", "call", "connecting"])
 def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: str):
     """The others waited for the group's timeout, half an hour."""
     script = tmp_path / "train.py"
@@ -55,7 +59,8 @@ def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: 
     first, ended, third = run_by_hand(script, when, ranks=3)
     assert ended.returncode == 9
     for rank, done in ((0, first), (2, third)):
-        assert f"rank {rank} of 3: choosing a transport failed. No word from rank 1: it has exited, " in done.stdout
+        failed = "connecting over shm" if when == "connecting" else "choosing a transport"
+        assert f"rank {rank} of 3: {failed} failed. No word from rank 1: it has exited, " in done.stdout
         assert "(1,)" in done.stdout
 
 

@@ -49,6 +49,32 @@ def test_who_is_interrupted_while_it_waits_is_counted_once_when_it_comes_again()
         meet(store, 0, range(2), 0.1)
 
 
+def test_who_has_done_its_part_may_have_ended():
+    """The last one comes, and its process ends, between two looks: nobody is missing."""
+    store = StoreClient(dist.HashStore(), 20.0).at("ended")
+
+    def came_and_ended() -> None:
+        meet(store, 1, range(2), 20.0)
+        raise AbsentError([1])
+
+    meet(store, 0, range(2), 20.0, look=came_and_ended)
+
+
+def test_who_has_left_since_it_found_another_gone_is_not_named_beside_it():
+    store = StoreClient(dist.HashStore(), 20.0).at("left")
+
+    def gone() -> None:
+        raise AbsentError([1, 2])
+
+    for rank, named in ((2, [1, 2]), (0, [1])):
+        with pytest.raises(AbsentError, match="is gone") as raised:
+            meet(store, rank, range(3), 20.0, look=gone)
+        assert list(raised.value.missing) == named
+    store.set("complete", "")  # a meeting that one of them has not left
+    with pytest.raises(AbsentError, match="rank 1, 2 is gone"):
+        until_cleared(store, 20.0, gone)
+
+
 def test_a_connection_is_told_from_what_other_threads_open_meanwhile():
     """A pair of sockets, as of a data loader: its peers have no port."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

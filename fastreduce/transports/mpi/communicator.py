@@ -19,8 +19,8 @@ from .. import messages
 from ..base import Work
 from ..connections import failed_here
 from ..deadlines import in_background
-from ..meeting import meet
-from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, world_ranks_of
+from ..meeting import look_for, meet
+from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_has_ended, world_ranks_of
 from ..store_client import SOON_SECONDS
 from .library import GATE, load_mpi
 from .polling import late, poll
@@ -56,7 +56,8 @@ class MpiConnection:
         self._spare: dict[int, Tensor] = {}  # bytes that all_reduce receives in, by address
         with self._errors("connecting"):
             # Wait for all ranks here, since making a communicator has no timeout.
-            meet(self._store.at("here", self._seconds), self._name, self._names, self._seconds)
+            look = look_for(who_has_ended(group))
+            meet(self._store.at("here", self._seconds), self._name, self._names, self._seconds, look=look)
             ranks = world_ranks_of(group)
             try:
                 self._first, self._second = in_background(lambda: _make(ranks), self._seconds)

@@ -31,7 +31,7 @@ from ..base import Work
 from ..connections import failed_here
 from ..hosts import boot
 from ..meeting import AbsentError, clear, look_for, meet, no_word_from, notes, until_cleared
-from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_is_gone
+from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_has_ended, who_is_gone
 from ..store_client import StoreClient
 from . import ring
 from .flags import wake
@@ -93,7 +93,7 @@ class ShmConnection:
         self.rank, self.size = place_in(group)
         self._me, self._names = own_name(group), names_of(group)
         self.failed = False
-        self._gone = who_is_gone(group)
+        self._gone, self._look = who_is_gone(group), look_for(who_has_ended(group))
         self._why = ""
         self._missing: tuple[int, ...] = ()
         self._seconds = timeout_of(group).total_seconds()
@@ -155,8 +155,8 @@ class ShmConnection:
         return [segment for segment in segments if segment is not None]
 
     def _meet(self, store: StoreClient, note: str) -> list[str]:
-        until_cleared(store, self._seconds)  # of an attempt before this one
-        meet(store, self._names[self.rank], self._names, self._seconds, note, look_for(self._gone))
+        until_cleared(store, self._seconds, self._look)  # of an attempt before this one
+        meet(store, self._names[self.rank], self._names, self._seconds, note, self._look)
         found = notes(store, self._names)
         clear(store, self._names)
         return found

@@ -88,14 +88,15 @@ def who_has_ended(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
         return None
     begun = asked = time.monotonic()
     others = [rank for rank in range(dist.get_world_size(ranks)) if rank != dist.get_rank(ranks)]
+    group = weakref.ref(ranks)  # whose connections, which live as long as it does, may keep this
 
     def ended() -> list[int]:
         nonlocal asked
         now = time.monotonic()
         if now - asked < (now - begun) / PART:
             return []
-        asked = now
-        return [rank for rank in others if _is_cut_off(ranks, rank)]
+        asked, alive = now, group()
+        return [rank for rank in others if alive is not None and _is_cut_off(alive, rank)]
 
     return ended
 

@@ -111,8 +111,9 @@ def failed_meeting(
     """The error of `call`, where ranks have not met."""
     who = f"{call} on rank {dist.get_rank() if rank is None else rank}"
     if isinstance(error, AbsentError) and error.seconds is not None:
-        return TransportError(f"{who}: of {size} ranks, rank {error.names} did not arrive within {seconds:g} s")
-    return TransportError(f"{who}: {error}")
+        how = f"of {size} ranks, rank {error.names} did not arrive within {seconds:g} s"
+        return TransportError(f"{who}: {how}", error.missing)
+    return TransportError(f"{who}: {error}", error.missing)
 
 
 def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination: int, tag: int, note: str) -> str:
@@ -132,10 +133,9 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
         told = dict(zip(ranks, notes(here, ranks), strict=True))
     except AbsentError as error:
         if error.seconds is None:
-            raise TransportError(f"{call} on rank {rank}: {error}") from error
-        raise TransportError(
-            f"{call} on rank {rank}: rank {other} did not come to {does} with tag {tag} within {seconds:g} s"
-        ) from error
+            raise TransportError(f"{call} on rank {rank}: {error}", error.missing) from error
+        how = f"rank {other} did not come to {does} with tag {tag} within {seconds:g} s"
+        raise TransportError(f"{call} on rank {rank}: {how}", [other]) from error
     except TransportError as error:
         raise TransportError(f"{call} on rank {rank}: {error}") from error
     _leave(here, ranks, seconds)
@@ -146,21 +146,26 @@ def find_sender(group: dist.ProcessGroup, tag: int) -> int:
     """The first rank that has come to send to this one, for `exchange_notes`.
 
     Raises:
-        TransportError: if none comes within the group's timeout.
+        TransportError: if none comes within the group's timeout, or the processes of all have ended.
     """
     rank, seconds = dist.get_rank(), timeout_of(group).total_seconds()
     others = [(r, _between(group, r, rank, tag)) for r in ranks_of(group) if r != rank]
     found: list[int] = []
+    ended = who_has_ended(group)
+
+    def all_ended() -> list[int]:
+        names = [ranks_of(group)[place] for place in ended()] if ended else []
+        return names if len(names) == len(others) else []
 
     def anybody(store: StoreClient) -> bool:
         found[:] = who_waits(store, others)
         return bool(found)
 
     try:
-        if wait_until(store_of(group), anybody, seconds):
+        if wait_until(store_of(group), anybody, seconds, look_for(all_ended)):
             return found[0]
     except TransportError as error:
-        raise TransportError(f"recv on rank {rank}: {error}") from error
+        raise TransportError(f"recv on rank {rank}: {error}", error.missing) from error
     raise TransportError(f"recv on rank {rank}: no rank came to send with tag {tag} within {seconds:g} s")
 
 

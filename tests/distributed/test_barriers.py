@@ -56,6 +56,25 @@ def test_a_barrier_names_who_did_not_come_and_serves_again(ranks3: RankPool):
     assert others == [["no error"]] * 2
 
 
+def _missing_ranks(rank: int, world_size: int) -> tuple[int, ...]:
+    client, missing = dist.get_client(), tuple[int, ...]()
+    if rank == 0:
+        with pytest.raises(TransportError) as raised:
+            dist.barrier(timeout=timedelta(seconds=0.3))
+        missing = raised.value.missing
+        client.user_set("failed", True)
+    assert client.user_get("failed")
+    dist.barrier()
+    if rank == 0:
+        client.user_pop("failed")
+    dist.group_barrier()
+    return missing
+
+
+def test_the_error_of_a_barrier_has_the_ranks_that_did_not_come(ranks3: RankPool):
+    assert ranks3.run(_missing_ranks) == [(1, 2), (), ()]
+
+
 class _Stop(Exception):
     pass
 
@@ -130,7 +149,7 @@ import fastreduce.distributed as dist
 from fastreduce import TransportError
 
 dist.init_process_group("gloo")
-group = dist.new_group([1, 2, 3])
+group, pair = dist.new_group([1, 2, 3]), dist.new_group([1, 2])
 rank = dist.get_rank()
 if rank == 2:
     time.sleep(1)
@@ -139,6 +158,7 @@ waits = {
     "all": dist.barrier,
     "some": lambda: rank and dist.barrier(group),
     "recv": lambda: dist.recv(torch.zeros(1), 2),
+    "any": lambda: rank == 1 and dist.recv(torch.zeros(1), group=pair),
 }
 try:
     waits[sys.argv[1]]()
@@ -151,17 +171,18 @@ os._exit(0)
 GONE = "rank 2 is gone: its process has ended, or has closed its connections"
 
 
-@pytest.mark.parametrize("what", ["all", "some", "recv"])
+@pytest.mark.parametrize("what", ["all", "some", "recv", "any"])
 def test_who_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str):
     """The others waited for the group's timeout, half an hour, where torch's own barrier over gloo takes a second."""
-    if what == "recv":
+    call = "recv" if what in ("recv", "any") else "barrier"
+    if call == "recv":
         monkeypatch.setenv("FASTREDUCE_DEBUG", "1")
     script = tmp_path / "train.py"
     script.write_text(DIES)
     done = run_by_hand(script, what, ranks=4)
     assert done[2].returncode == 9
-    for rank in (0, 1, 3) if what != "some" else (1, 3):
-        assert done[rank].stdout == f"{'recv' if what == 'recv' else 'barrier'} on rank {rank}: {GONE}\n"
+    for rank in {"some": (1, 3), "any": (1,)}.get(what, (0, 1, 3)):
+        assert done[rank].stdout == f"{call} on rank {rank}: {GONE}\n"
 
 
 DIFFERS = """

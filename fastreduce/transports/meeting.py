@@ -51,7 +51,11 @@ def wait_until(
         TransportError: if the store is gone, or its holder does not answer for as long.
     """
     start = last_look = now = time.monotonic()
-    while not done(store.at("", min(store.seconds, max(SOON_SECONDS, seconds - (now - start))))):
+
+    def is_done() -> bool:
+        return done(store.at("", min(store.seconds, max(SOON_SECONDS, seconds - (now - start)))))
+
+    while not is_done():
         now = time.monotonic()
         if now - start > seconds:
             return False
@@ -61,7 +65,7 @@ def wait_until(
                 look()
             except AbsentError:  # who has done its part may have ended since
                 with suppress(TransportError):
-                    if done(store.at("", SOON_SECONDS)):
+                    if is_done():
                         return True
                 raise
         time.sleep(min(max((now - start) / PART, SHORTEST), LONGEST))

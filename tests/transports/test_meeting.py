@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from fastreduce import TransportError
-from fastreduce.transports.meeting import AbsentError, clear, meet, notes, until_cleared
+from fastreduce.transports.meeting import AbsentError, clear, look_for, meet, notes, until_cleared, wait_until
 from fastreduce.transports.ranks import client_of
 from fastreduce.transports.store_client import StoreClient
 from tests.support.ranks import RankPool
@@ -58,6 +58,22 @@ def test_who_has_done_its_part_may_have_ended():
         raise AbsentError([1])
 
     meet(store, 0, range(2), 20.0, look=came_and_ended)
+
+
+def test_a_store_that_answers_late_makes_nobody_missing():
+    """Who has done its part, and ended, was named where the store took more than a second to say so."""
+    store, looks = StoreClient(dist.HashStore(), 20.0).at("late"), list[int]()
+
+    def done(client: StoreClient) -> bool:
+        if looks:
+            client.call(lambda _: time.sleep(1.5))
+        return bool(looks)
+
+    def ended() -> list[int]:
+        looks.append(1)
+        return looks
+
+    assert wait_until(store, done, 20.0, look_for(ended))
 
 
 def test_who_has_left_since_it_found_another_gone_is_not_named_beside_it():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..environment.signals import is_of_signal
 from ..errors import TensorError, TransportError
 from ..transports.meeting import no_word_from
+from ..transports.ranks import count_as_failed
 
 LOCAL = ("Invalid scalar type", "Cannot use ReduceOp")  # how errors of gloo begin for which no peer is to blame
 
@@ -112,6 +113,7 @@ class as_transport_error:
         if isinstance(error, RuntimeError) and str(error).startswith(LOCAL):
             raise TensorError(f"{self.call} on rank {dist.get_rank()} with {self.given} tensors: {error}") from error
         if isinstance(error, RuntimeError) and not isinstance(error, TransportError) and not is_of_signal(error):
+            count_as_failed()
             raise TransportError(
                 f"{self.call} on rank {dist.get_rank()} failed: {error}. {no_word_from([])}"
             ) from error

@@ -91,12 +91,10 @@ def meet(
     def look_again() -> None:
         try:
             look()
-        except AbsentError as error:  # of these, who has left has found another gone
-            gone = error.missing
-            with suppress(TransportError):
-                stay = store.at("", SOON_SECONDS).absent([f"gone {r}" for r in gone])
-                gone = tuple(gone[i] for i in stay) or gone
-            raise AbsentError(gone) from error
+        except AbsentError as error:  # who has come is not waited for, and who has left has found another gone
+            missing = _missing(store.at("", SOON_SECONDS), ranks)
+            if gone := [r for r in error.missing if r in missing]:
+                raise AbsentError(gone) from error
 
     store.delete(f"gone {rank}")  # it may have left before
     store.set(f"note of {rank}", note)
@@ -105,19 +103,22 @@ def meet(
     try:
         if wait_until(store, lambda store: store.has("complete"), seconds, look_again):
             return
-        soon = store.at("", SOON_SECONDS)
-        absent = [ranks[i] for i in soon.absent([f"note of {r}" for r in ranks])]
-        if not absent:  # those that came, and left before the others had come
-            here = soon.absent([f"gone {r}" for r in ranks])
-            absent = [r for i, r in enumerate(ranks) if i not in here]
-        if absent:
-            raise AbsentError(absent, seconds)
+        if missing := _missing(store.at("", SOON_SECONDS), ranks):
+            raise AbsentError(missing, seconds)
     except BaseException:  # an interrupt, too: who comes again is to be counted once
         with suppress(TransportError):
             soon = store.at("", SOON_SECONDS)
             soon.set(f"gone {rank}", "")
             soon.add("count", -1)
         raise
+
+
+def _missing(store: StoreClient, ranks: Sequence[int]) -> list[int]:
+    """Who has not come to a meeting; if all have, who left before the others had come."""
+    if absent := store.absent([f"note of {rank}" for rank in ranks]):
+        return [ranks[i] for i in absent]
+    here = store.absent([f"gone {rank}" for rank in ranks])
+    return [rank for i, rank in enumerate(ranks) if i not in here]
 
 
 def notes(store: StoreClient, ranks: Sequence[int]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -80,7 +81,8 @@ def who_has_ended(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
     """What tells at once which of the ranks have ended, for one wait, where somebody knows.
 
     The system closes the connections of gloo, which says so to who begins to receive, even what is never sent. It is
-    asked less often the longer it takes; in between the answer is that none has.
+    asked less often the longer it takes; in between the answer is that none has. So it is where a collective has
+    failed (`count_as_failed`): gloo closes all connections of a rank that has waited in vain.
     """
     if isinstance(ranks, Subgroup):
         return ranks.absent
@@ -96,9 +98,22 @@ def who_has_ended(ranks: Ranks) -> Callable[[], Sequence[int]] | None:
         if now - asked < (now - begun) / PART:
             return []
         asked, alive = now, group()
-        return [rank for rank in others if alive is not None and _is_cut_off(alive, rank)]
+        if alive is None or _failed.is_set():
+            return []
+        reasons = {rank: _why_cut_off(alive, rank) for rank in others}
+        if any("Application timeout" in why for why in reasons.values()):  # in a collective of torch's
+            return []
+        return [rank for rank, why in reasons.items() if "by peer" in why or "Broken pipe" in why]
 
     return ended
+
+
+_failed = threading.Event()
+
+
+def count_as_failed() -> None:
+    """Remember that a collective on a group of the user's has failed in this process."""
+    _failed.set()
 
 
 def _is_told_by_gloo(group: dist.ProcessGroup) -> bool:
@@ -109,13 +124,14 @@ def _is_told_by_gloo(group: dist.ProcessGroup) -> bool:
     return False
 
 
-def _is_cut_off(group: dist.ProcessGroup, rank: int) -> bool:
+def _why_cut_off(group: dist.ProcessGroup, rank: int) -> str:
+    """Why gloo can receive nothing from a rank; nothing if it can."""
     try:
         gloo: Any = group._get_backend(torch.device("cpu"))
         gloo.recv([torch.empty(1, device="cpu")], rank, NEVER_SENT)
     except RuntimeError as error:
-        return "by peer" in str(error)
-    return False
+        return str(error)
+    return ""
 
 
 def timeout_of(ranks: Ranks) -> timedelta:

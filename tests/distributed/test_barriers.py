@@ -185,6 +185,35 @@ def test_who_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         assert done[rank].stdout == f"{call} on rank {rank}: {GONE}\n"
 
 
+LIVE = """
+import os, time
+from datetime import timedelta
+import torch
+import fastreduce.distributed as dist
+from fastreduce import TransportError
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+if dist.get_rank() == 1:
+    time.sleep(4)
+try:
+    dist.all_reduce(torch.ones(2))
+except TransportError:
+    time.sleep(4 * (dist.get_rank() == 2))
+    dist.barrier(timeout=timedelta(seconds=30))
+    print("met", flush=True)
+if dist.get_rank() == 0:
+    time.sleep(2)  # else the store is gone
+os._exit(0)
+"""
+
+
+def test_who_lives_behind_a_collective_that_timed_out_is_waited_for(tmp_path: Path):
+    """gloo has closed all connections."""
+    script = tmp_path / "train.py"
+    script.write_text(LIVE)
+    assert [done.stdout for done in run_by_hand(script, ranks=3)] == ["met\n"] * 3
+
+
 DIFFERS = """
 import os, time
 from datetime import timedelta

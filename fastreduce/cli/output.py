@@ -11,6 +11,8 @@ from typing import Any, TextIO, cast
 import typer
 from typer.core import TyperGroup
 
+RAISING = "strict", "surrogateescape"  # what files do with letters that they lack: the second one in the C locale
+
 
 class Output:
     """stdout, until it cannot be written: that is said once, and the command goes on, for its results go to files.
@@ -58,7 +60,8 @@ class Commands(TyperGroup):
         before = sys.stdout
         if before is None:  # closed by whoever has started this
             return super().main(*args, **options)
-        strict = before if isinstance(before, io.TextIOWrapper) and before.errors == "strict" else None
+        strict = before if isinstance(before, io.TextIOWrapper) and before.errors in RAISING else None
+        errors = before.errors
         if strict is not None:  # no letter that a console lacks costs what was measured
             strict.reconfigure(errors="replace")
         output = Output(before)
@@ -73,4 +76,4 @@ class Commands(TyperGroup):
         finally:
             sys.stdout = before
             if strict is not None:
-                strict.reconfigure(errors="strict")
+                strict.reconfigure(errors=errors)

@@ -71,8 +71,8 @@ def why_not_found(kind: str, name: str) -> str:
     elif kind == "program":
         found = shutil.which(name) is not None
     else:
-        found = bool(name) and Path(name).exists()
-        if found and Path(name).is_dir() and not (Path(name) / "__main__.py").exists():
+        found = os.path.exists(name)  # pathlib's raises where a name is too long
+        if os.path.isdir(name) and not (Path(name) / "__main__.py").exists():
             return f"{name!r} is a folder without a __main__.py: give the script in it"
     return "" if found else f"there is no {kind} {name!r}"
 

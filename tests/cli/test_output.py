@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from fastreduce.cli import main
+from fastreduce.cli.doctor import show
+from fastreduce.cli.doctor.rows import FAILED, MISSING, Row
 from tests.support.commands import INSTALLED, ROOT, run
 from tests.support.results_files import of_a_script, write
 
@@ -79,3 +82,41 @@ def test_a_console_that_lacks_a_letter_ends_no_command(tmp_path: Path):
     done = run("bash", "-c", command)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "–.html").exists() and "?.html" in done.stdout
+
+
+C_LOCALE = "env -u LC_CTYPE LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
+
+
+@pytest.mark.parametrize("arguments", ["compare --help", "report FOLDER/results.json --out FOLDER/–.html"])
+def test_a_locale_without_letters_ends_no_command(arguments: str, tmp_path: Path):
+    """As of a container without any: Python's stdout is ASCII then, and so are files that are opened without a word."""
+    write(of_a_script(), tmp_path)
+    done = run("bash", "-c", f"{C_LOCALE} {INSTALLED} {arguments.replace('FOLDER', str(tmp_path))}")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.isascii()
+    if "html" in arguments:
+        assert "↕" in (tmp_path / "–.html").read_text("utf-8")
+
+
+def test_marks_of_the_doctor_differ_in_ascii(monkeypatch: pytest.MonkeyPatch):
+    console = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(console, "ascii", "replace"))
+    show({"section": [Row("one", "1"), Row("two", "2", MISSING), Row("three", "3", FAILED)]}, ["three"])
+    sys.stdout.flush()
+    assert [line.split()[:2] for line in console.getvalue().decode().splitlines()[1:4]] == [
+        ["+", "one"],
+        ["-", "two"],
+        ["x", "three"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "command", ["compare NAME", "compare --settings none NAME", "run NAME", "report FILE --out NAME"]
+)
+def test_a_name_that_is_too_long_for_a_file_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, name = write(of_a_script(), tmp_path), "a" * 300
+    with pytest.raises(SystemExit) as end:
+        main([word.replace("NAME", name).replace("FILE", str(path)) for word in command.split()])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith(f"fastreduce {command.split()[0]}: ") and said.count("\n") == 1

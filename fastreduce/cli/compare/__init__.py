@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
@@ -50,7 +51,7 @@ class CompareCommand(TyperCommand):
                 following = args[place + 1] if place + 1 < len(args) else "-"
                 if word == "--settings" and following.startswith("-"):
                     ctx.fail("--settings needs at least one setting")
-            elif inside and (_is_setting(word) or not (word.endswith(".py") or Path(word).exists())):
+            elif inside and (_is_setting(word) or not (word.endswith(".py") or os.path.exists(word))):
                 spread.append("--settings")
             else:
                 return super().parse_args(ctx, [*spread, "--", *args[place:]])

@@ -19,7 +19,8 @@ from .machine import gpu_rows, library_rows, machine_rows, variable_rows
 from .rows import FAILED, MISSING, OK, Row, rows
 from .self_tests import kernel_test, transport_test
 
-MARKS = {OK: ("✓", "green"), MISSING: ("–", "yellow"), FAILED: ("✗", "bold red")}
+# By state; the second one is for consoles without the first.
+MARKS = {OK: ("✓", "+", "green"), MISSING: ("–", "-", "yellow"), FAILED: ("✗", "x", "bold red")}
 Sections = dict[str, list[Row]]
 
 
@@ -106,8 +107,8 @@ def show(sections: Sections, failed: list[str]) -> None:
         table.add_column(width=wide)
         table.add_column(overflow="fold")
         for r in found:
-            mark, style = MARKS[r.state]
-            table.add_row(Text(mark, style=style), Text(r.name), _value(r))
+            *marks, style = MARKS[r.state]
+            table.add_row(Text(marks[console.options.ascii_only], style=style), Text(r.name), _value(r))
         console.print(table)
         console.print()
     if failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,7 @@ def report(
     from .reading import ReportError
 
     path = results.parent / "report.html" if out is None else out
-    if path.exists() and results.exists() and path.samefile(results):
+    if os.path.exists(path) and os.path.exists(results) and path.samefile(results):
         fail(f"cannot write to {path}: it is RESULTS, which the page is made of", command="report")
     try:
         page.write(results, path)

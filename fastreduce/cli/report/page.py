@@ -31,12 +31,17 @@ def write(results: Path, out: Path) -> None:
         ReportError: if no report can be made of it.
         OSError: if the page cannot be written.
     """
-    out.write_bytes(render(reading.read(results)).encode(errors="replace"))
+    comparison = reading.read(results)
+    try:
+        html = render(comparison)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # figures that do not fit
+        raise reading.ReportError(f"{results} is not as `fastreduce compare` writes it: {error}") from error
+    out.write_bytes(html.encode(errors="replace"))
 
 
 def render(comparison: reading.Comparison) -> str:
     """The page's HTML; what names and paths hold is text in it, and its scripts are the only ones that may run."""
-    plotly, script = get_plotlyjs().encode(), (HERE / "page.js").read_text()
+    plotly, script = get_plotlyjs().encode(), (HERE / "page.js").read_text("utf-8")
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -49,7 +54,7 @@ def render(comparison: reading.Comparison) -> str:
         figures=figures,
         colours=[colour_of(comparison, name) for name in comparison.names],
         marks=dict.fromkeys(GOOD, ("good", "✓")) | dict.fromkeys(BAD, ("bad", "✗")),
-        style=(HERE / "page.css").read_text(),
+        style=(HERE / "page.css").read_text("utf-8"),
         plotly=base64.b64encode(gzip.compress(plotly, mtime=0)).decode(),
         script=script,
         hashes=[base64.b64encode(hashlib.sha256(text).digest()).decode() for text in (plotly, script.encode())],

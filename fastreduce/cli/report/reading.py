@@ -92,7 +92,7 @@ def read(path: Path) -> Comparison:
         ReportError: if there is none, it was written by something else, or it lacks what a report shows.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_bytes())
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -111,7 +111,7 @@ def read(path: Path) -> Comparison:
         return found
     except KeyError as error:
         raise ReportError(f"{path} lacks {error.args[0]}: run `fastreduce compare` again") from None
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise ReportError(f"{path} is not as `fastreduce compare` writes it: {error}") from None
 
 

@@ -64,7 +64,7 @@ class CounterFiles:
         try:
             with self._lines.open("a") as file:
                 file.write(json.dumps({"time": time.time(), **_finite(counted)}) + "\n")
-            part.write_text(to_prometheus(counted))
+            part.write_text(to_prometheus(counted), "utf-8", "replace")
             part.replace(self._page)  # whole, whenever it is read
         except OSError as error:
             logger.warning("rank %d: counters are not written any more: %s", self._rank, error)

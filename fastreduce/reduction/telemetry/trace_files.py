@@ -49,7 +49,7 @@ def merge(folder: Path) -> Path:
 
 
 def _head(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline()
     try:
         head: dict[str, Any] = json.loads(line.rstrip() + "]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import locale
 import logging
 import math
 import re
@@ -223,3 +224,20 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     monkeypatch.setenv("FASTREDUCE_COUNTERS", str(lines / "in"))
     with pytest.raises(SettingError, match="FASTREDUCE_COUNTERS="):
         wrap("ours", nn.Linear(8, 8))
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_names_of_any_letters_end_no_training_in_the_c_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where files are ASCII that are opened without a word."""
+    monkeypatch.setenv("FASTREDUCE_COUNTERS", str(tmp_path))
+    ddp = wrap("ours", nn.Linear(64, 8), compression="int8")
+    ddp.reducer.note_errors({"int8": {"größe": 0.5}})
+    before = locale.setlocale(locale.LC_CTYPE)
+    try:
+        locale.setlocale(locale.LC_CTYPE, "C")
+        _step(ddp)
+        ddp.reducer.close()
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    (page,) = tmp_path.glob("*.prom")
+    assert 'group="größe"' in page.read_text("utf-8")

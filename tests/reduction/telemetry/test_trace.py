@@ -160,6 +160,12 @@ def test_what_is_left_of_a_killed_rank_is_merged(tmp_path: Path, capsys: pytest.
         merge(tmp_path)
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path):
+    (tmp_path / "rank0.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"rank0\.json is no trace of fastreduce: "):
+        merge(tmp_path)
+
+
 def test_a_merge_that_fails_leaves_nothing_behind(tmp_path: Path):
     head = '{"displayTimeUnit": "ms", "baseTimeNanoseconds": 0, "fastreduce": {"run": "this"}, "traceEvents": [\n'
     (tmp_path / "rank0.json").write_text(head + "{}\n]}\n")

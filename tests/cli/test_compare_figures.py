@@ -317,6 +317,12 @@ def test_a_metric_that_differs_leaves_the_judgement_to_the_user():
     )
 
 
+def test_a_metric_that_is_not_finite_is_not_better():
+    found = quality.Quality("int8", [0, 1], 1.0, EQUAL, math.nan, compare([math.nan, 0.9], [0.9, 0.9], 0.01))
+    (verdict,) = judge(PLAN, {}, {"int8": found})
+    assert verdict.word == "is undecided" and verdict.sentence.endswith("; metric not finite.")
+
+
 def test_nothing_is_a_percent_of_zero():
     """As of an accuracy that none has not left yet."""
     found = compare([0.1, 0.2], [0.0, 0.0], 0.01)
@@ -379,6 +385,19 @@ def test_a_script_may_have_any_name(tmp_path: Path):
     outcomes = [quality.Outcome(name, 0, [4.0, 3.0, 2.0, 1.0], [0.0, 1.0, 2.0, 3.0]) for name in (BASE, "int8")]
     found = {each.setting: each for each in quality.summarise(PLAN, outcomes) if each.outcomes}
     plot.draw(tmp_path / "compare.png", Summary({}, found, []), 0.01, "日 $\\frac{$.py")
+    assert (tmp_path / "compare.png").stat().st_size > 0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["; ".join(f"encoder.{i}.attention.*: int8" for i in range(12)), "a$\\frac{$: int8"])
+def test_a_policy_of_any_length_leaves_room_for_curves(name: str, tmp_path: Path):
+    plan = replace(PLAN, settings=(BASE, name))
+    outcomes = [
+        quality.Outcome(each, seed, [4.0, 3.0, 2.0], [0.0, 1.0, 2.0]) for each in (BASE, name) for seed in (0, 1)
+    ]
+    found = {each.setting: each for each in quality.summarise(plan, outcomes)}
+    speeds = {each: Speed(each, 10.0, (9.0, 11.0), FAST, None, 6) for each in (BASE, name)}
+    plot.draw(tmp_path / "compare.png", Summary(speeds, found, []), 0.01, "x" * 300)
     assert (tmp_path / "compare.png").stat().st_size > 0
 
 

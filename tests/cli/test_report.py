@@ -243,6 +243,11 @@ def test_a_timeline_of_a_step_of_each_of_our_settings(page: Callable[[Results], 
     assert all(-0.5 < y < 0.5 for trace in drawn for y in trace["y"])
     Figure(plot["data"], plot["layout"])
     assert "none 116.0 ms; int8 116.0 ms" in made.text
+    assert "The first 8 buckets are drawn." in made.text
+    results = with_flights(of_a_script())
+    for flight in results["flights"].values():
+        del flight["buckets"][8:]
+    assert "buckets are drawn" not in page(results).text
 
 
 def test_files_hold_every_number_that_was_measured(page: Callable[[Results], Page]):
@@ -384,6 +389,11 @@ def test_a_name_that_is_no_utf8_is_shown_with_question_marks(page: Callable[[Res
 # Errors
 
 
+def _with_a_step_of_one_rank(results: Results) -> Results:
+    results["turns"][0]["seconds"][1].append(0.1)
+    return results
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -400,6 +410,8 @@ def test_a_name_that_is_no_utf8_is_shown_with_question_marks(page: Callable[[Res
             "is not as `fastreduce compare` writes it: turns are of , figures of",
         ),
         (lambda r: {**r, "seconds": "long"}, "is not as `fastreduce compare` writes it"),
+        (lambda r: {**r, "seconds": 10**400}, "is not as `fastreduce compare` writes it"),
+        (_with_a_step_of_one_rank, "is not as `fastreduce compare` writes it: zip() argument 2 is longer"),
     ],
 )
 def test_what_is_no_results_file_is_said_in_a_line(change: Callable[[Results], object], message: str, tmp_path: Path):

@@ -43,7 +43,8 @@ def draw_timeline(c: Comparison) -> Figure:
     """What happens when in a step."""
     flights = {name: flight for name, flight in c.flights.items() if name != AGAIN}
     spans = {name: list(spans_of(flight)) for name, flight in flights.items()}
-    lanes = 1 + min(MOST_BUCKETS, max(len(flight.buckets) for flight in flights.values()))
+    most = max(len(flight.buckets) for flight in flights.values())
+    lanes = 1 + min(MOST_BUCKETS, most)
     data: list[Trace] = [key(part, *look) for part, look in (STEP | BUCKET).items()]
     for name, found in spans.items():
         drawn = [span for span in found if span.lane < lanes]
@@ -55,7 +56,7 @@ def draw_timeline(c: Comparison) -> Figure:
         for span in found
     ]
     lengths = "; ".join(f"{name} {1e3 * (flight.seconds or 0):.1f} ms" for name, flight in flights.items())
-    more = f" The first {MOST_BUCKETS} buckets are drawn." if lanes > MOST_BUCKETS else ""
+    more = f" The first {MOST_BUCKETS} buckets are drawn." if most > MOST_BUCKETS else ""
     return Figure(
         name="timeline",
         title="What happens when in a step?",

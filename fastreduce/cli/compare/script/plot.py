@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from .speed import Speed
 from .verdicts import say_difference
 
 WIDE = 3  # intervals whose ends are further apart than that are drawn on a logarithmic axis
+LETTERS, LINES = 32, 2  # of a setting's name, which policies have long ones of
 FASTER, SLOWER, OPEN = "#0072B2", "#D55E00", "#999999"
 
 
@@ -31,7 +33,7 @@ def draw(path: Path, summary: Summary, margin: float, title: str) -> None:
     panels = bool(summary.speeds) + bool(summary.qualities) + bool(tested)
     rows = max(len(summary.speeds), len(summary.qualities), 6)
     figure = Figure(figsize=(1.5 + 5.5 * panels, 1.8 + 0.45 * rows), layout="constrained")
-    figure.suptitle(title, fontsize=12, parse_math=False)  # a script may have $ in its name
+    figure.suptitle(textwrap.fill(title, 60 * panels), fontsize=12, parse_math=False)  # its name may have $ in it
     axes = list(np.atleast_1d(figure.subplots(1, panels)))
     if summary.speeds:
         _draw_ratios(axes.pop(0), list(summary.speeds.values()))
@@ -87,9 +89,13 @@ def _draw_interval(axes: Axes, row: int, values: tuple[float, float, float], col
 
 
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), map(_folded, names), parse_math=False)
     axes.set_ylim(len(names) - 0.5, -0.5)
     tidy(axes, grid="x")
+
+
+def _folded(name: str) -> str:
+    return textwrap.fill(name, LETTERS, max_lines=LINES, placeholder=" …")
 
 
 def _plain_ticks(axis: Any) -> None:
@@ -112,7 +118,7 @@ def _draw_losses(axes: Axes, qualities: Sequence[Quality]) -> None:
         parts, curves = means_over_stretches([outcome.losses for outcome in quality.outcomes])
         places = [part.mean() for part in parts]
         colour, style = CURVES[i % len(CURVES)], "--" if i >= len(CURVES) else "-"
-        axes.plot(places, curves.mean(0), style, color=colour, label=quality.setting)
+        axes.plot(places, curves.mean(0), style, color=colour, label=_folded(quality.setting))
         axes.fill_between(places, curves.min(0), curves.max(0), color=colour, alpha=0.12, linewidth=0)
         lowest = min(lowest, float(np.min(curves, initial=np.inf, where=np.isfinite(curves))))
     seeds = max(len(quality.outcomes) for quality in qualities)
@@ -121,5 +127,6 @@ def _draw_losses(axes: Axes, qualities: Sequence[Quality]) -> None:
     if 0 < lowest < np.inf:
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)
     tidy(axes)

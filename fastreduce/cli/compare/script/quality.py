@@ -16,7 +16,7 @@ from ....run.contestants import TORCHS
 from ..ending import LOGS
 from .equivalence import Equivalence, compare
 from .plan import AGAIN, BASE, Plan, contestant_of
-from .trainings import Line, Training, TrainingError, fill
+from .trainings import Line, Training, TrainingError, fill, read_log
 
 Stamp = tuple[int, int, int]
 
@@ -163,7 +163,7 @@ def _read_metric(plan: Plan, training: Training, before: Stamp | None) -> float 
     try:
         if plan.metric_line is not None:
             log = plan.out / LOGS / f"{training.label}.txt"
-            found = re.findall(plan.metric_line, log.read_text(errors="replace"), re.MULTILINE)
+            found = re.findall(plan.metric_line, read_log(log), re.MULTILINE)
             if not found:
                 raise ValueError(f"no line of {log} matches --metric-line {plan.metric_line}")
             return float(found[-1])
@@ -171,7 +171,7 @@ def _read_metric(plan: Plan, training: Training, before: Stamp | None) -> float 
             path, key = _metric_path(plan, training)
             if before is not None and stamp_metric(plan, training) == before:
                 raise ValueError(f"{path} is older than the training")
-            text = path.read_text()
+            text = path.read_text("utf-8")
             return float(json.loads(text)[key] if key else text)
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else f"{error!r:.200}"

@@ -122,7 +122,7 @@ def run(plan: Plan, training: Training, on_line: OnLine, others: OtherNodes | No
                         if running and silence > plan.timeout:
                             raise TrainingError(
                                 f"{training.what} took no step for {plan.timeout:g} s (--timeout): "
-                                f"{_places(record, plan.ranks)}; {log} ends with\n{_tail(log)}",
+                                f"{_places(record, plan.ranks)}; {_tail(log)}",
                                 1,
                             )
                         if running:
@@ -133,7 +133,7 @@ def run(plan: Plan, training: Training, on_line: OnLine, others: OtherNodes | No
     if process.returncode and not (lines and "done" in lines[-1]):
         code = process.returncode if process.returncode > 0 else 128 - process.returncode
         why = f": {left}" if left else _why(log)
-        raise TrainingError(f"{training.what} failed with exit code {code}{why}; {log} ends with\n{_tail(log)}", code)
+        raise TrainingError(f"{training.what} failed with exit code {code}{why}; {_tail(log)}", code)
     if not lines:
         where = f"{plan.ranks} ranks that `fastreduce run` starts" if plan.ranks else f"the ranks of {plan.started}"
         raise TrainingError(
@@ -218,13 +218,20 @@ def _new_lines(file: Any) -> list[Line]:
         found.append(json.loads(text))
 
 
+def read_log(log: Path) -> str:
+    """What a training has printed, whatever that is."""
+    return log.read_text("utf-8", "replace")
+
+
 def _tail(log: Path) -> str:
-    return "\n".join(f"  {line}" for line in log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+    """How it ends, as the end of a sentence."""
+    lines = read_log(log).splitlines()[-SHOWN_LINES:]
+    return "\n".join([f"{log} ends with", *(f"  {line}" for line in lines)]) if lines else f"{log} is empty"
 
 
 def _why(log: Path) -> str:
     """The message of the last error in a log, behind a colon; "" where there is none."""
-    found = re.findall(r"^(?:\[rank \d+\] )?[\w.]+(?:Error|Exception): (.+)", log.read_text(errors="replace"), re.M)
+    found = re.findall(r"^(?:\[rank \d+\] )?[\w.]+(?:Error|Exception): (.+)", read_log(log), re.M)
     return f": {found[-1]}" if found else ""
 
 

@@ -122,7 +122,7 @@ def _say_quality(plan: Plan, quality: Quality) -> tuple[str, str]:
         said += f"; {said_metric}"
         if metric != "equal" and same in ("equal", "better"):
             same = "undecided"
-            if metric != "undecided":
+            if metric != "undecided" and math.isfinite(quality.metric.difference):
                 said += ", and whether that is better is for you to say"
     return same, said + (f" ({quality.note})" if quality.note else "")
 

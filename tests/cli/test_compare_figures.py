@@ -381,10 +381,11 @@ def test_losses_that_are_never_finite_are_drawn_as_nothing(tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_script_may_have_any_name(tmp_path: Path):
+@pytest.mark.parametrize("name", ["日 $\\frac{$.py", "caf\udce9.py"])
+def test_a_script_may_have_any_name(name: str, tmp_path: Path):
     outcomes = [quality.Outcome(name, 0, [4.0, 3.0, 2.0, 1.0], [0.0, 1.0, 2.0, 3.0]) for name in (BASE, "int8")]
     found = {each.setting: each for each in quality.summarise(PLAN, outcomes) if each.outcomes}
-    plot.draw(tmp_path / "compare.png", Summary({}, found, []), 0.01, "日 $\\frac{$.py")
+    plot.draw(tmp_path / "compare.png", Summary({}, found, []), 0.01, name)
     assert (tmp_path / "compare.png").stat().st_size > 0
 
 

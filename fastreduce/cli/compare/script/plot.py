@@ -33,7 +33,8 @@ def draw(path: Path, summary: Summary, margin: float, title: str) -> None:
     panels = bool(summary.speeds) + bool(summary.qualities) + bool(tested)
     rows = max(len(summary.speeds), len(summary.qualities), 6)
     figure = Figure(figsize=(1.5 + 5.5 * panels, 1.8 + 0.45 * rows), layout="constrained")
-    figure.suptitle(textwrap.fill(title, 60 * panels), fontsize=12, parse_math=False)  # its name may have $ in it
+    shown = textwrap.fill(title.encode(errors="replace").decode(), 60 * panels)  # a script's name may be no UTF-8
+    figure.suptitle(shown, fontsize=12, parse_math=False)  # or have $ in it
     axes = list(np.atleast_1d(figure.subplots(1, panels)))
     if summary.speeds:
         _draw_ratios(axes.pop(0), list(summary.speeds.values()))

@@ -15,9 +15,11 @@ from fastreduce.cli.advise.advice import EQUAL, HIGHER, advise, contenders, vari
 from fastreduce.cli.advise.model import Parts, Rank, Stages, Step, Wire
 from fastreduce.cli.advise.prediction import Interval, Prediction, predict, seconds
 from fastreduce.cli.advise.readings import Flight, Probe, Readings
+from fastreduce.cli.advise.report import links
 from fastreduce.cli.compare.intervals import Estimate
 from fastreduce.cli.compare.script.speed import Speed
 from fastreduce.run.contestants import Variant
+from fastreduce.run.probing import COLLECTIVES
 from tests.support.commands import ROOT
 
 MS = 1e-3
@@ -175,6 +177,20 @@ def test_what_is_explained_too_well_is_taken_off_communication():
     found = predict(faster, more=[str(gloo.variant)])[str(gloo.variant)]
     assert found.parts.other == pytest.approx(-1.625) and found.parts.step == pytest.approx(11.625)
     assert seconds(told)[str(gloo.variant)] == pytest.approx(14.25)
+
+
+def test_a_collectives_rate_is_that_of_whole_wires():
+    """Of 1 GB that two ranks exchange in 2 s and gather in 4 s; through shared memory both and the sum take 1 s."""
+    none, fp16 = probe("none", [[0]], [[0, 0, 0, 8.0, 0]], 8), probe("fp16", [[0]], [[0, 0, 0, 1.0, 0]], 1)
+    fp16 = replace(fp16, wire=[10**9], apart=np.array([[[0, 2.0, 0, 4.0, 0]]]))
+    told = readings(replace(none, wire=[10**9]), fp16)
+    told = replace(
+        told,
+        wrapped={"transport": "shm", "ranks": 2},
+        latency={"shm": dict.fromkeys(COLLECTIVES, 0.001)},
+    )
+    rates = {name: found["gbits"] for name, found in links(told, "shm").items()}
+    assert rates == {"all-reduce": 1.0, "all-to-all": 2.0, "all-gather": 1.0}
 
 
 def test_the_name_of_a_variant_is_what_a_user_writes():

@@ -122,7 +122,8 @@ def links(readings: Readings, transport: str) -> dict[str, dict[str, float]]:
     for probe in readings.probes.values():
         if (probe.variant.bucket_cap_mb, probe.variant.transport) != (None, other):
             continue
-        stages, share = probe.draw()
+        # Through shared memory a two-shot has no exchange of its own: each collective is one of whole wires.
+        stages, (_, share) = probe.draw_apart(slice(None)), probe.draw()
         sent = sum(probe.wire) * 8e-9 * (ranks - 1) / ranks
         two = probe.collectives == 2
         columns = {"all-to-all": "exchange", "all-gather": "reduce"} if two else {"all-reduce": "reduce"}

@@ -68,7 +68,21 @@ def _warnings_where_called() -> Iterator[None]:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
-class DistributedDataParallel(TorchDDP):
+class _ReachesModule(TorchDDP):
+    """What comes behind ours in the order of bases, so that torch's `__init__` is skipped by who skips ours.
+
+    A class that wraps parts of its module, each by itself, calls `super(DistributedDataParallel, self).__init__()` to
+    be a `torch.nn.Module` only; MMEngine's `MMSeparateDistributedDataParallel` is one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs:
+            super().__init__(*args, **kwargs)
+        else:
+            super(TorchDDP, self).__init__()
+
+
+class DistributedDataParallel(_ReachesModule):
     """torch's DistributedDataParallel, with gradients averaged by fastreduce.
 
     Takes every argument of the installed torch's class, with its meaning, and three of its own. forward,

@@ -77,6 +77,27 @@ def _surface(rank: int, world_size: int) -> list[str]:
     return bad
 
 
+class _WrapsParts(fastreduce.DistributedDataParallel):
+    """A subclass that skips its base's `__init__`, as GAN trainers have it: what is averaged are its module's parts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super(fastreduce.DistributedDataParallel, self).__init__()
+        self.module = module
+        for name, part in module.named_children():
+            if list(part.parameters()):
+                module.add_module(name, wrap("ours", part))
+
+
+def test_a_subclass_may_skip_the_constructor_and_wrap_parts_of_its_module(ranks2: RankPool):
+    equal_on_all(ranks2.run(_wrap_parts))
+
+
+def _wrap_parts(rank: int, world_size: int) -> Grads:
+    model = _WrapsParts(mlp()).train()
+    model.module(batch(rank, 0, 4, 20)).sum().backward()
+    return grads_of(model.module)
+
+
 def test_device_ids_of_a_cpu_module_are_dropped_with_a_warning(ranks2: RankPool):
     for text in ranks2.run(_device_ids):
         assert "device_ids" in text and "CPU" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import os
@@ -10,8 +11,6 @@ from typing import Any, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
-
-RAISING = "strict", "surrogateescape"  # what files do with letters that they lack: the second one in the C locale
 
 
 class Output:
@@ -52,6 +51,13 @@ class Output:
         return getattr(self._file, name)
 
 
+def _raises(file: io.TextIOWrapper) -> bool:
+    """Whether writing a letter that the file's encoding lacks is an error."""
+    # In the C locale, where UTF-8 is left as it is: it lacks none, and bytes of names that are no text come out.
+    escapes = file.errors == "surrogateescape" and codecs.lookup(file.encoding).name != "utf-8"
+    return escapes or file.errors == "strict"
+
+
 class Commands(TyperGroup):
     """Commands that print to an `Output`."""
 
@@ -60,7 +66,7 @@ class Commands(TyperGroup):
         before = sys.stdout
         if before is None:  # closed by whoever has started this
             return super().main(*args, **options)
-        strict = before if isinstance(before, io.TextIOWrapper) and before.errors in RAISING else None
+        strict = before if isinstance(before, io.TextIOWrapper) and _raises(before) else None
         errors = before.errors
         if strict is not None:  # no letter that a console lacks costs what was measured
             strict.reconfigure(errors="replace")

@@ -67,7 +67,7 @@ class Commands(TyperGroup):
         if before is None:  # closed by whoever has started this
             return super().main(*args, **options)
         strict = before if isinstance(before, io.TextIOWrapper) and _raises(before) else None
-        errors = before.errors
+        errors = "" if strict is None else strict.errors
         if strict is not None:  # no letter that a console lacks costs what was measured
             strict.reconfigure(errors="replace")
         output = Output(before)

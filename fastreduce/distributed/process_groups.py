@@ -213,7 +213,8 @@ def barrier(
     Raises:
         NotInitializedError: if there is no default group.
         SettingError: if `timeout` is something else, or not more than 0.
-        TransportError: naming the ranks that have not come within the timeout.
+        TransportError: naming the ranks that have not come within the timeout, or, at once where the group has gloo,
+            those whose processes have ended before they came.
     """
     group = group_or_default("barrier", group)
     _check_timeout("barrier", timeout)

@@ -84,6 +84,23 @@ def test_a_console_that_lacks_a_letter_ends_no_command(tmp_path: Path):
     assert (tmp_path / "–.html").exists() and "?.html" in done.stdout
 
 
+class _Own:
+    """What a script puts in the place of stdout: it can write, and no more."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return
+
+
+def test_a_stdout_of_a_scripts_own_ends_no_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", _Own())
+    with pytest.raises(SystemExit) as end:
+        main(["compare", "--help"])
+    assert end.value.code == 0
+
+
 C_LOCALE = "env -u LC_CTYPE LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
 
 

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences of 64 letters per rank and step")
     args = parser.parse_args()
 
-    dist.init_process_group()
+    dist.init_process_group("gloo")
     text = torch.tensor([ord(letter) % 128 for topic in sorted(topics) for letter in topics[topic]])
     ddp = DDP(GPT(args.width, args.layers))
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from ..errors import MismatchError, ReducerError, TransportError
+from ..errors import MismatchError, TransportError
 from ..transports.messages import decode, numbers, of_types
 from ..transports.store_client import StoreClient
 from .presence import Presence
@@ -228,8 +228,3 @@ class Meetings:
         while self._store.at(f"generation {number + 1}").has("members"):
             number += 1
         return number
-
-
-def inconsistent(step: int) -> ReducerError:
-    """What cannot be: others have committed a step whose averages this rank has not."""
-    return ReducerError(f"step {step} was committed by another rank, and not all of its averages are here")

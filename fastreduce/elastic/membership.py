@@ -15,7 +15,7 @@ import torch
 from ..ddp import DistributedDataParallel
 from ..ddp.elastic_reducer import ElasticReducer
 from ..environment.exits import Exit, each_at_exit
-from ..errors import BackendUnavailableError, MismatchError, SettingError, TransportError
+from ..errors import BackendUnavailableError, MismatchError, ReducerError, SettingError, TransportError
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
 from ..reduction.telemetry.flight_record import Phase
@@ -25,7 +25,7 @@ from ..transports.messages import checked
 from ..transports.ranks import Subgroup
 from ..transports.store_client import StoreClient
 from . import state
-from .generations import Generation, Meetings, Note, Stage, inconsistent
+from .generations import Generation, Meetings, Note, Stage
 from .presence import Presence
 from .sampler import BatchSampler
 from .times import Times
@@ -227,7 +227,9 @@ class Membership:
                 )  # fmt: skip
             if note.stage in (Stage.UNDER_WAY, Stage.WHOLE) and self.generation.counts(note.step):
                 if note.stage is Stage.UNDER_WAY:
-                    raise inconsistent(note.step)
+                    raise ReducerError(
+                        f"step {note.step} was committed by another rank, and not all of its averages are here"
+                    )
                 counts, note = True, Note(note.step + 1, Stage.COUNTED)
                 self._count()
             self._in_vain = 0 if self.generation.members != before.members else self._in_vain + 1

@@ -13,10 +13,10 @@ from rich.table import Table
 NAMES = 24  # letters of a setting that are never broken; what is longer, as policies are, folds where it must
 
 
-def make_table(columns: Sequence[str], first: str = "\nsetting") -> Table:
-    """An empty one; `first` is the column of settings."""
+def make_table(columns: Sequence[str]) -> Table:
+    """An empty one: the column of settings, then these."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, overflow="fold")
+    table.add_column("\nsetting", overflow="fold")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

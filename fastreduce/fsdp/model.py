@@ -200,14 +200,13 @@ class ShardedModel:
     def _connect(
         self,
         ranks: dist.ProcessGroup,
-        groups: Iterable[Group],
+        groups: Sequence[Group],
         asked: str | None,
         settings: Mapping[str, Compression],
         error: Exception | None = None,
         gathered: Mapping[str, Compression] = MappingProxyType({}),
     ) -> Transport:
         """A transport, on which all ranks have agreed."""
-        groups = list(groups)
         made = make_transport(ranks, groups[0].device, asked)
         members = [member for group in groups for member in group.members]
         told = {}

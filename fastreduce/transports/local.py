@@ -109,7 +109,7 @@ class LocalTransport(Transport):
     def exchange(self, value: Any) -> list[Any]:
         """Everybody's value."""
         texts: list[bytes] = []
-        self._meet(encode(value), lambda brought: texts.extend(brought))
+        self._meet(encode(value), texts.extend)
         return [decode(text, rank, lambda told: told) for rank, text in enumerate(texts)]
 
     def abort(self) -> None:

@@ -24,9 +24,9 @@ from rich.table import Table
 
 from fastreduce.cli.advise import DEFAULT_SETTINGS, measure
 from fastreduce.cli.compare import results
-from fastreduce.cli.compare.ending import SignalError, signals_end_ranks
 from fastreduce.cli.compare.script import speed, trainings
 from fastreduce.cli.compare.script.plan import BASE, Plan
+from fastreduce.cli.ending import SignalError, signals_end_ranks
 from fastreduce.policy import Policy
 from fastreduce.run.machine import machine
 

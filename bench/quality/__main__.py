@@ -23,8 +23,8 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from fastreduce import SettingError
-from fastreduce.cli.compare.ending import SignalError, signals_end_ranks
 from fastreduce.cli.compare.progress import make_bar
+from fastreduce.cli.ending import SignalError, signals_end_ranks
 from fastreduce.policy import Policy
 
 from .. import json_lines

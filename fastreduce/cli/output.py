@@ -10,7 +10,16 @@ import sys
 from typing import Any, TextIO, cast
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
+
+PLAIN_WIDTH = 118  # where output goes to a file, an issue or a CI log
+
+
+def make_console() -> Console:
+    """Of the terminal's width, or of a fixed one where output is no terminal; text is printed as it is."""
+    width = None if Console().is_terminal else PLAIN_WIDTH
+    return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
 class Output:

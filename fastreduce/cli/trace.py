@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..reduction.telemetry.trace_files import MERGED, merge
-from .compare.ending import fail
+from .ending import fail
 
 
 def trace(

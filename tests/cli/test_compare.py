@@ -27,8 +27,8 @@ from matplotlib.image import imread
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fastreduce.cli import main
-from fastreduce.cli.compare import digits, ending
+from fastreduce.cli import ending, main
+from fastreduce.cli.compare import digits
 from fastreduce.cli.compare.digits import report
 from fastreduce.cli.compare.digits.statistics import chance_of_disagreement, conclude, summarise
 from fastreduce.cli.compare.digits.training import (
@@ -41,8 +41,8 @@ from fastreduce.cli.compare.digits.training import (
     load_digits,
 )
 from fastreduce.cli.compare.intervals import Estimate, estimate_median
-from fastreduce.cli.compare.progress import make_console
 from fastreduce.cli.compare.results import FORMAT
+from fastreduce.cli.output import make_console
 from fastreduce.distributed.processes import Group, run_ranks
 from fastreduce.errors import RanksFailedError
 from fastreduce.run.orders import order

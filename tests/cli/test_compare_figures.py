@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from fastreduce.cli.compare import results
 from fastreduce.cli.compare.curves import STRETCHES
-from fastreduce.cli.compare.ending import signals_end_ranks, signals_wait
 from fastreduce.cli.compare.intervals import Estimate
 from fastreduce.cli.compare.script import measure, plot, quality, speed
 from fastreduce.cli.compare.script.equivalence import MOST_SEEDS, Equivalence, compare, seeds_needed
@@ -24,6 +23,7 @@ from fastreduce.cli.compare.script.report import Findings, Summary
 from fastreduce.cli.compare.script.speed import Speed, Turn
 from fastreduce.cli.compare.script.trainings import file_name
 from fastreduce.cli.compare.script.verdicts import gain, judge, say_difference
+from fastreduce.cli.ending import signals_end_ranks, signals_wait
 
 PLAN = Plan(
     words=("train.py",),

@@ -24,8 +24,7 @@ pytest.importorskip("plotly", reason="plotly is missing: pip install plotly")
 from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
-from fastreduce.cli import main
-from fastreduce.cli.compare import ending
+from fastreduce.cli import ending, main
 from fastreduce.cli.compare.results import FORMAT
 from fastreduce.cli.compare.script.verdicts import Verdict, headline
 from fastreduce.cli.report import write_page

@@ -11,9 +11,9 @@ from ... import Compression, FastreduceError, TopK
 from ...distributed.launcher import MOST_RANKS
 from ...policy import Policy
 from ..compare import starting
-from ..compare.ending import check_variables, fail, make_folder, need
-from ..compare.progress import make_console
 from ..compare.script.plan import BASE, Plan, read_words
+from ..ending import check_variables, fail, make_folder, need
+from ..output import make_console
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "fp8", "int8", "int4:error_feedback"]
 ROUNDS = 8

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from ...run.contestants import AFTER_BACKWARD, Variant
-from ..compare.ending import SignalError, fail, signals_end_ranks, signals_wait, writing
 from ..compare.script import speed, trainings
 from ..compare.script.nodes import FirstNode, follow
 from ..compare.script.plan import BASE, SETTLE_STEPS, WARM_UP_STEPS, Plan
 from ..compare.script.trainings import Line, Training, TrainingError
+from ..ending import SignalError, fail, signals_end_ranks, signals_wait, writing
 from .advice import advise, contenders, varied, who_is_late
 from .prediction import Link, predict, seconds
 from .readings import read

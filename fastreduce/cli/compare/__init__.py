@@ -16,9 +16,9 @@ from ... import FastreduceError
 from ...distributed.launcher import MOST_RANKS
 from ...policy import Policy
 from ...run.contestants import TORCHS
+from ..ending import check_variables, fail, make_folder
+from ..output import make_console
 from . import digits, starting
-from .ending import check_variables, fail, make_folder
-from .progress import make_console
 from .script.plan import ROUNDS, make_plan
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]

@@ -12,7 +12,7 @@ import typer
 from ... import FastreduceError
 from ...environment.engines import find_place
 from ...run import why_not_found
-from .ending import fail
+from ..ending import fail
 
 PANEL = "Where else ranks run"
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ...elastic.times import TIMEOUT, Times
 from ...ops import backends
-from ..compare.progress import make_console
+from ..output import make_console
 from .choices import CPU, CUDA, kernel_rows, transport_rows, works
 from .machine import gpu_rows, library_rows, machine_rows, variable_rows
 from .rows import FAILED, MISSING, OK, Row, rows

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..compare.ending import fail, need
+from ..ending import fail, need
 
 FOR_PAGES = ("jinja2", "plotly")  # which a comparison does without, for it makes other files too
 

@@ -17,8 +17,8 @@ from .... import Compression, FastreduceError
 from ....distributed.processes import Group, run_ranks
 from ....errors import RanksFailedError
 from ....ops import backends
+from ...ending import SignalError, fail, need, signals_end_ranks, signals_wait, writing
 from ...report import write_page
-from ..ending import SignalError, fail, need, signals_end_ranks, signals_wait, writing
 from ..progress import make_bar
 from ..results import over
 from .training import BARE, Experiment, Record, train, transport_of

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import TaskID
 
 from ....run.contestants import TORCHS
+from ...ending import SignalError, fail, signals_end_ranks, signals_wait, writing
 from ...report import write_page
-from ..ending import SignalError, fail, signals_end_ranks, signals_wait, writing
 from ..progress import make_bar
 from ..results import over
 from . import plot, quality, report, speed, trainings

@@ -19,8 +19,8 @@ from rich.console import Console
 from ....distributed.rendezvous import serve
 from ....errors import TransportError, headline
 from ....transports.store_client import StoreClient
+from ...ending import SignalError, fail, signals_end_ranks
 from ...launch.nodes import one_line
-from ..ending import SignalError, fail, signals_end_ranks
 from ..starting import Nodes
 from . import trainings
 from .plan import Plan

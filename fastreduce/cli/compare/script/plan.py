@@ -14,7 +14,7 @@ import torch
 from .... import FastreduceError
 from ....run import why_not_found
 from ....run.contestants import NO_REDUCTION, TORCHS, canonical
-from ..ending import fail, need
+from ...ending import fail, need
 from ..starting import Nodes, check_timeout, read_launch
 
 BASE = "none"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ....run.contestants import TORCHS
-from ..ending import LOGS
+from ...ending import LOGS
 from .equivalence import Equivalence, compare
 from .plan import AGAIN, BASE, Plan, contestant_of
 from .trainings import Line, Training, TrainingError, fill, read_log

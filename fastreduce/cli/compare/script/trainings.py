@@ -21,7 +21,7 @@ from ....compression import ENVIRONMENT_VARIABLE
 from ....run.contestants import TORCHS
 from ....run.orders import LEFT, Orders
 from ....run.replacement import SEED
-from ..ending import LOGS
+from ...ending import LOGS
 from .plan import BASE, Plan
 
 END_SECONDS = 15

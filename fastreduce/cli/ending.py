@@ -1,4 +1,4 @@
-"""How a comparison ends early: by a signal, or with a message."""
+"""How a command ends early: by a signal, or with a message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import typer
 
-from .. import variables
+from . import variables
 
 FILES = {"compare": ("results.json", "compare.png", "report.html"), "advise": ("advice.json",)}  # what they write
 LOGS = "logs"  # the folder beside them

@@ -195,7 +195,7 @@ def main(
                     f"{', '.join(map(str, key))}: {row['sentence']} ({row['seconds']:.0f} s)", highlight=False
                 )
     except SignalError as error:
-        raise typer.Exit(128 + error.received) from None
+        raise typer.Exit(error.code) from None
     found = [done[key] for key in wanted]
     table = Table(box=box.SIMPLE_HEAD)
     for title in TITLES:

@@ -180,7 +180,7 @@ def main(
         if train:
             run([each for each in planned if each not in done], path, jobs, console)
     except SignalError as ended:
-        code = 128 + ended.received
+        code = ended.code
     except SettingError as error:  # a policy with a key that matches no parameter of a task
         raise typer.BadParameter(str(error)) from None
     done = read(path)

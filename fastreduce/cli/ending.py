@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -13,20 +13,23 @@ from typing import NoReturn
 
 import typer
 
-from . import variables
+from . import output, variables
 
-FILES = {"compare": ("results.json", "compare.png", "report.html"), "advise": ("advice.json",)}  # what they write
-LOGS = "logs"  # the folder beside them
+LOGS = "logs"  # the folder beside results
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _PACKAGES = {"sklearn": "scikit-learn"}  # what a module is installed by, where the names differ
 
 
 class SignalError(Exception):
-    """The signal that this process received."""
+    """The signal that this process received.
+
+    Attributes:
+        code: the exit code that follows from it.
+    """
 
     def __init__(self, received: signal.Signals) -> None:
-        super().__init__(received.name)
-        self.received = received
+        super().__init__(f"{received.name}: all ranks were ended")
+        self.received, self.code = received, 128 + received
 
 
 @contextlib.contextmanager
@@ -41,7 +44,7 @@ def signals_end_ranks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_wait(command: str = "compare") -> Iterator[None]:
+def signals_wait() -> Iterator[None]:
     """Let a signal that comes meanwhile end the command behind this, and a second one at once.
 
     Raises:
@@ -54,7 +57,7 @@ def signals_wait(command: str = "compare") -> Iterator[None]:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         said = f"{signal.Signals(number).name}: what was measured is written first; once more ends at once"
-        typer.echo(f"fastreduce {command}: {said}", err=True)
+        typer.echo(f"fastreduce {output.command}: {said}", err=True)
 
     with _handled_by(note):
         yield
@@ -73,45 +76,45 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
             signal.signal(number, handled)
 
 
-def fail(message: str, code: int = 2, command: str = "compare") -> NoReturn:
+def fail(message: str, code: int = 2) -> NoReturn:
     """End the command with a message."""
-    typer.echo(f"fastreduce {command}: {message}", err=True)
+    typer.echo(f"fastreduce {output.command}: {message}", err=True)
     raise typer.Exit(code)
 
 
-def need(*modules: str, command: str = "compare") -> None:
+def need(*modules: str) -> None:
     """End the command if some of the modules are not installed."""
     lacking = [_PACKAGES.get(module, module) for module in modules if find_spec(module) is None]
     if lacking:
         are = "is" if len(lacking) == 1 else "are"
-        fail(f"{' and '.join(lacking)} {are} missing: pip install {' '.join(lacking)}", command=command)
+        fail(f"{' and '.join(lacking)} {are} missing: pip install {' '.join(lacking)}")
 
 
-def check_variables(command: str = "compare") -> None:
+def check_variables() -> None:
     """End the command if one of our environment variables is wrong, by which every training would fail."""
     try:
         variables.check_variables()
     except ValueError as error:
-        fail(str(error), command=command)
+        fail(str(error))
 
 
-def make_folder(out: Path, command: str = "compare") -> None:
-    """Make the folder for results, or end the command before it measures what it could not write."""
-    with writing(command, 2), contextlib.suppress(FileExistsError):
+def make_folder(out: Path, files: Iterable[str]) -> None:
+    """Make the folder for `files` of results, or end the command before it measures what it could not write."""
+    with writing(2), contextlib.suppress(FileExistsError):
         out.mkdir(parents=True, exist_ok=True)
-    for path, wants_folder in [(out, True), (out / LOGS, True), *((out / name, False) for name in FILES[command])]:
+    for path, wants_folder in [(out, True), (out / LOGS, True), *((out / name, False) for name in files)]:
         if not path.exists():
             continue
         if path.is_dir() != wants_folder:
-            fail(f"cannot write to {path}: it is {'no' if wants_folder else 'a'} folder", command=command)
+            fail(f"cannot write to {path}: it is {'no' if wants_folder else 'a'} folder")
         if not os.access(path, os.W_OK):
-            fail(f"cannot write to {path}: permission denied", command=command)
+            fail(f"cannot write to {path}: permission denied")
 
 
 @contextlib.contextmanager
-def writing(command: str = "compare", code: int = 1) -> Iterator[None]:
+def writing(code: int = 1) -> Iterator[None]:
     """Around what writes results: end the command with a message where it cannot, because the disk is full, say."""
     try:
         yield
     except OSError as error:
-        fail(f"cannot write to {error.filename or 'the folder for results'}: {error.strerror}", code, command)
+        fail(f"cannot write to {error.filename or 'the folder for results'}: {error.strerror}", code)

@@ -15,6 +15,8 @@ from typer.core import TyperGroup
 
 PLAIN_WIDTH = 118  # where output goes to a file, an issue or a CI log
 
+command = ""  # the name of the one that runs, which every message begins with
+
 
 def make_console() -> Console:
     """Of the terminal's width, or of a fixed one where output is no terminal; text is printed as it is."""
@@ -68,7 +70,14 @@ def _raises(file: io.TextIOWrapper) -> bool:
 
 
 class Commands(TyperGroup):
-    """Commands that print to an `Output`."""
+    """Commands that print to an `Output`, and whose messages begin with their name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names."""
+        global command
+        found = super().resolve_command(ctx, args)
+        command = found[0] or ""
+        return found
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run one of them; the exit code is not 0 where what it printed could not be written."""

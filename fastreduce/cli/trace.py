@@ -23,7 +23,7 @@ def trace(
     try:
         path = merge(folder)
     except (OSError, ValueError) as error:
-        fail(str(error), command="trace")
+        fail(str(error))
     typer.echo(f"{path}: open it at https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing")
 
 

@@ -73,34 +73,33 @@ def advise(
     Prints tables, an advice and its reason, and writes advice.json.
     """
     if (nodes is None) != (gbits is None):
-        fail("--nodes and --gbits go together: hosts, and what their adapters move", command="advise")
-    need("scipy", *([] if words else ["sklearn"]), command="advise")
-    script, module = read_words(words or BUILT_IN, "advise")
+        fail("--nodes and --gbits go together: hosts, and what their adapters move")
+    need("scipy", *([] if words else ["sklearn"]))
+    script, module = read_words(words or BUILT_IN)
     try:
         chosen = tuple(dict.fromkeys([BASE, *(str(Policy.of(name)) for name in settings)]))
     except FastreduceError as error:
-        fail(str(error), command="advise")
+        fail(str(error))
     gathered = [name for name in chosen if _is_gathered(Policy.of(name))]
     if nodes is not None and gathered:
         fail(
             f"--nodes with {gathered[0]!r}: what a rank sends under topk grows with the number of ranks, of which "
-            "projections know nothing; leave one of them out",
-            command="advise",
+            "projections know nothing; leave one of them out"
         )
-    starting.check_timeout(timeout, "advise")
-    check_variables("advise")
-    here = starting.find_nodes(nnodes, node_rank, master_addr, master_port, "advise")
+    starting.check_timeout(timeout)
+    check_variables()
+    here = starting.find_nodes(nnodes, node_rank, master_addr, master_port)
     if nodes is not None and here is not None:
         fail(
             f"--nodes {nodes} and --nnodes {nnodes}: --nodes projects from the ranks of one host, and --nnodes starts "
-            "them on several; give one of them",
-            command="advise",
+            "them on several; give one of them"
         )
-    command = starting.read_launch(launch, ranks, here, "advise")
+    command = starting.read_launch(launch, ranks, here)
     from . import measure  # which needs scipy
     from .prediction import Link
+    from .report import FILE
 
-    make_folder(out, "advise")
+    make_folder(out, [FILE])
     link = None if nodes is None or gbits is None else Link(nodes, gbits)
     plan = Plan(
         words=script,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ from ..ending import SignalError, fail, signals_end_ranks, signals_wait, writing
 from .advice import advise, contenders, varied, who_is_late
 from .prediction import Link, predict, seconds
 from .readings import read
-from .report import Findings, show, write
+from .report import FILE, Findings, show, write
 
 PROFILE_ROUNDS, PROFILE_STEPS = 3, 5
 CHECK_STEPS = 3
@@ -33,28 +32,26 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
         typer.Exit: with a training's exit code if the first one failed, with 128 + the signal if one came.
     """
     if plan.nodes is not None and plan.nodes.rank:
-        follow(plan, plan.nodes, console, "advise")
+        follow(plan, plan.nodes, console)
     start = time.monotonic()
     others: FirstNode | None = None
     ended: tuple[str, int] | None = None
-    file = plan.out / "advice.json"
+    file = plan.out / FILE
     try:
         with signals_end_ranks():
             if plan.nodes is not None:
                 others = FirstNode(plan.nodes)
                 others.meet(plan)
             findings = investigate(plan, link, console, others)
-    except TrainingError as error:
+    except (TrainingError, SignalError) as error:
         ended = str(error), error.code
     except OSError as error:  # a full disk, say
         ended = f"no training can be started: {error}", 1
-    except SignalError as error:
-        ended = _said(error.received)
-    with signals_wait("advise"):
+    with signals_wait():
         if ended is None:
-            ended = None if findings.received is None else _said(findings.received)
+            ended = None if findings.ended is None else (str(findings.ended), findings.ended.code)
             show(console, findings, link)
-            with writing("advise"):
+            with writing():
                 write(file, sys.argv, plan, findings, link, time.monotonic() - start)
             said = f"\n{time.monotonic() - start:.0f} s. Wrote {file}."
             console.print(said, soft_wrap=True)
@@ -62,11 +59,7 @@ def run(plan: Plan, link: Link | None, console: Console) -> None:
             said = f"The advice is in {socket.gethostname()}:{file.resolve()}"
             others.end(*((0, said) if ended is None else (ended[1], f"node 0: {ended[0].splitlines()[0]}")))
     if ended is not None:
-        fail(*ended, "advise")
-
-
-def _said(received: signal.Signals) -> tuple[str, int]:
-    return f"{received.name}: all ranks were ended", 128 + received
+        fail(*ended)
 
 
 def investigate(plan: Plan, link: Link | None, console: Console, others: FirstNode | None = None) -> Findings:
@@ -137,7 +130,7 @@ def _check(plan: Plan, findings: Findings, say: _Saying, others: FirstNode | Non
         return
     except SignalError as error:  # the prediction is there
         findings.missing = f"the prediction was not checked: {error.received.name}"
-        findings.received = error.received
+        findings.ended = error
         return
     findings.turns = speed.read_rotation(names, lines)
     findings.measured = {each.contestant: each for each in speed.summarise(names, findings.turns)}

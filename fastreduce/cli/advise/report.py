@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from ..compare.script.plan import BASE, Plan
 from ..compare.script.speed import Speed, Turn
 from ..compare.script.trainings import Line
 from ..compare.settings_table import make_table, print_table
+from ..ending import SignalError
 from .advice import Advice
 from .prediction import Interval, Link, Prediction
 from .readings import Readings
@@ -64,7 +64,7 @@ class Findings:
         advice: for here.
         projected: by setting, and the advice, for the link that was asked for.
         missing: what was not measured, and why.
-        received: the signal that ended the check.
+        ended: the signal that ended the check.
     """
 
     lines: list[Line]
@@ -76,7 +76,7 @@ class Findings:
     advice: Advice | None = None
     projected: tuple[dict[str, Prediction], Advice] | None = None
     missing: str = ""
-    received: signal.Signals | None = None
+    ended: SignalError | None = None
 
     @property
     def errors(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ from . import digits, starting
 from .script.plan import ROUNDS, make_plan
 
 DEFAULT_SETTINGS = ["none", "fp16", "bf16", "int8", "int8:error_feedback"]
+FILES = ("results.json", "compare.png", "report.html")
 SCRIPT, BUILT_IN = "Of a script", "Of the built-in network"
 
 
@@ -211,11 +212,11 @@ def compare(
             metric_file=metric_file,
             weights_from=weights_from,
             launch=launch,
-            nodes=starting.find_nodes(nnodes, node_rank, master_addr, master_port, "compare"),
+            nodes=starting.find_nodes(nnodes, node_rank, master_addr, master_port),
         )
         from .script import measure  # which needs scipy and matplotlib, as make_plan has seen
 
-        make_folder(out)
+        make_folder(out, FILES)
         measure.run(plan, console)
         return
     where = (device or (Device.cuda if torch.cuda.is_available() else Device.cpu)).value
@@ -223,7 +224,7 @@ def compare(
     if rounds == 0:
         fail("--rounds 0: for a script only")
     specs = digits.check(settings, ranks, where)
-    make_folder(out)
+    make_folder(out, FILES)
     digits.run(
         digits.Experiment(specs, ranks, width, batch, digits.ROUNDS if rounds is None else rounds, steps, seed, where),
         out,

@@ -12,6 +12,7 @@ import typer
 from ... import FastreduceError
 from ...environment.engines import find_place
 from ...run import why_not_found
+from .. import output
 from ..ending import fail
 
 PANEL = "Where else ranks run"
@@ -60,53 +61,52 @@ class Nodes:
     port: int
 
 
-def check_timeout(seconds: float, command: str) -> None:
-    """An error of `command` and exit code 2, where --timeout is less than a second, or nan."""
+def check_timeout(seconds: float) -> None:
+    """An error and exit code 2, where --timeout is less than a second, or nan."""
     if not seconds >= 1:
-        fail(f"--timeout {seconds:g}: give seconds, 1 or more", command=command)
+        fail(f"--timeout {seconds:g}: give seconds, 1 or more")
 
 
-def find_nodes(count: int, rank: int | None, address: str | None, port: int, command: str) -> Nodes | None:
-    """Those of the options; None where there is one, or an error of `command` and exit code 2."""
+def find_nodes(count: int, rank: int | None, address: str | None, port: int) -> Nodes | None:
+    """Those of the options; None where there is one, or an error and exit code 2."""
     if count == 1:
         return None
     if rank is None:
-        fail(f"--nnodes {count}: say which of them this is, by --node-rank 0 to {count - 1}", command=command)
+        fail(f"--nnodes {count}: say which of them this is, by --node-rank 0 to {count - 1}")
     if rank >= count:
-        fail(f"--node-rank {rank} with --nnodes {count}: give 0 to {count - 1}, which of them this is", command=command)
+        fail(f"--node-rank {rank} with --nnodes {count}: give 0 to {count - 1}, which of them this is")
     if address is None:
-        fail(f"--nnodes {count}: say where the first one is, by --master-addr", command=command)
+        fail(f"--nnodes {count}: say where the first one is, by --master-addr")
     return Nodes(count, rank, address, port)
 
 
-def read_launch(launch: str | None, ranks: int | None, nodes: Nodes | None, command: str) -> tuple[str, ...]:
-    """The words of --launch; or an error of `command` and exit code 2, also where this process is a launcher's rank."""
+def read_launch(launch: str | None, ranks: int | None, nodes: Nodes | None) -> tuple[str, ...]:
+    """The words of --launch; or an error and exit code 2, also where this process is a launcher's rank."""
     if launch is None:
-        if started := _started_by(command):
+        if started := _started_by():
             words = "srun -n 4" if started.startswith("srun") else "mpirun -n 4"
             fail(
-                f"{started}: {command} starts ranks itself, for each training anew; --launch '{words}' says how",
-                command=command,
+                f"{started}: {output.command} starts ranks itself, for each training anew; --launch '{words}' says how"
             )
         return ()
     try:
         found = tuple(shlex.split(launch))
     except ValueError as error:
-        fail(f"--launch {launch}: {error}", command=command)
+        fail(f"--launch {launch}: {error}")
     if ranks is not None or nodes is not None:
         other = "--ranks" if nodes is None else "--nnodes"
-        fail(f"--launch and {other} both say what is started: give one of them", command=command)
+        fail(f"--launch and {other} both say what is started: give one of them")
     if why := why_not_found("program", found[0] if found else ""):
-        fail(f"--launch {launch}: {why}", command=command)
+        fail(f"--launch {launch}: {why}")
     return found
 
 
-def _started_by(command: str) -> str:
+def _started_by() -> str:
     """Which launcher has made this process one of several ranks, and which; "" where none has."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         return f"torchrun says rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
     try:
         place = find_place()
     except FastreduceError as error:
-        fail(str(error), command=command)
+        fail(str(error))
     return str(place) if place is not None and place.world_size > 1 else ""

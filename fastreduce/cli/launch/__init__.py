@@ -32,7 +32,6 @@ from typer.core import TyperCommand
 from ...distributed.launcher import MOST_RANKS
 from ...errors import headline
 from ...run import why_not_found, worker
-from . import torchs_launcher
 from .each_for_itself import EachForItself
 from .elastic_nodes import ElasticNodes
 from .nodes import Nodes, limit_seconds
@@ -169,7 +168,7 @@ def _end_by(number: int, frame: object) -> NoReturn:
 def make_parser(function: Callable[[typer.Context], None]) -> ArgumentParser:
     """The parser of torchrun, with our options, defaults and words, for a command: its docstring says what and how."""
     parser = torchrun.get_args_parser()
-    parser.prog = torchs_launcher.command = f"fastreduce {function.__name__}"
+    parser.prog = f"fastreduce {function.__name__}"
     if words := inspect.getdoc(function):  # python -OO leaves none
         parser.description, parser.usage = words.split("\n\n")
     parser.add_argument(

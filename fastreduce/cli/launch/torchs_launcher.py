@@ -20,13 +20,12 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Subpro
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ...distributed.processes import name_of_signal
+from .. import output
 from .elastic_nodes import ElasticNodes
 from .nodes import NodeLostError, Nodes
 
 BROKEN_SECONDS, TOLD_SECONDS = 2, 30  # that ranks have to end
 LOOK_SECONDS = 0.02
-
-command = "fastreduce launch"  # what the user has typed, which every message begins with
 
 
 class Logs(LogsSpecs):
@@ -271,7 +270,7 @@ def cause(failures: Iterable[ProcessFailure]) -> ProcessFailure:
 
 def say(message: str) -> None:
     """One line for the user."""
-    print(f"{command}: {message}", file=sys.stderr, flush=True)
+    print(f"fastreduce {output.command}: {message}", file=sys.stderr, flush=True)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

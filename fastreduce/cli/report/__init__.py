@@ -24,19 +24,19 @@ def report(
     It needs no network and no other file: the verdict, plots with their tables, and each plot's numbers as CSV.
     `fastreduce compare` writes it too.
     """
-    need("scipy", *FOR_PAGES, command="report")
+    need("scipy", *FOR_PAGES)
     from . import page
     from .reading import ReportError
 
     path = results.parent / "report.html" if out is None else out
     if os.path.exists(path) and os.path.exists(results) and path.samefile(results):
-        fail(f"cannot write to {path}: it is RESULTS, which the page is made of", command="report")
+        fail(f"cannot write to {path}: it is RESULTS, which the page is made of")
     try:
         page.write(results, path)
     except ReportError as error:
-        fail(str(error), command="report")
+        fail(str(error))
     except OSError as error:
-        fail(f"cannot write to {path}: {error.strerror}", command="report")
+        fail(f"cannot write to {path}: {error.strerror}")
     typer.echo(f"Wrote {path}.")
 
 

@@ -45,9 +45,9 @@ def run(experiment: Experiment, out: Path, console: Console, function: Callable[
             group = Group(experiment.ranks, experiment.ranks)
             records = run_ranks(function, group, experiment, on_report=watch.on_report, stall_seconds=STALL_SECONDS)
     except RanksFailedError as error:
-        fail(str(error), code=1)
+        fail(str(error), 1)
     except SignalError as error:
-        fail(f"{error.received.name}: all ranks were ended", code=128 + error.received)
+        fail(str(error), error.code)
     with signals_wait():
         figures = statistics.summarise(experiment, records)
         seconds = time.monotonic() - start

@@ -30,7 +30,7 @@ def run(plan: Plan, console: Console) -> None:
         typer.Exit: with a training's exit code if it failed, with 128 + the signal if one ended this process.
     """
     if plan.nodes is not None and plan.nodes.rank:
-        follow(plan, plan.nodes, console, "compare")
+        follow(plan, plan.nodes, console)
     start = time.monotonic()
     findings = Findings()
     ended: tuple[str, int] | None = None
@@ -45,12 +45,10 @@ def run(plan: Plan, console: Console) -> None:
                 _measure_speed(plan, findings, watch, others)
             if plan.trains:
                 _measure_quality(plan, findings, watch, others)
-    except TrainingError as error:
+    except (TrainingError, SignalError) as error:
         ended = str(error), error.code
     except OSError as error:  # a full disk, say
         ended = f"no training can be started: {error}", 1
-    except SignalError as error:
-        ended = f"{error.received.name}: all ranks were ended", 128 + error.received
     with signals_wait():
         findings.seconds = time.monotonic() - start
         if ended is not None:

@@ -102,8 +102,8 @@ class FirstNode:
             time.sleep(LOOK_SECONDS)
 
 
-def follow(plan: Plan, nodes: Nodes, console: Console, command: str) -> None:
-    """Start this node's ranks when the first one says so, until it says that all is over; `command` was asked for.
+def follow(plan: Plan, nodes: Nodes, console: Console) -> None:
+    """Start this node's ranks when the first one says so, until it says that all is over.
 
     Raises:
         typer.Exit: with the first node's exit code; 1 if it is gone, 128 + the signal if one ended this process.
@@ -117,14 +117,14 @@ def follow(plan: Plan, nodes: Nodes, console: Console, command: str) -> None:
             code, said = other.follow()
     except SignalError as error:
         other.leave(error.received.name)
-        fail(f"{error.received.name}: all ranks of this node were ended", 128 + error.received, command)
+        fail(f"{error.received.name}: all ranks of this node were ended", error.code)
     except OSError as error:  # a full disk, say
         other.leave(f"no training can be started: {error}")
-        fail(f"no training can be started: {error}", 1, command)
+        fail(f"no training can be started: {error}", 1)
     except TransportError as error:
-        fail(f"node 0 ({nodes.address}) is gone: {error}", 1, command)
+        fail(f"node 0 ({nodes.address}) is gone: {error}", 1)
     if code:
-        fail(said, code, command)
+        fail(said, code)
     console.print(said, soft_wrap=True)
     raise typer.Exit(code)
 

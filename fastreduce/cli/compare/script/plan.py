@@ -142,7 +142,7 @@ def make_plan(
         fail("--target nan: give a number")
     if not margin >= 0:
         fail(f"--margin {margin:g}: give percent, 0 or more")
-    check_timeout(timeout, "compare")
+    check_timeout(timeout)
     if seed + seeds > 1 << 32:
         fail(f"--seed {seed} --seeds {seeds}: the last one is {seed + seeds - 1}; allowed: up to {(1 << 32) - 1}")
     if rounds == 0 and train is None:
@@ -154,7 +154,7 @@ def make_plan(
     if metric_line and metric_file:
         fail("--metric-line and --metric-file both name the metric: give one of them")
     _check_pattern(metric_line)
-    command = read_launch(launch, ranks, nodes, "compare")
+    command = read_launch(launch, ranks, nodes)
     return Plan(
         words=words,
         module=module,
@@ -177,14 +177,14 @@ def make_plan(
     )
 
 
-def read_words(words: Sequence[str], command: str = "compare") -> tuple[tuple[str, ...], bool]:
+def read_words(words: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     """The script or module with its arguments, and whether it is a module; or an error and exit code 2."""
     module = words[0] == "-m"
     words = words[1:] if module else words
     if not words:
-        fail("-m needs the name of a module", command=command)
+        fail("-m needs the name of a module")
     if why := why_not_found("module" if module else "script", words[0]):
-        fail(why, command=command)
+        fail(why)
     return tuple(words), module
 
 

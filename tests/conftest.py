@@ -19,6 +19,8 @@ os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
 # and let torch not warn of that: tests look at what users see.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# At SIGABRT every Python that tests start writes its stacks: so commands tell where they were that do not end in time.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 import hypothesis
 import pytest

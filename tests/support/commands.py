@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 FASTREDUCE, TORCHRUN, PYTHON = "fastreduce", "torchrun", "python"
 INSTALLED = Path(sys.executable).with_name("fastreduce")
 """The command as users have it: it and its ranks are begun by the system, and import torch."""
+STACKS_SECONDS = 10.0  # for a process to write its stacks
 
 Done = subprocess.CompletedProcess[str]
 
@@ -138,14 +139,42 @@ def end(process: Running) -> None:
     process.wait()
 
 
+def _abort_all(process: Running) -> str:
+    """Let a command and what it has started write their Python stacks to stderr; returns how busy they were.
+
+    From the innermost on, each alone, while the others are stopped: a launcher ends its ranks, and they end with it.
+    """
+    told, started = [f"load {os.getloadavg()[0]:.1f}"], list[psutil.Process]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        command = psutil.Process(process.pid)
+        started = [command, *command.children(recursive=True)]
+    for each in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.suspend()
+            spent = each.cpu_times()
+            told.append(f"{spent.user + spent.system:.1f} s of processors: {each.pid} {command_line(each)}")
+    for each in reversed(started):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGABRT)
+            each.resume()
+            deadline = time.monotonic() + STACKS_SECONDS
+            while each.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+                time.sleep(0.02)
+            each.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what outlived its own parent, too
+    return "\n".join(told)
+
+
 def finish(process: Running, seconds: float) -> Done:
-    """The end of a command, within `seconds`; else the test fails with what it has written."""
+    """The end of a command, within `seconds`; else the test fails with what it has written, and where it was."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        busy = _abort_all(process)
         end(process)
         out, err = process.communicate()
-        pytest.fail(f"{process.args!r}: still running after {seconds:g} s\n{out}{err or ''}")
+        pytest.fail(f"{process.args!r}: still running after {seconds:g} s\n{busy}\n{out}{err or ''}")
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -40,6 +40,7 @@ class _Watch:
         `give_up` is called on a thread of its own where averages are waited for that cannot come: it ends the
         collectives.
         """
+        thread = None
         with self._lock:
             # What was registered last is called first: the recorder has left the dictionary when this one is.
             weakref.finalize(recorder, self._stop_if_idle).atexit = False
@@ -47,10 +48,11 @@ class _Watch:
             self._ranks[place.group] = recorder.rank
             if self._stop.is_set():
                 self._stop = threading.Event()
-                self._thread = threading.Thread(
+                thread = self._thread = threading.Thread(
                     target=self._work, args=(self._stop,), name=f"{OURS}whereabouts", daemon=True
                 )
-                self._thread.start()
+        if thread is not None:
+            thread.start()  # waits for it, while another recorder may end on it, for which it needs the lock
 
     def remove(self, recorder: FlightRecorder) -> None:
         """Let it tell nothing more."""
@@ -109,7 +111,7 @@ class _Watch:
 
     def end(self) -> None:
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():  # and not about to start, on another thread
             self._thread.join(EXIT_SECONDS)
 
     def _work(self, stop: threading.Event) -> None:

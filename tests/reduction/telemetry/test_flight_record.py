@@ -21,7 +21,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from fastreduce import SettingError, TransportError
 from fastreduce.environment import fates
-from fastreduce.environment.stacks import dump_at_signal
+from fastreduce.environment.stacks import OURS, dump_at_signal
 from fastreduce.reduction import clocks
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
 from fastreduce.reduction.clocks import Point
@@ -30,6 +30,7 @@ from fastreduce.reduction.telemetry.flight_record import BucketFlight, Phase
 from fastreduce.reduction.telemetry.flight_recorder import STEPS, FlightRecorder, _of_optimizer
 from fastreduce.reduction.telemetry.watch import _Watch
 from fastreduce.reduction.telemetry.whereabouts import Whereabouts
+from fastreduce.transports.deadlines import in_background
 from fastreduce.transports.store_client import StoreClient
 from tests.support.commands import finish, started, with_environment
 from tests.support.models import wrap
@@ -159,7 +160,7 @@ SIGNALS = """
 import faulthandler, os, signal, threading, time
 import torch, torch.distributed as dist
 from fastreduce import DistributedDataParallel
-from fastreduce.environment.stacks import dump_at_signal
+from fastreduce.environment.stacks import OURS, dump_at_signal
 
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -310,6 +311,35 @@ def test_a_process_is_known_from_its_wrapping_on(monkeypatch: pytest.MonkeyPatch
     place, recorder, watch = There(), FlightRecorder(0, 2, [], []), _Watch()
     watch.add(recorder, place, lambda: None)
     assert place.asked.wait(20.0)
+    watch.remove(recorder)
+    watch.end()
+
+
+def test_a_recorder_may_end_on_the_thread_that_is_about_to_look(monkeypatch: pytest.MonkeyPatch):
+    """As where garbage is collected there: the one that started the thread waited for it, and kept the lock."""
+
+    class Silent(Whereabouts):
+        def __init__(self) -> None:
+            self.group = self.store = self  # type: ignore[assignment]
+            self.patience = 1000.0
+
+        def introduce(self, rank: int) -> None:
+            pass
+
+    watch, place, ended = _Watch(), Silent(), [FlightRecorder(0, 2, [], [])]
+    watch.add(ended[0], place, lambda: None)
+    watch.remove(ended[0])
+    begin: Any = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+
+    def end_one_and_begin(thread: threading.Thread) -> None:
+        if thread.name == f"{OURS}whereabouts":
+            ended.clear()
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap_inner", end_one_and_begin)
+    recorder = FlightRecorder(0, 2, [], [])
+    in_background(lambda: watch.add(recorder, place, lambda: None), 20.0)
+    assert not ended
     watch.remove(recorder)
     watch.end()
 

@@ -50,7 +50,7 @@ class Comparison:
         target: a loss, or None.
         metric: what the metric is, or "".
         parts: of a step, in milliseconds, which add up to it.
-        stages: on the communication thread, beside the step, in milliseconds.
+        stages: of communication, beside the step, in milliseconds.
         sent: bytes, of a rank in a step.
         flights: of our settings, one step of rank 0.
         gradient_errors: relative, of each inspected step.

@@ -165,7 +165,7 @@ def draw_rounds(c: Comparison) -> Figure:
 
 
 def draw_parts(c: Comparison) -> Figure:
-    """What a step and the communication thread consist of."""
+    """What a step and communication beside it consist of."""
     data: list[Trace] = [key(part, *look) for part, look in (PARTS | STAGES).items()]
     for name, parts in c.parts.items():
         data += _stack(name, parts, PARTS, -0.2)
@@ -187,14 +187,15 @@ def draw_parts(c: Comparison) -> Figure:
         name="parts",
         title="Where does a step's time go?",
         says="Upper bar: the step, of which compute is the step without a wrapper and the rest what communication "
-        "adds. Lower bar: the communication thread, largely beside backward; torch does not tell its own.",
+        "adds. Lower bar: what communication does on a thread, with GPUs on a stream, of its own, largely beside "
+        "backward; torch does not tell its own.",
         alt="Parts of a step in milliseconds: "
         + "; ".join(f"{n} {', '.join(f'{part} {ms:.1f}' for part, ms in p.items())}" for n, p in c.parts.items())
         + ".",
         data=data,
         layout=layout(axis("milliseconds"), legend=True) | {"barmode": "overlay"},
         rows=labels(c, c.parts),
-        table=Table("Milliseconds of a step and of its communication thread, and what a rank sends", columns, rows),
+        table=Table("Milliseconds of a step and of communication beside it, and what a rank sends", columns, rows),
         raw=csv_link(["setting", "part", "ms"], raw),
     )
 

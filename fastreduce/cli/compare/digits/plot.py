@@ -50,12 +50,12 @@ def _draw_losses(axes: Axes, figures: Sequence[Figures]) -> None:
 
 
 def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
-    """Two bars per setting: the step, and below it the communication thread, which runs beside it."""
+    """Two bars per setting: the step, and below it what communication does beside it."""
     rows = range(len(figures))
     step, thread = [row - 0.18 for row in rows], [row + 0.18 for row in rows]
     parts = {"compute (step without wrapper)": COMPUTE, "exposed communication": EXPOSED}
     _stack(axes, step, parts, [[f.compute, f.exposed] for f in figures])
-    parts = {f"{stage} (thread)": colour for stage, colour in STAGE_COLOURS.items()}
+    parts = {f"{stage} (beside)": colour for stage, colour in STAGE_COLOURS.items()}
     _stack(axes, thread, parts, [[f.stages.get(stage, 0.0) for stage in STAGE_COLOURS] for f in figures])
     for row, f in zip(step, figures, strict=True):
         text = f"{f.step:.0f} ms" + ("" if f.name == "none" else f",  {say_ratio(f.ratio, 'none')}")
@@ -63,7 +63,7 @@ def _draw_steps(axes: Axes, figures: Sequence[Figures]) -> None:
     axes.set_yticks(rows, [f.name for f in figures])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.7 * max(f.step for f in figures))
-    axes.set(title="A step, and the communication thread beside it", xlabel="milliseconds")
+    axes.set(title="A step, and communication beside it", xlabel="milliseconds")
     tidy(axes, grid="x")
 
 

@@ -17,10 +17,11 @@ from .training import BARE, Experiment, Record, transport_of
 NOTES = (
     "Times are medians in ms. step: slowest rank, with quartiles. over none: median ratio to none round by round, "
     "with its 95 % interval from order statistics. exposed: step minus the step without a wrapper. "
-    "compress, reduce, decompress: on the communication thread, largely beside backward, so they do not add up "
-    "to exposed; reduce includes waiting for the slower rank; torch does not tell its own. sent: MB per rank and "
-    "step. grad. error: relative L2 distance to the exact average at the same weights. Error feedback adds what "
-    "the last step lost to the next, which makes one step's error larger and the sum over steps closer."
+    "compress, reduce, decompress: on a thread of their own, with GPUs on a stream, largely beside backward, so "
+    "they do not add up to exposed; reduce includes waiting for the slower rank; torch does not tell its own. "
+    "sent: MB per rank and step. grad. error: relative L2 distance to the exact average at the same weights. Error "
+    "feedback adds what the last step lost to the next, which makes one step's error larger and the sum over steps "
+    "closer."
 )
 HEADERS = (
     "step\n(quartiles)",

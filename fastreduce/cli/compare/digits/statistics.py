@@ -30,7 +30,7 @@ class Figures:
     """One contender's figures; times are medians over all timed steps, in milliseconds.
 
     `step` is the slowest rank's. `compute` is the same for the network without a wrapper and `exposed` the
-    difference: what communication adds. The stages are a step's time on the communication thread, averaged
+    difference: what communication adds. The stages are a step's time on communication's thread or stream, averaged
     over the ranks; they run beside backward, so they do not add up to `exposed`.
     """
 

@@ -1,0 +1,32 @@
+"""Runs tests for GPUs on the simulated device: python -m tests.simulated_gpu tests/ddp/test_gpu.py, and pytest's options.
+
+What the detector finds is printed after the tests' own results, and is an error.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from .build import why_not
+from .launching import environment
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: pytest's; 1 if there are races."""
+    if reason := why_not():
+        print(f"no simulated device: {reason}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "races")
+        env = environment(SIMULATED_GPU_RACES=str(found), TRITON_INTERPRET="1", NCCL_MULTI_RANK_GPU_ENABLE="1")
+        code = subprocess.call([sys.executable, "-m", "pytest", "-n", "0", *arguments], env={**env, "TMPDIR": folder})
+        races = found.read_text() if found.exists() else ""
+    print(races or "no races", end="" if races else "\n")
+    return code or int(bool(races))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

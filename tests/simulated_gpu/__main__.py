@@ -1,6 +1,6 @@
-"""Runs tests for GPUs on the simulated device: python -m tests.simulated_gpu tests/ddp/test_gpu.py, and pytest's options.
+"""Runs tests for GPUs on the simulated device: `python -m tests.simulated_gpu tests/ddp/test_gpu.py`.
 
-What the detector finds is printed after the tests' own results, and is an error.
+Arguments are pytest's. What the detector finds is printed after the tests' own results, and is an error.
 """
 
 from __future__ import annotations

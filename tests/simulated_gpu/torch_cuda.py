@@ -53,12 +53,11 @@ def races() -> list[str]:
 
 def _stack() -> str:
     """Where the project's own code is, the innermost frame last."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(f"{ROOT}/")]
-    lines = [
-        f"    {os.path.relpath(frame.filename, ROOT)}:{frame.lineno} {frame.name}"
-        for frame in frames
-        if frame.filename != __file__
-    ]
+    lines = []
+    for frame in traceback.extract_stack():
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and path != Path(__file__) and "site-packages" not in path.parts:
+            lines.append(f"    {path.relative_to(ROOT)}:{frame.lineno} {frame.name}")
     return "\n".join(lines[-FRAMES:])
 
 

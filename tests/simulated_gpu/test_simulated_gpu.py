@@ -19,9 +19,9 @@ from tests.support.commands import Done
 
 from .build import SECONDS as BUILD_SECONDS
 from .build import build, why_not
-from .cases import GROUPS
 from .launching import run_module
 from .orders import ORDERED, RACES
+from .trainings import GROUPS
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,7 +68,7 @@ def test_what_is_ordered_is_no_race(found: dict[str, list[str]], name: str):
     "group", [name if name == "short" else pytest.param(name, marks=pytest.mark.long) for name in GROUPS]
 )
 def test_training_has_no_race_and_the_bits_of_cpus(group: str, tmp_path: Path):
-    done = run_module("tests.simulated_gpu.cases", group, ranks=RANKS, folder=tmp_path, seconds=SECONDS)
+    done = run_module("tests.simulated_gpu.trainings", group, ranks=RANKS, folder=tmp_path, seconds=SECONDS)
     for rank, answer in enumerate(_answers(done)):
         wrong = {case: what for case, what in answer.items() if what}
         assert not wrong, f"rank {rank}\n" + "\n".join(f"{case}: {text}" for case in wrong for text in wrong[case])

@@ -1,6 +1,6 @@
 """Training on simulated GPUs and on CPUs, one group of cases after another: what each rank of the tests does.
 
-`python -m tests.simulated_gpu.cases GROUP` prints, as the last line, what was found wrong by case, as JSON.
+`python -m tests.simulated_gpu.trainings GROUP` prints, as the last line, what was found wrong by case, as JSON.
 """
 
 from __future__ import annotations

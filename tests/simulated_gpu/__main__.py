@@ -5,6 +5,7 @@ Arguments are pytest's. What the detector finds is printed after the tests' own 
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ def main(arguments: list[str]) -> int:
     if reason := why_not():
         print(f"no simulated device: {reason}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `call` ends pytest, too
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "races")
         env = environment(SIMULATED_GPU_RACES=str(found), TRITON_INTERPRET="1", NCCL_MULTI_RANK_GPU_ENABLE="1")

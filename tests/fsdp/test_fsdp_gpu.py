@@ -144,6 +144,7 @@ def _let_go(rank: int, size: int) -> None:
     average._group.present = list(range(len(average._group.members)))
     numel = sum(member.piece for member in average._group.members)
     its, ours = torch.cuda.Stream(), torch.cuda.Stream()
+    ours.wait_stream(torch.cuda.current_stream())  # on which buckets were laid out
     for asleep in (0, 1_000_000_000):  # first, whatever waits for the GPU when it is done for the first time
         with torch.cuda.stream(its):
             shard = torch.ones(numel, device=GPU)

@@ -1,6 +1,8 @@
 """Runs tests for GPUs on the simulated device: `python -m tests.simulated_gpu tests/ddp/test_gpu.py`.
 
-Arguments are pytest's. What the detector finds is printed after the tests' own results, and is an error.
+Arguments are pytest's. What the detector finds is printed after the tests' own results, and is an error. With
+SIMULATED_GPU_DEFAULT=1 tensors lie on the device where a test names none: so tests for CPUs run on it too, as far as
+they do not take a device for granted.
 """
 
 from __future__ import annotations

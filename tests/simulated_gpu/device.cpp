@@ -133,8 +133,12 @@ struct Hooks : at::CUDAHooksInterface {
     return old;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
-  bool isPinnedPtr(const void*) const override { return false; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  bool isPinnedPtr(const void* address) const override {
+    Lock lock(mutex);
+    auto it = pinned.upper_bound(uintptr_t(address));
+    return it != pinned.begin() && uintptr_t(address) < (--it)->first + std::max<size_t>(it->second, 1);
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   at::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
   Device getDeviceFromPtr(void* address) const override {
     Lock lock(mutex);
@@ -207,7 +211,7 @@ void run_on_cpu(const c10::OperatorHandle& operation, c10::DispatchKeySet, torch
       value = list;
     } else if (value.isStorage()) {
       if (value.toStorage().device_type() == CUDA) value = aliases.on_host(value.toStorage());
-    } else if (value.isGenerator()) {
+    } else if (value.isGenerator() && value.toGenerator().device().type() == CUDA) {
       value = IValue();
     }
   }

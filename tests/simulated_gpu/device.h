@@ -93,6 +93,30 @@ struct Allocator final : c10::Allocator {
 
 inline Allocator allocator;
 
+// Pinned memory is the host's, of which it is known that it is pinned.
+inline auto& pinned = *new std::map<uintptr_t, size_t>();  // bytes by address
+
+inline void unpin(void* address) {
+  {
+    Lock lock(mutex);
+    pinned.erase(uintptr_t(address));
+  }
+  free(address);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void* address = malloc(std::max<size_t>(bytes, 1));
+    Lock lock(mutex);
+    pinned[uintptr_t(address)] = bytes;
+    return {address, address, &unpin, Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
+  void copy_data(void* into, const void* from, size_t bytes) const override { memcpy(into, from, bytes); }
+};
+
+inline PinnedAllocator pinned_allocator;
+
 // ---- Aliases ----
 
 // The tensors of one call: those of the device, and those of the host over the same memory.

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import time
 import traceback
 import types
 from pathlib import Path
@@ -115,6 +116,11 @@ class Event(torch.Event):
 
     def record(self, stream: Any = None) -> None:
         super().record(stream or torch.cuda.current_stream())
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds; torch's own takes no subclass."""
+        return 1e3 * (end.seconds - self.seconds)
 
     def wait(self, stream: Any = None) -> None:
         super().wait(stream or torch.cuda.current_stream())
@@ -196,6 +202,10 @@ def _set(owner: Any, **values: Any) -> None:
         setattr(owner, name, value)
 
 
+def _lazy_init() -> None:
+    torch.cuda._initialized = True  # type: ignore[attr-defined]
+
+
 def _install_cuda() -> None:
     cuda: Any = torch.cuda
     _set(
@@ -231,13 +241,14 @@ def _install_cuda() -> None:
         Stream=Stream,
         _exchange_device=device.exchange_device,
         _get_device_index=lambda where, optional=False, allow_cpu=False: _index(where),
-        _initialized=True,
+        _cudart=types.SimpleNamespace(),
         _is_compiled=lambda: True,
-        _lazy_init=lambda: None,
+        _lazy_init=_lazy_init,
         _maybe_exchange_device=device.exchange_device,
         _sleep=lambda cycles: None,
         can_device_access_peer=lambda a, b: True,
         current_stream=_current_stream,
+        default_generators=(torch.default_generator,) * DEVICES,
         default_stream=lambda where=None: Stream(stream_id=0, device_index=_index(where), device_type=1),
         device_count=lambda: DEVICES,
         get_device_capability=lambda where=None: (9, 0),
@@ -247,7 +258,7 @@ def _install_cuda() -> None:
         is_available=lambda: True,
         is_bf16_supported=lambda *_: True,
         is_current_stream_capturing=device.is_capturing,
-        is_initialized=lambda: True,
+        is_initialized=lambda: cuda._initialized or device.allocations() > 0,
         manual_seed=lambda seed: None,
         manual_seed_all=lambda seed: None,
         max_memory_allocated=lambda where=None: device.peak(),
@@ -261,7 +272,8 @@ def _install_cuda() -> None:
         synchronize=lambda where=None: device.synchronize(_index(where)),
     )
     _set(cuda.graphs, CUDAGraph=CUDAGraph, is_current_stream_capturing=device.is_capturing)
-    _set(cuda.random, manual_seed_all=lambda seed: None)
+    for name in ("default_generators", "get_rng_state", "manual_seed_all", "set_rng_state"):
+        setattr(cuda.random, name, getattr(cuda, name))
     _set(cuda.streams, Event=Event, Stream=Stream)
     for name in ("max_memory_allocated", "memory_allocated", "memory_stats", "reset_peak_memory_stats"):
         setattr(cuda.memory, name, getattr(cuda, name))
@@ -272,6 +284,7 @@ def _install_storages() -> None:
     """Storages' own methods know real devices only: here they go through tensors of bytes."""
     storage: Any = torch.UntypedStorage
     resize, clone, copy, cpu = storage.resize_, storage.clone, storage.copy_, storage.cpu
+    to: Any = torch.storage._to  # type: ignore[attr-defined]
 
     def on_device(each: Any) -> bool:
         return each.device.type == "cuda"
@@ -291,7 +304,13 @@ def _install_storages() -> None:
         as_bytes(self).copy_(as_bytes(other))
         return self
 
+    def _to(self: Any, where: Any, non_blocking: bool = False) -> Any:
+        if not on_device(self) and torch.device(where).type != "cuda":
+            return to(self, where, non_blocking)
+        return as_bytes(self).to(where, copy=True).untyped_storage()
+
     storage.resize_, storage.copy_ = resize_, copy_
+    torch.storage._to = _to  # type: ignore[attr-defined]
     storage.clone = lambda self: as_bytes(self).clone().untyped_storage() if on_device(self) else clone(self)
     storage.cpu = lambda self: as_bytes(self).cpu().untyped_storage() if on_device(self) else cpu(self)
 
@@ -422,5 +441,7 @@ _install_cuda()
 _install_storages()
 _install_groups()
 sys.modules["cupy.cuda.nccl"] = _CupyNccl("cupy.cuda.nccl")
+if os.environ.get("SIMULATED_GPU_DEFAULT") == "1":
+    torch.set_default_device("cuda")
 if os.environ.get("TRITON_INTERPRET") == "1":
     _let_interpreter_wait()

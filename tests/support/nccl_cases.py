@@ -54,7 +54,9 @@ class OnGpu:
 
     @contextlib.contextmanager
     def asynchronous(self) -> Iterator[Callable[[], None]]:
-        with torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1)):
+        stream = torch.cuda.Stream(self.device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             yield torch.cuda.synchronize
 
 

@@ -161,15 +161,26 @@ class _Line:
         self.over = False  # the process ends: nothing is asked any more
         self._store, self._start = store, threading.Lock()
         self._thread: threading.Thread | None = None
+        self._connection: Any = None
         self._socket: socket.socket | None = None  # of the connection, where it has one that we have found
 
     def put(self, answer: Future[T], function: Callable[[Any], T]) -> None:
-        """Have the thread call `function(connection)`."""
-        with self._start:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="fastreduce-store", daemon=True)
+        """Have the thread call `function(connection)`: at once, where what asks ends as garbage on that thread.
+
+        Garbage is collected wherever objects are made, also on a thread that starts: no lock is held around either.
+        """
+        if self._thread is not None and self._thread.ident == threading.get_ident():
+            self._answer(answer, function)
+            return
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="fastreduce-store", daemon=True)
+            with self._start:
+                is_first = self._thread is None
+                if is_first:
+                    self._thread = thread
+            if is_first:
                 _running.add(self)
-                self._thread.start()
+                thread.start()
         self.jobs.put((answer, function))
 
     def end(self) -> None:
@@ -179,7 +190,7 @@ class _Line:
         """
         self.over = True
         self.jobs.put(None)
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             return
         if self.silent_since is None:
             self._thread.join(EXIT_SECONDS)
@@ -189,20 +200,22 @@ class _Line:
             self._thread.join(EXIT_SECONDS)
 
     def _work(self) -> None:
-        store: Any = None
         while (job := self.jobs.get()) is not None:
-            answer, function = job
-            if answer.set_running_or_notify_cancel():
-                try:
-                    store = store or self._connect()
-                    answer.set_result(function(store))
-                except BaseException as error:
-                    answer.set_exception(error)
+            self._answer(*job)
             self.silent_since = None
-            del job, answer, function
+            del job
+        self._connection = None
         if self._socket is not None:
             self._socket.close()
         _running.discard(self)
+
+    def _answer(self, answer: Future[T], function: Callable[[Any], T]) -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                self._connection = self._connection or self._connect()
+                answer.set_result(function(self._connection))
+            except BaseException as error:
+                answer.set_exception(error)
 
     def _connect(self) -> Any:
         """A connection of our own to the store."""

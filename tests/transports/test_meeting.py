@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fastreduce import TransportError
+from fastreduce.transports.deadlines import in_background
 from fastreduce.transports.meeting import AbsentError, clear, look_for, meet, notes, until_cleared, wait_until
 from fastreduce.transports.ranks import client_of
 from fastreduce.transports.store_client import StoreClient
@@ -157,6 +159,33 @@ class _Own(dist.Store):
 
     def deleteKey(self, key: str) -> bool:  # as torch's groups call it
         return self.values.pop(key, None) is not None
+
+
+def test_what_ends_as_garbage_on_the_stores_thread_is_answered_there():
+    client, said = StoreClient(dist.HashStore(), 5.0), list[str | None]()
+
+    class Ends:
+        def __del__(self) -> None:
+            said.append(client.read("key"))
+
+    client.set("key", "value")
+    client.call(lambda store: Ends() and None)
+    assert said == ["value"]
+
+
+def test_what_ends_as_garbage_while_the_stores_thread_is_made_is_answered(monkeypatch: pytest.MonkeyPatch):
+    client, said = StoreClient(dist.HashStore(), 5.0), list[str | None]()
+
+    class Thread(threading.Thread):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.name == "fastreduce-store" and not said:
+                said.append("asked")
+                said.append(client.read("key"))
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    in_background(lambda: client.set("key", "value"), 20.0)
+    assert said == ["asked", None] and client.read("key") == "value"
 
 
 def test_a_users_own_store_need_not_compare():

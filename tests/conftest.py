@@ -133,6 +133,15 @@ def kernels_are_compiled(request: pytest.FixtureRequest, tmp_path_factory: pytes
         compile_kernels(tmp_path_factory.getbasetemp().parent, int(worker["workerid"][2:]), busy, wait)
 
 
+@pytest.fixture(autouse=True)
+def no_word_for_later_ranks() -> Iterator[None]:
+    """What a command tells its ranks by variables of ours would reach those of later tests: two never met so."""
+    before = {name for name in os.environ if name.startswith("_FASTREDUCE")}
+    yield
+    left = {name for name in os.environ if name.startswith("_FASTREDUCE")} - before
+    assert not left, f"left in the environment: {left}"
+
+
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[RankPool]:
     """Two ranks that live as long as the test session: `ranks2.run(fn, *args)`."""

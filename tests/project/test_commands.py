@@ -39,8 +39,9 @@ def test_a_command_that_does_not_end_in_time_tells_where_its_threads_are_and_how
 
 
 @pytest.mark.parametrize("command", [FASTREDUCE, pytest.param(INSTALLED, marks=pytest.mark.long)])
-def test_the_ranks_of_a_launcher_do(command: object, tmp_path: Path):
+def test_a_launcher_and_its_ranks_do(command: object, tmp_path: Path):
     script = tmp_path / "waits.py"
     script.write_text(WAITS)
     told = _told_at_the_end(command, "launch", "--nproc-per-node", 2, script, processes=2)
     assert told.count("in wait_here") == told.count("in wait_elsewhere") == 2
+    assert "in _invoke_run" in told  # of torch's launcher

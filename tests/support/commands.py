@@ -8,6 +8,7 @@ ranks begin name an interpreter, or INSTALLED.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -155,7 +156,8 @@ def _abort_all(process: Running) -> str:
             told.append(f"{spent.user + spent.system:.1f} s of processors: {each.pid} {command_line(each)}")
     for each in reversed(started):
         with contextlib.suppress(psutil.NoSuchProcess):
-            each.send_signal(signal.SIGABRT)
+            # To the main thread, whose stack stands still then: another one that read it in use was ended by SIGSEGV.
+            ctypes.CDLL(None).tgkill(each.pid, each.pid, signal.SIGABRT)
             each.resume()
             deadline = time.monotonic() + STACKS_SECONDS
             while each.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:

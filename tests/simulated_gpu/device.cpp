@@ -26,14 +26,7 @@ namespace {
 
 struct Event {
   Clock clock;
-  double seconds = 0;
 };
-
-double now_seconds() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
-}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::DeviceIndex index_of(Device device) {
@@ -89,7 +82,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(mutex);
     if (!*event) *event = new Event();
     enqueue(actor_of(stream));
-    *static_cast<Event*>(*event) = {clocks[actor_of(stream)], now_seconds()};
+    static_cast<Event*>(*event)->clock = clocks[actor_of(stream)];
   }
   void block(void* event, const Stream& stream) const override {
     Lock lock(mutex);
@@ -102,10 +95,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     Lock lock(mutex);
     if (event) follow(this_thread(), static_cast<Event*>(event)->clock);
-  }
-  double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
-    TORCH_CHECK(start && end, "CUDA error: an event that was never recorded");
-    return 1e3 * (static_cast<Event*>(end)->seconds - static_cast<Event*>(start)->seconds);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {

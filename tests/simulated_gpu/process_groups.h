@@ -77,83 +77,58 @@ struct Nccl : c10d::Backend {
   const std::string getBackendName() const override { return name_; }
 
   Done broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return run(Op::BROADCAST, "nccl:broadcast", tensors, tensors, tensors, [&](Aliases& aliases) {
-      auto host = aliases.on_host(tensors);
-      return inner_->broadcast(host, options);
-    });
+    return in_place(Op::BROADCAST, "nccl:broadcast", tensors,
+                    [&](auto& host) { return inner_->broadcast(host, options); });
   }
 
   Done allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return run(Op::ALLREDUCE, "nccl:allreduce", tensors, tensors, tensors, [&](Aliases& aliases) {
-      auto host = aliases.on_host(tensors);
-      return all_reduce_on_host(host, options);
-    });
+    return in_place(Op::ALLREDUCE, "nccl:allreduce", tensors,
+                    [&](auto& host) { return all_reduce_on_host(host, options); });
   }
 
   Done allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return run(Op::ALLREDUCE_COALESCED, "nccl:allreduce", tensors, tensors, tensors, [&](Aliases& aliases) {
-      auto host = aliases.on_host(tensors);
-      return inner_->allreduce_coalesced(host, options);
-    });
+    return in_place(Op::ALLREDUCE_COALESCED, "nccl:allreduce", tensors,
+                    [&](auto& host) { return inner_->allreduce_coalesced(host, options); });
   }
 
   Done reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return run(Op::REDUCE, "nccl:reduce", tensors, tensors, tensors, [&](Aliases& aliases) {
-      auto host = aliases.on_host(tensors);
-      return inner_->reduce(host, options);
-    });
+    return in_place(Op::REDUCE, "nccl:reduce", tensors, [&](auto& host) { return inner_->reduce(host, options); });
   }
 
   Done allgather(std::vector<Tensors>& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    return run(Op::ALLGATHER, "nccl:allgather", in, flat(out), flat(out), [&](Aliases& aliases) {
-      auto into = aliases.on_host(out);
-      auto from = aliases.on_host(in);
-      return inner_->allgather(into, from, options);
-    });
+    return between(Op::ALLGATHER, "nccl:allgather", out, in,
+                   [&](auto& into, auto& from) { return inner_->allgather(into, from, options); });
   }
 
   Done _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
-    return run(Op::_ALLGATHER_BASE, "nccl:allgather", {in}, {out}, {out}, [&](Aliases& aliases) {
-      auto into = aliases.on_host(out), from = aliases.on_host(in);
-      return inner_->_allgather_base(into, from, options);
-    });
+    return between(Op::_ALLGATHER_BASE, "nccl:allgather", out, in,
+                   [&](auto& into, auto& from) { return inner_->_allgather_base(into, from, options); });
   }
 
   Done allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    return run(Op::COALESCED, "nccl:allgather", in, out, out, [&](Aliases& aliases) {
-      auto into = aliases.on_host(out), from = aliases.on_host(in);
+    return between(Op::COALESCED, "nccl:allgather", out, in, [&](auto& into, auto& from) {
       return inner_->allgather_into_tensor_coalesced(into, from, options);
     });
   }
 
   Done gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& options) override {
-    return run(Op::GATHER, "nccl:gather", in, flat(out), flat(out), [&](Aliases& aliases) {
-      auto into = aliases.on_host(out);
-      auto from = aliases.on_host(in);
-      return inner_->gather(into, from, options);
-    });
+    return between(Op::GATHER, "nccl:gather", out, in,
+                   [&](auto& into, auto& from) { return inner_->gather(into, from, options); });
   }
 
   Done scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& options) override {
-    return run(Op::SCATTER, "nccl:scatter", flat(in), out, out, [&](Aliases& aliases) {
-      auto into = aliases.on_host(out);
-      auto from = aliases.on_host(in);
-      return inner_->scatter(into, from, options);
-    });
+    return between(Op::SCATTER, "nccl:scatter", out, in,
+                   [&](auto& into, auto& from) { return inner_->scatter(into, from, options); });
   }
 
   Done reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& options) override {
-    return run(Op::REDUCE_SCATTER, "nccl:reduce_scatter", flat(in), out, out, [&](Aliases& aliases) {
-      auto into = aliases.on_host(out);
-      auto from = aliases.on_host(in);
-      return inner_->reduce_scatter(into, from, options);
-    });
+    return between(Op::REDUCE_SCATTER, "nccl:reduce_scatter", out, in,
+                   [&](auto& into, auto& from) { return inner_->reduce_scatter(into, from, options); });
   }
 
   // By an all-reduce of all, of which each rank takes its part: gloo's own has no averages.
   Done _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    return run(Op::_REDUCE_SCATTER_BASE, "nccl:reduce_scatter", {in}, {out}, {out}, [&](Aliases& aliases) {
-      auto into = aliases.on_host(out), from = aliases.on_host(in);
+    return between(Op::_REDUCE_SCATTER_BASE, "nccl:reduce_scatter", out, in, [&](auto& into, auto& from) {
       at::AutoDispatchBelowADInplaceOrView below;
       Tensors sum{from.clone()};
       c10d::AllreduceOptions same;
@@ -167,8 +142,7 @@ struct Nccl : c10d::Backend {
 
   Done alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
                      const c10d::AllToAllOptions& options) override {
-    return run(Op::ALLTOALL_BASE, "nccl:alltoall", {in}, {out}, {out}, [&](Aliases& aliases) {
-      auto into = aliases.on_host(out), from = aliases.on_host(in);
+    return between(Op::ALLTOALL_BASE, "nccl:alltoall", out, in, [&](auto& into, auto& from) {
       return inner_->alltoall_base(into, from, out_sizes, in_sizes, options);
     });
   }
@@ -196,6 +170,8 @@ struct Nccl : c10d::Backend {
   c10::StreamId stream_;  // on each device
   std::string name_;
 
+  static Tensors flat(const Tensor& tensor) { return {tensor}; }
+  static Tensors flat(const Tensors& tensors) { return tensors; }
   static Tensors flat(const std::vector<Tensors>& lists) {
     Tensors result;
     for (auto& list : lists) result.insert(result.end(), list.begin(), list.end());
@@ -213,6 +189,25 @@ struct Nccl : c10d::Backend {
       for (auto& tensor : host) tensor.div_(getSize());
     }
     return work;
+  }
+
+  // `call(host)` of the aliases of tensors that it reads and writes.
+  template <class Call>
+  Done in_place(Op op, const char* what, Tensors& tensors, Call call) {
+    return run(op, what, tensors, tensors, tensors, [&](Aliases& aliases) {
+      auto host = aliases.on_host(tensors);
+      return call(host);
+    });
+  }
+
+  // `call(into, from)` of the aliases of tensors, lists, or lists of lists.
+  template <class Out, class In, class Call>
+  Done between(Op op, const char* what, Out& out, In& in, Call call) {
+    return run(op, what, flat(in), flat(out), flat(out), [&](Aliases& aliases) {
+      auto into = aliases.on_host(out);
+      auto from = aliases.on_host(in);
+      return call(into, from);
+    });
   }
 
   // `begin(aliases)` on this group's stream, behind the current one's work. Torch keeps the memory until it has ended.

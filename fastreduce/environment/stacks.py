@@ -8,10 +8,12 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from ..errors import SettingError
 from .exits import Exit, at_exit
@@ -52,6 +54,29 @@ COLLECTIVES = {
     **{f"fastreduce/distributed/{name}.py": "fastreduce.distributed" for name in ("collectives", "process_groups")},
 }
 """Where functions are that wait for other ranks → how they are called."""
+
+
+PYTHONS = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+OTHERS = (str(Path(__file__).parents[1]), *PYTHONS, "<")  # what names of files begin with that are not the user's
+PACKAGES = ("site-packages", "dist-packages")  # what is in those of others
+
+
+def users_line(thread: int | None = None) -> str:
+    """Where a thread is in the user's own code, as "line 12 of train.py, in main"; "" where it is in none.
+
+    Args:
+        thread: its `threading.get_native_id()`; None means the main thread, as do threads that run no code of a user's.
+    """
+    main = threading.main_thread()
+    known = [each for each in threading.enumerate() if each.native_id == thread]
+    for ident in (each.ident for each in (*known, main)):
+        frame: FrameType | None = sys._current_frames().get(ident or 0)
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith(OTHERS) and not any(name in code.co_filename for name in PACKAGES):
+                return f"line {frame.f_lineno} of {code.co_filename}, in {code.co_name}"
+            frame = frame.f_back
+    return ""
 
 
 def collective_under_way() -> str:

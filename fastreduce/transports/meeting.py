@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ..errors import TransportError
+from ..environment.stacks import users_line
+from ..errors import TransportError, listed
 from .store_client import SOON_SECONDS, StoreClient, held_by_agent
 
+logger = logging.getLogger(__name__)
+
+SAY_SECONDS = 30.0  # of waiting, after which the log says for whom; from then on each time that it is twice as long
 LOOK_SECONDS = 0.5  # of waiting, after which a rank looks whether it waits in vain
 SHORTEST, LONGEST = 0.0005, 0.25  # pauses between two looks at the store
 PART = 20  # of the time waited so far, as a pause: what a meeting loses by it
@@ -39,6 +45,34 @@ def look_for(gone: Callable[[], Sequence[int]] | None) -> Callable[[], None]:
             raise AbsentError(ranks)
 
     return look
+
+
+def saying(rank: int, ranks: Sequence[int], seconds: float, missing: Callable[[], Sequence[int]]) -> Callable[[], None]:
+    """What to call while ranks are waited for: it says in the log, now and then, on one rank, whom they wait for.
+
+    Args:
+        rank: this one, which has come.
+        ranks: all.
+        seconds: for which they are waited for.
+        missing: asks who has not come.
+    """
+    start, due = time.monotonic(), SAY_SECONDS
+
+    def say() -> None:
+        nonlocal due
+        if (waited := time.monotonic() - start) < due:
+            return
+        due *= 2
+        late: Sequence[int] = ()
+        with suppress(TransportError):  # who waits learns soon enough that the store is gone
+            late = missing()
+        if late and rank == next((each for each in ranks if each not in late), None):
+            line = users_line(threading.get_native_id())
+            where = f" ({line})" if line else ""
+            says = "rank %d has waited %.0f s for rank %s%s, and waits up to %g s"
+            logger.warning(says, rank, waited, listed(late), where, seconds)
+
+    return say
 
 
 def wait_until(
@@ -87,8 +121,10 @@ def meet(
             left then, and all may try again.
         TransportError: if the store is gone, or its holder does not answer.
     """
+    say = saying(rank, ranks, seconds, lambda: _missing(store.at("", SOON_SECONDS), ranks))
 
     def look_again() -> None:
+        say()
         try:
             look()
         except AbsentError as error:  # who has come is not waited for, and who has left has found another gone
@@ -186,9 +222,12 @@ def new_place(store: StoreClient, rank: int, size: int, seconds: float) -> str:
             store.set("agreed", processes)
         return store.read("agreed") == processes
 
-    if not wait_until(store, agreed, seconds):
+    def absent() -> list[int]:
         soon = store.at("", SOON_SECONDS)
         processes = soon.read("processes") or ""
         seen = told(soon, "seen by") if mine in processes.split() else []
-        raise AbsentError([r for r, text in enumerate(seen) if text != processes] or [0], seconds)
+        return [r for r, text in enumerate(seen) if text != processes] or [0]
+
+    if not wait_until(store, agreed, seconds, saying(rank, range(size), seconds, absent)):
+        raise AbsentError(absent(), seconds)
     return str(uuid.uuid5(uuid.NAMESPACE_OID, store.read("agreed") or ""))

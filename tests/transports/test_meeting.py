@@ -6,6 +6,8 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +15,18 @@ import pytest
 import torch.distributed as dist
 
 from fastreduce import TransportError
+from fastreduce.transports import meeting
 from fastreduce.transports.deadlines import in_background
-from fastreduce.transports.meeting import AbsentError, clear, look_for, meet, notes, until_cleared, wait_until
+from fastreduce.transports.meeting import (
+    AbsentError,
+    clear,
+    look_for,
+    meet,
+    new_place,
+    notes,
+    until_cleared,
+    wait_until,
+)
 from fastreduce.transports.ranks import client_of
 from fastreduce.transports.store_client import StoreClient
 from tests.support.ranks import RankPool
@@ -49,6 +61,39 @@ def test_who_is_interrupted_while_it_waits_is_counted_once_when_it_comes_again()
         meet(store, 0, range(2), 20.0, look=interrupted)
     with pytest.raises(AbsentError, match="rank 1 did not come"):
         meet(store, 0, range(2), 0.1)
+
+
+def _in_a_meeting(store: StoreClient, rank: int) -> None:
+    meet(store.at("named"), rank, range(3), 20.0)
+
+
+def _in_a_place(store: StoreClient, rank: int) -> None:
+    new_place(store, rank, 3, 20.0)
+
+
+@pytest.mark.parametrize("come", [_in_a_meeting, _in_a_place])
+@pytest.mark.parametrize("late", [0, 1])
+def test_while_a_rank_does_not_come_the_first_of_the_others_says_so(
+    come: Callable[[StoreClient, int], None],
+    late: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(meeting, "SAY_SECONDS", 1.0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = dist.HashStore()
+    others = [rank for rank in range(3) if rank != late]
+    with ThreadPoolExecutor(3) as threads:
+        coming = [threads.submit(come, StoreClient(store, 20.0), rank) for rank in others]
+        time.sleep(3.5)
+        coming.append(threads.submit(come, StoreClient(store, 20.0), late))
+        for each in coming:
+            each.result(20.0)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2, lines  # after one second and after two
+    for line in lines:
+        assert line.startswith(f"rank {others[0]} has waited ") and f" s for rank {late} (line " in line
+        assert f" of {__file__}, in {come.__name__}), and waits up to 20 s" in line
 
 
 def test_who_has_done_its_part_may_have_ended():

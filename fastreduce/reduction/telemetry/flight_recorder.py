@@ -64,6 +64,7 @@ class FlightRecorder:
 
     Attributes:
         phase: what this rank does.
+        thread: the native id of the thread on which that began.
         since: since when.
         changes: how often that has changed; a rank that stalls changes nothing.
         counts: what it has done so far.
@@ -91,7 +92,7 @@ class FlightRecorder:
         self.phase, self.since = Phase.DATA, clocks.now()
         self.row = StepRow()
         self.row.begin(0, self.since, None)
-        self._thread, self._queued = queued()
+        self.thread, self._queued = queued()
         self._collected = collected()
         notice_collections()
         _notice_optimizers()
@@ -131,10 +132,10 @@ class FlightRecorder:
         before, since, row = self.phase, self.since, self.row
         row.seconds[before] += at - since
         (thread, waited), garbage = queued(), collected()
-        if thread == self._thread:
+        if thread == self.thread:
             row.queued[before] += max(0.0, waited - self._queued)
         row.collected[before] += garbage - self._collected
-        self._thread, self._queued, self._collected = thread, waited, garbage
+        self.thread, self._queued, self._collected = thread, waited, garbage
         for told in self.on_phase:
             told(before, since, at)
         self.phase, self.since = phase, at
@@ -174,7 +175,7 @@ class FlightRecorder:
     @property
     def on_this_thread(self) -> bool:
         """Whether it is the thread on which this rank has last begun to do something else."""
-        return queued()[0] == self._thread
+        return queued()[0] == self.thread
 
     def last_rows(self, count: int) -> list[StepRow]:
         """The last steps that have ended, at most so many."""

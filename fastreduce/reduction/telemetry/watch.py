@@ -13,7 +13,8 @@ from ...environment.stacks import OURS
 from ...errors import TransportError
 from ...transports.store_client import StoreClient
 from .. import clocks
-from .flight_recorder import FlightRecorder
+from .flight_recorder import FlightRecorder, all_recorders
+from .long_wait import LongWait
 from .other_call import LOOK_SECONDS, Call, Question
 from .whereabouts import SHORTEST, Whereabouts, explain
 
@@ -25,7 +26,7 @@ class _Watch:
         self._places: weakref.WeakKeyDictionary[FlightRecorder, Whereabouts] = weakref.WeakKeyDictionary()
         self._give_up: weakref.WeakKeyDictionary[FlightRecorder, Callable[[], None]] = weakref.WeakKeyDictionary()
         self._call: Call | None = None  # in which this rank meets the others outside its backward
-        self._question = Question()
+        self._question, self._long_wait = Question(), LongWait()
         self._lock = threading.RLock()  # a recorder may end wherever this is held
         self._stop = threading.Event()  # of the thread that runs
         self._stop.set()
@@ -125,20 +126,20 @@ class _Watch:
                     stop.set()
                     return
                 ranks = {place: recorder.rank for recorder, place in self._places.items()}
-                changes = sorted((id(recorder), recorder.changes) for recorder in self._places)
+                steps = sorted((id(recorder), recorder.row.step) for recorder in self._places)
                 only = list(self._places.items()) if len(self._places) == 1 else []
             patience = min((place.patience for place in ranks), default=SHORTEST)
             pause = min(patience / 2, LOOK_SECONDS)
             at = clocks.now()
-            if changes != before:
-                before, since, told = changes, at, 0.0
+            if steps != before:
+                before, since, told = steps, at, 0.0
             stalls = at - since >= patience and at - told >= patience
             if stalls:
                 told = at
             for place, rank in ranks.items():
                 if place.group in self._gone:
                     continue
-                try:
+                with self._asking(place.group):
                     if place not in met:
                         met.add(place)
                         place.introduce(rank)
@@ -146,13 +147,28 @@ class _Watch:
                         place.tell(rank)
                     if only:
                         self._meet(*only[0])
-                except TransportError as error:
-                    if isinstance(error.__cause__, RuntimeError):  # its holder has ended; torch logs each call
-                        self._gone.add(place.group)
-                except (RuntimeError, OSError):  # a wrapper is being made at this moment, or /proc cannot be read
-                    pass
             ranks.clear()
             only.clear()
+            self._look_for_long_wait()
+
+    def _look_for_long_wait(self) -> None:
+        latest = next(reversed(all_recorders()), None)
+        with self._lock:
+            place = None if latest is None else self._places.get(latest)
+        if latest is not None and place is not None and place.group not in self._gone:
+            with self._asking(place.group):
+                self._long_wait.look(latest, place)
+
+    @contextmanager
+    def _asking(self, group: StoreClient) -> Iterator[None]:
+        """Around questions to a group's store, which are asked again later, unless its holder has ended."""
+        try:
+            yield
+        except TransportError as error:
+            if isinstance(error.__cause__, RuntimeError):  # its holder has ended; torch logs each call
+                self._gone.add(group)
+        except (RuntimeError, OSError):  # a wrapper is being made at this moment, or /proc cannot be read
+            pass
 
 
 _watch = _Watch()

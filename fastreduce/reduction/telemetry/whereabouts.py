@@ -1,14 +1,16 @@
 """Where ranks are that others wait for: a rank that stalls tells it in the group's store, and others read it there.
 
 1. One thread of the process (`watch.py`) looks now and then whether its recorders go on. That costs nobody anything.
-2. Where none has for a quarter of the timeout, it writes what this rank does, and its Python stacks, into the store,
-   and again after each such time. Ranks that wait for another do so, too: what counts is what the missing ones say.
+2. Where no step has ended for a quarter of the timeout, it writes what this rank does, and its Python stacks, into the
+   store, and again after each such time. Ranks that wait for another do so, too: what counts is what the missing ones
+   say.
 3. A rank that ends tells why: an exception, or the end of its script.
 4. Who has waited in vain reads what the missing ranks have told. One that is stopped, or was killed, tells nothing: its
    process id is in the store since the first look, and on the same host the system knows what has become of it; of
    another host it is looked whether it can be reached.
    Collectives of torch's name nobody: there, those are looked for that have ended, are stopped or do something else.
-5. A rank that waits in another call, where all ranks meet, tells that at once (`other_call.py`), and those that wait
+5. Long before that, one of the ranks that wait says in the log whom they wait for (`who_is_late`).
+6. A rank that waits in another call, where all ranks meet, tells that at once (`other_call.py`), and those that wait
    for its gradients do so no longer.
 """
 
@@ -18,23 +20,25 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ...environment.fates import fate, introduction
 from ...environment.hosts import addresses, why_out_of_reach
-from ...environment.stacks import collective_under_way, python_stacks
-from ...errors import TransportError
+from ...environment.stacks import collective_under_way, python_stacks, users_line
+from ...errors import TransportError, listed
 from ...transports.meeting import clear, meet, wait_until
 from ...transports.messages import decode, of_types
 from ...transports.store_client import SOON_SECONDS, StoreClient
 from .flight_record import Phase
 from .flight_recorder import DOING, Counts, FlightRecorder, all_recorders
 
-SHORTEST, LONGEST = 0.5, 30.0  # seconds without a change after which a rank tells where it is
+SHORTEST, LONGEST = 0.5, 30.0  # seconds without the end of a step after which a rank tells where it is
 PART = 4  # of the timeout
 NAMED = 3  # ranks of which an error tells
+AT_ONCE = 64  # ranks that the store is asked for in one call
 FRAMES, THREADS = 20, 4  # of stacks that are told
 LEAVING_SECONDS = 2.0  # for the last words of ranks that were interrupted, say, and whose scripts clean up
 LAST_FRAMES, LAST_TEXT = 3, 1000  # of an exception: calls, and characters of what it says
@@ -60,7 +64,7 @@ class Whereabouts:
     Attributes:
         group: the client.
         store: the same behind the place's prefix, of which answers come soon or not at all.
-        patience: seconds without a change after which a rank tells where it is.
+        patience: seconds without the end of a step after which a rank tells where it is.
     """
 
     def __init__(self, store: StoreClient, seconds: float) -> None:
@@ -81,7 +85,8 @@ class Whereabouts:
         latest = alive[-1]  # what the process does; other wrappers stand still meanwhile
         counted = list(latest.counts_before) if len(alive) == 1 else []  # these are of one wrapper
         stacks = python_stacks(FRAMES, THREADS, ours=False)
-        told = [latest.doing(), time.time(), latest.row.step, counted, collective_under_way(), stacks]
+        line = users_line(latest.thread)
+        told = [latest.doing(), time.time(), latest.row.step, counted, collective_under_way(), line, stacks]
         self.store.set(f"rank {rank}", json.dumps(told))
 
     def say_last_word(self, rank: int) -> None:
@@ -112,14 +117,15 @@ class Whereabouts:
         answers: list[str] = []
 
         def all_are_known(_: StoreClient) -> bool:
-            answers[:] = [self._answer(rank, mine) for rank in ranks]
+            answers[:] = [self._answer(rank, partial(self._sentence, rank, mine=mine)) for rank in ranks]
             return not any(answer.endswith(f"{UNKNOWN}.") for answer in answers)
 
         with suppress(TransportError):
             wait_until(self.store, all_are_known, failed_at + LEAVING_SECONDS - time.monotonic())
         return answers
 
-    def _answer(self, rank: int, mine: FlightRecorder) -> str:
+    def _answer(self, rank: int, sentence: Callable[[Any, str], str]) -> str:
+        """What is known of a rank: if it has told where it is, `sentence` of that and of its process's fate."""
         keys = [f"process of {rank}", f"rank {rank}", f"end of {rank}"]
         try:
             process, told, end = [self.store.read(key) for key in keys]
@@ -137,19 +143,66 @@ class Whereabouts:
         if told is None:
             return f"Rank {rank} has not told where it is: {fate or UNKNOWN}."
         try:
-            return decode(told, rank, lambda message: self._sentence(rank, message, fate, mine))
+            return decode(told, rank, lambda message: sentence(message, fate))
         except TransportError as error:
             return f"{error}."
 
     def _sentence(self, rank: int, told: Any, fate: str, mine: FlightRecorder) -> str:
-        doing, at, step, counted, collective, stacks = of_types(told, *_TOLD)
-        age = max(0.0, time.time() - at)
-        silent = f" It has told nothing since: {fate or UNKNOWN}." if fate or age > 3 * self.patience else ""
-        within = f" It was in {collective}, while this rank averages gradients." if collective else ""
+        _, _, step, counted, _, _, stacks = of_types(told, *_TOLD)
         apart = _apart(counted, mine) if step == mine.row.step else ""
-        return (
-            f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{within}{apart} Its Python stacks:\n{stacks.rstrip()}"
-        )
+        return f"{self._where(rank, told, fate)}{apart} Its Python stacks:\n{stacks.rstrip()}"
+
+    def _where(self, rank: int, told: Any, fate: str) -> str:
+        doing, at, _, _, collective, _, _ = of_types(told, *_TOLD)
+        age = max(0.0, time.time() - at)
+        silent = f" It has told nothing since: {fate or UNKNOWN}." if fate or self._is_old(at) else ""
+        within = f" It was in {collective}, while this rank averages gradients." if collective else ""
+        return f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{within}"
+
+    def _is_old(self, at: float) -> bool:
+        return time.time() - at > 3 * self.patience
+
+    def who_is_late(self, mine: FlightRecorder) -> str:
+        """Whom this rank waits for, and what they do, as sentences; "" where it waits for nobody, as far as is told.
+
+        Who has ended its backward of a step waits for those that have not. Where processes have several wrappers, whose
+        steps are not each other's, only who says that it waits does.
+
+        Raises:
+            TransportError: if the store does not answer.
+        """
+        waits, first = mine.phase is Phase.WAITING, mine.row.step
+        told, silent, alike = dict[int, tuple[int, bool]](), list[int](), len(all_recorders()) == 1
+        for rank, text in enumerate(self._read_of_all("rank", mine.world_size)):
+            if rank == mine.rank:
+                continue
+            message = None if text is None else decode(text, rank, lambda given: of_types(given, *_TOLD))
+            if message is None or self._is_old(message[1]):
+                silent.append(rank)
+                continue
+            told[rank], alike = (message[2], _waits(message[0])), alike and bool(message[3])
+        if alike:
+            first = min([first, *(step for step, _ in told.values())])
+            late = [rank for rank, (step, elsewhere) in told.items() if step == first and not elsewhere]
+        else:
+            late = [rank for rank, (_, elsewhere) in told.items() if not elsewhere]
+        if not waits and (not alike or mine.row.step == first):
+            return ""
+        late = sorted([*late, *silent])
+        if not late:
+            return ""
+        answers = [self._answer(rank, partial(self._place, rank)) for rank in late[:NAMED]]
+        return " ".join([f"It waits for rank {listed(late)}, up to {self.group.seconds:g} s.", *answers])
+
+    def _read_of_all(self, what: str, world_size: int) -> Iterator[str | None]:
+        """What is there of each rank, in calls that are answered soon."""
+        for start in range(0, world_size, AT_ONCE):
+            yield from self.store.read_each([f"{what} {r}" for r in range(start, min(start + AT_ONCE, world_size))])
+
+    def _place(self, rank: int, told: Any, fate: str) -> str:
+        """Where a rank says that it is, without its stacks."""
+        collective, line = of_types(told, *_TOLD)[4:6]
+        return self._where(rank, told, fate) + (f" It was at {line}." if line and not collective else "")
 
     def elsewhere(self, mine: FlightRecorder) -> list[int]:
         """Ranks that are known to have ended, to be stopped, or to do something else than this one; raises nothing."""
@@ -171,7 +224,7 @@ class Whereabouts:
                 if known and _fate(known):
                     return True
                 if told is not None:
-                    doing, _, step, _, collective, _ = decode(told, rank, lambda message: of_types(message, *_TOLD))
+                    doing, _, step, _, collective, _, _ = decode(told, rank, lambda message: of_types(message, *_TOLD))
                     apart = waits or _name(collective) != call
                     return bool(step == mine.row.step and not _waits(doing) and apart)
             return False
@@ -190,7 +243,7 @@ class Whereabouts:
         return ""
 
 
-_TOLD = str, float, int, list, str, str  # doing, at, step, counts, collective, stacks
+_TOLD = str, float, int, list, str, str, str  # doing, at, step, counts, collective, the user's line, stacks
 
 
 def _introduced(process: str, rank: int) -> tuple[list[Any], str]:

@@ -1,0 +1,185 @@
+"""A long wait for other ranks: who says it in the log, of whom, and what of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastreduce import TransportError
+from fastreduce.environment.stacks import users_line
+from fastreduce.reduction import clocks
+from fastreduce.reduction.telemetry import long_wait, whereabouts
+from fastreduce.reduction.telemetry.flight_record import Phase
+from fastreduce.reduction.telemetry.flight_recorder import DOING, Counts, FlightRecorder
+from fastreduce.reduction.telemetry.whereabouts import Whereabouts
+from fastreduce.transports.store_client import StoreClient
+from tests.support.models import wrap
+from tests.support.ranks import run_ranks
+
+LATE = "between two lines"
+
+
+class Heard(logging.Handler):
+    """Keeps what a logger says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _sleeps_in_a_batch() -> torch.Tensor:
+    time.sleep(4)
+    return torch.ones(2, 4)
+
+
+def _evaluates(ddp: Any) -> torch.Tensor:
+    end = time.monotonic() + 4
+    while time.monotonic() < end:  # forwards that are to be averaged, as without torch.no_grad: each is a change
+        ddp(torch.ones(2, 4))
+        time.sleep(0.01)
+    return torch.ones(2, 4)
+
+
+def _one_is_late(rank: int, world_size: int, evaluates: bool) -> list[str]:
+    heard = Heard(long_wait.logger.name)
+    with patch.object(whereabouts, "LONGEST", 0.5), patch.object(long_wait, "SAY_SECONDS", 1.5):
+        ddp = wrap("ours", nn.Linear(4, 4))
+        for step in range(4):
+            is_late = step == 2 and rank == 1
+            batch = _evaluates(ddp) if is_late and evaluates else _sleeps_in_a_batch() if is_late else torch.ones(2, 4)
+            ddp(batch).sum().backward()
+    return heard.lines
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_one_rank_says_whom_all_wait_for_and_where_that_one_is(evaluates: bool):
+    lines = [line for told in run_ranks(_one_is_late, 3, evaluates) for line in told]
+    assert 1 <= len(lines) <= 3, lines  # two ranks wait for 4 s or longer: after 1.5 s, 3 and 6
+    for line in lines:
+        assert (
+            "has not gone on for " in line and "in step 2. It waits for rank 1, up to " in line and "Rank 1, " in line
+        )
+        assert ("in _evaluates" if evaluates else "in _sleeps_in_a_batch") in line and __file__ in line
+
+
+def _told(step: int, phase: Phase, wrappers: int = 1, ago: float = 0.0, collective: str = "") -> str:
+    counts = list(Counts(step, step, 0, step)) if wrappers == 1 else []
+    return json.dumps([f"{DOING[phase]}, for 9.0 s", time.time() - ago, step, counts, collective, LATE, "stacks"])
+
+
+def _place(told: dict[int, str]) -> Whereabouts:
+    place = Whereabouts(StoreClient(dist.HashStore(), 20.0), 40.0)  # what was told 30 s ago is old
+    for rank, text in told.items():
+        place.store.set(f"rank {rank}", text)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("mine", "told", "late"),
+    {
+        "one loads data": ((7, Phase.WAITING), {1: (7, Phase.DATA), 2: (7, Phase.WAITING)}, "1"),
+        "two do": ((7, Phase.WAITING), {1: (7, Phase.DATA), 2: (7, Phase.BACKWARD)}, "1, 2"),
+        "all wait": ((7, Phase.WAITING), {1: (7, Phase.WAITING), 2: (7, Phase.WAITING)}, ""),
+        "one has its averages": ((7, Phase.WAITING), {1: (8, Phase.AFTER), 2: (7, Phase.WAITING)}, ""),
+        "one is silent": ((7, Phase.WAITING), {2: (7, Phase.WAITING)}, "1"),
+        "one has told of an old wait": (
+            (7, Phase.WAITING),
+            {1: (3, Phase.DATA, 1, 100.0), 2: (7, Phase.WAITING)},
+            "1",
+        ),
+        "who is late itself": ((7, Phase.DATA), {1: (7, Phase.WAITING), 2: (7, Phase.WAITING)}, ""),
+        "all evaluate": ((7, Phase.DATA), {1: (7, Phase.DATA), 2: (7, Phase.AFTER)}, ""),
+        "all evaluate, one silent": ((7, Phase.DATA), {1: (7, Phase.DATA)}, ""),
+        # On a GPU the host goes on, and waits somewhere behind.
+        "a host is ahead": ((8, Phase.AFTER), {1: (7, Phase.DATA), 2: (9, Phase.FORWARD)}, "1"),
+        "several wrappers": ((7, Phase.WAITING), {1: (20, Phase.DATA, 2), 2: (7, Phase.WAITING, 2)}, "1"),
+        "several wrappers, of which none waits": ((9, Phase.DATA), {1: (2, Phase.DATA, 2)}, ""),
+    }.values(),
+)
+def test_who_is_late(mine: tuple[int, Phase], told: dict[int, tuple[Any, ...]], late: str):
+    recorder = FlightRecorder(0, 3, [], [])
+    recorder.row.begin(mine[0], clocks.now(), None)
+    recorder.enter(mine[1])
+    with patch.object(whereabouts, "all_recorders", lambda: [recorder]):
+        found = _place({rank: _told(*each) for rank, each in told.items()}).who_is_late(recorder)
+    assert found.startswith(f"It waits for rank {late}, up to 20 s. ") if late else found == ""
+    for rank in (1, 2) if late == "1, 2" else (1,) if late else ():
+        assert f"Rank {rank}, " in found or f"Rank {rank} has not told where it is" in found
+
+
+def test_it_is_said_once_and_again_when_that_has_become_twice_as_long_by_who_counts_first():
+    heard = Heard(long_wait.logger.name)
+    place = _place({1: _told(0, Phase.DATA), 2: _told(0, Phase.WAITING)})
+    recorders = [FlightRecorder(rank, 3, [], []) for rank in (0, 2)]
+    waits = [long_wait.LongWait() for _ in recorders]
+    at = clocks.now()
+    for recorder in recorders:
+        recorder.enter(Phase.WAITING)
+
+    def look(seconds: float) -> list[str]:
+        with (
+            patch.object(clocks, "now", lambda: at + seconds),
+            patch.object(whereabouts, "all_recorders", lambda: recorders[:1]),
+        ):
+            for wait, recorder in zip(waits, recorders, strict=True):
+                recorder.since = at
+                wait.look(recorder, place)
+        lines, heard.lines = heard.lines, []
+        return lines
+
+    said = long_wait.SAY_SECONDS
+    assert [len(look(seconds)) for seconds in (1.0, said - 1, said + 1, said + 2, 2 * said - 1)] == [0, 0, 1, 0, 0]
+    (line,) = look(2 * said + 1)
+    assert line.startswith(f"rank 0 has not gone on for {2 * said + 1:.0f} s, in step 0. It waits for rank 1, ")
+    assert line.endswith(f"for 9.0 s. It was at {LATE}.")
+    assert look(3 * said) == [] and len(look(5 * said)) == 1
+    for recorder in recorders:  # goes on, and waits in the same step again, as where another wrapper is made
+        recorder.enter(Phase.AFTER)
+        recorder.enter(Phase.WAITING)
+    assert look(1.0) == [] and len(look(said + 1)) == 1
+
+
+def test_a_store_that_does_not_answer_is_asked_again_later():
+    heard, place, recorder = Heard(long_wait.logger.name), _place({}), FlightRecorder(0, 2, [], [])
+    recorder.enter(Phase.WAITING)
+    wait = long_wait.LongWait()
+    wait.look(recorder, place)
+    recorder.since -= 40.0
+    with patch.object(StoreClient, "add", side_effect=TransportError("no answer")), pytest.raises(TransportError):
+        wait.look(recorder, place)
+    recorder.since -= 40.0
+    wait.look(recorder, place)
+    assert len(heard.lines) == 1
+
+
+def test_the_users_line_is_that_of_the_thread_that_trains():
+    going, found = threading.Event(), list[int]()
+
+    def trains_on_a_thread() -> None:
+        found.append(threading.get_native_id())
+        going.wait(20.0)
+
+    thread = threading.Thread(target=trains_on_a_thread)
+    thread.start()
+    try:
+        while not found:
+            time.sleep(0.001)
+        assert users_line(found[0]).endswith(f" of {__file__}, in trains_on_a_thread")
+        assert users_line().endswith(", in test_the_users_line_is_that_of_the_thread_that_trains")
+    finally:
+        going.set()
+        thread.join()
+    assert "in trains_on_a_thread" not in users_line(found[0]), "it has ended"

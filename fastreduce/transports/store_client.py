@@ -159,29 +159,28 @@ class _Line:
         self.jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
         self.silent_since: float | None = None  # a deadline has passed, and nothing has come back since
         self.over = False  # the process ends: nothing is asked any more
-        self._store, self._start = store, threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._store = store
+        self._first: dict[str, threading.Thread] = {}  # which thread has come first, for `setdefault` lets one in
         self._connection: Any = None
         self._socket: socket.socket | None = None  # of the connection, where it has one that we have found
 
     def put(self, answer: Future[T], function: Callable[[Any], T]) -> None:
         """Have the thread call `function(connection)`: at once, where what asks ends as garbage on that thread.
 
-        Garbage is collected wherever objects are made, also on a thread that starts: no lock is held around either.
+        Garbage is collected wherever objects are made, and signals are handled anywhere, also while a thread starts.
+        So what asks meanwhile waits for no start but its own: the thread that begins first answers, others end.
         """
         if self._thread is not None and self._thread.ident == threading.get_ident():
             self._answer(answer, function)
             return
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name="fastreduce-store", daemon=True)
-            with self._start:
-                is_first = self._thread is None
-                if is_first:
-                    self._thread = thread
-            if is_first:
-                _running.add(self)
-                thread.start()
+            _running.add(self)
+            threading.Thread(target=self._work, name="fastreduce-store", daemon=True).start()
         self.jobs.put((answer, function))
+
+    @property
+    def _thread(self) -> threading.Thread | None:
+        return self._first.get("")
 
     def end(self) -> None:
         """At exit: end the thread, and its connection where it waits for an answer.
@@ -200,6 +199,9 @@ class _Line:
             self._thread.join(EXIT_SECONDS)
 
     def _work(self) -> None:
+        here = threading.current_thread()
+        if self._first.setdefault("", here) is not here:
+            return
         while (job := self.jobs.get()) is not None:
             self._answer(*job)
             self.silent_since = None

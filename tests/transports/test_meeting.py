@@ -233,6 +233,25 @@ def test_what_ends_as_garbage_while_the_stores_thread_is_made_is_answered(monkey
     assert said == ["asked", None] and client.read("key") == "value"
 
 
+def test_what_asks_while_the_stores_thread_starts_is_answered(monkeypatch: pytest.MonkeyPatch):
+    """A signal's handler, or what ends as garbage: the one that is to start the thread goes on behind it only."""
+    client, said, threads = StoreClient(dist.HashStore(), 5.0), list[str | None](), list[threading.Thread]()
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            if self.name == "fastreduce-store":
+                threads.append(self)
+                if len(threads) == 1:
+                    said.append(client.read("key"))
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    in_background(lambda: client.set("key", "value"), 20.0)
+    late, first = threads
+    late.join(20.0)
+    assert said == [None] and client.read("key") == "value" and first.is_alive() and not late.is_alive()
+
+
 def test_a_users_own_store_need_not_compare():
     own = _Own()
     store = StoreClient(own, 5.0).at("here")

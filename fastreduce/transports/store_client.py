@@ -263,10 +263,11 @@ class _Caller:
         except TransportError:
             raise
         except TooLate as error:
-            answer.cancel()
             if is_of_signal(error):
+                answer.cancel()
                 raise
-            self._line.silent_since = start if silent is None else silent
+            self._line.silent_since = start if silent is None else silent  # first: the thread may end it from now on
+            answer.cancel()
             if answer.done() and not answer.cancelled():  # it came meanwhile, and takes this back no more
                 self._line.silent_since = None
                 if answer.exception() is None:

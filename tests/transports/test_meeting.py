@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from fastreduce import TransportError
-from fastreduce.transports import meeting
+from fastreduce.transports import meeting, store_client
 from fastreduce.transports.deadlines import in_background
 from fastreduce.transports.meeting import (
     AbsentError,
@@ -250,6 +250,30 @@ def test_what_asks_while_the_stores_thread_starts_is_answered(monkeypatch: pytes
     late, first = threads
     late.join(20.0)
     assert said == [None] and client.read("key") == "value" and first.is_alive() and not late.is_alive()
+
+
+def test_a_call_that_is_taken_back_as_the_thread_comes_to_it_leaves_no_silence(monkeypatch: pytest.MonkeyPatch):
+    """Or all later ones, which it lets nobody make, raised until the process ends, though the store answers."""
+    client, free = StoreClient(dist.HashStore(), 20.0), threading.Event()
+
+    class Taken(Future[Any]):
+        def cancel(self) -> bool:
+            cancelled = super().cancel()
+            free.set()
+            client.call(lambda store: None)
+            return cancelled
+
+    client.set("key", "value")
+    busy = threading.Thread(target=client.call, args=(lambda store: free.wait(),))
+    busy.start()
+    hasty = client.at("", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(store_client, "Future", Taken)
+        with pytest.raises(TransportError, match=r"does not answer within 0\.1 s"):
+            hasty.read("key")
+    busy.join()
+    time.sleep(0.1)
+    assert hasty.read("key") == "value"
 
 
 def test_a_users_own_store_need_not_compare():

@@ -74,7 +74,7 @@ def run(context: typer.Context) -> None:
         os.environ.update(replacement.environment(str(record)))
         before = stamps(Path(options.trace)) if options.trace is not None else {}
         code = start(options)
-        wrapped = replacement.summary(record)
+        wrapped = replacement.summary(record, alone)
     if options.trace is not None:
         say(merge_after_run(Path(options.trace), before))
     if wrapped or code == 0:  # a run that failed before has said why

@@ -300,8 +300,11 @@ def write_down(how: str, what: str, name: str, setting: str, why: str, rank: int
     os.close(file)
 
 
-def summary(record: Path) -> str:
-    """One line: how many modules were wrapped by us, under which setting, and which by torch's class and why; or ""."""
+def summary(record: Path, alone: bool = False) -> str:
+    """One line: how many modules were wrapped by us, under which setting, and which by torch's class and why; or "".
+
+    `alone`: one process was started, since nobody said how many, and if it started no ranks, that is a slip perhaps.
+    """
     try:
         with open(_open(str(record), os.O_RDONLY), encoding="utf-8") as file:
             lines = [json.loads(line) for line in file if line.endswith("}\n")]
@@ -320,6 +323,8 @@ def summary(record: Path) -> str:
         parts.append(f"{_modules(len(ours))} in {where} {reduced}, compression {named}")
     for (how, what, why), count in torchs.items():
         parts.append(f"{_modules(count)} {NOT_OURS[how]}: {what}, because {why}")
+    if alone and len({line["pid"] for line in lines}) == 1:
+        parts.append("one rank has nobody to average with: --nproc-per-node N starts N")
     return "; ".join(parts)
 
 

@@ -88,6 +88,18 @@ def test_a_record_that_is_gone_or_torn_fails_nobody(tmp_path: Path):
     assert replacement.summary(record) == "1 module in 1 process wrapped by fastreduce, compression int8"
 
 
+def test_one_rank_that_nobody_asked_for_is_told_of(tmp_path: Path):
+    record = tmp_path / "record"
+    line = '{"pid": %d, "how": "wrapped", "what": "DDP(Net)", "setting": "int8", "why": ""}\n'
+    record.write_text(line % 1)
+    hint = "; one rank has nobody to average with: --nproc-per-node N starts N"
+    assert replacement.summary(record, alone=True) == replacement.summary(record) + hint
+    record.write_text(line % 1 + line % 2)
+    assert replacement.summary(record, alone=True) == replacement.summary(record)
+    record.write_text("")
+    assert replacement.summary(record, alone=True) == ""
+
+
 @pytest.mark.long
 def test_where_fastreduce_cannot_be_imported_torchs_class_trains_and_it_is_said(tmp_path: Path):
     code = """

@@ -40,11 +40,15 @@ class AutogradStack:
         around = _calls(sys._getframe()).count(BACKWARD) if torch._C._current_graph_task_id() != -1 else 0
         self._forward_in = threading.get_ident(), around
 
-    def call_at_end(self, function: Callable[[], object]) -> None:
-        """Let autograd call it at the end of the backward that the caller is in, the last one from now on."""
+    def call_at_end(self, function: Callable[[], object], left: Callable[[object], object]) -> None:
+        """Let autograd call it at the end of the backward that the caller is in, the last one from now on.
+
+        `left` is called when autograd has left that backward, whether it raised or not, before who called it goes on.
+        (Of one on a GPU that raised: as soon as its thread there has left it.)
+        """
         engine: Any = torch.autograd.Variable._execution_engine
         end = partial(function)  # no frame, as a traceback keeps it, holds one that is called from C
-        self._end = weakref.ref(end)
+        self._end = weakref.ref(end, left)
         engine.queue_callback(end)
 
     def has_left_last(self, others: int) -> bool:

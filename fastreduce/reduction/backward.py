@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class Backward:
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
-        self._on_local_output = weakly(self._look_locally)
+        self._on_local_output, self._on_left = weakly(self._look_locally), weakly(self._leave)
         self._left_over = LeftOver(buckets)
         self.arrivals = Arrivals(buckets.gradients.parameters, self._launch_full_buckets, self._report)
         self.telemetry = Telemetry(buckets, self.arrivals.used)
@@ -139,7 +140,7 @@ class Backward:
             self._tell_joined()
             self._count()  # as on the ranks that reduce it
             for pipeline in self._buckets.pipelines[self._launches.next :]:
-                goes_well(pipeline.run_broken)
+                goes_well(partial(self._buckets.run_broken, pipeline))
             if self._stage < _Stage.ARRIVED:
                 call_all(self._events.arrived)
             if self._stage < _Stage.SPARSE:
@@ -262,7 +263,7 @@ class Backward:
                 self._meet_first = self._buckets.uneven.matter(self._buckets.transport.world_size)
                 if self.reduced_once:
                     self.arrivals.count()
-            self._stack.call_at_end(self._on_end)
+            self._stack.call_at_end(self._on_end, self._on_left)
 
     def _report(self, i: int) -> None:
         if self.unfinished:
@@ -314,6 +315,12 @@ class Backward:
         self._end()
 
     # At its end
+
+    @torch.no_grad()
+    def _leave(self, _: object) -> None:
+        """Where it raised, `.grad` are the caller's from now on, to zero them in place, say."""
+        if self.running and not self.unfinished:
+            self._launches.let_go()
 
     @torch.no_grad()
     def _end(self) -> None:

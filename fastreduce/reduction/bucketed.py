@@ -281,6 +281,22 @@ class BucketedGradients:
         found = self.gradients.collect(self._members[index], used)
         return BucketJob(self.pipelines[index], found, self.streams[self.plan.buckets[index].device])
 
+    def let_go(self, job: BucketJob) -> None:
+        """Let the user change `.grad` though a job's averages may still be written to them.
+
+        On a device the current stream waits for that; of what the host has yet to do `.grad` become copies.
+        """
+        if isinstance(job.stream, CudaStream):
+            job.stream.wait_here()
+        if not job.stream.idle:
+            self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
+
+    def run_broken(self, pipeline: BucketPipeline) -> None:
+        """`BucketPipeline.run_broken`, which leaves what is in `.grad` alone."""
+        members = self._members[pipeline.bucket.index]
+        members.copy_out(members.views or ())
+        pipeline.run_broken()
+
     def alone(self, index: int) -> bool:
         """Whether there is nothing to average and nothing to move."""
         pipeline = self.pipelines[index]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,6 +76,14 @@ class BucketMembers:
     views: list[Tensor] | None = None
     kept: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
+
+    def copy_out(self, tensors: Iterable[Tensor]) -> None:
+        """Let `.grad` be copies where they lie in the memory of these."""
+        there = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided and grad.untyped_storage().data_ptr() in there:
+                parameter.grad = grad.clone()
 
     def fit(self, grads: list[Any]) -> bool:
         """Whether all gradients are there and lie as their slots do; a thousand of them cost 0.2 ms."""

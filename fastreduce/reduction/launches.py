@@ -78,6 +78,11 @@ class Launches:
         if transport.world_size > 1 and is_of_signal(error):
             transport.abort()
 
+    def let_go(self) -> None:
+        """Let no average on its way be written where the user writes from now on."""
+        for job, _ in self.made:
+            self._buckets.let_go(job)
+
     def results(self) -> None:
         """Wait for all averages; raises what the first bucket raised that failed."""
         for _, pending in self.made:

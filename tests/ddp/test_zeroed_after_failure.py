@@ -1,0 +1,68 @@
+"""Gradients that are zeroed in place behind a backward that raised: its averages, still on their way, do not come."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models import Boom, Grads, assert_same_bits, grads_of, wrap
+from tests.support.ranks import RankPool
+
+
+class _Layers(nn.Module):
+    """Backward may raise in front of the first layer, whose bucket is the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor, raises: bool = False) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = Boom.apply(layer(x), raises and i == 0)  # type: ignore[no-untyped-call]
+        return x.square().mean()
+
+
+def _zero(ddp: Any) -> None:
+    for parameter in ddp.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def _train(rank: int, world_size: int, options: dict[str, Any], raises: list[bool]) -> list[Grads]:
+    """The averages of the steps that do not raise."""
+    ddp, found = wrap("ours", _Layers(), bucket_cap_mb=1e-5, **options), []
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+    for step, raising in enumerate(raises):
+        if raising:
+            with pytest.raises(ValueError):
+                ddp(100 * x, True).backward()
+        else:
+            ddp((1 + step % 3) * x).backward()
+            found.append(grads_of(ddp))
+        _zero(ddp)
+    ddp.reducer.close()
+    return found
+
+
+def _compared(rank: int, world_size: int, options: dict[str, Any], seed: int) -> None:
+    draw = random.Random(seed)
+    raises = [False] + [draw.random() < 0.5 for _ in range(15)]
+    right, found = (_train(rank, world_size, options, which) for which in ([False] * len(raises), raises))
+    for mine, expected in zip(found, (right[step] for step, raising in enumerate(raises) if not raising), strict=True):
+        assert_same_bits(mine, expected)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("compression", ["none", "fp16", "int8"])
+def test_gradients_zeroed_in_place_behind_backwards_that_raised(
+    ranks2: RankPool, compression: str, views: bool, transport: str
+):
+    options = {"compression": compression, "gradient_as_bucket_view": views, "transport": transport}
+    for seed in range(3):
+        ranks2.run(_compared, options, seed)

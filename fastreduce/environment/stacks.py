@@ -57,7 +57,7 @@ COLLECTIVES = {
 
 
 PYTHONS = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-OTHERS = (str(Path(__file__).parents[1]), *PYTHONS, "<")  # what names of files begin with that are not the user's
+OTHERS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *PYTHONS))  # files that are not the user's
 PACKAGES = ("site-packages", "dist-packages")  # what is in those of others
 
 
@@ -73,7 +73,11 @@ def users_line(thread: int | None = None) -> str:
         frame: FrameType | None = sys._current_frames().get(ident or 0)
         while frame is not None:
             code = frame.f_code
-            if not code.co_filename.startswith(OTHERS) and not any(name in code.co_filename for name in PACKAGES):
+            no_file = (
+                code.co_filename.startswith("<") and frame.f_globals.get("__name__") != "__main__"
+            )  # as a notebook's
+            others = code.co_filename.startswith(OTHERS) or any(name in code.co_filename for name in PACKAGES)
+            if not no_file and not others:
                 return f"line {frame.f_lineno} of {code.co_filename}, in {code.co_name}"
             frame = frame.f_back
     return ""

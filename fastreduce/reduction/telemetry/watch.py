@@ -21,6 +21,24 @@ from .whereabouts import SHORTEST, Whereabouts, explain
 EXIT_SECONDS = 0.5
 
 
+class _Stall:
+    """Since when no step of a group's wrappers has ended in this process, and when that was told."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, int]] = []
+        self._since = self._told = 0.0
+
+    def is_due(self, steps: list[tuple[int, int]], patience: float) -> bool:
+        """Whether to tell now, given the wrappers, by number, each with its step."""
+        at = clocks.now()
+        if steps != self._steps:
+            self._steps, self._since, self._told = steps, at, 0.0
+        if at - self._since < patience or at - self._told < patience:
+            return False
+        self._told = at
+        return True
+
+
 class _Watch:
     def __init__(self) -> None:
         self._places: weakref.WeakKeyDictionary[FlightRecorder, Whereabouts] = weakref.WeakKeyDictionary()
@@ -116,9 +134,9 @@ class _Watch:
             self._thread.join(EXIT_SECONDS)
 
     def _work(self, stop: threading.Event) -> None:
-        before: list[tuple[int, int]] = []
+        # By group: a rank that trains in another one meanwhile tells where it is all the same.
+        stalls: weakref.WeakKeyDictionary[StoreClient, _Stall] = weakref.WeakKeyDictionary()
         met: weakref.WeakSet[Whereabouts] = weakref.WeakSet()
-        since = told = clocks.now()
         pause = 0.0  # a process that is killed in its first step is to be known
         while not stop.wait(pause):
             with self._lock:
@@ -126,16 +144,10 @@ class _Watch:
                     stop.set()
                     return
                 ranks = {place: recorder.rank for recorder, place in self._places.items()}
-                steps = sorted((id(recorder), recorder.row.step) for recorder in self._places)
+                steps = self._steps()
                 only = list(self._places.items()) if len(self._places) == 1 else []
             patience = min((place.patience for place in ranks), default=SHORTEST)
             pause = min(patience / 2, LOOK_SECONDS)
-            at = clocks.now()
-            if steps != before:
-                before, since, told = steps, at, 0.0
-            stalls = at - since >= patience and at - told >= patience
-            if stalls:
-                told = at
             for place, rank in ranks.items():
                 if place.group in self._gone:
                     continue
@@ -143,13 +155,22 @@ class _Watch:
                     if place not in met:
                         met.add(place)
                         place.introduce(rank)
-                    if stalls:
+                    own = steps.pop(place.group, None)  # once a group, which several wrappers may have
+                    if own is not None and stalls.setdefault(place.group, _Stall()).is_due(own, place.patience):
                         place.tell(rank)
                     if only:
                         self._meet(*only[0])
             ranks.clear()
+            steps.clear()
             only.clear()
             self._look_for_long_wait()
+
+    def _steps(self) -> dict[StoreClient, list[tuple[int, int]]]:
+        """By group, its wrappers, by number, each with its step."""
+        steps: dict[StoreClient, list[tuple[int, int]]] = {}
+        for recorder, place in self._places.items():
+            steps.setdefault(place.group, []).append((id(recorder), recorder.row.step))
+        return steps
 
     def _look_for_long_wait(self) -> None:
         latest = next(reversed(all_recorders()), None)

@@ -183,3 +183,76 @@ def test_the_users_line_is_that_of_the_thread_that_trains():
         going.set()
         thread.join()
     assert "in trains_on_a_thread" not in users_line(found[0]), "it has ended"
+
+
+def test_a_source_without_a_file_is_the_users_where_it_is_the_main_module():
+    """As of `python -`, or a notebook."""
+    of_main, of_module = (
+        {"__name__": name, "users_line": users_line, "threading": threading} for name in ("__main__", "m")
+    )
+    source = "found = users_line(threading.get_native_id())"
+    exec(compile(source, "<stdin>", "exec"), of_main)
+    exec(compile(source, "<generated>", "exec"), of_module)
+    assert of_main["found"] == "line 1 of <stdin>, in <module>"
+    assert of_module["found"].endswith(", in test_a_source_without_a_file_is_the_users_where_it_is_the_main_module")
+
+
+def test_who_has_no_such_log_leaves_it_to_the_others():
+    heard, place, recorder = Heard(long_wait.logger.name), _place({}), FlightRecorder(0, 2, [], [])
+    recorder.enter(Phase.WAITING)
+    of_silent, of_other = long_wait.LongWait(), long_wait.LongWait()
+    of_silent.look(recorder, place)
+    of_other.look(recorder, place)
+    recorder.since -= 40.0
+    with patch.object(long_wait.logger, "isEnabledFor", lambda level: level > logging.WARNING):
+        of_silent.look(recorder, place)
+    of_other.look(recorder, place)
+    assert len(heard.lines) == 1
+
+
+def test_a_handler_that_raises_does_not_end_the_thread(capsys: pytest.CaptureFixture[str]):
+    place, recorder, wait = _place({}), FlightRecorder(0, 2, [], []), long_wait.LongWait()
+    recorder.enter(Phase.WAITING)
+    wait.look(recorder, place)
+    recorder.since -= 40.0
+    with patch.object(logging.Handler, "handle", side_effect=ValueError("of a handler")):
+        wait.look(recorder, place)
+    assert "ValueError: of a handler" in capsys.readouterr().err
+
+
+def test_the_count_of_a_wrapper_that_is_gone_keeps_no_other_from_saying_it():
+    """As where one trial follows another, each with its model."""
+    heard, wait = Heard(long_wait.logger.name), long_wait.LongWait()
+    group = StoreClient(dist.HashStore(), 20.0)
+    recorders = [FlightRecorder(0, 2, [], []) for _ in range(2)]
+    for recorder in recorders:
+        recorder.enter(Phase.WAITING)
+        place = Whereabouts(group, 40.0)
+        wait.look(recorder, place)
+        recorder.since -= 40.0
+        wait.look(recorder, place)
+        del place
+    assert len(heard.lines) == 2
+
+
+def _trains_elsewhere(rank: int, _: int) -> list[str]:
+    heard = Heard(long_wait.logger.name)
+    first, second = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
+    with patch.object(whereabouts, "LONGEST", 0.5), patch.object(long_wait, "SAY_SECONDS", 1.5):
+        ddp = wrap("ours", nn.Linear(4, 4), process_group=first) if rank < 2 else None
+        other = wrap("ours", nn.Linear(4, 4), process_group=second) if rank > 0 else None
+        if ddp is not None:
+            ddp(torch.ones(2, 4)).sum().backward()
+        for _ in range(200 if other is not None else 0):
+            other(torch.ones(2, 4)).sum().backward()
+            time.sleep(0.02)
+        if ddp is not None:
+            ddp(torch.ones(2, 4)).sum().backward()
+    return heard.lines
+
+
+def test_who_trains_in_another_group_tells_where_it_is():
+    lines = run_ranks(_trains_elsewhere, 3)[0]
+    assert lines, "nothing was said"
+    for line in lines:
+        assert "waits for rank 1" in line and "in _trains_elsewhere" in line and "stopped" not in line

@@ -72,13 +72,11 @@ def users_line(thread: int | None = None) -> str:
     for ident in (each.ident for each in (*known, main)):
         frame: FrameType | None = sys._current_frames().get(ident or 0)
         while frame is not None:
-            code = frame.f_code
-            no_file = (
-                code.co_filename.startswith("<") and frame.f_globals.get("__name__") != "__main__"
-            )  # as a notebook's
-            others = code.co_filename.startswith(OTHERS) or any(name in code.co_filename for name in PACKAGES)
-            if not no_file and not others:
-                return f"line {frame.f_lineno} of {code.co_filename}, in {code.co_name}"
+            name = frame.f_code.co_filename
+            in_main = frame.f_globals.get("__name__") == "__main__"  # as a notebook's code, which has no file
+            others = name.startswith(OTHERS) or any(part in name for part in PACKAGES)
+            if not others and (in_main or not name.startswith("<")):
+                return f"line {frame.f_lineno} of {name}, in {frame.f_code.co_name}"
             frame = frame.f_back
     return ""
 

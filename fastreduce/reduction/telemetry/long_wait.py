@@ -51,10 +51,8 @@ class LongWait:
             self._group = weakref.ref(place.group)
             self._counts.append(count)
             if (whom := place.who_is_late(recorder)) and of == (id(recorder), recorder.changes):
-                rank, step = recorder.rank, recorder.row.step
+                says = "rank %d of %d has not gone on for %.0f s, in step %d. %s"
                 try:
-                    logger.warning("rank %d has not gone on for %.0f s, in step %d. %s", rank, waited, step, whom)
-                except (
-                    Exception
-                ):  # of a handler of the user's; the thread goes on, which tells others where this rank is
+                    logger.warning(says, recorder.rank, recorder.world_size, waited, recorder.row.step, whom)
+                except Exception:  # of a user's handler: this thread goes on, which tells others where this rank is
                     traceback.print_exc()

@@ -143,7 +143,7 @@ def test_it_is_said_once_and_again_when_that_has_become_twice_as_long_by_who_cou
     said = long_wait.SAY_SECONDS
     assert [len(look(seconds)) for seconds in (1.0, said - 1, said + 1, said + 2, 2 * said - 1)] == [0, 0, 1, 0, 0]
     (line,) = look(2 * said + 1)
-    assert line.startswith(f"rank 0 has not gone on for {2 * said + 1:.0f} s, in step 0. It waits for rank 1, ")
+    assert line.startswith(f"rank 0 of 3 has not gone on for {2 * said + 1:.0f} s, in step 0. It waits for rank 1, ")
     assert line.endswith(f"for 9.0 s. It was at {LATE}.")
     assert look(3 * said) == [] and len(look(5 * said)) == 1
     for recorder in recorders:  # goes on, and waits in the same step again, as where another wrapper is made

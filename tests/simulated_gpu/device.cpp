@@ -158,13 +158,13 @@ bool touches(const c10::FunctionSchema& schema) {
   return true;
 }
 
-// The host waits for a stream, with sync_debug_mode's opinion of it.
+// The host waits for a stream, with sync_debug_mode's opinion of it. What stands for a GPU's kernel may, and nothing is
+// ordered by it: the kernel itself would not.
 void wait_on_host(Actor stream, const std::string& what) {
   not_while_capturing(stream);
-  if (!may_wait) {
-    TORCH_CHECK(sync_debug_mode < 2, "called a synchronizing CUDA operation (", what, ")");
-    if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation (", what, ")");
-  }
+  if (may_wait) return;
+  TORCH_CHECK(sync_debug_mode < 2, "called a synchronizing CUDA operation (", what, ")");
+  if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation (", what, ")");
   follow(this_thread(), stream);
 }
 
@@ -395,6 +395,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_sync_debug_mode", [](int mode) { sync_debug_mode = mode; });
   module.def("get_sync_debug_mode", [] { return int(sync_debug_mode); });
   module.def("allow_waits", [](bool on) { return std::exchange(may_wait, on); });
+
+  module.def("this_thread", &this_thread);
+  module.def("follow_thread", [](Actor other) {
+    Lock lock(mutex);
+    follow(this_thread(), other);
+  });
 
   module.def("requested", [] { return int64_t(requested); });
   module.def("allocated", [] { return int64_t(allocated); });

@@ -23,7 +23,7 @@ inline thread_local std::map<int, c10::StreamId> current_streams;  // by device;
 inline std::atomic<c10::StreamId> next_stream{1};
 inline std::set<Actor> capturing;            // streams
 inline std::atomic<int> sync_debug_mode{0};  // 0, 1: warn, 2: raise
-inline thread_local bool may_wait = false;   // whatever sync_debug_mode is
+inline thread_local bool may_wait = false;   // in what stands for a kernel
 inline std::atomic<int64_t> requested{0}, allocated{0}, peak{0}, allocations{0};
 
 inline Device cuda(int index) {

@@ -80,6 +80,17 @@ def a_copy_that_the_host_does_not_wait_for() -> None:
     torch.cuda.synchronize()
 
 
+@_race("does not follow write by aten::fill_")
+def a_wait_in_what_stands_for_a_kernel() -> None:
+    x, side = _ones(), Stream()
+    from . import torch_cuda  # only where there is a simulated device
+
+    torch_cuda.as_kernel(x.cpu)()
+    with torch.cuda.stream(side):
+        x.mul(2)
+    torch.cuda.synchronize()
+
+
 @_race("without record_stream")
 def memory_taken_anew() -> None:
     x, side = _ones(), Stream()
@@ -177,6 +188,17 @@ def an_event_from_another_thread() -> None:
     thread.join()
     torch.cuda.current_stream().wait_event(events[0])
     x.zero_()
+
+
+@_ordered
+def a_thread_that_waits() -> None:
+    x, side = _ones(), Stream()
+    thread = threading.Thread(target=torch.cuda.synchronize)
+    thread.start()
+    thread.join()
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    side.synchronize()
 
 
 @_ordered

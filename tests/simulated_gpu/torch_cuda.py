@@ -7,10 +7,12 @@ tests and torch's wrappers use is there.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -160,6 +162,23 @@ class CUDAGraph:
 
     def pool(self) -> tuple[int, int]:
         return 0, 0
+
+
+def _install_threads() -> None:
+    """Who has joined a thread knows of all that it has waited for."""
+    thread: Any = threading.Thread
+    run, join = thread._bootstrap_inner, thread.join
+
+    def _bootstrap_inner(self: Any) -> None:
+        self.simulated_actor = device.this_thread()
+        run(self)
+
+    def join_(self: Any, timeout: float | None = None) -> None:
+        join(self, timeout)
+        if not self.is_alive() and hasattr(self, "simulated_actor"):
+            device.follow_thread(self.simulated_actor)
+
+    thread._bootstrap_inner, thread.join = _bootstrap_inner, join_
 
 
 # torch.cuda
@@ -419,20 +438,25 @@ def _communicator(base: Any) -> Any:
     return NcclCommunicator
 
 
-def _let_interpreter_wait() -> None:
-    """Triton's interpreter copies to the host, which its kernels on a GPU would not."""
-    from triton.runtime import interpreter
+def as_kernel(call: Any) -> Any:
+    """A function that stands for a GPU's kernel: where its host waits, which that would not, nothing is ordered."""
 
-    call = interpreter.GridExecutor.__call__
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
         before = device.allow_waits(True)
         try:
-            return call(self, *args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             device.allow_waits(before)
 
-    interpreter.GridExecutor.__call__ = __call__
+    return run
+
+
+def _let_interpreter_wait() -> None:
+    """Triton's interpreter copies to the host."""
+    from triton.runtime import interpreter
+
+    interpreter.GridExecutor.__call__ = as_kernel(interpreter.GridExecutor.__call__)
 
 
 device.set_device_count(DEVICES)
@@ -440,6 +464,7 @@ device.set_callbacks(_stack, _on_race)
 _install_cuda()
 _install_storages()
 _install_groups()
+_install_threads()
 sys.modules["cupy.cuda.nccl"] = _CupyNccl("cupy.cuda.nccl")
 if os.environ.get("SIMULATED_GPU_DEFAULT") == "1":
     torch.set_default_device("cuda")

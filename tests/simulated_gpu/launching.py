@@ -21,7 +21,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_module(module: str, *arguments: str, ranks: int, folder: Path, seconds: float) -> list[Done]:
-    """The ends of ranks of `python -m module`, each within `seconds`; each has a GPU, and `folder` for its files.
+    """The ends of ranks of `python -m module`, each within `seconds`; `folder` is for their files.
+
+    Rank r has GPU r, and as its second one GPU `ranks` + r.
 
     The kernels are the reference's: torch's operations alone, each of which the detector sees.
     """
@@ -30,7 +32,7 @@ def run_module(module: str, *arguments: str, ranks: int, folder: Path, seconds: 
         GLOO_SOCKET_IFNAME="lo",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
-        SIMULATED_GPUS=str(ranks),
+        SIMULATED_GPUS=str(2 * ranks),
         TMPDIR=str(folder),
         WORLD_SIZE=str(ranks),
     )

@@ -19,9 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastreduce import DistributedDataParallel, all_reduce_gradients
+from fastreduce.kernels import reference
+from fastreduce.ops import backends
+from fastreduce.transports import Transport
 from tests.support.tolerances import CLIPPING
+
+from .host_transports import LateOverHost, OverHost
+from .situations import SITUATIONS, Situation
 
 SETTINGS = (
     "none",
@@ -68,7 +75,11 @@ class Case:
     hook: Callable[..., Any] | None = None
     before_step: Callable[[DistributedDataParallel, int], None] | None = None
     join: bool = False
+    low: torch.dtype | None = None  # of mixed_precision=
+    two_gpus: bool = False  # half of the model is on another one
+    transport: Callable[[], Transport] | None = None  # of CUDA tensors, in NCCL's place
     is_call: bool = False  # of all_reduce_gradients, once, without a wrapper
+    situation: Situation | None = None  # in place of a training
 
 
 class Model(nn.Module):
@@ -81,17 +92,25 @@ class Model(nn.Module):
         self.own = nn.Parameter(torch.randn(3, 64))
 
     def forward(self, x: Tensor, use: bool = True) -> Tensor:
-        h = self.second(torch.relu(self.norm(self.first(x))))
+        h = self.second(torch.relu(self.norm(self.first(x)))).to(self.own.device)
         if use:
             h = torch.tanh(self.left_out(h))
         return self.last(h).sum() + (self.own @ h.t()).square().mean()
+
+    def split(self, other: torch.device) -> None:
+        """Put its second half on another device."""
+        for part in (self.left_out, self.last):
+            part.to(other)
+        self.own.data = self.own.data.to(other)
 
 
 def train(case: Case, device: torch.device) -> list[Norm | Tensor]:
     """Norms, and parameters after each step."""
     torch.manual_seed(0)
     rank = dist.get_rank()
-    model = Model().to(device)
+    model, on_gpu = Model().to(device), device.type == "cuda"
+    if case.two_gpus and on_gpu:
+        model.split(torch.device("cuda", dist.get_world_size() + rank))
     ddp = DistributedDataParallel(
         model,
         bucket_cap_mb=0.01,
@@ -99,6 +118,8 @@ def train(case: Case, device: torch.device) -> list[Norm | Tensor]:
         find_unused_parameters=case.unused,
         gradient_as_bucket_view=case.views,
         static_graph=case.static,
+        mixed_precision=_MixedPrecision(param_dtype=case.low, buffer_dtype=case.low) if case.low else None,
+        transport=case.transport() if case.transport and on_gpu else None,
     )
     if case.hook is not None:
         ddp.register_comm_hook(None, case.hook)
@@ -118,6 +139,7 @@ def train(case: Case, device: torch.device) -> list[Norm | Tensor]:
                 is_last = backward == case.backwards - 1
                 with contextlib.nullcontext() if is_last else ddp.no_sync():
                     scaler.scale(ddp(x, not case.unused or (step + rank) % 3 != 0)).backward()
+            assert not on_gpu or torch.cuda.current_device() == device.index
             if case.clip:
                 scaler.unscale_(optimizer)
             if case.clip == "torch":
@@ -179,6 +201,32 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "clipping by ours, nothing": {"scaler": True, "clip": "ours", "max_norm": NEVER},
     },
 }
+DEVICES: dict[str, dict[str, dict[str, Any]]] = {
+    "two gpus": {
+        "two GPUs": {"two_gpus": True},
+        "two GPUs, views, accumulation": {"two_gpus": True, "views": True, "backwards": 2},
+        "two GPUs, unused": {"two_gpus": True, "unused": True},
+        "two GPUs, scaler, clipping by ours, nothing": {
+            "two_gpus": True,
+            "scaler": True,
+            "clip": "ours",
+            "max_norm": NEVER,
+        },
+        "two GPUs, over the host": {"two_gpus": True, "transport": OverHost},
+        "two GPUs, over the host, late": {"two_gpus": True, "transport": LateOverHost},
+    },
+    "mixed precision": {
+        "bf16": {"low": torch.bfloat16},
+        "bf16, accumulation": {"low": torch.bfloat16, "backwards": 2},
+        "bf16, unused": {"low": torch.bfloat16, "unused": True},
+    },
+    "over the host": {
+        "over the host": {"transport": OverHost},
+        "over the host, late": {"transport": LateOverHost},
+        "over the host, late, views, unused": {"transport": LateOverHost, "views": True, "unused": True},
+    },
+}
+FEW = ("none", "fp16", "int8:error_feedback", "powersgd:rank=2", "topk:ratio=0.1")
 FEEDBACK = Case("int4:error_feedback", before_step=_switch, steps=7)
 GROUPS: dict[str, dict[str, Case]] = {
     "short": {"int8:error_feedback": Case("int8:error_feedback")},
@@ -190,6 +238,12 @@ GROUPS: dict[str, dict[str, Case]] = {
             for name, more in options.items()
         }
         for group, options in OPTIONS.items()
+    },
+    **{
+        group: {
+            f"{setting}, {name}": replace(PLAIN[setting], **more) for setting in FEW for name, more in options.items()
+        }
+        for group, options in DEVICES.items()
     },
     "changes": {
         "switched": FEEDBACK,
@@ -204,6 +258,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "uneven inputs, feedback": Case("int8:error_feedback", join=True),
     },
     "calls": {setting: Case(setting, is_call=True) for setting in SETTINGS if "*" not in setting},  # no names
+    "situations": {name: Case(situation=situation) for name, situation in SITUATIONS.items()},
 }
 
 
@@ -226,6 +281,8 @@ def _run(case: Case, device: torch.device) -> list[str]:
     torch_cuda.races()
 
     def on(where: torch.device) -> list[Norm | Tensor]:
+        if case.situation is not None:
+            return [*case.situation(where)]
         return [*average_by_call(case.compression, where)] if case.is_call else train(case, where)
 
     here = on(device)
@@ -238,6 +295,16 @@ def _run(case: Case, device: torch.device) -> list[str]:
     return races + [f"not the same on CPUs: {different}"] * bool(different)
 
 
+def let_kernels_wait() -> None:
+    """The reference's kernels stand for a GPU's; those of torch's operations alone are the same there."""
+    from . import torch_cuda
+
+    backend = backends.load("reference")
+    for name, operation in vars(backend).items():
+        if getattr(operation, "__module__", "") == reference.__name__:
+            object.__setattr__(backend, name, torch_cuda.as_kernel(operation))
+
+
 def main(group: str) -> None:
     """One group of cases, on a rank that the environment tells."""
     torch.set_num_threads(1)
@@ -245,6 +312,7 @@ def main(group: str) -> None:
     device = torch.device("cuda", int(os.environ["RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
+    let_kernels_wait()
     wrong: dict[str, list[str]] = {}
     for name, case in GROUPS[group].items():
         try:

@@ -1,0 +1,232 @@
+"""What one training does not come to: each a function of a device, whose results are those on CPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import fastreduce.distributed
+from fastreduce import DistributedDataParallel, all_reduce_gradients, hooks
+from fastreduce.reduction.pipeline import BucketPipeline
+from tests.support.models import Boom
+
+from .host_transports import LateOverHost, OverHost
+
+Situation = Callable[[torch.device], list[Tensor]]
+
+
+class Layers(nn.Module):
+    """A bucket each. Backward may raise in front of the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, x: Tensor, raises: bool = False) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(Boom.apply(layer(x), raises and i == 0))  # type: ignore[no-untyped-call]
+        return x.sum()
+
+
+class Streams:
+    """Two side streams of a device, used in turn; of a CPU there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    def use(self, turn: int) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[turn % 2]) if self._streams else contextlib.nullcontext()
+
+    def join(self) -> None:
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
+
+def _wrap(device: torch.device, setting: str = "none", **options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    if make := options.pop("gpu_transport", None):
+        options["transport"] = make() if device.type == "cuda" else None
+    return DistributedDataParallel(Layers().to(device), bucket_cap_mb=1e-3, compression=setting, **options)
+
+
+def _inputs(device: torch.device, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 40, generator=generator).to(device)
+
+
+def _grads(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad.cpu().clone() for parameter in module.parameters()]
+
+
+def calls_on_two_streams(setting: str, device: torch.device) -> list[Tensor]:
+    streams, found = Streams(device), []
+    models = [Layers().to(device) for _ in range(2)]
+    streams.join()
+    streams = Streams(device)
+    for turn in range(4):
+        with streams.use(turn):
+            for i, parameter in enumerate(models[turn % 2].parameters()):
+                parameter.grad = torch.full_like(parameter, (dist.get_rank() + 1.0) * (i + turn))
+            all_reduce_gradients(models[turn % 2].parameters(), compression=setting)
+            found += [parameter.grad.clone() for parameter in models[turn % 2].parameters()]
+    streams.join()
+    return [each.cpu() for each in found]
+
+
+@contextlib.contextmanager
+def _fails_behind(owner: type, name: str) -> Iterator[None]:
+    """The first call of a function raises when all is done: what it enqueued, nobody waits for."""
+    function, calls = getattr(owner, name), iter(range(1000))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if next(calls) == 0:
+            raise MemoryError("no memory left")
+        return result
+
+    with patch.object(owner, name, call):
+        yield
+
+
+def a_backward_that_raises(setting: str, how: str, options: dict[str, Any], device: torch.device) -> list[Tensor]:
+    ddp, found = _wrap(device, setting, **options), []
+    for step in range(5):
+        ddp.zero_grad()
+        if step in (2, 3):
+            fails = _fails_behind(BucketPipeline, how) if how else contextlib.nullcontext()
+            with fails, contextlib.suppress(ValueError, MemoryError):
+                ddp(_inputs(device, step), not how).backward()
+        else:
+            ddp(_inputs(device, step)).backward()
+            found += _grads(ddp)
+    return found
+
+
+def a_wrapper_that_goes_behind_one(device: torch.device) -> list[Tensor]:
+    ddp = _wrap(device, "int8")
+    for raises in (False, True):
+        with contextlib.suppress(ValueError):
+            ddp(_inputs(device, 0), raises).backward()
+    del ddp
+    return [torch.zeros(50000, device=device).cpu()]
+
+
+def states_in_a_backward(setting: str, device: torch.device) -> list[Tensor]:
+    """Asked for by another thread, on a stream of its own, when later layers' buckets are on their way."""
+    ddp, streams, found = _wrap(device, setting), Streams(device), []
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+
+    def tell() -> None:
+        with streams.use(0):
+            state = ddp.reducer.state_dict()
+            for part in (state["residuals"], state["factors"]):
+                found.extend(value.cpu().clone() for value in part.values())
+
+    def ask(_: Tensor) -> None:
+        thread = threading.Thread(target=tell)
+        thread.start()
+        thread.join()
+
+    ddp.module.layers[1].weight.register_hook(ask)
+    for step in range(4):
+        optimizer.zero_grad()
+        ddp(_inputs(device, step)).backward()
+        optimizer.step()
+    return found + [parameter.detach().cpu() for parameter in ddp.parameters()]
+
+
+def the_hook_for_torchs_class(setting: str, device: torch.device) -> list[Tensor]:
+    torch.manual_seed(0)
+    ddp = TorchDDP(Layers().to(device), bucket_cap_mb=0.01)
+    ddp.register_comm_hook(hooks.CompressState(setting), hooks.compress)
+    found = []
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(_inputs(device, step)).backward()
+        found += _grads(ddp)
+    return found
+
+
+def a_hook_that_asks_the_reducer(device: torch.device) -> list[Tensor]:
+    ddp, found = _wrap(device), []
+    ddp.register_comm_hook(None, lambda _, bucket: ddp.reducer._run_allreduce_hook(bucket))
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(_inputs(device, step)).backward()
+        found += _grads(ddp)
+    return found
+
+
+def a_collective_that_two_streams_wait_for(device: torch.device) -> list[Tensor]:
+    streams, found = Streams(device), []
+    for turn in range(3):
+        with streams.use(turn):
+            apart = torch.full((8, 6), dist.get_rank() + 1.0, device=device)[:, ::2]  # a copy comes back into it
+            work = fastreduce.distributed.all_reduce(apart, async_op=True)
+        with streams.use(turn + 1):
+            work.wait()
+            found.append(apart * 2)
+        with streams.use(turn):
+            work.wait()
+            found.append(apart * 3)
+        streams.join()
+    return [each.cpu() for each in found]
+
+
+def a_collective_whose_copy_is_let_go(device: torch.device) -> list[Tensor]:
+    streams = Streams(device)
+    with streams.use(0):
+        apart = torch.full((8, 6), dist.get_rank() + 1.0, device=device)[:, ::2]
+        work = fastreduce.distributed.all_reduce(apart, async_op=True)
+    with streams.use(1):
+        work.wait()
+        del work
+        found = [apart * 2]
+    with streams.use(0):
+        found.append(torch.zeros(8, 3, device=device))  # where the copy was, it may be
+    streams.join()
+    return [each.cpu() for each in found]
+
+
+def a_barrier(device: torch.device) -> list[Tensor]:
+    streams = Streams(device)
+    with streams.use(0):
+        x = torch.ones(50, device=device)
+    fastreduce.distributed.barrier()
+    with streams.use(1):
+        return [(x * 2).cpu()]
+
+
+SITUATIONS: dict[str, Situation] = {
+    "calls on two streams": partial(calls_on_two_streams, "none"),
+    "calls on two streams, fp16": partial(calls_on_two_streams, "fp16"),
+    "calls on two streams, feedback": partial(calls_on_two_streams, "int8:error_feedback"),
+    "a backward that raises": partial(a_backward_that_raises, "none", "", {}),
+    "a backward that raises, views": partial(a_backward_that_raises, "none", "", {"gradient_as_bucket_view": True}),
+    "a backward that raises, feedback": partial(a_backward_that_raises, "int8:error_feedback", "", {}),
+    "a bucket that fails at its end": partial(a_backward_that_raises, "int8", "_finish", {}),
+    "a bucket that fails behind its compression": partial(a_backward_that_raises, "int8", "compress", {}),
+    "so over the host": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": OverHost}),
+    "so over the host, late": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": LateOverHost}),
+    "a wrapper that goes": a_wrapper_that_goes_behind_one,
+    "states, int8": partial(states_in_a_backward, "int8:error_feedback"),
+    "states, powersgd": partial(states_in_a_backward, "powersgd:rank=2"),
+    "hook for torch": partial(the_hook_for_torchs_class, "fp16"),
+    "hook for torch, feedback": partial(the_hook_for_torchs_class, "int8:error_feedback"),
+    "hook that asks": a_hook_that_asks_the_reducer,
+    "a collective": a_collective_that_two_streams_wait_for,
+    "a collective's copy": a_collective_whose_copy_is_let_go,
+    "a barrier": a_barrier,
+}

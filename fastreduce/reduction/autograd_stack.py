@@ -43,8 +43,8 @@ class AutogradStack:
     def call_at_end(self, function: Callable[[], object], left: Callable[[object], object]) -> None:
         """Let autograd call it at the end of the backward that the caller is in, the last one from now on.
 
-        `left` is called when autograd has left that backward, whether it raised or not, before who called it goes on.
-        (Of one on a GPU that raised: as soon as its thread there has left it.)
+        `left` is called when autograd has left that backward, whether it raised or not, and with tensors on CPUs
+        before who called it goes on.
         """
         engine: Any = torch.autograd.Variable._execution_engine
         end = partial(function)  # no frame, as a traceback keeps it, holds one that is called from C

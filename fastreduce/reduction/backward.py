@@ -318,7 +318,7 @@ class Backward:
 
     @torch.no_grad()
     def _leave(self, _: object) -> None:
-        """Where it raised, `.grad` are the caller's from now on, to zero them in place, say."""
+        """Autograd has left it: where it raised, `.grad` are the user's, to zero them in place, say."""
         if self.running and not self.unfinished:
             self._launches.let_go()
 

@@ -281,15 +281,15 @@ class BucketedGradients:
         found = self.gradients.collect(self._members[index], used)
         return BucketJob(self.pipelines[index], found, self.streams[self.plan.buckets[index].device])
 
-    def let_go(self, job: BucketJob) -> None:
-        """Let the user change `.grad` though a job's averages may still be written to them.
+    def let_go(self, jobs: Iterable[BucketJob]) -> None:
+        """Let `.grad` be copies where the averages of jobs under way are still to be written, which are nobody's.
 
-        On a device the current stream waits for that; of what the host has yet to do `.grad` become copies.
+        On CPUs: a GPU's thread leaves a backward that raised behind its caller, who may have changed them by then.
         """
-        if isinstance(job.stream, CudaStream):
-            job.stream.wait_here()
-        if not job.stream.idle:
-            self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
+        if not any(isinstance(stream, CudaStream) for stream in self.streams.values()):
+            for job in jobs:
+                if not job.stream.idle:
+                    self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
 
     def run_broken(self, pipeline: BucketPipeline) -> None:
         """`BucketPipeline.run_broken`, which leaves what is in `.grad` alone."""

@@ -79,9 +79,8 @@ class Launches:
             transport.abort()
 
     def let_go(self) -> None:
-        """Let no average on its way be written where the user writes from now on."""
-        for job, _ in self.made:
-            self._buckets.let_go(job)
+        """Their averages are nobody's, and `.grad` the user's (`BucketedGradients.let_go`)."""
+        self._buckets.let_go(job for job, _ in self.made)
 
     def results(self) -> None:
         """Wait for all averages; raises what the first bucket raised that failed."""

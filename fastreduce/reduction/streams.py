@@ -373,11 +373,7 @@ class CudaStream:
         """Let the current stream wait for all work that was enqueued, unless it has."""
         if self._ahead:
             self._ahead = False
-            self.wait_here()
-
-    def wait_here(self) -> None:
-        """Let the current stream, which may be another one than the next caller's, wait for all that was enqueued."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @property
     def idle(self) -> bool:

@@ -21,7 +21,10 @@ from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastreduce import DistributedDataParallel, load_checkpoint, save_checkpoint
+from tests.support.installed_torch import needs_streams
 from tests.support.models import Breaking, assert_same_bits, batch, grads_of
+
+pytestmark = needs_streams
 
 
 class Model(nn.Module):

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from fastreduce import TransportError
 from fastreduce.reduction import pipeline
 from fastreduce.reduction.residuals.bucket_residuals import BucketResiduals
+from tests.support.installed_torch import needs_streams
 from tests.support.models import Branches, Grads, assert_same_bits, batch, grads_of, mlp, one_by_one, wrap
 from tests.support.ranks import RankPool, with_time
 
@@ -80,7 +81,13 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("how", "options", "new"),
     [
-        pytest.param(how, options, new, marks=[pytest.mark.long] * (new != "int8" and how != "plain"))
+        pytest.param(
+            how,
+            options,
+            new,
+            marks=[pytest.mark.long] * (new != "int8" and how != "plain")
+            + [needs_streams] * (how == "mixed precision"),
+        )
         for how, options in WAYS
         for new in ("int8", "fp16", "none:accumulate=fp32")
     ],

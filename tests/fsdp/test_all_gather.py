@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import fastreduce.fsdp
 from fastreduce import MismatchError, SettingError
 from tests.support import tolerances
+from tests.support.installed_torch import shards_bytes
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 from tests.support.sharded import batch, gradients, network, shard
@@ -147,5 +148,6 @@ def _quantized(rank: int, world_size: int, base: bool) -> list[Tensor]:
     return [p.grad.to_local().clone() for p in model.beside.parameters()]
 
 
+@shards_bytes
 def test_groups_of_bytes_are_gathered_by_torch(ranks2: RankPool):
     assert_same_bits(ranks2.run(_quantized, True), ranks2.run(_quantized, False))

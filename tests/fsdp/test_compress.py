@@ -26,6 +26,7 @@ from fastreduce import BackendUnavailableError, MismatchError, NotInitializedErr
 from fastreduce.fsdp import model as model_module
 from fastreduce.fsdp import torch_names
 from tests.support import tolerances
+from tests.support.installed_torch import shards_bytes
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankError, RankPool, run_ranks
 from tests.support.sharded import batch, gradients, mesh_of, network, shard
@@ -99,6 +100,7 @@ def _adapted(rank: int, world_size: int, dtype: torch.dtype, base: bool) -> list
     return found
 
 
+@shards_bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_frozen_base_of_another_dtype_changes_nothing(ranks2: RankPool, dtype: torch.dtype):
     assert_same_bits(ranks2.run(_adapted, dtype, True), ranks2.run(_adapted, dtype, False))

@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import fastreduce.fsdp
+from tests.support.installed_torch import shards_bytes
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 from tests.support.sharded import Quantized, batch, gradients, network, shard
@@ -149,7 +150,10 @@ def _steps(model: Any, rank: int, dtype: torch.dtype) -> Iterator[dict[str, Tens
     yield {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in MODELS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.long] * (n in LONG) + [shards_bytes] * (n == "quantized")) for n in MODELS],
+)
 def test_none_has_the_bits_of_fsdp(ranks2: RankPool, name: str):
     torchs, ours = (ranks2.run(_train, name, way) for way in (False, True))
     assert all(steps and steps[0] for steps in torchs)

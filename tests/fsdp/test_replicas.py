@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fastreduce.fsdp
 from fastreduce import FastreduceError, MismatchError, ReducerError, SettingError
+from tests.support.installed_torch import shards_bytes
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
 from tests.support.sharded import Quantized, batch, gradients, mesh_of, network, shard
@@ -43,7 +44,9 @@ def _train(rank: int, world_size: int, ours: bool, kind: str) -> Found:
     return found
 
 
-@pytest.mark.parametrize("kind", ["mean", "quantized", pytest.param("divided", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["mean", pytest.param("quantized", marks=shards_bytes), pytest.param("divided", marks=pytest.mark.long)]
+)
 def test_none_has_the_bits_of_native_hsdp(ranks4: RankPool, kind: str):
     native, ours = (ranks4.run(_train, way, kind) for way in (False, True))
     assert_same_bits(ours, native)

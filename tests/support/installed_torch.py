@@ -1,0 +1,20 @@
+"""What the installed torch can do that others cannot: marks of the tests that need it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def _makes_streams() -> bool:
+    """Its CUDA builds only where a driver is."""
+    try:
+        torch.Stream()
+    except RuntimeError:
+        return False
+    return True
+
+
+VERSION = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+needs_streams = pytest.mark.skipif(not _makes_streams(), reason="this torch makes no stream, for mixed_precision=")
+shards_bytes = pytest.mark.skipif(VERSION < (2, 12), reason="this torch's FSDP shards floating-point parameters only")

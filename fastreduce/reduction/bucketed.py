@@ -292,9 +292,10 @@ class BucketedGradients:
                     self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
 
     def run_broken(self, pipeline: BucketPipeline) -> None:
-        """`BucketPipeline.run_broken`, which leaves what is in `.grad` alone."""
+        """`BucketPipeline.run_broken`, behind which `.grad` hold what they held, also those in the wire."""
         members = self._members[pipeline.bucket.index]
-        members.copy_out(members.views or ())
+        if pipeline.wires.in_place and members.views is not None:
+            members.copy_out(members.views)
         pipeline.run_broken()
 
     def alone(self, index: int) -> bool:

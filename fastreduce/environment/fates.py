@@ -35,6 +35,14 @@ def has_ended(host: str, pid: int, born: str) -> bool:
     return fate(host, pid, born).endswith("has ended")
 
 
+def runs_here(host: str, pid: int, born: str) -> bool:
+    """Whether it is known that a process goes on, on this host."""
+    try:
+        return bool(host) and host == _host() and _born(pid) == born and _stat(pid)[0] not in STATES
+    except (OSError, IndexError):
+        return False
+
+
 def _stat(pid: int) -> list[str]:
     with open(f"/proc/{pid}/stat", errors="replace") as file:  # its name may be cut within a letter
         return file.read().rsplit(")", 1)[1].split()

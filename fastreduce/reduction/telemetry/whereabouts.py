@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ...environment.fates import fate, introduction
+from ...environment.fates import fate, introduction, runs_here
 from ...environment.hosts import addresses, why_out_of_reach
 from ...environment.stacks import collective_under_way, python_stacks, users_line
 from ...errors import TransportError, listed
@@ -43,6 +43,7 @@ FRAMES, THREADS = 20, 4  # of stacks that are told
 LEAVING_SECONDS = 2.0  # for the last words of ranks that were interrupted, say, and whose scripts clean up
 LAST_FRAMES, LAST_TEXT = 3, 1000  # of an exception: calls, and characters of what it says
 UNKNOWN = "it is stopped, gone or out of reach"
+BUSY = "its process runs, but no Python in it: it is in C code that keeps the GIL, or has no core"
 NO_LAST_WORD = (
     ". It said nothing at its end, as exceptions and the ends of scripts do: it was killed (kill -9, out of memory), "
     "has crashed, or had destroyed its process group"
@@ -118,20 +119,24 @@ class Whereabouts:
 
         def all_are_known(_: StoreClient) -> bool:
             answers[:] = [self._answer(rank, partial(self._sentence, rank, mine=mine)) for rank in ranks]
-            return not any(answer.endswith(f"{UNKNOWN}.") for answer in answers)
+            return not any(answer.endswith((f"{UNKNOWN}.", f"{BUSY}.")) for answer in answers)
 
         with suppress(TransportError):
             wait_until(self.store, all_are_known, failed_at + LEAVING_SECONDS - time.monotonic())
         return answers
 
-    def _answer(self, rank: int, sentence: Callable[[Any, str], str]) -> str:
-        """What is known of a rank: if it has told where it is, `sentence` of that and of its process's fate."""
+    def _answer(self, rank: int, sentence: Callable[[Any, str, str], str]) -> str:
+        """What is known of a rank.
+
+        If it has told where it is: `sentence` of that, of its process's fate, "" without one, and of why it may be
+        silent else.
+        """
         keys = [f"process of {rank}", f"rank {rank}", f"end of {rank}"]
         try:
             process, told, end = [self.store.read(key) for key in keys]
         except TransportError as error:
             return f"Nobody can be asked where rank {rank} is: {error}."
-        fate = ""
+        fate, unknown = "", UNKNOWN
         with suppress(TransportError):
             if process is not None:
                 known, address = _introduced(process, rank)
@@ -139,23 +144,24 @@ class Whereabouts:
                 if (last := _last_words(end, rank, known)) is not None:
                     return f"Rank {rank} has ended{last.rstrip()}"
                 fate = fate or why_out_of_reach(address)
+                unknown = BUSY if runs_here(*of_types(known, str, int, str)) else UNKNOWN
         fate += NO_LAST_WORD if fate.endswith("has ended") else ""
         if told is None:
-            return f"Rank {rank} has not told where it is: {fate or UNKNOWN}."
+            return f"Rank {rank} has not told where it is: {fate or unknown}."
         try:
-            return decode(told, rank, lambda message: sentence(message, fate))
+            return decode(told, rank, lambda message: sentence(message, fate, unknown))
         except TransportError as error:
             return f"{error}."
 
-    def _sentence(self, rank: int, told: Any, fate: str, mine: FlightRecorder) -> str:
+    def _sentence(self, rank: int, told: Any, fate: str, unknown: str, mine: FlightRecorder) -> str:
         _, _, step, counted, _, _, stacks = of_types(told, *_TOLD)
         apart = _apart(counted, mine) if step == mine.row.step else ""
-        return f"{self._where(rank, told, fate)}{apart} Its Python stacks:\n{stacks.rstrip()}"
+        return f"{self._where(rank, told, fate, unknown)}{apart} Its Python stacks:\n{stacks.rstrip()}"
 
-    def _where(self, rank: int, told: Any, fate: str) -> str:
+    def _where(self, rank: int, told: Any, fate: str, unknown: str) -> str:
         doing, at, _, _, collective, _, _ = of_types(told, *_TOLD)
         age = max(0.0, time.time() - at)
-        silent = f" It has told nothing since: {fate or UNKNOWN}." if fate or self._is_old(at) else ""
+        silent = f" It has told nothing since: {fate or unknown}." if fate or self._is_old(at) else ""
         within = f" It was in {collective}, while this rank averages gradients." if collective else ""
         return f"Rank {rank}, {age:.1f} s ago, was {doing}.{silent}{within}"
 
@@ -199,10 +205,10 @@ class Whereabouts:
         for start in range(0, world_size, AT_ONCE):
             yield from self.store.read_each([f"{what} {r}" for r in range(start, min(start + AT_ONCE, world_size))])
 
-    def _place(self, rank: int, told: Any, fate: str) -> str:
+    def _place(self, rank: int, told: Any, fate: str, unknown: str) -> str:
         """Where a rank says that it is, without its stacks."""
         collective, line = of_types(told, *_TOLD)[4:6]
-        return self._where(rank, told, fate) + (f" It was at {line}." if line and not collective else "")
+        return self._where(rank, told, fate, unknown) + (f" It was at {line}." if line and not collective else "")
 
     def elsewhere(self, mine: FlightRecorder) -> list[int]:
         """Ranks that are known to have ended, to be stopped, or to do something else than this one; raises nothing."""

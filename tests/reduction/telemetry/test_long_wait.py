@@ -256,3 +256,13 @@ def test_who_trains_in_another_group_tells_where_it_is():
     assert lines, "nothing was said"
     for line in lines:
         assert "waits for rank 1" in line and "in _trains_elsewhere" in line and "stopped" not in line
+
+
+def test_of_a_process_that_runs_here_and_tells_nothing_it_is_not_said_that_it_is_stopped():
+    recorder, place = FlightRecorder(0, 2, [], []), _place({})
+    recorder.enter(Phase.WAITING)
+    assert place.who_is_late(recorder).endswith(f"Rank 1 has not told where it is: {whereabouts.UNKNOWN}.")
+    place.introduce(1)
+    assert place.who_is_late(recorder).endswith(f"Rank 1 has not told where it is: {whereabouts.BUSY}.")
+    (text,) = place.ask([1], recorder, clocks.now() - whereabouts.LEAVING_SECONDS)
+    assert text == f"Rank 1 has not told where it is: {whereabouts.BUSY}."

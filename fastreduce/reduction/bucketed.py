@@ -288,8 +288,7 @@ class BucketedGradients:
         """
         if not any(isinstance(stream, CudaStream) for stream in self.streams.values()):
             for job in jobs:
-                if not job.stream.idle:
-                    self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
+                self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
 
     def run_broken(self, pipeline: BucketPipeline) -> None:
         """`BucketPipeline.run_broken`, behind which `.grad` hold what they held, also those in the wire."""

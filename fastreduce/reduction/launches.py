@@ -80,7 +80,7 @@ class Launches:
 
     def let_go(self) -> None:
         """Their averages are nobody's, and `.grad` the user's (`BucketedGradients.let_go`)."""
-        self._buckets.let_go(job for job, _ in self.made)
+        self._buckets.let_go(job for job, pending in self.made if not pending.done)
 
     def results(self) -> None:
         """Wait for all averages; raises what the first bucket raised that failed."""

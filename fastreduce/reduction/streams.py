@@ -50,6 +50,10 @@ class Pending(Protocol):
     def cancel(self) -> object:
         """Leave it out if it has not begun."""
 
+    @property
+    def done(self) -> bool:
+        """Whether the host's part of it has ended, as it has where that failed."""
+
 
 class Stream(Protocol):
     """Runs work in the order in which it comes."""
@@ -97,6 +101,11 @@ class Begun:
 
     def cancel(self) -> None:
         """It is too late."""
+
+    @property
+    def done(self) -> bool:
+        """Whether there is no rest, or it has been asked for."""
+        return self._rest is None
 
 
 DONE = Begun(None)
@@ -302,6 +311,11 @@ class Failed:
     def cancel(self) -> None:
         """It is too late."""
 
+    @property
+    def done(self) -> bool:
+        """It has failed."""
+        return True
+
 
 def at_once(begin: Part) -> Pending:
     """Do all parts; what they raise comes with the result, and that others may begin behind the first one stays so."""
@@ -404,3 +418,7 @@ class _OnStream:
 
     def cancel(self) -> None:
         self._job.cancel()
+
+    @property
+    def done(self) -> bool:
+        return self._job.done

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.support.models import Boom, Grads, assert_same_bits, grads_of, wrap
 from tests.support.ranks import RankPool
@@ -33,9 +34,11 @@ def _zero(ddp: Any) -> None:
             parameter.grad.zero_()
 
 
-def _train(rank: int, world_size: int, options: dict[str, Any], raises: list[bool]) -> list[Grads]:
+def _train(rank: int, world_size: int, options: dict[str, Any], raises: list[bool], hook: Any = None) -> list[Grads]:
     """The averages of the steps that do not raise."""
     ddp, found = wrap("ours", _Layers(), bucket_cap_mb=1e-5, **options), []
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
     for step, raising in enumerate(raises):
         if raising:
@@ -49,10 +52,10 @@ def _train(rank: int, world_size: int, options: dict[str, Any], raises: list[boo
     return found
 
 
-def _compared(rank: int, world_size: int, options: dict[str, Any], seed: int) -> None:
+def _compared(rank: int, world_size: int, options: dict[str, Any], seed: int, hook: Any = None) -> None:
     draw = random.Random(seed)
     raises = [False] + [draw.random() < 0.5 for _ in range(15)]
-    right, found = (_train(rank, world_size, options, which) for which in ([False] * len(raises), raises))
+    right, found = (_train(rank, world_size, options, which, hook) for which in ([False] * len(raises), raises))
     for mine, expected in zip(found, (right[step] for step, raising in enumerate(raises) if not raising), strict=True):
         assert_same_bits(mine, expected)
 
@@ -66,3 +69,11 @@ def test_gradients_zeroed_in_place_behind_backwards_that_raised(
     options = {"compression": compression, "gradient_as_bucket_view": views, "transport": transport}
     for seed in range(3):
         ranks2.run(_compared, options, seed)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("hook", [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook])
+def test_so_it_is_where_a_users_hook_averages_which_is_waited_for_on_the_callers_thread(
+    ranks2: RankPool, hook: Any, views: bool
+):
+    ranks2.run(_compared, {"gradient_as_bucket_view": views}, 1, hook)

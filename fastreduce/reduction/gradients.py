@@ -78,11 +78,16 @@ class BucketMembers:
     addresses: list[int] = field(default_factory=list)
 
     def copy_out(self, tensors: Iterable[Tensor]) -> None:
-        """Let `.grad` be copies where they lie in the memory of these."""
+        """Let `.grad` be copies where they lie in the memory of these, unless a user has made them views of others.
+
+        Who keeps all gradients in one tensor zeroes and reads that, and would never see those again that left it.
+        """
         there = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         for parameter in self.parameters:
             grad = parameter.grad
-            if grad is not None and grad.layout is torch.strided and grad.untyped_storage().data_ptr() in there:
+            if grad is None or grad.layout is not torch.strided or (self.views is None and grad._is_view()):
+                continue
+            if grad.untyped_storage().data_ptr() in there:
                 parameter.grad = grad.clone()
 
     def fit(self, grads: list[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,3 +78,24 @@ def test_so_it_is_where_a_users_hook_averages_which_is_waited_for_on_the_callers
     ranks2: RankPool, hook: Any, views: bool
 ):
     ranks2.run(_compared, {"gradient_as_bucket_view": views}, 1, hook)
+
+
+def _in_one(rank: int, world_size: int, transport: str) -> None:
+    """All gradients are views of one tensor, which an optimizer of the user's reads."""
+    ddp = wrap("ours", _Layers(), bucket_cap_mb=1e-5, transport=transport)
+    parameters = list(ddp.parameters())
+    flat = torch.zeros(sum(map(Tensor.numel, parameters)))
+    pieces = flat.split([p.numel() for p in parameters])
+    grads = [piece.view_as(p) for piece, p in zip(pieces, parameters, strict=True)]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    for step in range(8):
+        with pytest.raises(ValueError) if step % 2 else nullcontext():
+            ddp(torch.ones(4, 64), bool(step % 2)).backward()
+        assert all(parameter.grad is grad for parameter, grad in zip(parameters, grads, strict=True)), step
+        flat.zero_()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_gradients_that_a_user_keeps_in_one_tensor_stay_there(ranks2: RankPool, transport: str):
+    ranks2.run(_in_one, transport)

@@ -56,8 +56,8 @@ COLLECTIVES = {
 """Where functions are that wait for other ranks → how they are called."""
 
 
-PYTHONS = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-OTHERS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *PYTHONS))  # files that are not the user's
+FOLDERS = (Path(__file__).parents[1], sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+OTHERS = tuple(f"{folder}{os.sep}" for folder in FOLDERS)  # what names of files begin with that are not the user's
 PACKAGES = ("site-packages", "dist-packages")  # what is in those of others
 
 

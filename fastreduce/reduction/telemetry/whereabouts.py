@@ -189,13 +189,11 @@ class Whereabouts:
             told[rank], alike = (message[2], _waits(message[0])), alike and bool(message[3])
         if alike:
             first = min([first, *(step for step, _ in told.values())])
-            late = [rank for rank, (step, elsewhere) in told.items() if step == first and not elsewhere]
+            late = [rank for rank, (step, waiting) in told.items() if step == first and not waiting]
         else:
-            late = [rank for rank, (_, elsewhere) in told.items() if not elsewhere]
-        if not waits and (not alike or mine.row.step == first):
-            return ""
+            late = [rank for rank, (_, waiting) in told.items() if not waiting]
         late = sorted([*late, *silent])
-        if not late:
+        if not late or not (waits or (alike and mine.row.step > first)):
             return ""
         answers = [self._answer(rank, partial(self._place, rank)) for rank in late[:NAMED]]
         return " ".join([f"It waits for rank {listed(late)}, up to {self.group.seconds:g} s.", *answers])

@@ -75,9 +75,9 @@ def test_one_rank_says_whom_all_wait_for_and_where_that_one_is(evaluates: bool):
         assert ("in _evaluates" if evaluates else "in _sleeps_in_a_batch") in line and __file__ in line
 
 
-def _told(step: int, phase: Phase, wrappers: int = 1, ago: float = 0.0, collective: str = "") -> str:
+def _told(step: int, phase: Phase, wrappers: int = 1, ago: float = 0.0) -> str:
     counts = list(Counts(step, step, 0, step)) if wrappers == 1 else []
-    return json.dumps([f"{DOING[phase]}, for 9.0 s", time.time() - ago, step, counts, collective, LATE, "stacks"])
+    return json.dumps([f"{DOING[phase]}, for 9.0 s", time.time() - ago, step, counts, "", LATE, "stacks"])
 
 
 def _place(told: dict[int, str]) -> Whereabouts:

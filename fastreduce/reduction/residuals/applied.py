@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -75,8 +77,9 @@ class Applied:
     ) -> None:
         count = len(parameters)
         grads = [parameter.grad for parameter in parameters]
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._places = {id(parameter): i for i, parameter in enumerate(parameters)}
+        # A step costs each of these lists some microseconds a bucket, and a loop in Python several times as much.
+        self._parameters = list(map(weakref.ref, parameters))
+        self._identities = list(map(id, parameters))
         self._grads = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
         self._versions = [0 if grad is None else grad._version for grad in grads]
         # Weakly: the pipeline whose method it is holds this.
@@ -155,12 +158,37 @@ class Applied:
             applies: 1, or 0 where it leaves the step out.
             read: what was read of devices at this step.
         """
+        if not self._watched:
+            return
+        if all(map(parameters.__contains__, self._identities)) and self._is_untouched():
+            chosen: Sequence[int] = range(len(self._stepped))
+            self._stepped = [True] * len(self._stepped)
+        else:
+            chosen = self._step_each(parameters)
+        if applies is ONE:  # a GradScaler that took the loss scale out has just waited for the device
+            self._read_expected(chosen, read)
+        if expected is not ONE:
+            self.multiply(chosen, expected, expected=True)
+        if applies is not ONE:
+            self.multiply(chosen, applies, expected=False)
+
+    def _is_untouched(self) -> bool:
+        """Whether nothing has become of any average: what `_step_each` finds out of each, in a fifth of the time."""
+        if not self._counted or any(self._stepped) or any(carried is not None for carried in self._carried):
+            return False
+        try:
+            grads: list[Any] = [parameter().grad for parameter in self._parameters]  # type: ignore[union-attr]
+            intact = all(map(is_, grads, [grad() for grad in self._grads]))
+            return intact and [grad._version for grad in grads] == self._versions
+        except AttributeError:  # a parameter or a gradient is None
+            return False
+
+    def _step_each(self, parameters: Set[int]) -> list[int]:
+        """Slots of these parameters that are stepped now; where gradients were written to, it is measured."""
         # Where `look` has seen that an average is gone, other gradients are applied.
         stepped, carried = self._stepped, self._carried
         places = self._places_of(parameters)
         chosen = [i for i in places if not stepped[i] and (carried[i] is None or not self._is_gone(i))]
-        if not chosen or not self._watched:
-            return
         written = []
         for i in chosen:
             grad, intact = self._state(i)
@@ -172,12 +200,7 @@ class Applied:
                     written.append(i)
         for i, factor in zip(written, self._measure(written), strict=True):
             self._replace(self._rest, i, self._rest[i] * factor)
-        if applies is ONE:  # a GradScaler that took the loss scale out has just waited for the device
-            self._read_expected(chosen, read)
-        if expected is not ONE:
-            self.multiply(chosen, expected, expected=True)
-        if applies is not ONE:
-            self.multiply(chosen, applies, expected=False)
+        return chosen
 
     def _read_expected(self, positions: Iterable[int], read: Read) -> None:
         for i in positions:
@@ -194,11 +217,12 @@ class Applied:
             self._told.add(i)
 
     def _places_of(self, parameters: Set[int]) -> list[int]:
-        if self._places.keys() <= parameters:
-            places: Iterable[int] = range(len(self._parameters))
-        else:
-            places = sorted(self._places[identity] for identity in parameters & self._places.keys())
+        places = sorted(self._places[identity] for identity in parameters & self._places.keys())
         return [i for i in places if self._parameters[i]() is not None]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {identity: i for i, identity in enumerate(self._identities)}
 
     def look(self, others_follow: bool = True, copies: bool = False) -> None:
         """See what is left of gradients that nobody has applied.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 
 import torch
@@ -78,7 +78,7 @@ class ErrorFeedback:
         self.comes_back = 1.0
         self._brought = self._growth = 1.0  # as `expect` was told of the next reduction
         self._brought_last = 1.0  # what was taken to come back to the last one
-        self._lock, self._changed_by = threading.Lock(), 0  # and the thread that holds it
+        self._lock = threading.RLock()  # which tells whether this thread holds it
         self._idle: set[int] = set()  # carried slots that the last reduction left alone
 
     @property
@@ -161,7 +161,7 @@ class ErrorFeedback:
             twin = copy(self)
             twin._kept = self._kept.clone()
             twin.turn = twin._kept.turn
-            twin._lock, twin._changed_by = threading.Lock(), 0
+            twin._lock = threading.RLock()
             if self.turn.is_cuda:
                 torch.cuda.synchronize(self.turn.device)  # nor may it go on before the copies are made
         twin.commit(final=True)
@@ -284,32 +284,22 @@ class ErrorFeedback:
             with self.changing():
                 self._kept.restore_base({i for i in self._kept.carried if _is_gone(parameters[i])})
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
+    def changing(self) -> AbstractContextManager[object]:
         """Around what a snapshot must not come between: `turn`, and what the host knows of it, do not agree.
 
         Raises:
             ReducerError: where this thread does that already, and a signal handler has come between.
         """
-        here = threading.get_ident()
-        if self._changed_by == here:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
             raise ReducerError(
                 "a signal handler asks for residuals that the thread which it has interrupted is changing: let it set "
                 "a flag, and save between two steps"
             )
-        with self._lock:
-            self._changed_by = here
-            try:
-                yield
-            finally:
-                self._changed_by = 0
+        return self._lock
 
-    @contextmanager
-    def turning(self) -> Iterator[Tensor]:
-        """Around a kernel that changes `turn`, as is right where all averages are applied."""
-        with self.changing():
-            yield self.turn
-            self._turned = True
+    def turned(self) -> None:
+        """A kernel has changed `turn`, as is right where all averages are applied; the caller is `changing`."""
+        self._turned = True
 
     def commit(self, final: bool = False) -> None:
         """Make row `turn` what the next reduction starts from.

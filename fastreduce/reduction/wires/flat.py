@@ -250,10 +250,13 @@ class FlatWires(BucketWires):
         if self.holds(averaged):
             used.copy_(self.wire[self._bucket.flags_offset :][: len(used)])
         elif self.block:
-            shards = self._columns * self._shards
-            with nullcontext() if self.feedback is None else self.feedback.turning() as turn:
-                told = (statistics, finite, turn, self._form, self._draws_of_averages[1] is not None)
+            shards, feedback = self._columns * self._shards, self.feedback
+            turn = None if feedback is None else feedback.turn
+            told = (statistics, finite, turn, self._form, self._draws_of_averages[1] is not None)
+            with nullcontext() if feedback is None else feedback.changing():
                 self._kernels.dequantize(self.wire, shards, self.block, slots, tensors, *told)
+                if feedback is not None:
+                    feedback.turned()
         elif self._fp16:
             parts = self._columns * self._parts
             self._kernels.unflatten_fp16(self.wire, parts, slots, tensors, self._scale_after, statistics, finite)

@@ -308,7 +308,8 @@ class Gradients:
 
     def _point(self, i: int, real: Tensor) -> None:
         parameter = self.parameters[i]
-        parameter.grad = torch.view_as_complex(real) if parameter.is_complex() else real.to(parameter.dtype)
+        # Detached, since autograd refuses `.grad.detach_()` of a view.
+        parameter.grad = torch.view_as_complex(real).detach() if parameter.is_complex() else real.to(parameter.dtype)
 
     def _fits(self, grad: Tensor, i: int) -> bool:
         if _is_lazy_view(grad) or grad.numel() != self.parameters[i].numel():

@@ -66,6 +66,34 @@ def _strides(rank: int, world_size: int, views: bool) -> bool:
     return good and conv.grad.is_contiguous(memory_format=torch.channels_last)
 
 
+class _Complex(nn.Module):
+    """A complex parameter, which a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.turn = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, turns: bool) -> Tensor:
+        return self.plain.sum() + (torch.view_as_real(self.turn).sum() if turns else 0)
+
+
+def _zeroed_by_hand(rank: int, world_size: int, kind: str) -> list[Grads]:
+    """Gradients of steps between which they are detached in place, as `zero_grad` does not, and zeroed."""
+    model, found = wrap(kind, _Complex(), find_unused_parameters=True), []
+    for _ in range(3):
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+        model(rank == 0).backward()
+        found.append(grads_of(model.module))
+    return found
+
+
+def test_complex_gradients_that_only_another_rank_has_can_be_detached_in_place(ranks2: RankPool):
+    found, expected = (ranks2.run(_zeroed_by_hand, kind) for kind in ("ours", "torch"))
+    assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("change", ["channels_last", "contiguous", "data"])
 def test_gradients_whose_memory_is_changed_behind_their_backs_are_averaged(ranks2: RankPool, change: str, views: bool):
     found = equal_on_all(ranks2.run(_changed_memory, change, views))

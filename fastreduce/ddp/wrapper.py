@@ -262,7 +262,8 @@ class DistributedDataParallel(_ReachesModule):
         """Let ranks that are missed say where they are."""
         if self._transport.world_size > 1:
             group = self.process_group
-            self.reducer.tell_at(Whereabouts(client_of(group), timeout_of(group).total_seconds()))
+            wrapped = f"{group.group_name} {type(self.module).__name__}"
+            self.reducer.tell_at(Whereabouts(client_of(group), timeout_of(group).total_seconds(), wrapped))
 
     @property
     def compression(self) -> Compression | Policy:

@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -59,6 +59,7 @@ COLLECTIVES = {
 FOLDERS = (Path(__file__).parents[1], sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 OTHERS = tuple(f"{folder}{os.sep}" for folder in FOLDERS)  # what names of files begin with that are not the user's
 PACKAGES = ("site-packages", "dist-packages")  # what is in those of others
+BACKWARD = f"torch{os.sep}autograd{os.sep}"  # what is in those of torch's that run one
 
 
 def users_line(thread: int | None = None) -> str:
@@ -70,15 +71,33 @@ def users_line(thread: int | None = None) -> str:
     main = threading.main_thread()
     known = [each for each in threading.enumerate() if each.native_id == thread]
     for ident in (each.ident for each in (*known, main)):
-        frame: FrameType | None = sys._current_frames().get(ident or 0)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            in_main = frame.f_globals.get("__name__") == "__main__"  # as a notebook's code, which has no file
-            others = name.startswith(OTHERS) or any(part in name for part in PACKAGES)
-            if not others and (in_main or not name.startswith("<")):
-                return f"line {frame.f_lineno} of {name}, in {frame.f_code.co_name}"
-            frame = frame.f_back
+        for frame in _calls(sys._current_frames().get(ident or 0)):
+            if _is_users(frame):
+                return f"line {frame.f_lineno} of {frame.f_code.co_filename}, in {frame.f_code.co_name}"
     return ""
+
+
+def only_one_trains() -> bool:
+    """Whether no more than one thread of this process is in the user's own code, or in a backward."""
+    at_work = [
+        any(_is_users(f) or BACKWARD in f.f_code.co_filename for f in _calls(innermost))
+        for innermost in sys._current_frames().values()
+    ]
+    return sum(at_work) <= 1
+
+
+def _calls(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those of one thread, the innermost one first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    in_main = frame.f_globals.get("__name__") == "__main__"  # as a notebook's code, which has no file
+    others = name.startswith(OTHERS) or any(part in name for part in PACKAGES)
+    return not others and (in_main or not name.startswith("<"))
 
 
 def collective_under_way() -> str:

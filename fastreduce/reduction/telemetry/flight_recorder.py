@@ -70,6 +70,7 @@ class FlightRecorder:
         counts: what it has done so far.
         counts_before: the same, up to the last averages.
         missing: ranks that were found to wait in another call, while this one waits for averages.
+        wrapper: what ranks know the wrapper by, the same on all that have it, and only there; "" for none.
         waits: whether each step waits for its end on devices, so that their points are known.
         on_phase: called with each phase that has ended, when it began and when it ended.
         on_step: called with each step that has ended; what its row holds is overwritten some steps later.
@@ -82,6 +83,7 @@ class FlightRecorder:
         self.on_step: list[Callable[[StepRow], None]] = []
         self.changes, self.waits = 0, False
         self.missing: tuple[int, ...] = ()
+        self.wrapper = ""
         self.counts = self.counts_before = Counts(0, 0, 0, 0)
         self._plan: BucketPlan | None = None
         self._clocks: list[Clock] = []
@@ -176,6 +178,16 @@ class FlightRecorder:
     def on_this_thread(self) -> bool:
         """Whether it is the thread on which this rank has last begun to do something else."""
         return queued()[0] == self.thread
+
+    @property
+    def awaits(self) -> bool:
+        """Whether this rank has begun the backward of its step, and waits for the averages."""
+        return self.phase is Phase.WAITING and self.row.began[Phase.BACKWARD] > 0
+
+    @property
+    def is_to_begin(self) -> bool:
+        """Whether the backward of its step is still to come."""
+        return self.phase < Phase.BACKWARD and not self.row.began[Phase.BACKWARD]
 
     def last_rows(self, count: int) -> list[StepRow]:
         """The last steps that have ended, at most so many."""

@@ -52,6 +52,7 @@ class _Watch:
         # Groups of this process's wrappers, each with its rank, and those whose store is gone.
         self._ranks: weakref.WeakKeyDictionary[StoreClient, int] = weakref.WeakKeyDictionary()
         self._gone: weakref.WeakSet[StoreClient] = weakref.WeakSet()
+        self._wrappers: weakref.WeakKeyDictionary[StoreClient, int] = weakref.WeakKeyDictionary()  # so many so far
 
     def add(self, recorder: FlightRecorder, place: Whereabouts, give_up: Callable[[], None]) -> None:
         """Let this rank tell at `place` where it is once it stalls, for as long as the recorder lives.
@@ -65,6 +66,8 @@ class _Watch:
             weakref.finalize(recorder, self._stop_if_idle).atexit = False
             self._places[recorder], self._give_up[recorder] = place, give_up
             self._ranks[place.group] = recorder.rank
+            self._wrappers[place.group] = number = self._wrappers.get(place.group, 0) + 1
+            recorder.wrapper = f"{number} {place.wrapped}"  # ranks wrap in the same order: all meet there
             if self._stop.is_set():
                 self._stop = threading.Event()
                 thread = self._thread = threading.Thread(

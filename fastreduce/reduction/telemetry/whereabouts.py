@@ -10,6 +10,7 @@
    another host it is looked whether it can be reached.
    Collectives of torch's name nobody: there, those are looked for that have ended, are stopped or do something else.
 5. Long before that, one of the ranks that wait says in the log whom they wait for (`who_is_late`).
+   Where two wait for each other, in the backwards of two wrappers, it says that.
 6. A rank that waits in another call, where all ranks meet, tells that at once (`other_call.py`), and those that wait
    for its gradients do so no longer.
 """
@@ -27,7 +28,7 @@ from typing import Any
 
 from ...environment.fates import fate, introduction, runs_here
 from ...environment.hosts import addresses, why_out_of_reach
-from ...environment.stacks import collective_under_way, python_stacks, users_line
+from ...environment.stacks import collective_under_way, only_one_trains, python_stacks, users_line
 from ...errors import TransportError, listed
 from ...transports.meeting import clear, meet, wait_until
 from ...transports.messages import decode, of_types
@@ -61,6 +62,7 @@ class Whereabouts:
     Args:
         store: the client of the group's store.
         seconds: the group's timeout.
+        wrapped: the group's name, and the class of what is wrapped, as in "0 Linear".
 
     Attributes:
         group: the client.
@@ -68,8 +70,8 @@ class Whereabouts:
         patience: seconds without the end of a step after which a rank tells where it is.
     """
 
-    def __init__(self, store: StoreClient, seconds: float) -> None:
-        self.group, self._holder = store, ""  # the address of who holds the store
+    def __init__(self, store: StoreClient, seconds: float, wrapped: str = "") -> None:
+        self.group, self.wrapped, self._holder = store, wrapped, ""  # the address of who holds the store
         self.store = store.at("fastreduce/whereabouts", SOON_SECONDS)
         self.patience = min(LONGEST, max(SHORTEST, seconds / PART))
 
@@ -87,8 +89,8 @@ class Whereabouts:
         counted = list(latest.counts_before) if len(alive) == 1 else []  # these are of one wrapper
         stacks = python_stacks(FRAMES, THREADS, ours=False)
         line = users_line(latest.thread)
-        told = [latest.doing(), time.time(), latest.row.step, counted, collective_under_way(), line, stacks]
-        self.store.set(f"rank {rank}", json.dumps(told))
+        where = [latest.doing(), time.time(), latest.row.step, counted, collective_under_way(), line, stacks]
+        self.store.set(f"rank {rank}", json.dumps([*where, *_averages(alive)]))
 
     def say_last_word(self, rank: int) -> None:
         """Write why this rank's process ends, and what it did, where a wrapper is there still."""
@@ -154,12 +156,12 @@ class Whereabouts:
             return f"{error}."
 
     def _sentence(self, rank: int, told: Any, fate: str, unknown: str, mine: FlightRecorder) -> str:
-        _, _, step, counted, _, _, stacks = of_types(told, *_TOLD)
+        _, _, step, counted, _, _, stacks, _, _ = of_types(told, *_TOLD)
         apart = _apart(counted, mine) if step == mine.row.step else ""
         return f"{self._where(rank, told, fate, unknown)}{apart} Its Python stacks:\n{stacks.rstrip()}"
 
     def _where(self, rank: int, told: Any, fate: str, unknown: str) -> str:
-        doing, at, _, _, collective, _, _ = of_types(told, *_TOLD)
+        doing, at, _, _, collective, *_ = of_types(told, *_TOLD)
         age = max(0.0, time.time() - at)
         silent = f" It has told nothing since: {fate or unknown}." if fate or self._is_old(at) else ""
         within = f" It was in {collective}, while this rank averages gradients." if collective else ""
@@ -172,13 +174,16 @@ class Whereabouts:
         """Whom this rank waits for, and what they do, as sentences; "" where it waits for nobody, as far as is told.
 
         Who has ended its backward of a step waits for those that have not. Where processes have several wrappers, whose
-        steps are not each other's, only who says that it waits does.
+        steps are not each other's, only who says that it waits does; it is a deadlock where one that waits for another
+        wrapper's averages cannot begin those of this one before it has these, and this rank not those.
 
         Raises:
             TransportError: if the store does not answer.
         """
         waits, first = mine.phase is Phase.WAITING, mine.row.step
         told, silent, alike = dict[int, tuple[int, bool]](), list[int](), len(all_recorders()) == 1
+        awaited, to_begin = _averages(all_recorders())
+        in_calls, crosswise = set[int](), dict[int, str]()
         for rank, text in enumerate(self._read_of_all("rank", mine.world_size)):
             if rank == mine.rank:
                 continue
@@ -187,6 +192,13 @@ class Whereabouts:
                 silent.append(rank)
                 continue
             told[rank], alike = (message[2], _waits(message[0])), alike and bool(message[3])
+            _, _, step, _, call, line, _, theirs, they_begin = message
+            if call:
+                in_calls.add(rank)
+            if awaited == mine.wrapper and they_begin.get(awaited) == mine.row.step and to_begin.get(theirs) == step:
+                crosswise[rank] = _in_backward(rank, theirs, line)
+        if there := [rank for rank in list(crosswise)[:NAMED] if self._is_there(rank)]:
+            return self._deadlock(mine, {rank: crosswise[rank] for rank in there})
         if alike:
             first = min([first, *(step for step, _ in told.values())])
             late = [rank for rank, (step, waiting) in told.items() if step == first and not waiting]
@@ -196,7 +208,21 @@ class Whereabouts:
         if not late or not (waits or (alike and mine.row.step > first)):
             return ""
         answers = [self._answer(rank, partial(self._place, rank)) for rank in late[:NAMED]]
+        if waits and in_calls.intersection(late[:NAMED]) and (line := users_line(mine.thread)):
+            answers.append(f"This rank is at {line}.")
         return " ".join([f"It waits for rank {listed(late)}, up to {self.group.seconds:g} s.", *answers])
+
+    def _deadlock(self, mine: FlightRecorder, others: dict[int, str]) -> str:
+        """That these ranks, each with where it is, and this one wait for each other, as sentences."""
+        whom, seconds = listed(list(others)), self.group.seconds
+        here = _in_backward(mine.rank, mine.wrapper, users_line(mine.thread))
+        verdict = f"It waits for rank {whom}, and rank {whom} for it, until the timeout of {seconds:g} s"
+        why = "the backwards of their wrappers run in another order."
+        return " ".join([f"{verdict}: {why}", here, *others.values()])
+
+    def _is_there(self, rank: int) -> bool:
+        """Whether a rank has told where it is, and is not known to have ended, or to be stopped or out of reach."""
+        return not self._answer(rank, lambda told, fate, unknown: fate)
 
     def _read_of_all(self, what: str, world_size: int) -> Iterator[str | None]:
         """What is there of each rank, in calls that are answered soon."""
@@ -228,7 +254,7 @@ class Whereabouts:
                 if known and _fate(known):
                     return True
                 if told is not None:
-                    doing, _, step, _, collective, _, _ = decode(told, rank, lambda message: of_types(message, *_TOLD))
+                    doing, _, step, _, collective, *_ = decode(told, rank, lambda message: of_types(message, *_TOLD))
                     apart = waits or _name(collective) != call
                     return bool(step == mine.row.step and not _waits(doing) and apart)
             return False
@@ -247,13 +273,32 @@ class Whereabouts:
         return ""
 
 
-_TOLD = str, float, int, list, str, str, str  # doing, at, step, counts, collective, the user's line, stacks
+# doing, at, step, counts, collective, the user's line, stacks, and what `_averages` says
+_TOLD = str, float, int, list, str, str, str, str, dict
+
+
+def _averages(alive: Sequence[FlightRecorder]) -> tuple[str, dict[str, int]]:
+    """The wrapper of which this process waits for averages, and, by wrapper, the steps that it cannot begin meanwhile.
+
+    Nothing of that is said where it does not wait, nor where another of its threads may begin them.
+    """
+    *others, latest = alive
+    if not latest.awaits or not latest.wrapper or not only_one_trains():
+        return "", {}
+    steps = {each.wrapper: each.row.step for each in others if each.wrapper and each.is_to_begin}
+    return latest.wrapper, steps
 
 
 def _introduced(process: str, rank: int) -> tuple[list[Any], str]:
     """What a rank's process has introduced itself as, and the address of its host."""
     *known, address = decode(process, rank, lambda message: of_types(message, str, int, str, str))
     return known, address
+
+
+def _in_backward(rank: int, wrapper: str, line: str) -> str:
+    """Where a rank is that waits for the averages of a wrapper (`FlightRecorder.wrapper`), as a sentence."""
+    wrapped = wrapper.rpartition(" ")[2]
+    return f"Rank {rank} is in that of {wrapped}" + (f" ({line})." if line else ".")
 
 
 def _last_words(end: str | None, rank: int, known: list[Any]) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -77,7 +79,7 @@ def test_one_rank_says_whom_all_wait_for_and_where_that_one_is(evaluates: bool):
 
 def _told(step: int, phase: Phase, wrappers: int = 1, ago: float = 0.0) -> str:
     counts = list(Counts(step, step, 0, step)) if wrappers == 1 else []
-    return json.dumps([f"{DOING[phase]}, for 9.0 s", time.time() - ago, step, counts, "", LATE, "stacks"])
+    return json.dumps([f"{DOING[phase]}, for 9.0 s", time.time() - ago, step, counts, "", LATE, "stacks", "", {}])
 
 
 def _place(told: dict[int, str]) -> Whereabouts:
@@ -266,3 +268,120 @@ def test_of_a_process_that_runs_here_and_tells_nothing_it_is_not_said_that_it_is
     assert place.who_is_late(recorder).endswith(f"Rank 1 has not told where it is: {whereabouts.BUSY}.")
     (text,) = place.ask([1], recorder, clocks.now() - whereabouts.LEAVING_SECONDS)
     assert text == f"Rank 1 has not told where it is: {whereabouts.BUSY}."
+
+
+ORDER = "for it, until the timeout of 60 s: the backwards of their wrappers run in another order. "
+
+
+def _two(groups: str, transport: str | None = None) -> tuple[Any, Any]:
+    """Two wrappers that have been trained, the first one twice."""
+    of = [dist.new_group(timeout=timedelta(seconds=60)) for _ in range(2)]
+    first = wrap("ours", nn.Linear(4, 4), process_group=of[0], transport=transport)
+    second = wrap("ours", nn.Sequential(nn.Linear(4, 4)), process_group=of[groups == "two groups"], transport=transport)
+    for each in (first, second, first):
+        each(torch.ones(2, 4)).sum().backward()
+    return first, second
+
+
+def _give_up_later(ddp: Any) -> None:
+    timer = threading.Timer(6, ddp.reducer.buckets.transport.abort)  # which is no thread that trains
+    timer.daemon = True
+    timer.start()
+
+
+def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[str]:
+    heard = Heard(long_wait.logger.name)
+    with patch.object(whereabouts, "LONGEST", 0.5), patch.object(long_wait, "SAY_SECONDS", 1.5):
+        wrappers = _two(groups, transport)
+        losses = [each(torch.ones(2, 4)).sum() for each in wrappers]
+        for each in wrappers:
+            _give_up_later(each)
+        with pytest.raises(TransportError):
+            for loss in losses if rank < world_size - 1 else reversed(losses):
+                loss.backward()
+    return heard.lines
+
+
+@pytest.mark.parametrize(
+    ("world_size", "groups", "transport"),
+    [(2, "one group", "shm"), (2, "two groups", "gloo"), (3, "one group", "gloo")],
+)
+def test_backwards_that_run_in_another_order_on_a_rank_are_said_to_wait_for_each_other(
+    world_size: int, groups: str, transport: str
+):
+    told = run_ranks(_crosswise, world_size, groups, transport)
+    last, here = world_size - 1, rf"\(line \d+ of {re.escape(__file__)}, in _crosswise\)\."
+    firsts = [line for lines in told[:last] for line in lines]
+    assert firsts and told[last]
+    for line in firsts:  # of one of those that wait for the first wrapper
+        (rank,) = re.findall(rf"^rank (\d) of {world_size} has not gone on for .* in step 2\. It waits for rank", line)
+        assert f"It waits for rank {last}, and rank {last} {ORDER}" in line
+        assert re.search(rf"Rank {rank} is in that of Linear {here} Rank {last} is in that of Sequential {here}$", line)
+    others = ", ".join(map(str, range(last)))
+    for line in told[last]:
+        assert f"in step 1. It waits for rank {others}, and rank {others} {ORDER}" in line
+        assert re.search(rf"Rank {last} is in that of Sequential {here} Rank 0 is in that of Linear {here}", line)
+
+
+def _on_two_threads(rank: int, _: int) -> list[str]:
+    heard = Heard(long_wait.logger.name)
+    with patch.object(whereabouts, "LONGEST", 0.5), patch.object(long_wait, "SAY_SECONDS", 1.5):
+        wrappers = _two("two groups")
+        first, second = [each(torch.ones(2, 4)).sum() for each in wrappers]
+        if rank == 0:
+
+            def later() -> None:
+                time.sleep(4)
+                second.backward()
+
+            thread = threading.Thread(target=later)
+            thread.start()
+            first.backward()
+            thread.join()
+        else:
+            second.backward()
+            first.backward()
+    return heard.lines
+
+
+def test_a_wrapper_that_another_thread_may_train_is_in_no_deadlock():
+    assert not [line for told in run_ranks(_on_two_threads, 2) for line in told if ORDER in line or "for it" in line]
+
+
+def _late_in_each(rank: int, _: int) -> list[str]:
+    heard = Heard(long_wait.logger.name)
+    with patch.object(whereabouts, "LONGEST", 0.5), patch.object(long_wait, "SAY_SECONDS", 1.5):
+        for late, each in zip([1, 0], _two("one group"), strict=True):
+            loss = each(torch.ones(2, 4)).sum()
+            time.sleep(4 * (rank == late))
+            loss.backward()
+    return heard.lines
+
+
+def test_ranks_that_are_late_by_turns_are_in_no_deadlock():
+    lines = [line for told in run_ranks(_late_in_each, 2) for line in told]
+    assert any("It waits for rank 1, up to" in line for line in lines)
+    assert any("It waits for rank 0, up to" in line for line in lines)
+    assert not [line for line in lines if "for it" in line]
+
+
+def _in_a_collective(rank: int, _: int) -> list[str]:
+    heard = Heard(long_wait.logger.name)
+    with patch.object(whereabouts, "LONGEST", 0.5), patch.object(long_wait, "SAY_SECONDS", 1.5):
+        ddp = wrap("ours", nn.Linear(4, 4))
+        loss = ddp(torch.ones(2, 4)).sum()
+        if rank == 0:
+            _give_up_later(ddp)
+            with pytest.raises(TransportError):
+                loss.backward()
+        dist.all_reduce(torch.ones(4))
+    return heard.lines
+
+
+def test_where_one_is_in_a_collective_of_torchs_it_is_said_where_both_are():
+    lines, _ = run_ranks(_in_a_collective, 2)
+    assert lines
+    for line in lines:
+        here = rf"line \d+ of {re.escape(__file__)}, in _in_a_collective"
+        assert re.search(rf"It was in torch\.distributed\.all_reduce \({here}\), while this rank averages", line), line
+        assert re.search(rf" This rank is at {here}\.$", line), line

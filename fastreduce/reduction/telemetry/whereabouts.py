@@ -70,6 +70,8 @@ class Whereabouts:
         patience: seconds without the end of a step after which a rank tells where it is.
     """
 
+    wrapped = ""
+
     def __init__(self, store: StoreClient, seconds: float, wrapped: str = "") -> None:
         self.group, self.wrapped, self._holder = store, wrapped, ""  # the address of who holds the store
         self.store = store.at("fastreduce/whereabouts", SOON_SECONDS)

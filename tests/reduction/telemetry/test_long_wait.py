@@ -309,7 +309,7 @@ def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[
 def test_backwards_that_run_in_another_order_on_a_rank_are_said_to_wait_for_each_other(
     world_size: int, groups: str, transport: str
 ):
-    told = run_ranks(_crosswise, world_size, groups, transport)
+    told = run_ranks(_crosswise, world_size, groups, transport, check_exit=False)  # gloo is ended in mid-collective
     last, here = world_size - 1, rf"\(line \d+ of {re.escape(__file__)}, in _crosswise\)\."
     firsts = [line for lines in told[:last] for line in lines]
     assert firsts and told[last]
@@ -379,7 +379,7 @@ def _in_a_collective(rank: int, _: int) -> list[str]:
 
 
 def test_where_one_is_in_a_collective_of_torchs_it_is_said_where_both_are():
-    lines, _ = run_ranks(_in_a_collective, 2)
+    lines, _ = run_ranks(_in_a_collective, 2, check_exit=False)
     assert lines
     for line in lines:
         here = rf"line \d+ of {re.escape(__file__)}, in _in_a_collective"

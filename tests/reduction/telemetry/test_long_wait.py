@@ -7,6 +7,8 @@ import logging
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -283,10 +285,15 @@ def _two(groups: str, transport: str | None = None) -> tuple[Any, Any]:
     return first, second
 
 
-def _give_up_later(ddp: Any) -> None:
-    timer = threading.Timer(6, ddp.reducer.buckets.transport.abort)  # which is no thread that trains
-    timer.daemon = True
-    timer.start()
+@contextmanager
+def _given_up_later(*wrappers: Any) -> Iterator[None]:
+    """By threads that do not train; they are waited for, or one might be letting go of gloo when Python ends."""
+    timers = [threading.Timer(6, ddp.reducer.buckets.transport.abort) for ddp in wrappers]
+    for timer in timers:
+        timer.start()
+    yield
+    for timer in timers:
+        timer.join()
 
 
 def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[str]:
@@ -294,9 +301,7 @@ def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[
     with patch.object(whereabouts, "LONGEST", 0.5), patch.object(long_wait, "SAY_SECONDS", 1.5):
         wrappers = _two(groups, transport)
         losses = [each(torch.ones(2, 4)).sum() for each in wrappers]
-        for each in wrappers:
-            _give_up_later(each)
-        with pytest.raises(TransportError):
+        with _given_up_later(*wrappers), pytest.raises(TransportError):
             for loss in losses if rank < world_size - 1 else reversed(losses):
                 loss.backward()
     return heard.lines
@@ -309,7 +314,7 @@ def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[
 def test_backwards_that_run_in_another_order_on_a_rank_are_said_to_wait_for_each_other(
     world_size: int, groups: str, transport: str
 ):
-    told = run_ranks(_crosswise, world_size, groups, transport, check_exit=False)  # gloo is ended in mid-collective
+    told = run_ranks(_crosswise, world_size, groups, transport)
     last, here = world_size - 1, rf"\(line \d+ of {re.escape(__file__)}, in _crosswise\)\."
     firsts = [line for lines in told[:last] for line in lines]
     assert firsts and told[last]
@@ -371,15 +376,14 @@ def _in_a_collective(rank: int, _: int) -> list[str]:
         ddp = wrap("ours", nn.Linear(4, 4))
         loss = ddp(torch.ones(2, 4)).sum()
         if rank == 0:
-            _give_up_later(ddp)
-            with pytest.raises(TransportError):
+            with _given_up_later(ddp), pytest.raises(TransportError):
                 loss.backward()
         dist.all_reduce(torch.ones(4))
     return heard.lines
 
 
 def test_where_one_is_in_a_collective_of_torchs_it_is_said_where_both_are():
-    lines, _ = run_ranks(_in_a_collective, 2, check_exit=False)
+    lines, _ = run_ranks(_in_a_collective, 2)
     assert lines
     for line in lines:
         here = rf"line \d+ of {re.escape(__file__)}, in _in_a_collective"

@@ -287,8 +287,11 @@ def _two(groups: str, transport: str | None = None) -> tuple[Any, Any]:
 
 @contextmanager
 def _given_up_later(*wrappers: Any) -> Iterator[None]:
-    """By threads that do not train; they are waited for, or one might be letting go of gloo when Python ends."""
-    timers = [threading.Timer(6, ddp.reducer.buckets.transport.abort) for ddp in wrappers]
+    """By threads that do not train, before a third line is said (6 s).
+
+    They are waited for: one might be letting go of gloo when Python ends.
+    """
+    timers = [threading.Timer(4.5, ddp.reducer.buckets.transport.abort) for ddp in wrappers]
     for timer in timers:
         timer.start()
     yield

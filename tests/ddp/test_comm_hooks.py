@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms import Join, Joinable, JoinHook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
@@ -107,6 +108,65 @@ def test_hook_sees_the_bucket_and_its_result_lands_in_the_gradients(ranks2):
         indices = list(range(len(seen)))
         assert len(indices) > 1
         assert seen == [(i, i == indices[-1], True, True) for i in indices]
+
+
+def _channels_last_under_a_hook(rank: int, world_size: int, views: bool) -> bool:
+    seen: list[torch.Tensor] = []
+
+    def hook(state, bucket):  # torch checks annotations, and does not take strings
+        dist.all_reduce(bucket.buffer())
+        seen.extend(gradient.clone() for gradient in bucket.gradients())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3, bias=False).to(memory_format=torch.channels_last)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    ddp.register_comm_hook(None, hook)
+    ddp(torch.randn(1, 2, 5, 5)).square().sum().backward()
+    assert model.weight.grad is not None
+    return torch.equal(seen[0], model.weight.grad) and seen[0].stride() == model.weight.stride()
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_hook_sees_gradients_of_channels_last_weights_element_by_element(ranks2, views: bool):
+    assert ranks2.run(_channels_last_under_a_hook, views) == [True, True]
+
+
+class _NoStream(nullcontext[None]):
+    """What torch's hook of optimizers in backward takes for a GPU's stream."""
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+def _optimizers_in_backward(rank: int, world_size: int, views: bool, some: bool) -> tuple[bool, bool]:
+    trained: list[list[torch.Tensor]] = []
+    averaged: list[torch.Tensor] = []
+    with patch.object(torch.accelerator, "current_stream", _NoStream):  # torch asks for an accelerator's
+        for kind in ("torch", "ours"):
+            model = _model()
+            first = cast(nn.Linear, model[0])
+            stepping = [p for p in model.parameters() if not some or p is not first.weight]
+            _apply_optimizer_in_backward(torch.optim.SGD, stepping, {"lr": 0.1, "momentum": 0.9})
+            ddp = wrap(kind, model, gradient_as_bucket_view=views, bucket_cap_mb=0.005)
+            data = torch.Generator().manual_seed(rank)
+            for _ in range(3):
+                first.weight.grad = None
+                ddp(torch.randn(16, 30, generator=data)).square().mean().backward()
+            trained.append([p.detach() for p in model.parameters()])
+            averaged.append(torch.zeros(()) if first.weight.grad is None else first.weight.grad)
+    elsewhere = averaged[1].clone()
+    dist.broadcast(elsewhere, 0)
+    return all(map(torch.equal, *trained)), torch.equal(elsewhere, averaged[1])
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("views", [False, True])
+def test_optimizers_step_in_backward_with_torchs_bits(ranks2, views: bool, some: bool):
+    """Without views, torch leaves gradients that no such optimizer takes as they are on each rank."""
+    assert ranks2.run(_optimizers_in_backward, views, some) == [(True, True)] * 2
 
 
 def _unused_under_a_hook(rank: int, world_size: int) -> list[float | None]:

@@ -125,7 +125,7 @@ def check_module(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             if twice:
                 which = f"module {name!r}" if name else "the module"
                 warnings.warn(
-                    f"{which} is wrapped already: two reductions of {twice[0]!r} will race. Unwrap it, or leave its "
+                    f"{which} is wrapped already: {twice[0]!r} would be averaged twice. Unwrap it, or leave its "
                     "parameters to it: _set_params_and_buffers_to_ignore_for_model(module, names)",
                     stacklevel=3,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -55,6 +56,7 @@ class Backward:
         manual: whether averages are stored when `finish` is called, and not at the end of backward.
         brought_all: under `manual`, whether the last reduction had gradients of this rank for every parameter.
         unfinished: whether a backward has come to its end, and `finish` is awaited.
+        siblings: those of other reducers that average some of the same gradients.
         reductions: how many there have been that these ranks share.
         active_ranks: tells how many ranks bring gradients; None means that all do.
         recover: called where a reduction fails, with the error, the step and what had been launched; when it returns,
@@ -80,6 +82,8 @@ class Backward:
         self.manual = self.brought_all = False
         self._told = False  # whether `_tell_joined` has, since `arm`
         self._meet_first = False  # whether some have joined, so that it tells before any bucket is launched
+        self.siblings: weakref.WeakSet[Backward] = weakref.WeakSet()
+        self._in_turn = False  # whether one of these may reduce in the same backward
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
@@ -261,6 +265,7 @@ class Backward:
             if self.armed:
                 self.arrivals.forget_thrown_away()
                 self._meet_first = self._buckets.uneven.matter(self._buckets.transport.world_size)
+                self._in_turn = any(sibling.armed for sibling in self.siblings)
                 if self.reduced_once:
                     self.arrivals.count()
             self._stack.call_at_end(self._on_end, self._on_left)
@@ -295,7 +300,8 @@ class Backward:
 
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
-        last = len(self._buckets.pipelines) - 1 if self.overlaps else 0
+        # What two reducers average in place, each does at the end, one after the other.
+        last = len(self._buckets.pipelines) - 1 if self.overlaps and not self._in_turn else 0
         if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
             return
         if self._meet_first:  # at the end: a bucket is not full at the same point of all ranks' backward

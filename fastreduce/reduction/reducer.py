@@ -113,7 +113,15 @@ class GradientReducer:
         self.recorder = self._telemetry.recorder
         self._rebuilds, self._rebuilt = rebuilds, not rebuilds
         self.lay_out()
+        self._find_siblings(parameters)
         self._own()
+
+    def _find_siblings(self, parameters: Sequence[Tensor]) -> None:
+        mine = set(map(id, parameters))
+        for other in list(_alive):
+            if not mine.isdisjoint(map(id, other.buckets.gradients.parameters)):
+                self.backward.siblings.add(other.backward)
+                other.backward.siblings.add(self.backward)
 
     def _own(self) -> None:
         """Let streams and transport end with the reducer: by `close`, when nobody holds it any more, or at exit."""

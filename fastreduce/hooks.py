@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any, NamedTuple
@@ -38,16 +38,31 @@ NON_MEMBER = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives ranks out
 
 
 class _Averaged(NamedTuple):
-    """A bucket of one backward, and the positions of the slots that this rank did not use."""
+    """A bucket of one backward, its averages, and the positions of the slots that this rank did not use."""
 
     pipeline: BucketPipeline
     parameters: list[Tensor]
+    averages: list[Tensor]
     unused: list[int]
 
     def left(self) -> list[int]:
         """Positions of slots that no rank used."""
         used = self.pipeline.used_by_any.tolist() if self.unused else []
         return [i for i in self.unused if not used[i]]
+
+    @torch.no_grad()
+    def store(self, left: Collection[int]) -> None:
+        """Put averages into `.grad`, but for slots in `left`: ranks that have joined take them to be applied.
+
+        Torch does so itself where it finds that any rank used the parameter. What it adds up to find that is, of a rank
+        that joins before its first backward, memory that nothing was written to, which may say less than `used_by_any`.
+        """
+        for i in set(self.unused).difference(left):
+            parameter, average = self.parameters[i], self.averages[i]
+            if parameter.grad is None:
+                parameter.grad = average.to(parameter.dtype, copy=True)
+            elif not _is_view(parameter.grad, average):
+                parameter.grad.copy_(average)
 
 
 def _names_of(named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
@@ -211,7 +226,7 @@ class CompressState:
                 self._averaged.clear()
                 if joined:
                     self._look()  # at the last averages that it has had itself
-            self._averaged.append(_Averaged(pipeline, bucket.parameters(), unused))
+            self._averaged.append(_Averaged(pipeline, bucket.parameters(), gradients, unused))
             if bucket.is_last():
                 followed_here = joined
                 if not joined:
@@ -264,7 +279,10 @@ class CompressState:
         feedbacks = []
         for each in averaged:
             assert each.pipeline.feedback is not None
-            each.pipeline.feedback.follow(each.parameters, each.left(), each.pipeline.magnitudes, watched=watched)
+            left = each.left()
+            if watched:
+                each.store(left)
+            each.pipeline.feedback.follow(each.parameters, left, each.pipeline.magnitudes, watched=watched)
             feedbacks.append(each.pipeline.feedback)
         agree_that_finite(feedbacks)
 

@@ -167,6 +167,33 @@ class Training:
         return [parameter.detach() for parameter in self.model.parameters()]
 
 
+class Unwritten(Training):
+    """Memory to which torch has written nothing yet, where it looks who used which parameter, is zeros."""
+
+    def make(self) -> None:
+        super().make()
+        self.ddp.reducer._get_local_used_map().zero_()
+
+
+def _difference_behind_unwritten(rank: int, world_size: int, views: bool, to_none: bool) -> float:
+    """Rank 1 joins before its first backward, with residuals of what rank 0 does not use."""
+    step = Step([["bd"], []], drops=False, ends="step", multiplied={})
+    phase = Phase("in another", joins=True, divides=False, inputs=[1, 0], steps=[step])
+    history = History(0, views, to_none, partly=True, cap=25.0, phases=[phase])
+    with warnings.catch_warnings():  # as in `_differences`
+        warnings.simplefilter("ignore")
+        exact, applied = (Unwritten(rank, history, spec).run() for spec in ("none", "int4:error_feedback"))
+    return max(float((one - other).abs().max()) for one, other in zip(applied, exact, strict=True))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("views", [True, False])
+def test_what_torch_takes_to_be_unused_is_applied_where_a_rank_has_joined_first(
+    ranks2: RankPool, views: bool, to_none: bool
+):
+    assert max(ranks2.run(_difference_behind_unwritten, views, to_none)) < tolerances.IN_CHANGING_LISTS
+
+
 def _differences(rank: int, world_size: int, setting: str, seeds: range) -> dict[int, float]:
     """By history, how far the parameters of this rank are from those under `none`."""
     found = {}

@@ -165,6 +165,8 @@ class Applied:
             self._stepped = [True] * len(self._stepped)
         else:
             chosen = self._step_each(parameters)
+        if not chosen:
+            return
         if applies is ONE:  # a GradScaler that took the loss scale out has just waited for the device
             self._read_expected(chosen, read)
         if expected is not ONE:

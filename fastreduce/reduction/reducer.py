@@ -117,6 +117,7 @@ class GradientReducer:
         self._own()
 
     def _find_siblings(self, parameters: Sequence[Tensor]) -> None:
+        """Let reducers that average some of the same gradients know each other: both would write to them."""
         mine = set(map(id, parameters))
         for other in list(_alive):
             if not mine.isdisjoint(map(id, other.buckets.gradients.parameters)):

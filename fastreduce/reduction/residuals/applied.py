@@ -77,7 +77,7 @@ class Applied:
     ) -> None:
         count = len(parameters)
         grads = [parameter.grad for parameter in parameters]
-        # A step costs each of these lists some microseconds a bucket, and a loop in Python several times as much.
+        # Made for every bucket in every step: no loop in Python where a call does.
         self._parameters = list(map(weakref.ref, parameters))
         self._identities = list(map(id, parameters))
         self._grads = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
@@ -175,7 +175,7 @@ class Applied:
             self.multiply(chosen, applies, expected=False)
 
     def _is_untouched(self) -> bool:
-        """Whether nothing has become of any average: what `_step_each` finds out of each, in a fifth of the time."""
+        """Whether nothing has become of any average: what `_step_each` finds out slot by slot."""
         if not self._counted or any(self._stepped) or any(carried is not None for carried in self._carried):
             return False
         try:

@@ -66,11 +66,10 @@ class Whereabouts:
 
     Attributes:
         group: the client.
+        wrapped: as given.
         store: the same behind the place's prefix, of which answers come soon or not at all.
         patience: seconds without the end of a step after which a rank tells where it is.
     """
-
-    wrapped = ""
 
     def __init__(self, store: StoreClient, seconds: float, wrapped: str = "") -> None:
         self.group, self.wrapped, self._holder = store, wrapped, ""  # the address of who holds the store
@@ -183,8 +182,9 @@ class Whereabouts:
             TransportError: if the store does not answer.
         """
         waits, first = mine.phase is Phase.WAITING, mine.row.step
-        told, silent, alike = dict[int, tuple[int, bool]](), list[int](), len(all_recorders()) == 1
-        awaited, to_begin = _averages(all_recorders())
+        alive = all_recorders()
+        told, silent, alike = dict[int, tuple[int, bool]](), list[int](), len(alive) == 1
+        awaited, to_begin = _averages(alive)
         in_calls, crosswise = set[int](), dict[int, str]()
         for rank, text in enumerate(self._read_of_all("rank", mine.world_size)):
             if rank == mine.rank:
@@ -193,8 +193,8 @@ class Whereabouts:
             if message is None or self._is_old(message[1]):
                 silent.append(rank)
                 continue
-            told[rank], alike = (message[2], _waits(message[0])), alike and bool(message[3])
-            _, _, step, _, call, line, _, theirs, they_begin = message
+            doing, _, step, counted, call, line, _, theirs, they_begin = message
+            told[rank], alike = (step, _waits(doing)), alike and bool(counted)
             if call:
                 in_calls.add(rank)
             if awaited == mine.wrapper and they_begin.get(awaited) == mine.row.step and to_begin.get(theirs) == step:

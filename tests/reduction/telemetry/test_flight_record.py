@@ -299,6 +299,8 @@ def test_who_was_interrupted_where_buffers_are_broadcast_waits_no_more(ranks2: R
 
 def test_a_process_is_known_from_its_wrapping_on(monkeypatch: pytest.MonkeyPatch):
     class There(Whereabouts):
+        wrapped = ""
+
         def __init__(self) -> None:
             self.group = self.store = self  # type: ignore[assignment]
             self.patience, self.asked = 1000.0, threading.Event()
@@ -319,6 +321,8 @@ def test_a_recorder_may_end_on_the_thread_that_is_about_to_look(monkeypatch: pyt
     """As where garbage is collected there: the one that started the thread waited for it, and kept the lock."""
 
     class Silent(Whereabouts):
+        wrapped = ""
+
         def __init__(self) -> None:
             self.group = self.store = self  # type: ignore[assignment]
             self.patience = 1000.0
@@ -346,6 +350,8 @@ def test_a_recorder_may_end_on_the_thread_that_is_about_to_look(monkeypatch: pyt
 
 def test_nobody_is_told_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
     class Gone(Whereabouts):
+        wrapped = ""
+
         def __init__(self) -> None:
             self.group, self.patience, self.asked = self, 0.01, 0  # type: ignore[assignment]
 

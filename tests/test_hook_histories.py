@@ -186,8 +186,15 @@ def _difference_behind_unwritten(rank: int, world_size: int, views: bool, to_non
     return max(float((one - other).abs().max()) for one, other in zip(applied, exact, strict=True))
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize(
+    ("views", "to_none"),
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.long),
+        pytest.param(False, True, marks=pytest.mark.long),
+        (False, False),
+    ],
+)
 def test_what_torch_takes_to_be_unused_is_applied_where_a_rank_has_joined_first(
     ranks2: RankPool, views: bool, to_none: bool
 ):
@@ -211,9 +218,19 @@ def _check(pool: RankPool, setting: str, seeds: range) -> None:
         assert not {seed: far for seed, far in found.items() if far > tolerances.IN_CHANGING_LISTS}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_nothing_is_lost_nor_applied_twice(ranks2: RankPool, setting: str):
-    _check(ranks2, setting, range(HISTORIES))
+PARTS = range(0, HISTORIES, HISTORIES // 4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "first"),
+    [
+        pytest.param(setting, first, marks=[pytest.mark.long] * (SETTINGS.index(setting) != PARTS.index(first)))
+        for setting in SETTINGS
+        for first in PARTS
+    ],
+)
+def test_nothing_is_lost_nor_applied_twice(ranks2: RankPool, setting: str, first: int):
+    _check(ranks2, setting, range(first, first + PARTS.step))
 
 
 @pytest.mark.long

@@ -39,7 +39,10 @@ def _same_as_ours(rank: int, world_size: int, spec: str) -> bool:
     return all(torch.equal(p.grad, q.grad) for p, q in zip(stock.parameters(), ours.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "int8", "int8:block=64"])
+LONG = [pytest.param(spec, marks=pytest.mark.long) for spec in ("bf16", "int8:block=64")]
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "int8", *LONG])
 def test_hook_on_torchs_class_gives_the_bits_of_ours(ranks2, spec: str):
     assert ranks2.run(_same_as_ours, spec) == [True, True]
 
@@ -145,11 +148,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_arguments_that_are_none_are_named(ranks2, case: str):
-    ranks2.run(_named, case)
-
-
-def _named(rank: int, world_size: int, case: str) -> None:
+def test_arguments_that_are_none_are_named(group_of_one: None, case: str):
     with pytest.raises(SettingError, match=f"(?s)CompressState.*{WRONG[case][1]}"):
         WRONG[case][0]()
 
@@ -176,7 +175,7 @@ def _rolled_back(rank: int, world_size: int, spec: str) -> None:
     assert not state.state_dict()["residuals"] and not state.state_dict()["factors"]
 
 
-@pytest.mark.parametrize("spec", LOSSY)
+@pytest.mark.parametrize("spec", [pytest.param(LOSSY[0], marks=pytest.mark.long), *LOSSY[1:]])
 def test_a_state_that_is_loaded_takes_the_place_of_what_was_kept(ranks2, spec: str):
     ranks2.run(_rolled_back, spec)
 
@@ -184,7 +183,7 @@ def test_a_state_that_is_loaded_takes_the_place_of_what_was_kept(ranks2, spec: s
 def _connections(rank: int, world_size: int) -> int:
     """How many were made for states that came one after the other."""
     group = dist.new_group()
-    for _ in range(8):
+    for _ in range(6):
         model = nn.Linear(3, 2)
         ddp = TorchDDP(model, process_group=group)
         ddp.register_comm_hook(CompressState("int8", group), compress)
@@ -224,15 +223,29 @@ def _joined(rank: int, world_size: int, spec: str, views: bool, own_steps: int) 
 
     exact = sum(gradient(0, step).double() for step in range(own_steps)) / world_size
     with ddp.join():
-        for step in range(own_steps if rank == 0 else 60):
+        for step in range(own_steps if rank == 0 else 30):
             optimizer.zero_grad()
             ddp(gradient(rank, step), rank == 0).backward()
             optimizer.step()
     return float((model.second.double() + exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["", "views"])
-@pytest.mark.parametrize("spec", LOSSY)
+OWN = ("int4:error_feedback", "powersgd:rank=1")
+
+
+@pytest.mark.parametrize(
+    ("spec", "views"),
+    [
+        pytest.param(
+            spec,
+            views,
+            marks=[pytest.mark.long] * (views == (spec in OWN) or spec == LOSSY[0]),
+            id=f"{spec}-{'views' * views}",
+        )
+        for spec in LOSSY
+        for views in (False, True)
+    ],
+)
 def test_what_a_rank_that_joins_has_used_alone_is_applied_once(ranks2, spec: str, views: bool):
     """Torch stores averages of it still, and with them what was kept, which is owed no longer then."""
     for own_steps in (1, 2):  # torch lays buckets out anew behind the first one, on a rank that has joined, too
@@ -267,7 +280,9 @@ def _thrown_away(rank: int, world_size: int, spec: str) -> float:
     return float((model.second.double() + exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("spec", ["int4:error_feedback", "topk:ratio=0.1,min_numel=1"])
+@pytest.mark.parametrize(
+    "spec", ["int4:error_feedback", pytest.param("topk:ratio=0.1,min_numel=1", marks=pytest.mark.long)]
+)
 def test_what_a_rank_throws_away_before_it_joins_is_not_taken_for_applied(ranks2, spec: str):
     assert max(ranks2.run(_thrown_away, spec)) < tolerances.APPLIED
 

@@ -143,10 +143,14 @@ CASES = [
 ]
 
 
+def _train_each(rank: int, world_size: int) -> list[list[Seen]]:
+    return [_train(rank, world_size, OPTIONS[options], *case) for options, *case in dict.fromkeys(CASES)]
+
+
 def test_outputs_gradients_and_statistics_are_those_of_one_process(ranks: RankPool):
-    for options, *case in dict.fromkeys(CASES):
+    of_ranks = ranks.run(_train_each)
+    for (options, *case), *found in zip(dict.fromkeys(CASES), *of_ranks, strict=True):
         expected = _reference(ranks.world_size, OPTIONS[options], *case)
-        found = ranks.run(_train, OPTIONS[options], *case)
         for rank in range(ranks.world_size):
             for step, (mine, theirs) in enumerate(zip(found[rank], expected[rank], strict=True)):
                 _close(mine, theirs, case[2], f"{options}, {case}: rank {rank}, step {step}")
@@ -333,8 +337,15 @@ def test_it_is_copied_and_pickled_and_works_in_one_process():
         assert_same_bits(dict(each.state_dict()), dict(expected.state_dict()))
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("missing", [("num_batches_tracked",), ("running_mean", "running_var")])
+@pytest.mark.parametrize(
+    ("missing", "momentum"),
+    [
+        pytest.param(("num_batches_tracked",), 0.1, marks=pytest.mark.long),
+        (("num_batches_tracked",), None),
+        (("running_mean", "running_var"), 0.1),
+        pytest.param(("running_mean", "running_var"), None, marks=pytest.mark.long),
+    ],
+)
 def test_what_a_layer_does_not_track_is_none_as_in_torchs(
     ranks2: RankPool, missing: Sequence[str], momentum: float | None
 ):
@@ -392,11 +403,16 @@ def _twice() -> None:
 
 
 def test_bad_input_is_an_error_on_every_rank(ranks2: RankPool):
-    for case, (_, error, message) in BAD.items():
-        for found, text in ranks2.run(_bad, case):
+    for case, *of_ranks in zip(BAD, *ranks2.run(_bad_each), strict=True):
+        _, error, message = BAD[case]
+        for found, text in of_ranks:
             assert found == error.__name__, f"{case}: {found}: {text}"
             with pytest.raises(error, match=message):
                 raise error(text)
+
+
+def _bad_each(rank: int, world_size: int) -> list[tuple[str, str]]:
+    return [_bad(rank, world_size, case) for case in BAD]
 
 
 def _bad(rank: int, world_size: int, case: str) -> tuple[str, str]:
@@ -439,10 +455,15 @@ def _other_channels(rank: int, world_size: int) -> str:
 def test_layers_of_other_sizes_in_another_order_are_an_error_on_every_rank():
     """gloo ends a process that receives a longer message than it waits for."""
     few, more, many = 3, 5, FIRST_CHANNELS + 1
-    for sizes in ((few, more), (more, few), (few, many), (many, few), (many, many + 1)):
-        for text in run_ranks(_other_order, 2, sizes):
+    each = ((few, more), (more, few), (few, many), (many, few), (many, many + 1))
+    for sizes, *texts in zip(each, *run_ranks(_other_orders, 2, each), strict=True):
+        for text in texts:
             assert text.startswith("ranks differ in the SyncBatchNorm that they run: "), f"{sizes}: {text}"
             assert f"rank 0 has one of {sizes[0]} channels, rank 1 one of {sizes[1]}" in text
+
+
+def _other_orders(rank: int, world_size: int, each: tuple[tuple[int, int], ...]) -> list[str]:
+    return [_other_order(rank, world_size, sizes) for sizes in each]
 
 
 def _other_order(rank: int, world_size: int, sizes: tuple[int, int]) -> str:
@@ -452,12 +473,17 @@ def _other_order(rank: int, world_size: int, sizes: tuple[int, int]) -> str:
 
 
 def test_a_layer_with_more_channels_than_the_first_message_takes(ranks2: RankPool):
-    for channels in (FIRST_CHANNELS, FIRST_CHANNELS + 1, 3 * FIRST_CHANNELS):
+    each = (FIRST_CHANNELS, FIRST_CHANNELS + 1, 3 * FIRST_CHANNELS)
+    for channels, *of_ranks in zip(each, *ranks2.run(_many_channels_each, each), strict=True):
         whole = nn.BatchNorm1d(channels, dtype=torch.float64)
         expected = whole(torch.cat([batch(rank, 0, 4, channels).double() for rank in range(2)]))
-        for rank, (output, mean) in enumerate(ranks2.run(_many_channels, channels)):
+        for rank, (output, mean) in enumerate(of_ranks):
             assert torch.allclose(output, expected[4 * rank : 4 * rank + 4], rtol=1e-12, atol=1e-12), channels
             assert torch.allclose(mean, whole.running_mean, rtol=1e-12, atol=1e-12), channels
+
+
+def _many_channels_each(rank: int, world_size: int, each: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    return [_many_channels(rank, world_size, channels) for channels in each]
 
 
 def _many_channels(rank: int, world_size: int, channels: int) -> tuple[Tensor, Tensor]:

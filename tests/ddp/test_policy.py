@@ -41,19 +41,23 @@ def _of(rank: int, world_size: int, setting: Any, options: dict[str, Any]) -> tu
     return found, ddp.compression_by_parameter(), ddp._get_ddp_logging_data()["compression_by_parameter"]
 
 
+def _of_each(rank: int, world_size: int, ways: list[tuple[Any, dict[str, Any]]]) -> list[Any]:
+    return [_of(rank, world_size, setting, options) for setting, options in ways]
+
+
 def test_each_parameter_has_the_bits_of_its_setting(ranks: RankPool):
-    alone = {setting: ranks.run(_of, setting, {}) for setting in ("none:accumulate=fp32", "bf16", "int8")}
+    alone = ("none:accumulate=fp32", "bf16", "int8")
     policies = (BY_NAME, _choose, "*.bias: none:accumulate=fp32; 0.*|2.*: bf16; *: int8")
-    for given, options in itertools.product(
-        policies, ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True})
-    ):
-        for rank, (grads, settings, text) in enumerate(ranks.run(_of, given, options)):
+    ways = list(itertools.product(policies, ({}, {"bucket_cap_mb": 0.001}, {"gradient_as_bucket_view": True})))
+    for found in ranks.run(_of_each, [*((setting, {}) for setting in alone), *ways]):
+        expected = dict(zip(alone, found, strict=False))
+        for (given, options), (grads, settings, text) in zip(ways, found[len(alone) :], strict=True):
             assert set(settings.values()) == set(alone)
             for step, of in enumerate(grads):
                 for name, grad in of.items():
                     assert settings[name] == _choose(name, torch.zeros(()))
                     where = f"{given}, {options}: {name}, step {step}"
-                    assert_same_bits(grad, alone[settings[name]][rank][0][step][name], where)
+                    assert_same_bits(grad, expected[settings[name]][0][step][name], where)
             assert "bf16: " in text and "0.weight" in text
 
 
@@ -97,23 +101,36 @@ def _by_rank(name: str, parameter: Tensor) -> str:
         ({"0.*": "int8"}, "parameter '2.weight' matches no key: '0.*'; '*' matches all"),
         ({"*": "int9"}, "the rule '*': unknown compression 'int9'"),
         ({"*": "int8:warm_up=3"}, "warm_up in a policy's rule 'int8:warm_up=3'"),
-        ({"ndim<two": "int8"}, "'ndim<two' in the key 'ndim<two' of a policy is no condition"),
+        pytest.param(
+            {"ndim<two": "int8"}, "'ndim<two' in the key 'ndim<two' of a policy is no condition", marks=pytest.mark.long
+        ),
         ("ndims<2: none; *: int8", "'ndims<2' in the key 'ndims<2' of a policy is no condition"),
-        ({"other*": "bf16", "*": "none"}, "matches no parameter; there are: 0.weight, "),
+        pytest.param(
+            {"other*": "bf16", "*": "none"}, "matches no parameter; there are: 0.weight, ", marks=pytest.mark.long
+        ),
         ("auto", "or a policy, auto4 or 'key: setting; key: setting', did you mean 'auto4'?"),
         ({"": "int8"}, "the key '' of a policy"),
         ({"*": 3}, "the rule '*': 3 is no setting"),
         ("*: int8; none", "'none' in '*: int8; none' is no rule"),
-        ("int8,warm_up=2", "'int8,warm_up=2': options stand behind a colon, 'int8:warm_up=2'; allowed: "),
+        pytest.param(
+            "int8,warm_up=2",
+            "'int8,warm_up=2': options stand behind a colon, 'int8:warm_up=2'; allowed: ",
+            marks=pytest.mark.long,
+        ),
         ("int8 , block=64:error_feedback", "options stand behind a colon, 'int8:block=64'; allowed: "),
         ("auto4,warm_up=100", "auto4 is a policy, and takes no arguments"),
-        ("auto4:error_feedback", "auto4 is a policy, and takes no arguments"),
+        pytest.param("auto4:error_feedback", "auto4 is a policy, and takes no arguments", marks=pytest.mark.long),
     ],
 )
 def test_a_policy_that_does_not_fit_says_where(ranks2: RankPool, given: Any, text: str):
-    for later in (False, True):
-        for found in ranks2.run(_differing, [given, given], later):
+    for of_rank in ranks2.run(_misfit, given):
+        for found in of_rank:
             assert found.startswith("SettingError") and text in found, found
+
+
+def _misfit(rank: int, world_size: int, given: Any) -> list[str]:
+    """What is raised where it is given to a new wrapper, and to one that has another setting."""
+    return [_differing(rank, world_size, [given, given], later) for later in (False, True)]
 
 
 # With everything else
@@ -122,9 +139,9 @@ def test_a_policy_that_does_not_fit_says_where(ranks2: RankPool, given: Any, tex
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (FEEDBACK, FEEDBACK),
+        pytest.param(FEEDBACK, FEEDBACK, marks=pytest.mark.long),
         ("int8:error_feedback", FEEDBACK),
-        (FEEDBACK, "none"),
+        pytest.param(FEEDBACK, "none", marks=pytest.mark.long),
         (FEEDBACK, "0.weight: none; *: int4:error_feedback"),
     ],
 )

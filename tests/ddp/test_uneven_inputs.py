@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import warnings
 from collections.abc import Collection
@@ -113,10 +114,15 @@ LOOPS = {
 }
 
 
+def _train_each(rank: int, world_size: int, setting: str, loop: Loop, behind: bool) -> list[dict[str, Any]]:
+    """With zeros, and in a join under two sizes of buckets."""
+    ways = ((25, False, False), (0.001, True, behind), (25, True, behind))
+    return [_train(rank, world_size, setting, cap, loop, joins, after) for cap, joins, after in ways]
+
+
 def _check(pool: RankPool, setting: str, loop: Loop, behind: bool = False) -> None:
-    ranks = pool.run(_train, setting, 25, loop, False, timeout=SECONDS)
-    for cap in (0.001, 25):
-        joined = pool.run(_train, setting, cap, loop, True, behind, timeout=SECONDS)
+    ranks, *in_joins = zip(*pool.run(_train_each, setting, loop, behind, timeout=3 * SECONDS), strict=True)
+    for cap, joined in zip((0.001, 25), in_joins, strict=True):
         for one, all_along, inputs in zip(joined, ranks, loop.inputs, strict=False):
             averages = all_along["averages"]
             assert_same_bits(one["averages"], averages[:inputs] + averages[STEPS:])
@@ -124,7 +130,10 @@ def _check(pool: RankPool, setting: str, loop: Loop, behind: bool = False) -> No
             assert_same_bits([one["kept"] for one in joined], [one["kept"] for one in ranks])
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize(
+    "loop",
+    [pytest.param(loop, id=name, marks=[pytest.mark.long] * (name == "clipped")) for name, loop in LOOPS.items()],
+)
 def test_a_rank_that_has_joined_is_as_one_that_brings_zeros(ranks2: RankPool, loop: Loop):
     _check(ranks2, "int8:error_feedback", loop)
 
@@ -270,9 +279,24 @@ def _left_over_in_a_join(rank: int, world_size: int, setting: str, divides: bool
     return torch.cat([-p.detach() for p in ddp.module.values]), torch.cat(exact)
 
 
-@pytest.mark.parametrize(("divides", "skips"), [(False, False), (True, True)], ids=["over those left", "skipped"])
-@pytest.mark.parametrize("setting", ["topk:ratio=0.1,min_numel=1", "int4:block=32,error_feedback"])
-@pytest.mark.parametrize("hosts", ["aaa", "aab"])
+TOP_K, INT4 = "topk:ratio=0.1,min_numel=1", "int4:block=32,error_feedback"
+PICKED = [("aaa", TOP_K, False), ("aaa", INT4, True), ("aab", TOP_K, True), ("aab", INT4, False)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "setting", "divides", "skips"),
+    [
+        pytest.param(
+            hosts,
+            setting,
+            skips,
+            skips,
+            id=f"{hosts}-{setting}-{'skipped' if skips else 'over those left'}",
+            marks=[pytest.mark.long] * ((hosts, setting, skips) not in PICKED),
+        )
+        for hosts, setting, skips in itertools.product(["aaa", "aab"], [TOP_K, INT4], [False, True])
+    ],
+)
 def test_what_a_switch_has_left_to_ranks_that_join_is_not_lost(
     ranks3: RankPool, ranks21: RankPool, hosts: str, setting: str, divides: bool, skips: bool
 ):

@@ -214,7 +214,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("setting", ["fp16", "int8"])
+@pytest.mark.parametrize("setting", [pytest.param("fp16", marks=pytest.mark.long), "int8"])
 def test_what_has_changed_since_the_reduction_is_read_again(ranks2: RankPool, setting: str):
     assert_same_on_all(ranks2.run(_changed, setting))
 

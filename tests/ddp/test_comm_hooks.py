@@ -68,10 +68,17 @@ def _same_gradients(rank: int, world_size: int, hook: str, views: bool, cap: flo
     )
 
 
-@pytest.mark.parametrize("views", [False, True])
+OWN = ["allreduce", "builtin fp16", "PowerSGD in FP16", "fused optimizer"]
+IN_VIEWS = ["fp16", "PowerSGD", "another buffer"]
+
+
 @pytest.mark.parametrize(
-    "hook",
-    ["allreduce", "fp16", "builtin fp16", "PowerSGD", "PowerSGD in FP16", "another buffer", "fused optimizer"],
+    ("hook", "views"),
+    [
+        pytest.param(hook, views, marks=[pytest.mark.long] * (views != (hook in IN_VIEWS)))
+        for hook in [*OWN, *IN_VIEWS]
+        for views in (False, True)
+    ],
 )
 def test_hooks_give_torchs_bits(ranks2, hook: str, views: bool):
     cap = 25 if "PowerSGD" in hook else 0.005  # on gloo, torch's PowerSGD aborts with several buckets
@@ -162,8 +169,15 @@ def _optimizers_in_backward(rank: int, world_size: int, views: bool, some: bool)
     return all(map(torch.equal, *trained)), torch.equal(elsewhere, averaged[1])
 
 
-@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(
+    ("views", "some"),
+    [
+        pytest.param(False, False, id="False-all", marks=pytest.mark.long),
+        pytest.param(False, True, id="False-some"),
+        pytest.param(True, False, id="True-all"),
+        pytest.param(True, True, id="True-some", marks=pytest.mark.long),
+    ],
+)
 def test_optimizers_step_in_backward_with_torchs_bits(ranks2, views: bool, some: bool):
     """Without views, torch leaves gradients that no such optimizer takes as they are on each rank."""
     assert ranks2.run(_optimizers_in_backward, views, some) == [(True, True)] * 2
@@ -207,8 +221,17 @@ def _joined(rank: int, world_size: int, by_initial_size: bool, compression: str)
     )
 
 
-@pytest.mark.parametrize("by_initial_size", [True, False])
-@pytest.mark.parametrize(("compression", "bound"), [("none", 0.0), ("fp16", 1e-4), ("int8", 1e-3)])
+@pytest.mark.parametrize(
+    ("compression", "bound", "by_initial_size"),
+    [
+        ("none", 0.0, True),
+        ("none", 0.0, False),
+        pytest.param("fp16", 1e-4, True, marks=pytest.mark.long),
+        pytest.param("fp16", 1e-4, False, marks=pytest.mark.long),
+        pytest.param("int8", 1e-3, True, marks=pytest.mark.long),
+        ("int8", 1e-3, False),
+    ],
+)
 def test_join_with_uneven_inputs(ranks2, by_initial_size: bool, compression: str, bound: float):
     assert max(ranks2.run(_joined, by_initial_size, compression)) <= bound
 
@@ -271,7 +294,7 @@ def _joined_with_others(rank: int, world_size: int, views: bool) -> tuple[float,
     return float((trained[0] - trained[1]).abs().max()), totals[1]
 
 
-@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("views", [pytest.param(False, marks=pytest.mark.long), True])
 def test_joined_with_a_zero_optimizer_and_a_joinable_of_the_users(ranks2, views: bool):
     assert ranks2.run(_joined_with_others, views) == [(0.0, 7.0)] * 2
 

@@ -216,7 +216,7 @@ def _interrupted(rank: int, world_size: int, transport: str, handler: Any, path:
         ("gloo", signal.default_int_handler),
         ("shm", signal.default_int_handler),
         ("gloo", _preempt),
-        ("gloo", partial(_preempt, "why")),
+        pytest.param("gloo", partial(_preempt, "why"), marks=pytest.mark.long),
         ("gloo", _Handlers()),
     ],
     ids=["Ctrl-C, gloo", "Ctrl-C, shm", "an exception, gloo", "a partial function's, gloo", "an object's, gloo"],

@@ -124,7 +124,10 @@ def _bits(rank: int, size: int, place: Place, setting: str, kernels: str) -> Non
             ddp.reducer.close()
 
 
-@pytest.mark.parametrize("setting", CHOSEN)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(setting, marks=[long_without_a_gpu] * setting.endswith("wire")) for setting in CHOSEN],
+)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_averages_have_the_bits_of_the_cpus(kernels: str, setting: str, ranks: RankPool, place: Place):
     ranks.run(run_step_case, _bits, place, setting, kernels, timeout=SECONDS)

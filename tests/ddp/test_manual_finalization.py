@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce.errors import ReducerError, SettingError
-from tests.support.each_setting import EACH_SETTING
-from tests.support.models import Boom, Branches, assert_same_bits, batch, grads_of, mlp, wrap
+from tests.support.models import SETTINGS, Boom, Branches, assert_same_bits, batch, grads_of, mlp, wrap
 from tests.support.ranks import OVER_HOSTS, RankPool
 
 IN_TORCH = hasattr(TorchDDP, "finalize_backward")
@@ -70,14 +69,30 @@ def _same_training(rank: int, world_size: int, options: dict[str, Any], seed: in
     assert_same_bits(_train(rank, "ours", True, options, seed), expected, f"rank {rank}")
 
 
-@pytest.mark.parametrize("setting", [*EACH_SETTING, "powersgd:rank=2"])
+PICKED = ("none", "fp16", "int8:error_feedback", "powersgd:rank=2")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, marks=[pytest.mark.long] * (setting not in PICKED))
+        for setting in (*SETTINGS, "powersgd:rank=2")
+    ],
+)
 def test_training_has_the_same_bits(ranks2: RankPool, setting: str):
     ranks2.run(_same_training, {"compression": setting}, 1)
 
 
 @OVER_HOSTS
-@pytest.mark.parametrize("views", [False, True], ids=["own", "views"])
-@pytest.mark.parametrize("transport", ["gloo", None])
+@pytest.mark.parametrize(
+    ("transport", "views"),
+    [
+        pytest.param("gloo", False, id="gloo-own"),
+        pytest.param("gloo", True, id="gloo-views", marks=pytest.mark.long),
+        pytest.param(None, False, id="None-own", marks=pytest.mark.long),
+        pytest.param(None, True, id="None-views"),
+    ],
+)
 def test_training_has_the_same_bits_over_each_transport(ranks: RankPool, views: bool, transport: str | None):
     if ranks.world_size == 3 and transport is not None:
         pytest.skip("the transport is the hosts'")

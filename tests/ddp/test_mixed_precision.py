@@ -81,8 +81,14 @@ def _compare(rank: int, world_size: int, config: Any, options: dict[str, Any]) -
 DTYPES = [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize(("low", "reduced"), DTYPES)
+@pytest.mark.parametrize(
+    ("low", "reduced", "views"),
+    [
+        pytest.param(*pair, views, marks=[pytest.mark.long] * (views == i % 2))
+        for i, pair in enumerate(DTYPES)
+        for views in (False, True)
+    ],
+)
 def test_averages_are_those_of_a_cast_model(ranks2: Any, low: torch.dtype, reduced: torch.dtype | None, views: bool):
     config = _MixedPrecision(param_dtype=low, reduce_dtype=reduced, buffer_dtype=low)
     ranks2.run(_compare, config, {"gradient_as_bucket_view": views})
@@ -252,8 +258,17 @@ def _loaded_at_every_moment(rank: int, world_size: int, moment: str, part: str) 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("part", ["module", "layers"])
-@pytest.mark.parametrize("moment", ["forward", "local", "raised"])
+@pytest.mark.parametrize(
+    ("moment", "part"),
+    [
+        ("forward", "module"),
+        pytest.param("forward", "layers", marks=pytest.mark.long),
+        pytest.param("local", "module", marks=pytest.mark.long),
+        ("local", "layers"),
+        ("raised", "module"),
+        pytest.param("raised", "layers", marks=pytest.mark.long),
+    ],
+)
 def test_what_a_module_inside_loads_stays(ranks2: Any, moment: str, part: str):
     ranks2.run(_loaded_at_every_moment, moment, part, timeout=60)
 

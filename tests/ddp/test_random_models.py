@@ -47,7 +47,7 @@ def test_more_random_programs_train_as_with_torch(ranks: RankPool, program: Prog
 
 
 @pytest.mark.parametrize(
-    "setting", ["fp16", "int8:error_feedback", *(pytest.param(s, marks=pytest.mark.long) for s in ("bf16", "int8"))]
+    "setting", ["int8:error_feedback", *(pytest.param(s, marks=pytest.mark.long) for s in ("fp16", "bf16", "int8"))]
 )
 @given(program=programs())
 @_examples(5)

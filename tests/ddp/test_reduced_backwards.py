@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastreduce import errors
-from tests.support.each_setting import EACH_SETTING
+from tests.support.each_setting import EACH_SETTING, PICKED
 from tests.support.models import (
     EXACT,
+    SETTINGS,
     Branches,
     Grads,
     Heads,
@@ -171,9 +173,13 @@ def _changed_behind(rank: int, world_size: int, how: str, setting: str, transpos
     return ours
 
 
-@pytest.mark.parametrize("how", BEHIND)
-@pytest.mark.parametrize("setting", ["none", pytest.param("fp16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("transposed", "setting", "how"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[1] != "none" or (case[0] and case[2] != "copied")))
+        for case in itertools.product([False, True], ["none", "fp16"], BEHIND)
+    ],
+)
 def test_a_hook_that_changes_a_grad_behind_its_buckets_launch_changes_no_average(
     ranks2: RankPool, how: str, setting: str, transposed: bool
 ):
@@ -224,7 +230,12 @@ def test_unused_parameters_end_as_with_torchs_search(ranks_views: tuple[RankPool
     _check_unused(*ranks_views, case, ours_finds=False)
 
 
-@pytest.mark.parametrize("case", UNUSED)
+SOME_UNUSED = ("kept from the last step", "other ones on other ranks", "used under no_sync only, and zeroed in place")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case not in SOME_UNUSED)) for case in UNUSED]
+)
 def test_find_unused_parameters_is_accepted_and_changes_nothing(ranks_views_crossed: tuple[RankPool, bool], case: str):
     _check_unused(*ranks_views_crossed, case, ours_finds=True)
 
@@ -255,8 +266,21 @@ THROWN_AWAY = {
 }
 
 
-@pytest.mark.parametrize("setting", EACH_SETTING)
-@pytest.mark.parametrize("case", THROWN_AWAY)
+BETWEEN = ("bf16:accumulate=wire", "int8:error_feedback")
+
+
+@pytest.mark.parametrize(
+    ("case", "setting"),
+    [
+        pytest.param(
+            case,
+            setting,
+            marks=[pytest.mark.long] * (setting not in PICKED or (setting in BETWEEN) != case.startswith("between")),
+        )
+        for case in THROWN_AWAY
+        for setting in SETTINGS
+    ],
+)
 def test_what_was_used_and_thrown_away_is_not_used(ranks_views: tuple[RankPool, bool], case: str, setting: str):
     """The reduced backward leaves it alone, as if those before had not been."""
     ranks, views = ranks_views

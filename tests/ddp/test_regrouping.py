@@ -52,8 +52,15 @@ def _regroup(rank: int, world_size: int, groups: list[list[int]], options: dict[
 GROUPS = {2: [[0, 1], [0], [0, 1]], 3: [[0, 1, 2], [0, 2], [1, 2], [1], [0, 1, 2]]}
 
 
-@pytest.mark.parametrize("views", [False, True], ids=["own", "views"])
-@pytest.mark.parametrize("world_size", GROUPS)
+@pytest.mark.parametrize(
+    ("world_size", "views"),
+    [
+        pytest.param(2, False, id="2-own", marks=pytest.mark.long),
+        pytest.param(2, True, id="2-views"),
+        pytest.param(3, False, id="3-own"),
+        pytest.param(3, True, id="3-views", marks=pytest.mark.long),
+    ],
+)
 def test_the_process_group_can_shrink_and_grow_as_torchs(request: pytest.FixtureRequest, world_size: int, views: bool):
     groups = GROUPS[world_size]
     pool: RankPool = request.getfixturevalue(f"ranks{world_size}")

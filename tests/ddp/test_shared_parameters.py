@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -70,9 +71,16 @@ def _together(rank: int, _: int, made: Any, transport: str, views: bool) -> None
         assert_same_bits(grads, expected)
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
-@pytest.mark.parametrize("made", [_beside, _within])
+PICKED = [(_beside, "shm", False), (_beside, "gloo", True), (_within, "shm", True), (_within, "gloo", False)]
+
+
+@pytest.mark.parametrize(
+    ("made", "transport", "views"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case not in PICKED))
+        for case in itertools.product([_beside, _within], ["shm", "gloo"], [False, True])
+    ],
+)
 def test_one_backward_through_both_averages_what_they_share(ranks2: RankPool, made: Any, transport: str, views: bool):
     ranks2.run(_together, made, transport, views)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -35,6 +36,7 @@ def test_fp8_trains_what_int8_cannot_see(alone: None):
         assert _fit(setting) > 1.1 * wanted, "small gradients are zero beside large ones"
 
 
+@pytest.mark.long
 def test_stochastic_rounding_sees_more_of_them_than_rounding_to_nearest(alone: None):
     """At its end a loss is above that of `none` by 11 % to nearest, and by 4 % by chance."""
     wanted, nearest, stochastic = (_fit(setting) for setting in ("none", "int4", "int4:rounding=stochastic"))

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,9 +46,13 @@ from tests.support.threads import communication_threads, threads_left_over
 # Checkpointing
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+@pytest.mark.parametrize(
+    ("reentrant", "twice", "static"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (case[2] != (case[0] == case[1])))
+        for case in product([False, True], repeat=3)
+    ],
+)
 def test_checkpointed_layers_equal_torch_and_the_average(
     ranks_views: tuple[RankPool, bool], reentrant: bool, twice: bool, static: bool
 ):

@@ -132,7 +132,15 @@ def _switched(rank: int, world_size: int, path: Path, old: str, new: str) -> Any
     return [each.model.module.state_dict() for each in (training, again)]
 
 
-@pytest.mark.parametrize(("old", "new"), [("int8", SPEC), (SPEC, FEEDBACK), (FEEDBACK, SPEC), (SPEC, SPECS[0])])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param("int8", SPEC, marks=pytest.mark.long),
+        pytest.param(SPEC, FEEDBACK, marks=pytest.mark.long),
+        (FEEDBACK, SPEC),
+        (SPEC, SPECS[0]),
+    ],
+)
 def test_a_switch_has_the_bits_of_a_checkpoint_resumed(ranks2: RankPool, tmp_path: Path, old: str, new: str):
     for switched, resumed in ranks2.run(_switched, tmp_path / "snapshot.pt", old, new):
         assert_same_bits(resumed, switched)

@@ -6,6 +6,7 @@ On two ranks `none` must give torch's bits. On three it does so too where whole 
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import nn
 
 import fastreduce
 from tests.support import tolerances
-from tests.support.each_setting import EACH_SETTING, EACH_TWO_SHOT
+from tests.support.each_setting import EACH_SETTING
 from tests.support.models import (
+    TWO_SHOT,
     Grads,
     MixedDtypes,
     OddShapes,
@@ -47,8 +49,21 @@ def _train_both(rank: int, world_size: int, model: str, options: dict[str, Any])
     return ours
 
 
-@pytest.mark.parametrize("caps", CAPS)
-@pytest.mark.parametrize("model", MODELS)
+# By turns with gradients of their own and with views.
+BY_TURNS = [
+    pytest.param(
+        model,
+        caps,
+        views,
+        id=f"{'views' if views else 'own'}-{model}-{caps}",
+        marks=[pytest.mark.long] * (views == i % 2),
+    )
+    for i, (model, caps) in enumerate(itertools.product(MODELS, CAPS))
+    for views in (False, True)
+]
+
+
+@pytest.mark.parametrize(("model", "caps", "views"), BY_TURNS)
 def test_gradients_and_parameters_equal_those_of_torch_bit_for_bit_over_steps(
     ranks2: RankPool, model: str, caps: str, views: bool
 ):
@@ -56,7 +71,15 @@ def test_gradients_and_parameters_equal_those_of_torch_bit_for_bit_over_steps(
     equal_on_all(ranks2.run(_train_both, model, options))
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("views", "set_to_none"),
+    [
+        pytest.param(False, True, id="own-True"),
+        pytest.param(False, False, id="own-False", marks=pytest.mark.long),
+        pytest.param(True, True, id="views-True", marks=pytest.mark.long),
+        pytest.param(True, False, id="views-False"),
+    ],
+)
 def test_zero_grad_in_place_and_to_none_equal_torch(ranks2: RankPool, views: bool, set_to_none: bool):
     options = {"bucket_cap_mb": 0.004, "gradient_as_bucket_view": views, "set_to_none": set_to_none}
     for model in MODELS:
@@ -71,7 +94,16 @@ def _train(rank: int, world_size: int, kind: str, model: str, options: dict[str,
     return train(kind, MODELS[model], rank, **options)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "views"),
+    [
+        pytest.param(
+            model, views, id=f"{'views' if views else 'own'}-{model}", marks=[pytest.mark.long] * (views == i % 2)
+        )
+        for i, model in enumerate(MODELS)
+        for views in (False, True)
+    ],
+)
 def test_three_ranks_agree_with_torch_within_the_order_of_summation(ranks3: RankPool, model: str, views: bool):
     options = {"steps": 3, "lr": 0.0, "bucket_cap_mb": 0.004, "gradient_as_bucket_view": views}
     ours = equal_on_all(ranks3.run(_train, "ours", model, options))
@@ -111,7 +143,10 @@ def test_replicas_stay_bitwise_equal_through_training(ranks3: RankPool, setting:
     equal_on_all(ranks3.run(_train, "ours", "mlp", options))
 
 
-@pytest.mark.parametrize("setting", EACH_TWO_SHOT)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=[pytest.mark.long] * (s not in ("fp16", "int8:error_feedback"))) for s in TWO_SHOT],
+)
 def test_two_shot_results_depend_neither_on_bucket_size_nor_on_views_nor_on_the_run(ranks3: RankPool, setting: str):
     expected: Any = None
     for caps, views in ((25.0, False), (25.0, False), (0.004, True), (1e-6, False)):
@@ -141,7 +176,7 @@ def _losses(rank: int, world_size: int, setting: str) -> tuple[float, float]:
     return losses[0], losses[-1]
 
 
-@pytest.mark.parametrize("setting", ["none", "fp16", "int8:error_feedback"])
+@pytest.mark.parametrize("setting", ["none", pytest.param("fp16", marks=pytest.mark.long), "int8:error_feedback"])
 def test_the_reference_kernels_train_to_the_same_bits(ranks2: RankPool, setting: str):
     options = {"compression": setting, "bucket_cap_mb": 0.004}
     for model in MODELS:
@@ -158,9 +193,14 @@ def _train_with_kernels(rank: int, world_size: int, kernels: str, model: str, op
 
 @pytest.mark.parametrize("spec", ["powersgd:rank=2", "topk:ratio=0.2,min_numel=1", "int8:error_feedback"])
 def test_the_default_dtype_changes_no_bit_of_fp32_gradients(ranks2: RankPool, spec: str):
-    expected = ranks2.run(_under_default_dtype, torch.float32, spec)
-    for dtype in (torch.float64, torch.bfloat16):
-        assert_same_bits(ranks2.run(_under_default_dtype, dtype, spec), expected, f"{dtype}")
+    for expected, *others in ranks2.run(_under_default_dtypes, spec):
+        for dtype, found in zip((torch.float64, torch.bfloat16), others, strict=True):
+            assert_same_bits(found, expected, f"{dtype}")
+
+
+def _under_default_dtypes(rank: int, world_size: int, spec: str) -> list[Any]:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16)
+    return [_under_default_dtype(rank, world_size, dtype, spec) for dtype in dtypes]
 
 
 def _under_default_dtype(rank: int, world_size: int, dtype: torch.dtype, spec: str) -> list[Any]:

@@ -94,7 +94,7 @@ def test_complex_gradients_that_only_another_rank_has_can_be_detached_in_place(r
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("change", ["channels_last", "contiguous", "data"])
+@pytest.mark.parametrize("change", ["channels_last", pytest.param("contiguous", marks=pytest.mark.long), "data"])
 def test_gradients_whose_memory_is_changed_behind_their_backs_are_averaged(ranks2: RankPool, change: str, views: bool):
     found = equal_on_all(ranks2.run(_changed_memory, change, views))
     for step, grads in enumerate(found):

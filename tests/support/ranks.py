@@ -223,6 +223,7 @@ def _work(pipe: Any, rank: int, world_size: int, port: int, stack_file: str, hos
         del job
         fn = args = None
         gc.collect()
+        gc.freeze()  # nor what a run has imported or compiled
         pipe.send_bytes(answer)
     if dist.is_initialized():
         dist.destroy_process_group()

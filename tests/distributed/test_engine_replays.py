@@ -19,7 +19,7 @@ from fastreduce import SettingError
 from fastreduce.environment.engines import SRUN_NAMES
 from tests.support import engine_environments as engines
 from tests.support import mpirun
-from tests.support.commands import FASTREDUCE, ROOT, TORCHRUN, Done, Running, finish, free_port, run, started
+from tests.support.commands import FASTREDUCE, PYTHON, ROOT, TORCHRUN, Done, Running, finish, free_port, run, started
 from tests.support.ranks import RankPool
 
 ENGINES = ("SLURM_", "OMPI_", "PMI", "PET_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "TORCHELASTIC_", "GLOO_")
@@ -123,13 +123,15 @@ def test_mpi_that_knows_nothing_of_the_ranks_is_an_error(engine: str):
     variables = step if engine == "srun" else engines.torchrun(1, 2)
     environment = {**mpirun.environment(), **without_engines(OMPI_MCA_ess_singleton_isolated="1", **variables)}
     code = "import fastreduce.distributed as dist; dist.init_process_group('mpi')"
-    done = run(sys.executable, "-c", code, env=environment, together=True)
+    done = run(PYTHON, "-c", code, env=environment, together=True)
     other = "srun says rank 1 of 2" if engine == "srun" else "RANK=1 and WORLD_SIZE=2 say another"
     assert done.returncode == 1
     assert f"SettingError: init_process_group over MPI: MPI says rank 0 of 1, and {other}. Start" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["fastreduce run", "python -m fastreduce.run"])
+@pytest.mark.parametrize(
+    "command", ["fastreduce run", pytest.param("python -m fastreduce.run", marks=pytest.mark.long)]
+)
 def test_an_unedited_script_gets_what_torchrun_would_have_set(command: str, tmp_path: Path):
     (tmp_path / "train.py").write_text(SHOW)
     words = (FASTREDUCE, "run") if command == "fastreduce run" else (sys.executable, "-m", "fastreduce.run")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, run
+from tests.support.commands import FASTREDUCE, PYTHON, ROOT, TORCHRUN, run
 
 README = ROOT / "README.md"
 SECONDS = 300
@@ -69,7 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(command: str, folder: Path) -> None:
     environment = dict(os.environ, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    done = run("bash", "-c", command, cwd=folder, env=environment, together=True, seconds=SECONDS)
+    words = shlex.split(command, comments=True)
+    typed = words if words[0] in (FASTREDUCE, PYTHON, TORCHRUN) else ["bash", "-c", command]
+    done = run(*typed, cwd=folder, env=environment, together=True, seconds=SECONDS)
     assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}"
 
 

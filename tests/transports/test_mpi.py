@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastreduce.transports.mpi import communicator
 from fastreduce.transports.mpi.library import GATE
-from tests.support.commands import ROOT, run
+from tests.support.commands import PYTHON, ROOT, run
 from tests.support.mpirun import HAS_MPI4PY, MPIRUN, SECONDS, environment, mpirun, needs_mpirun
 
 CHECKS = re.findall(
@@ -198,8 +198,8 @@ def test_where_mpi_cannot_be_used_the_error_says_what_helps_and_gloo_works_after
     if problem in ("no libmpi", "no threads") and (not HAS_MPI4PY or MPIRUN is None):
         pytest.skip("no mpirun, or no mpi4py")
     before, help_ = PROBLEMS[problem]
-    launcher = [str(MPIRUN), "-n", "1"] if problem == "no threads" else []
-    command = [*launcher, sys.executable, "-c", before + MISSING, f"file://{tmp_path}/store"]
+    python = [MPIRUN, "-n", "1", sys.executable] if problem == "no threads" else [PYTHON]
+    command = [*python, "-c", before + MISSING, f"file://{tmp_path}/store"]
     done = run(*command, env=environment())
     assert done.returncode == 0, done.stderr
     assert help_ in done.stdout
@@ -303,7 +303,7 @@ def test_hosts_of_one_name_are_told_apart(tmp_path: Path):
 @needs_mpirun
 def test_an_address_that_nobody_knows_is_told(tmp_path: Path):
     start = time.monotonic()
-    code, output = _join_on_two_hosts(tmp_path, "no-such-host.invalid", 100, 5)
+    code, output = _join_on_two_hosts(tmp_path, "no-such-host.invalid", 100, 2)
     assert code != 0 and time.monotonic() - start < 60
     assert "TransportError: init_process_group over MPI failed: " in output
     assert "rank 0's process, which holds the store at no-such-host.invalid:" in output

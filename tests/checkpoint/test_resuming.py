@@ -39,7 +39,7 @@ EXAMPLE = ROOT / "examples" / "snapshot_train.py"
     [
         ("none", True),
         pytest.param("fp16", False, marks=pytest.mark.long),
-        ("fp16", True),
+        pytest.param("fp16", True, marks=pytest.mark.long),
         pytest.param(FEEDBACK, False, marks=pytest.mark.long),
         (FEEDBACK, True),
     ],

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -65,7 +64,8 @@ def _peak_of_loading(rank: int, world_size: int, path: Path) -> float:
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:")]
         return int(line.split()[1]) << 10
 
-    model = nn.Linear(4096, 8192, bias=False)
+    model = nn.Linear(4096, 8192, bias=False, device="meta").to_empty(device="cpu")
+    nn.init.ones_(model.weight)
     if not path.exists():
         save_checkpoint(path, model=model)
     before = bytes_of("VmRSS")
@@ -122,7 +122,9 @@ def _damaged(path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["empty", "half", "last byte", "one bit", "other"])
+@pytest.mark.parametrize(
+    "how", ["half", "one bit", *(pytest.param(how, marks=pytest.mark.long) for how in ("empty", "last byte", "other"))]
+)
 def test_a_damaged_file_is_an_error_on_every_rank_and_the_previous_one_is_there(
     ranks2: RankPool, how: str, tmp_path: Path
 ):
@@ -283,7 +285,6 @@ def _call_alone(rank: int, world_size: int, call: Callable[..., Any], path: Path
             call(path, model=nn.Linear(2, 2))
         except RuntimeError as error:
             return type(error).__name__, str(error)
-    time.sleep(3)
     return "", ""
 
 
@@ -366,7 +367,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("on", [-1, 1])
+@pytest.mark.parametrize("on", [pytest.param(-1, marks=pytest.mark.long), 1])
 def test_a_path_that_names_no_file_is_an_error_on_every_rank(ranks2: RankPool, on: int, tmp_path: Path):
     """A rank that alone has one raised before or amid the exchanges, in which the others waited for it."""
     for path, text in PATHS.items():

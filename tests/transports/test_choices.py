@@ -39,19 +39,21 @@ if dist.get_rank() == 1:
     if "connecting" in sys.argv:
         connection.ShmConnection._connect = lambda *arguments: os._exit(9)
         DistributedDataParallel(model)
-    time.sleep(2)
+    time.sleep(1)
     os._exit(9)
 try:
     all_reduce_gradients(model.parameters()) if "call" in sys.argv else DistributedDataParallel(model)
 except TransportError as error:
     print(error, error.missing, flush=True)
 if dist.get_rank() == 0:
-    time.sleep(4)  # else the store is gone
+    time.sleep(3)  # else the store is gone
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize("when", ["first", "again", "call", "connecting"])
+@pytest.mark.parametrize(
+    "when", ["again", "connecting", *(pytest.param(when, marks=pytest.mark.long) for when in ("first", "call"))]
+)
 def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: str):
     """The others waited for the group's timeout, half an hour."""
     script = tmp_path / "train.py"

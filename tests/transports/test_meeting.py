@@ -71,8 +71,15 @@ def _in_a_place(store: StoreClient, rank: int) -> None:
     new_place(store, rank, 3, 20.0)
 
 
-@pytest.mark.parametrize("come", [_in_a_meeting, _in_a_place])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    ("late", "come"),
+    [
+        (0, _in_a_meeting),
+        (1, _in_a_place),
+        pytest.param(0, _in_a_place, marks=pytest.mark.long),
+        pytest.param(1, _in_a_meeting, marks=pytest.mark.long),
+    ],
+)
 def test_while_a_rank_does_not_come_the_first_of_the_others_says_so(
     come: Callable[[StoreClient, int], None],
     late: int,

@@ -167,6 +167,7 @@ def test_all_that_fails_with_the_first_names_who_is_missing_too(kind: str):
     with_time(test, 2.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gloo", "shm"])
 def test_what_moves_is_what_should(ranks: RankPool, kind: str):
     for rank, (name, at, size, *seen) in enumerate(ranks.run(_collected, kind)):
@@ -196,7 +197,7 @@ def test_a_gather_that_begins_late_has_its_place_among_the_collectives(ranks: Ra
     assert ranks.run(_gathers_late) == [expected] * size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 5))])
 def test_threads_move_what_gloo_moves(world_size: int):
     for rank, (name, at, size, *seen) in enumerate(in_threads(world_size, lambda _, t: collect(t))):
         assert (name, at, size) == ("local", rank, world_size)

@@ -152,7 +152,7 @@ dist.init_process_group("gloo")
 group, pair = dist.new_group([1, 2, 3]), dist.new_group([1, 2])
 rank = dist.get_rank()
 if rank == 2:
-    time.sleep(0.5)
+    time.sleep(1)
     os._exit(9)
 waits = {
     "all": dist.barrier,
@@ -165,7 +165,7 @@ try:
 except TransportError as error:
     print(error, flush=True)
 if rank == 0:
-    time.sleep(3.5)  # else the store is gone
+    time.sleep(5)  # else the store is gone
 os._exit(0)
 """
 GONE = "rank 2 is gone: its process has ended, or has closed its connections"
@@ -194,7 +194,7 @@ from fastreduce import TransportError
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=2))
 if dist.get_rank() == 1:
-    time.sleep(3)
+    time.sleep(4)
 try:
     dist.all_reduce(torch.ones(2))
 except TransportError:

@@ -155,9 +155,10 @@ def checkpoint(tmp_path: Path) -> None:
     "case",
     [
         "accumulated",
+        "unused",
         *(
             pytest.param(case, marks=pytest.mark.long)
-            for case in ("unused", "turns", "half a turn", "slow", "cut short", "checkpoint", "refused")
+            for case in ("turns", "half a turn", "slow", "cut short", "checkpoint", "refused")
         ),
     ],
 )

@@ -62,8 +62,7 @@ def test_two_stages_train_to_the_losses_of_one_process():
     assert one == two and len(one) == 3 and float(one[-1]) < 0.6 * float(one[0])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("compression", ["none", pytest.param("fp16", marks=pytest.mark.long)])
 def test_genesis_program_falls_back_to_gloo_and_learns(compression: str):
     found, output = losses("genesis_train.py", 2, "--compression", compression)
     assert len(found) == 3 and float(found[-1]) < 0.7 * float(found[0])

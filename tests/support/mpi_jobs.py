@@ -65,8 +65,8 @@ from tests.support.ranks import one_thread_and_poison
 from tests.support.transport_cases import collect, expected
 
 SECONDS = 120.0  # the default group's timeout
-SHORT = 2.5
-TIMEOUTS = {"stays_away": 4.0, "stops_and_the_other_goes_on": 10.0}  # of jobs that wait for it
+SHORT = 4.0
+TIMEOUTS = {"stays_away": SHORT, "stops_and_the_other_goes_on": 10.0}  # of jobs that wait for it
 STEPS = 3
 TOPK = "topk:ratio=0.1,min_numel=16"
 

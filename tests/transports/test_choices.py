@@ -39,14 +39,14 @@ if dist.get_rank() == 1:
     if "connecting" in sys.argv:
         connection.ShmConnection._connect = lambda *arguments: os._exit(9)
         DistributedDataParallel(model)
-    time.sleep(1)
+    time.sleep(2)
     os._exit(9)
 try:
     all_reduce_gradients(model.parameters()) if "call" in sys.argv else DistributedDataParallel(model)
 except TransportError as error:
     print(error, error.missing, flush=True)
 if dist.get_rank() == 0:
-    time.sleep(3)  # else the store is gone
+    time.sleep(4)  # else the store is gone
 os._exit(0)
 """
 

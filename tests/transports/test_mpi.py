@@ -303,7 +303,7 @@ def test_hosts_of_one_name_are_told_apart(tmp_path: Path):
 @needs_mpirun
 def test_an_address_that_nobody_knows_is_told(tmp_path: Path):
     start = time.monotonic()
-    code, output = _join_on_two_hosts(tmp_path, "no-such-host.invalid", 100, 2)
+    code, output = _join_on_two_hosts(tmp_path, "no-such-host.invalid", 100, 5)
     assert code != 0 and time.monotonic() - start < 60
     assert "TransportError: init_process_group over MPI failed: " in output
     assert "rank 0's process, which holds the store at no-such-host.invalid:" in output

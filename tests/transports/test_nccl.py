@@ -230,7 +230,7 @@ def test_an_error_on_the_stream_is_raised_on_the_main_thread(ranks3: RankPool, t
 
 def _slow_to_start(rank: int, size: int, place: OnHost, often: int) -> str:
     """What is told of the absent rank where the first communicators of a process take longer than the timeout."""
-    start, first = stand_in.NcclCommunicator.__init__, often * [place.timeout + 0.5]
+    start, first = stand_in.NcclCommunicator.__init__, often * [place.timeout + 1.0]
 
     def slowly(*args: Any) -> None:
         time.sleep(first.pop() if first else 0.0)

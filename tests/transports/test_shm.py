@@ -166,8 +166,9 @@ def _constructed(rank: int, world_size: int, folder: str, times: int) -> list[An
     return [*seen, os.listdir(folder)]
 
 
-def test_many_constructions_leave_nothing(ranks2: RankPool, tmp_path: Path):
-    for early, late, left in ranks2.run(_constructed, str(tmp_path), 200):
+@pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_many_constructions_leave_nothing(ranks2: RankPool, tmp_path: Path, times: int):
+    for early, late, left in ranks2.run(_constructed, str(tmp_path), times):
         assert early[0] >= late[0] and early[1:] == late[1:] and left == []
 
 

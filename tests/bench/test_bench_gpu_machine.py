@@ -153,10 +153,14 @@ def test_processes_ask_no_name_service(lines: Lines, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
-def test_each_case_of_kernels_can_be_run():
+@pytest.mark.parametrize("which", ["one of each operation", pytest.param("all", marks=pytest.mark.long)])
+def test_each_case_of_kernels_can_be_run(which: str):
     failed = {}
     chosen = (kernel_rows.GOALS, kernel_rows.TELLING, kernel_rows.MORE, kernel_rows.LAST, kernel_rows.NUMBA)
-    for named in chain.from_iterable(chosen):
+    cases = list(chain.from_iterable(chosen))
+    if which != "all":
+        cases = list({operation: (operation, model, options) for operation, model, options in cases}.values())
+    for named in cases:
         try:
             found = kernel_rows.kernel_case("reference", named, "cpu").run()
             if found["wrong"]:

@@ -26,12 +26,13 @@ def test_other_of_ranks(several): pass
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("of_goals", "names"),
     [
         (None, None),
-        pytest.param(True, {"averages_have_the_bits[4]"}, marks=pytest.mark.long),
-        pytest.param(False, {"other_of_ranks[4]"}, marks=pytest.mark.long),
+        (True, {"averages_have_the_bits[4]"}),
+        (False, {"other_of_ranks[4]"}),
     ],
 )
 def test_a_run_has_the_tests_of_goals_or_the_others(of_goals: bool | None, names: set[str] | None, tmp_path: Path):

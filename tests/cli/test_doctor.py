@@ -408,7 +408,8 @@ def test_where_nothing_tells_cudas_version_it_is_said_how_to_choose(monkeypatch:
 
 def test_no_message_cites_what_an_installed_package_lacks():
     for path in ROOT.joinpath("fastreduce").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "docs/" in text or "fastreduce[" in text else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert "docs/" not in node.value, f"{path}: {node.value}"
                 assert "fastreduce[" not in node.value, f"{path}: {node.value}"

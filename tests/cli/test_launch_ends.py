@@ -184,6 +184,7 @@ def test_a_node_that_has_left_while_it_waited_may_come_again():
             assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
 
 
+@pytest.mark.long
 def test_a_node_that_was_killed_while_it_waited_may_come_again(tmp_path: Path):
     """And one that is there twice before all have met ends the one that came first."""
     port, script = free_port(), tmp_path / "empty.py"
@@ -394,6 +395,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.long
 def test_what_a_rank_that_ended_well_left_running_goes_on_where_another_fails(tmp_path: Path):
     """Its process group has a number that, once that is empty, may be somebody else's."""
     path = tmp_path / "leaves.py"

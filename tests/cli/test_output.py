@@ -66,6 +66,7 @@ def test_a_comparison_that_nobody_reads_on_is_measured_to_its_end(tmp_path: Path
     assert {"compare.png", "results.json"} <= set(os.listdir(tmp_path))
 
 
+@pytest.mark.long
 def test_the_command_is_a_module_too(tmp_path: Path):
     """Of this interpreter, where another environment's command is first on PATH, or none is, as under mpirun."""
     script = tmp_path / "train.py"
@@ -77,6 +78,7 @@ def test_the_command_is_a_module_too(tmp_path: Path):
     assert sorted(done.stdout.split("\n")[:-1]) == ["rank 0", "rank 1"]
 
 
+@pytest.mark.long
 def test_a_console_that_lacks_a_letter_ends_no_command(tmp_path: Path):
     results = write(of_a_script(), tmp_path)
     command = f"PYTHONIOENCODING=iso8859-1 {INSTALLED} report {results} --out {tmp_path}/–.html"
@@ -105,7 +107,10 @@ def test_a_stdout_of_a_scripts_own_ends_no_command(monkeypatch: pytest.MonkeyPat
 C_LOCALE = "env -u LC_CTYPE LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
 
 
-@pytest.mark.parametrize("arguments", ["compare --help", "report FOLDER/results.json --out FOLDER/–.html"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param("compare --help", marks=pytest.mark.long), "report FOLDER/results.json --out FOLDER/–.html"],
+)
 def test_a_locale_without_letters_ends_no_command(arguments: str, tmp_path: Path):
     """As of a container without any: Python's stdout is ASCII then, and so are files that are opened without a word."""
     write(of_a_script(), tmp_path)

@@ -8,7 +8,6 @@ import pty
 import select
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,7 +22,8 @@ import pytest
 from fastreduce import BackendUnavailableError
 from fastreduce.environment import caches
 from fastreduce.kernels.numba_cache import keyed
-from tests.support.commands import ROOT, Done, run
+from tests.support.commands import PYTHON, ROOT, Done, run
+from tests.support.fork_server import run_command, server
 
 # Root may write everywhere, unless it gives up the capabilities of root.
 AS_A_USER = [] if os.geteuid() else ["setpriv", "--inh-caps=-all", "--bounding-set=-all"]
@@ -270,14 +270,17 @@ def test_who_sits_at_a_terminal_is_told_once_what_takes_long(tmp_path: Path, ran
     for expected in told:
         ours, theirs = pty.openpty()
         with os.fdopen(ours, "rb", buffering=0) as terminal:
-            done = subprocess.run([sys.executable, script], env=env, stdout=subprocess.PIPE, stderr=theirs, timeout=120)
+            with (tmp_path / "printed").open("wb") as printed:
+                output = printed.fileno(), theirs
+                process = server().fork(run_command, PYTHON, [str(script)], None, env=env, output=output)
             os.close(theirs)
+            code = process.wait(120)
             seen = b""
             while select.select([ours], [], [], 0)[0]:
                 try:
                     seen += terminal.read(4096)
                 except OSError:  # Linux says so of a terminal that nobody writes to any more
                     break
-        assert done.stdout.split() == [b"2.0", b"3.0"] and done.returncode == 0
+        assert (tmp_path / "printed").read_bytes().split() == [b"2.0", b"3.0"] and code == 0
         assert seen.count(b"compiles its kernels for this machine") == expected, seen
         assert seen.count(b"\n") == expected, seen

@@ -66,7 +66,10 @@ dist.destroy_process_group()
         pytest.param(GONE, id="gone", marks=pytest.mark.long),
     ],
 )
-@pytest.mark.parametrize("what", LOAD)
+@pytest.mark.parametrize(
+    "what",
+    ["kernels", *(pytest.param(what, marks=pytest.mark.long) for what in ("simulated kernels", "shared memory"))],
+)
 def test_numba_finds_pythons_print_and_the_script_keeps_its_own(what: str, replaced: str):
     script = f"{replaced}\nquiet(); mine = print\n{LOAD[what]}\nassert print is mine"
     simulated = {"NUMBA_ENABLE_CUDASIM": "1"} if what == "simulated kernels" else {}
@@ -74,6 +77,7 @@ def test_numba_finds_pythons_print_and_the_script_keeps_its_own(what: str, repla
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_a_script_whose_rank_0_alone_prints_trains_under_run(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(NESTED + TRAIN)

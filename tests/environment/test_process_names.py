@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from tests.support.commands import run
+from tests.support.commands import PYTHON, run
 
 NAMED = """
 import ctypes, signal
@@ -17,5 +15,5 @@ print(fates.fate(host, pid, born) == "", stacks._is_taken(signal.SIGUSR2))
 
 
 def test_a_name_that_is_no_text_stops_nobody():
-    done = run(sys.executable, "-c", NAMED)
+    done = run(PYTHON, "-c", NAMED)
     assert done.stdout == "True False\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def _modules() -> dict[str, Path]:
     }
 
 
-def _imports(name: str, source: str, package: bool, modules: set[str]) -> set[str]:
+@functools.cache
+def _imports(name: str, source: str, package: bool, modules: frozenset[str]) -> set[str]:
     """Modules of the project that a module imports, wherever in it, as names below fastreduce."""
     found = set()
     here = ["fastreduce", *name.split(".")] if name else ["fastreduce"]
@@ -106,18 +108,19 @@ def _imports(name: str, source: str, package: bool, modules: set[str]) -> set[st
 
 
 MODULES = _modules()
+ALL = frozenset(MODULES)
 
 
 @pytest.mark.parametrize("name", sorted(MODULES), ids=lambda name: name or "fastreduce")
 def test_module_imports_only_from_below(name: str):
     file = MODULES[name]
-    imported = _imports(name, file.read_text(), file.name == "__init__.py", set(MODULES))
+    imported = _imports(name, file.read_text(), file.name == "__init__.py", ALL)
     assert [other for other in sorted(imported) if _refused(name, other)] == []
 
 
 def test_no_modules_import_each_other_in_a_circle():
     graph = {
-        name: {other for other in _imports(name, file.read_text(), file.name == "__init__.py", set(MODULES)) if other}
+        name: {other for other in _imports(name, file.read_text(), file.name == "__init__.py", ALL) if other}
         for name, file in MODULES.items()
     }
     assert set(TopologicalSorter(graph).static_order()) >= set(MODULES) - {""}
@@ -143,5 +146,5 @@ def test_no_modules_import_each_other_in_a_circle():
     ],
 )
 def test_the_rule_catches_what_it_should(name: str, source: str, refused: list[str]):
-    imported = _imports(name, source, False, {*MODULES})
+    imported = _imports(name, source, False, ALL)
     assert [other for other in sorted(imported) if _refused(name, other)] == refused

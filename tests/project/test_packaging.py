@@ -71,6 +71,7 @@ def test_sdist_holds_the_kernels_once(built: Path):
         assert not [name for name in files if name.startswith("kernels/")]
 
 
+@pytest.mark.long
 def test_installed_wheel_imports_from_any_directory(built: Path, tmp_path: Path):
     (wheel,) = built.glob("*.whl")
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
@@ -82,7 +83,8 @@ def test_installed_wheel_imports_from_any_directory(built: Path, tmp_path: Path)
     assert version in wheel.name
 
 
-@pytest.mark.parametrize("way", [pytest.param("PYTHONPATH", marks=pytest.mark.long), "editable"])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["PYTHONPATH", "editable"])
 def test_tree_imports_from_any_directory(way: str, tmp_path: Path):
     if way == "editable":
         try:

@@ -87,6 +87,7 @@ def test_ranks_do_not_agree_on_the_order_of_a_set_by_chance(ranks2: RankPool):
     assert first != second
 
 
+@pytest.mark.long
 def test_values_come_in_rank_order_and_the_ranks_are_joined():
     assert run_ranks(_sum_of_ranks, 3, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
 
@@ -125,7 +126,7 @@ def test_an_abort_at_exit_is_a_failure_unless_waived():
 
 
 def test_large_values_travel_both_ways(ranks2: RankPool):
-    values = torch.arange(16_000_000, dtype=torch.float32)  # 64 MB
+    values = torch.arange(4_000_000, dtype=torch.float32)  # 16 MB
     for rank, answer in enumerate(ranks2.run(_twice, values)):
         assert torch.equal(answer, values * (rank + 1))
 

@@ -91,6 +91,7 @@ for step in range(100):
 """
 
 
+@pytest.mark.long
 def test_wrappers_keep_their_class_in_turns_of_torchs_and_can_be_copied_there(tmp_path: Path):
     names = ("none", "torch", "no reduction")
     script = "import copy\nimport io\nimport fastreduce\n" + SHOW + COPIES
@@ -258,7 +259,7 @@ def test_wrappers_that_are_used_for_fewer_steps_than_a_turn_has_are_measured_in_
     assert lines[1:] == [{"fixed": why}, {"done": True}]
 
 
-@pytest.mark.parametrize("cycles", [0, 1], ids=["", "in a cycle"])
+@pytest.mark.parametrize("cycles", [pytest.param(0, marks=pytest.mark.long, id=""), pytest.param(1, id="in a cycle")])
 def test_losses_of_wrappers_that_follow_each_other_count_whatever_a_ranks_collector_does(tmp_path: Path, cycles: int):
     done, lines = measured(tmp_path, SHOW + ONE_AFTER_ANOTHER, 2, "3", "5", str(cycles), shadow=("int8",))
     assert done.returncode == 0, done.stderr

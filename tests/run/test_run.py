@@ -187,7 +187,15 @@ print(json.dumps([__file__, sys.argv, sys.path, __name__, __package__, spec, sor
 
 
 @pytest.mark.parametrize(
-    "words", ["show.py", "./show.py", "sub/../show.py", "sub/link.py", "folder", "-m pkg.show", "-m pkg"]
+    "words",
+    [
+        "show.py",
+        *(pytest.param(words, marks=pytest.mark.long) for words in ("./show.py", "sub/../show.py")),
+        "sub/link.py",
+        "folder",
+        "-m pkg.show",
+        "-m pkg",
+    ],
 )
 def test_a_script_sees_what_plain_python_shows_it(tmp_path: Path, words: str):
     """File, arguments, whole path, module: the worker by itself, under which both ways of a run start a script."""
@@ -221,7 +229,8 @@ def test_both_ways_run_modules_and_relative_scripts(tmp_path: Path, command: lis
     assert done.stdout == f"{tmp_path}/show.py {tmp_path}/show.py -- 1 {tmp_path}\n", done.stderr
 
 
-@BOTH_WAYS
+@pytest.mark.long
+@pytest.mark.parametrize("command", [RUN, MODULE], ids=["run", "-m"])
 def test_an_error_shows_the_scripts_frames_only_and_an_exit_code_is_one_line(tmp_path: Path, command: list[str]):
     path = tmp_path / "fails.py"
     path.write_text("import sys\nif sys.argv[1:]:\n    sys.exit(int(sys.argv[1]))\nraise ValueError('boom')\n")
@@ -235,6 +244,7 @@ def test_an_error_shows_the_scripts_frames_only_and_an_exit_code_is_one_line(tmp
         assert done.stderr == "fastreduce run: rank 0 failed with exit code 3\n"
 
 
+@pytest.mark.long
 def test_ctrl_c_is_one_line_and_130(tmp_path: Path):
     path = tmp_path / "waits.py"
     path.write_text("import os, threading; os.write(1, b'up\\n'); threading.Event().wait()")

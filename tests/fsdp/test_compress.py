@@ -101,7 +101,7 @@ def _adapted(rank: int, world_size: int, dtype: torch.dtype, base: bool) -> list
 
 
 @shards_bytes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 def test_a_frozen_base_of_another_dtype_changes_nothing(ranks2: RankPool, dtype: torch.dtype):
     assert_same_bits(ranks2.run(_adapted, dtype, True), ranks2.run(_adapted, dtype, False))
 

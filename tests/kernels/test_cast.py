@@ -17,6 +17,7 @@ from .cases import (
     GAPS,
     QUIET,
     SIZES,
+    STATISTICS_PAIRS,
     STRIDE,
     Memory,
     assert_same_bits,
@@ -32,7 +33,14 @@ pytestmark = QUIET
 SCALES = (1.0, 1 / 3, 0.5)
 
 
-@pytest.mark.parametrize(("dtype", "wire_dtype"), DTYPE_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.long] * (pair not in STATISTICS_PAIRS and pair[0] != torch.float32))
+        for pair in DTYPE_PAIRS
+    ],
+    ids=str,
+)
 def test_flatten_and_unflatten(backend, memory, dtype, wire_dtype):
     slots = slot_table(SIZES, gaps=GAPS)
     tensors = tensors_of(SIZES, dtype)

@@ -20,7 +20,11 @@ pytestmark = QUIET
 NUMELS = [300, 128, 2500, 5]
 LARGEST = torch.finfo(torch.float32).max
 FORMATS = [INT8_FORMAT, INT4_FORMAT, FP8_FORMAT]
-SHORT = [(torch.float16, False, True), (torch.bfloat16, True, False), (torch.float32, False, False)]
+SHORT = [
+    (INT8_FORMAT, torch.float16, False, True),
+    (INT4_FORMAT, torch.bfloat16, True, False),
+    (FP8_FORMAT, torch.float32, False, False),
+]
 
 
 class Way:
@@ -58,6 +62,13 @@ class Way:
 
 
 WIRES = [None, torch.float16, torch.bfloat16, torch.float32]
+
+
+def name_of(value: object) -> str:
+    """`summed` by what is made of a tensor."""
+    return ("statistics" if value else "plain") if isinstance(value, bool) else str(value)
+
+
 MADE = Callable[[torch.dtype | None, torch.dtype], Way]
 
 
@@ -66,8 +77,15 @@ def way(backend: Backend, memory: Memory) -> MADE:
     return lambda wire_dtype, dtype: Way(backend, memory, wire_dtype, dtype)
 
 
-@pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
-@pytest.mark.parametrize("wire_dtype", WIRES, ids=str)
+@pytest.mark.parametrize(
+    ("wire_dtype", "summed"),
+    [
+        pytest.param(wire_dtype, summed, marks=[pytest.mark.long] * (summed == i % 2))
+        for i, wire_dtype in enumerate(WIRES)
+        for summed in (False, True)
+    ],
+    ids=name_of,
+)
 def test_one_element_that_is_not_finite_is_told(way: MADE, wire_dtype: torch.dtype | None, summed: bool):
     tensors = [values(numel, torch.float32, i, special=False).clamp_(-6e4, 6e4) for i, numel in enumerate(NUMELS)]
     assert way(wire_dtype, torch.float32).told(tensors, 0.5, summed)
@@ -78,8 +96,15 @@ def test_one_element_that_is_not_finite_is_told(way: MADE, wire_dtype: torch.dty
         tensors[tensor][place] = kept
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wire_dtype", WIRES, ids=str)
+@pytest.mark.parametrize(
+    ("wire_dtype", "dtype"),
+    [
+        pytest.param(wire_dtype, dtype, marks=[pytest.mark.long] * ((i + j) % 3 > 0))
+        for i, wire_dtype in enumerate(WIRES)
+        for j, dtype in enumerate((torch.float64, torch.bfloat16, torch.float16))
+    ],
+    ids=str,
+)
 def test_tensors_of_each_dtype(way: MADE, wire_dtype: torch.dtype | None, dtype: torch.dtype):
     tensors = tensors_of(NUMELS, dtype)
     for tensor in tensors:
@@ -105,8 +130,15 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
-@pytest.mark.parametrize(("wire_dtype", "dtype", "number", "scale"), ENDS, ids=str)
+@pytest.mark.parametrize(
+    ("wire_dtype", "dtype", "number", "scale", "summed"),
+    [
+        pytest.param(*end, summed, marks=[pytest.mark.long] * (summed != i % 2))
+        for i, end in enumerate(ENDS)
+        for summed in (False, True)
+    ],
+    ids=name_of,
+)
 def test_what_tensors_hold_as_infinity_is_told(way: MADE, wire_dtype, dtype, number, scale, summed):
     made = way(wire_dtype, dtype)
     full = [
@@ -123,23 +155,24 @@ def test_what_tensors_hold_as_infinity_is_told(way: MADE, wire_dtype, dtype, num
     made.memory.check()
 
 
-# Of tensors of each dtype one way stays in `make test`.
+# Of each format, and of tensors of each dtype, one way stays in `make test`.
 ROUNDED = [
     pytest.param(
+        form,
         dtype,
         by_chance,
         summed,
-        id=f"{dtype}-{'by chance' if by_chance else 'nearest'}-{'statistics' if summed else 'plain'}",
-        marks=[] if (dtype, by_chance, summed) in SHORT else pytest.mark.long,
+        id=f"{form.name}-{dtype}-{'by chance' if by_chance else 'nearest'}-{'statistics' if summed else 'plain'}",
+        marks=[] if (form, dtype, by_chance, summed) in SHORT else pytest.mark.long,
     )
+    for form in FORMATS
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
     for by_chance in (False, True)
     for summed in (False, True)
 ]
 
 
-@pytest.mark.parametrize(("dtype", "by_chance", "summed"), ROUNDED)
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize(("form", "dtype", "by_chance", "summed"), ROUNDED)
 def test_what_tensors_hold_as_infinity_is_told_of_blocks(backend, memory, form, dtype, by_chance, summed):
     table, finite = slot_table(NUMELS, 128, shards=2), memory.copy(torch.zeros(1, dtype=torch.uint8))
     keys = np.arange(len(NUMELS))

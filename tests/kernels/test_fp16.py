@@ -28,7 +28,9 @@ pytestmark = QUIET
 
 
 @pytest.mark.parametrize("shards", [*(pytest.param(shards, marks=pytest.mark.long) for shards in (1, 2)), 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[2:])], ids=str
+)
 def test_fp16_blocks(backend, memory, dtype, shards):
     slots = slot_table(SIZES, FP16_BLOCK, [1, 0, 2], shards)
     tensors = fp16_tensors(SIZES, dtype)
@@ -68,7 +70,7 @@ def test_ordinary_fp16_blocks_are_plain_fp16(backend, memory, tensor_dtype):
         assert_same_bits(target, want)
 
 
-@pytest.mark.parametrize("summed", [1, 2, 3, 1000])
+@pytest.mark.parametrize("summed", [1, *(pytest.param(summed, marks=pytest.mark.long) for summed in (2, 3)), 1000])
 def test_fp16_blocks_keep_their_precision_from_end_to_end_of_fp32(backend, memory, summed):
     """Each block's error is FP16's, relative to its largest magnitude: 2^-11, and nothing is left of 2^-38 of that."""
     blocks = 276 // (8 if STRIDE > 1 else 1)
@@ -100,7 +102,10 @@ def received_fp16(world_size: int, numel: int) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "world_size",
+    [*(pytest.param(size, marks=pytest.mark.long) for size in (1, 2)), 3, pytest.param(5, marks=pytest.mark.long)],
+)
 def test_reduce_fp16(backend, memory, world_size):
     for numel in (1, 2048, max(SIZES)):
         received = received_fp16(world_size, numel)

@@ -56,7 +56,9 @@ def _averages(rank: int, world_size: int, setting: str, backend: str) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS, "bf16:accumulate=wire", "bf16", "none:accumulate=fp32"])
+@pytest.mark.parametrize(
+    "setting", [*SETTINGS, "bf16:accumulate=wire", "bf16", pytest.param("none:accumulate=fp32", marks=pytest.mark.long)]
+)
 def test_averages_are_right_wherever_gradients_lie(ranks3: RankPool, setting: str):
     numba, plain = (ranks3.run(_averages, setting, backend) for backend in ("numba_cpu", "reference"))
     for kind in KINDS:
@@ -147,8 +149,14 @@ def _branches(rank: int, world_size: int, setting: str, factor: float) -> dict[s
     return {"found": found, "own": own}
 
 
-@pytest.mark.parametrize("factor", [1e-9, 1.0, 1e6])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "factor"),
+    [
+        pytest.param(setting, factor, marks=[pytest.mark.long] * (factor != of_short))
+        for setting, of_short in zip(SETTINGS, (1e-9, 1e6), strict=True)
+        for factor in (1e-9, 1.0, 1e6)
+    ],
+)
 def test_models_of_several_dtypes_unused_parameters_and_no_sync(ranks2: RankPool, setting: str, factor: float):
     rows = ranks2.run(_branches, setting, factor)
     for name in rows[0]["own"]:
@@ -227,7 +235,7 @@ def _learn(rank: int, world_size: int, setting: str, factor: float) -> float:
         return F.cross_entropy(model(data), labels).item()
 
 
-@pytest.mark.parametrize("factor", [1.0, pytest.param(1e-5, marks=pytest.mark.long), 1e-6])
+@pytest.mark.parametrize("factor", [*(pytest.param(factor, marks=pytest.mark.long) for factor in (1.0, 1e-5)), 1e-6])
 def test_training_with_a_small_loss_learns_as_it_does_uncompressed(ranks2: RankPool, factor: float):
     wanted, _ = ranks2.run(_learn, "none", factor)
     assert wanted < 0.2, "there is something to learn, and it is learned"

@@ -13,7 +13,6 @@ from fastreduce.kernels.slots import FP8_FORMAT, INT4_FORMAT, INT8_FORMAT, Block
 
 from .cases import (
     BLOCKS,
-    DTYPES,
     NO_RESIDUALS,
     QUIET,
     SIZES,
@@ -44,17 +43,36 @@ INT4_BOUND = 1 - 7 / 8 * (1 - 2.0**-7) + 2.0**-23
 FP8_BOUND, FP8_RELATIVE = 2.0**-10 / 448, 2.0**-4 + 2.0**-21
 BOUNDS = {INT8_FORMAT: (INT8_BOUND, 0.0), INT4_FORMAT: (INT4_BOUND, 0.0), FP8_FORMAT: (FP8_BOUND, FP8_RELATIVE)}
 DEFAULTS = [(INT8_FORMAT, 128), (INT4_FORMAT, 32), (FP8_FORMAT, 128)]
+CASES = [
+    pytest.param(
+        form,
+        block,
+        count,
+        with_residual,
+        id=f"{form.name}-{block}-{count}-{'residual' if with_residual else 'plain'}",
+        marks=[] if count == 3 and (with_residual or (form, block) in DEFAULTS) else pytest.mark.long,
+    )
+    for form, block in BLOCKS
+    for count in (1, 2, 3)
+    for with_residual in (False, True)
+]
+OTHER_DTYPES = [torch.float64, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("shards", [*(pytest.param(shards, marks=pytest.mark.long) for shards in (1, 2)), 3])
-@pytest.mark.parametrize(("form", "block"), BLOCKS, ids=case_name)
+@pytest.mark.parametrize(("form", "block", "shards", "with_residual"), CASES)
 def test_quantize_and_dequantize(backend, memory, form, block, shards, with_residual):
     _check_quantize(backend, memory, torch.float32, form, block, shards, with_residual)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.float32], ids=str)
-@pytest.mark.parametrize(("form", "block"), DEFAULTS, ids=case_name)
+@pytest.mark.parametrize(
+    ("form", "block", "dtype"),
+    [
+        pytest.param(*blocks, dtype, marks=[pytest.mark.long] * (i != j))
+        for i, blocks in enumerate(DEFAULTS)
+        for j, dtype in enumerate(OTHER_DTYPES)
+    ],
+    ids=case_name,
+)
 def test_quantize_and_dequantize_other_dtypes(backend, memory, form, block, dtype):
     _check_quantize(backend, memory, dtype, form, block, 2, True)
 
@@ -91,9 +109,7 @@ def received_of(world_size: int, numel: int, form: BlockFormat, block: int) -> T
     return torch.stack(shards)
 
 
-@pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("world_size", [*(pytest.param(size, marks=pytest.mark.long) for size in (1, 2)), 3])
-@pytest.mark.parametrize(("form", "block"), BLOCKS, ids=case_name)
+@pytest.mark.parametrize(("form", "block", "world_size", "with_residual"), CASES)
 def test_reduce_quantized(backend, memory, form, block, world_size, with_residual):
     blocks = 2051 // block + 1
     received = received_of(world_size, blocks * block, form, block)
@@ -268,11 +284,22 @@ def test_blocks_that_are_not_finite_arrive_so_and_no_others(backend, memory, for
     assert_same_bits(new[its], old[its], "residual of a block that is not finite")
 
 
-@pytest.mark.parametrize("summed", [False, True], ids=["plain", "statistics"])
 @pytest.mark.parametrize(
-    "at", [None, *(pytest.param(at, marks=pytest.mark.long) for at in [(0, 0), (1, 3)]), (2, 4999)], ids=str
+    ("form", "block", "at", "summed"),
+    [
+        pytest.param(
+            form,
+            block,
+            at,
+            summed,
+            id=f"{form.name}-{block}-{at}-{'statistics' if summed else 'plain'}",
+            marks=[] if at == ((2, 4999) if (i + summed) % 2 else None) else pytest.mark.long,
+        )
+        for i, (form, block) in enumerate(DEFAULTS)
+        for at in (None, (0, 0), (1, 3), (2, 4999))
+        for summed in (False, True)
+    ],
 )
-@pytest.mark.parametrize(("form", "block"), DEFAULTS, ids=case_name)
 def test_dequantizing_tells_whether_all_blocks_are_finite_and_turns_the_row(backend, memory, form, block, at, summed):
     numels = [300, 128, 5000, 5]  # several tiles: an even number of turns would be none
     slots = slot_table(numels, block, shards=2)

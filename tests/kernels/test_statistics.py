@@ -68,7 +68,11 @@ def _reference_statistics(tensors: list[Tensor], like: Tensor, block: int) -> Te
     return expected.flatten()
 
 
-@pytest.mark.parametrize(("dtype", "wire_dtype"), STATISTICS_PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "wire_dtype"),
+    [*STATISTICS_PAIRS[:2], *(pytest.param(*pair, marks=pytest.mark.long) for pair in STATISTICS_PAIRS[2:])],
+    ids=str,
+)
 def test_statistics_of_unflatten(backend, memory, dtype, wire_dtype):
     slots = slot_table(STATISTICS_SIZES, gaps=GAPS)
     for special in (False, True):

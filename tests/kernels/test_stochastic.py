@@ -81,7 +81,11 @@ def test_quantize(backend, memory, form, block, dtype):
     assert int(finite) == 1
 
 
-@pytest.mark.parametrize(("form", "block"), BLOCKS, ids=case_name)
+@pytest.mark.parametrize(
+    ("form", "block"),
+    [pytest.param(*each, marks=[pytest.mark.long] * (each not in FORMATS)) for each in BLOCKS],
+    ids=case_name,
+)
 def test_reduce_quantized(backend, memory, form, block):
     """Of the second of two shards, which begins within a slot."""
     world_size = 3 if block > 16 else 1
@@ -103,7 +107,9 @@ def test_reduce_quantized(backend, memory, form, block):
         assert_same_wire(shard, expected, 1, block, form)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES[:2], *(pytest.param(dtype, marks=pytest.mark.long) for dtype in DTYPES[2:])], ids=str
+)
 def test_bf16(backend, memory, dtype):
     slots, (mine, theirs) = keyed(slot_table(SIZES, 16, gaps=(3, 0, 1), shards=2)), draws_on(memory)
     tensors, size = tensors_of(SIZES, dtype), slots.total // 2

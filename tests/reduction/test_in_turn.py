@@ -35,14 +35,26 @@ def _joined(rank: int, world_size: int, setting: str, transport: str, at_end: bo
     return found
 
 
-@pytest.mark.parametrize("at_end", [False, True], ids=["during backward", "at its end"])
-@pytest.mark.parametrize("setting", ["int8", "*.bias: int8; *: none:flat", "*.bias: int8; *: powersgd:rank=1"])
+@pytest.mark.parametrize(
+    ("setting", "at_end"),
+    [
+        pytest.param(setting, at_end, id=f"{setting}-{when}", marks=[pytest.mark.long] * (at_end != of_short))
+        for setting, of_short in (
+            ("int8", True),
+            ("*.bias: int8; *: none:flat", False),
+            ("*.bias: int8; *: powersgd:rank=1", False),
+        )
+        for at_end, when in ((False, "during backward"), (True, "at its end"))
+    ],
+)
 def test_in_two_levels(ranks21: RankPool, setting: str, at_end: bool):
     expected = ranks21.run(_joined, setting, "two_level", at_end, True, timeout=TIMEOUT)
     assert_same_bits(ranks21.run(_joined, setting, "two_level", at_end, False, timeout=TIMEOUT), expected)
 
 
-@pytest.mark.parametrize("at_end", [False, True], ids=["during backward", "at its end"])
+@pytest.mark.parametrize(
+    "at_end", [False, pytest.param(True, marks=pytest.mark.long)], ids=["during backward", "at its end"]
+)
 def test_over_gloo(ranks2: RankPool, at_end: bool):
     """Ranks gather exponents of `fp16:accumulate=wire` before they send: they wait for each other there."""
     setting = "*.bias: int8; *: fp16:accumulate=wire"

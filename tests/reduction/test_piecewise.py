@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,13 +25,19 @@ TIMEOUT = 240.0  # kernels may have to be compiled first
 PICKED = ("none:accumulate=fp32", "fp16", "bf16", "int8:error_feedback", "int4", "fp8:error_feedback")
 
 
-def _gradients(rank: int, number: int, dtype: torch.dtype) -> list[Tensor]:
+@cache
+def _drawn(rank: int, number: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * rank + number)
     found = []
     for size in SIZES:
         values = torch.randn(size, generator=generator, dtype=torch.float64)
         values *= 10.0 ** torch.randint(-6, 4, (size,), generator=generator)
-        found.append(values.to(dtype))
+        found.append(values)
+    return found
+
+
+def _gradients(rank: int, number: int, dtype: torch.dtype) -> list[Tensor]:
+    found = [values.to(dtype, copy=True) for values in _drawn(rank, number)]
     if STEPS[number] == "sums overflow":
         found[1][5000:5100] = 0.9 * torch.finfo(dtype).max
     if STEPS[number] == "not finite" and rank == 1:

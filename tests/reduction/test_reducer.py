@@ -86,7 +86,9 @@ def test_three_ranks_sum_in_their_order_in_shared_memory_as_in_one_process(ranks
     assert_same_bits(over_processes, in_process, setting)
 
 
-@pytest.mark.parametrize("world_size", [4, 5, 8])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(4, marks=pytest.mark.long), 5, pytest.param(8, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("setting", EACH_SETTING)
 def test_more_ranks_are_within_the_bound_and_equal_to_each_other(setting: str, world_size: int):
     found = in_threads(world_size, lambda _, transport: train_by_hand(transport, MixedDtypes, setting, 2))

@@ -56,7 +56,9 @@ def test_a_state_is_told_and_loaded_behind_the_step_that_raised_here(ranks2: Ran
         assert_same_bits(resumed, expected)
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "after", [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(ranks: RankPool, after: int):
     for uninterrupted, resumed in ranks.run(_resume, after):
         assert_same_bits(resumed, uninterrupted)

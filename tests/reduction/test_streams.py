@@ -395,11 +395,15 @@ def _check_one_by_one(rank: int, world_size: int, program: Program) -> list[str]
         return check(rank, world_size, program, "none")
 
 
-@given(program=programs())
-@settings(max_examples=8, derandomize=True, phases=[Phase.explicit, Phase.generate])
-def test_random_programs_one_by_one_train_as_with_torch(ranks2: RankPool, program: Program):
-    problems = [problem for of_rank in ranks2.run(_check_one_by_one, program) for problem in of_rank]
-    assert not problems, "\n".join(problems[:12])
+@pytest.mark.parametrize("examples", [3, pytest.param(8, marks=pytest.mark.long)])
+def test_random_programs_one_by_one_train_as_with_torch(ranks2: RankPool, examples: int):
+    @given(program=programs())
+    @settings(max_examples=examples, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    def search(program: Program) -> None:
+        problems = [problem for of_rank in ranks2.run(_check_one_by_one, program) for problem in of_rank]
+        assert not problems, "\n".join(problems[:12])
+
+    search()
 
 
 def test_a_verdict_that_a_device_may_still_read_is_kept_until_the_next_one_is_read():

@@ -148,6 +148,7 @@ def test_a_job_that_has_ended_keeps_nothing_alive(stream: ThreadStream):
     class Bucket:
         pass
 
+    ended = list[weakref.ref[Bucket]]()
     for fails in range(4):
         bucket, jobs = Bucket(), Jobs()
         there, pending = weakref.ref(bucket), stream.submit(_holding(bucket, jobs.job("a", fails=fails)))
@@ -158,7 +159,9 @@ def test_a_job_that_has_ended_keeps_nothing_alive(stream: ThreadStream):
             pending.result()
         del bucket, pending
         stream.submit(jobs.job("b")).result()
-        gc.collect()
+        ended.append(there)
+    gc.collect()
+    for fails, there in enumerate(ended):
         assert there() is None, fails
 
 

@@ -72,9 +72,9 @@ def _averages(
 @pytest.mark.parametrize(
     ("counts", "dtype"),
     [
-        ((2, 2), torch.float32),
+        pytest.param((2, 2), torch.float32, marks=pytest.mark.long),
         ((2, 2), torch.bfloat16),
-        ((2, 1), torch.float32),
+        pytest.param((2, 1), torch.float32, marks=pytest.mark.long),
         ((3, 1), torch.float32),
         pytest.param((3, 2), torch.float64, marks=pytest.mark.long),
         pytest.param((1, 2, 2), torch.float16, marks=pytest.mark.long),
@@ -163,8 +163,17 @@ PLACES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("to", PLACES)
-@pytest.mark.parametrize("was", ["2+2", "3+1", "4"])
+SHORT = [("2+2", "2+1"), ("2+2", "4"), ("3+1", "2+2"), ("3+1", "2"), ("4", "3+1")]
+
+
+@pytest.mark.parametrize(
+    ("was", "to"),
+    [
+        pytest.param(was, to, marks=[pytest.mark.long] * ((was, to) not in SHORT))
+        for was in ("2+2", "3+1", "4")
+        for to in PLACES
+    ],
+)
 def test_residuals_move_to_other_nodes(was: str, to: str):
     old = [after for _, after, _ in in_threads(PLACES[was](), lambda r, t: _trained(r, t, None, FEEDBACK))]
     kept = _kept(old)
@@ -181,7 +190,7 @@ def test_residuals_move_to_other_nodes(was: str, to: str):
 @pytest.mark.parametrize(
     "setting", [FEEDBACK, pytest.param(f"{FEEDBACK}=8bit", marks=pytest.mark.long)], ids=["fp32", "8bit"]
 )
-@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (3, 3)], ids=str)
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), pytest.param((3, 3), marks=pytest.mark.long)], ids=str)
 def test_a_resumed_training_has_the_same_bits(counts: tuple[int, ...], setting: str):
     def run(rank: int, transport: Transport) -> list[Any]:
         return _trained(rank, transport, None, setting)[1]
@@ -238,8 +247,14 @@ def test_nothing_is_lost_over_random_histories(nodes: RankPool):
     search()
 
 
-@pytest.mark.parametrize("setting", ["none:accumulate=fp32", "int4:block=32,error_feedback"])
-@pytest.mark.parametrize("early", [(0,), (1,), (2,)], ids=["rank 0 early", "rank 1 early", "rank 2 early"])
+@pytest.mark.parametrize(
+    ("early", "setting"),
+    [
+        pytest.param((rank,), setting, id=f"rank {rank} early-{setting}", marks=[pytest.mark.long] * (rank != of_short))
+        for rank in range(3)
+        for setting, of_short in (("none:accumulate=fp32", 0), ("int4:block=32,error_feedback", 1))
+    ],
+)
 def test_a_rank_of_a_node_that_has_zeroed_averages_in_place_goes_on_as_the_others(
     nodes: RankPool, setting: str, early: tuple[int, ...]
 ):
@@ -381,21 +396,21 @@ def _noted(told: list[str]) -> Callable[..., None]:
     return lambda text, *args: told.append(text % args)
 
 
-def test_two_levels_are_chosen_where_there_are_several_hosts_and_one_has_several_ranks():
-    with RankPool(4, hosts="aabb") as pool:
-        for rank, found in enumerate(pool.run(_chosen)):
-            log = found.pop("log")
-            assert found.pop("by one rank", "two_level") == "two_level"
-            assert found == {
-                "both": "two_level",
-                "asked": "gloo",
-                "told": "gloo",
-                "alone": "gloo",
-                "together": "shm",
-                "full": "gloo",
-            }
-            assert re.search(r"within this host gradients go over gloo: .* no room", log), log
-            assert rank or "in two levels: gloo within a node, gloo between nodes 0,1 | 2,3" in log, log
+@pytest.mark.parametrize("nodes", ["aabb"], indirect=True)
+def test_two_levels_are_chosen_where_there_are_several_hosts_and_one_has_several_ranks(nodes: RankPool):
+    for rank, found in enumerate(nodes.run(_chosen)):
+        log = found.pop("log")
+        assert found.pop("by one rank", "two_level") == "two_level"
+        assert found == {
+            "both": "two_level",
+            "asked": "gloo",
+            "told": "gloo",
+            "alone": "gloo",
+            "together": "shm",
+            "full": "gloo",
+        }
+        assert re.search(r"within this host gradients go over gloo: .* no room", log), log
+        assert rank or "in two levels: gloo within a node, gloo between nodes 0,1 | 2,3" in log, log
 
 
 def _differing(rank: int, world_size: int) -> str:

@@ -68,7 +68,7 @@ def _one_is_late(rank: int, world_size: int, evaluates: bool) -> list[str]:
     return heard.lines
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluates", [pytest.param(False, marks=pytest.mark.long), True])
 def test_one_rank_says_whom_all_wait_for_and_where_that_one_is(evaluates: bool):
     lines = [line for told in run_ranks(_one_is_late, 3, evaluates) for line in told]
     assert 1 <= len(lines) <= 3, lines  # two ranks wait for 4 s or longer: after 1.5 s, 3 and 6
@@ -312,7 +312,11 @@ def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[
 
 @pytest.mark.parametrize(
     ("world_size", "groups", "transport"),
-    [(2, "one group", "shm"), (2, "two groups", "gloo"), (3, "one group", "gloo")],
+    [
+        (2, "one group", "shm"),
+        (2, "two groups", "gloo"),
+        pytest.param(3, "one group", "gloo", marks=pytest.mark.long),
+    ],
 )
 def test_backwards_that_run_in_another_order_on_a_rank_are_said_to_wait_for_each_other(
     world_size: int, groups: str, transport: str

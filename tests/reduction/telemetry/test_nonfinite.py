@@ -41,7 +41,7 @@ def _counted(rank: int, world_size: int, setting: str, bad: float) -> tuple[list
     return counts, said, finite
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bad", [pytest.param(torch.nan, marks=pytest.mark.long), torch.inf])
 @pytest.mark.parametrize("setting", EACH_COMPRESSION)
 def test_a_gradient_that_is_not_finite_is_counted_on_every_rank_and_reported_once(
     ranks: RankPool, setting: str, bad: float

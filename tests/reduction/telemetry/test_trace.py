@@ -97,7 +97,7 @@ def _train(rank: int, world_size: int, folder: str, setting: str) -> tuple[Offse
     return offset, seen
 
 
-@pytest.mark.parametrize("setting", ["int8", "none"])
+@pytest.mark.parametrize("setting", ["int8", pytest.param("none", marks=pytest.mark.long)])
 def test_a_trace_of_two_ranks_whose_clocks_differ(ranks2: RankPool, tmp_path: Path, setting: str):
     """Beside no_sync, join and find_unused_parameters, and with the gradients' bits as without."""
     apart_by = ALIGNED

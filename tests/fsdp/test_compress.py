@@ -213,7 +213,15 @@ def _sent_in(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> tuple[
     return reduction.sent_bytes, given[0].nbytes // 2
 
 
-@pytest.mark.parametrize("given", [(None, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param((None, None), marks=pytest.mark.long),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
 def test_bytes_under_mixed_precision(ranks2: RankPool, given: tuple[torch.dtype | None, torch.dtype | None]):
     for told, sent in ranks2.run(_sent_in, MixedPrecisionPolicy(*given)):
         assert told == sent

@@ -17,6 +17,7 @@ from numba import njit
 from numba.extending import intrinsic
 
 from fastreduce.ops import backends
+from tests.support.commands import PYTHON, run
 
 from .cases import Memory, assert_same_bits, values
 
@@ -81,9 +82,10 @@ print(backends.why_not("numba_cuda", torch.device("cuda", 0)))
 """
 
 
-def test_a_numpy_that_numba_cuda_does_not_fit_is_named():
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_ROW_STACK]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+def test_a_numpy_that_numba_cuda_does_not_fit_is_named(tmp_path: Path):
+    script = tmp_path / "asks.py"
+    script.write_text(WITHOUT_ROW_STACK)
+    said = run(PYTHON, script, seconds=100).stdout
     assert "does not fit NumPy" in said and "pip install 'numpy<2.5'" in said
 
 

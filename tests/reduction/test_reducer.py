@@ -69,8 +69,14 @@ def test_two_shot_results_do_not_depend_on_the_transport(ranks3: RankPool, setti
         assert_same_bits(in_process[rank], in_process[0], f"{setting}: thread {rank} against thread 0")
 
 
-@pytest.mark.parametrize("over", list(OVER))
-@pytest.mark.parametrize("setting", ["none", "fp16:accumulate=wire", "bf16:accumulate=wire"])
+@pytest.mark.parametrize(
+    ("setting", "over"),
+    [
+        pytest.param(setting, over, marks=[pytest.mark.long] * (of_short not in ("", over)))
+        for setting, of_short in (("none", "shm"), ("fp16:accumulate=wire", ""), ("bf16:accumulate=wire", "gloo"))
+        for over in OVER
+    ],
+)
 def test_two_ranks_do_not_depend_on_the_transport_under_any_setting(ranks2: RankPool, setting: str, over: str):
     over_processes = ranks2.run(_by_hand, over, "mlp", setting)
     assert_same_bits(

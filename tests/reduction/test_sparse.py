@@ -66,8 +66,15 @@ def _same_as_torch(rank: int, world_size: int, optimizer: Any, options: dict[str
         assert_same_bits(a, b, f"rank {rank}, record {step}")
 
 
-@pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("optimizer", [_sgd, Both])
+@pytest.mark.parametrize(
+    ("optimizer", "views"),
+    [
+        pytest.param(_sgd, False, marks=pytest.mark.long),
+        (_sgd, True),
+        (Both, False),
+        pytest.param(Both, True, marks=pytest.mark.long),
+    ],
+)
 def test_same_bits_as_torch(ranks2: Any, optimizer: Any, views: bool):
     ranks2.run(_same_as_torch, optimizer, {"gradient_as_bucket_view": views, "bucket_cap_mb": 1e-4})
 

@@ -52,7 +52,7 @@ def _long_run(rank: int, world_size: int, setting: str, steps: int) -> list[Tens
     return [at / steps for at in total]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.long), "int4"])
 def test_the_long_run_mean_converges_to_the_exact_average(ranks: RankPool, kind: str):
     of_ranks = [spread(rank, 1000, 64) for rank in range(ranks.world_size)]
     exact = [torch.stack(of).double().mean(0) for of in zip(*of_ranks, strict=True)]

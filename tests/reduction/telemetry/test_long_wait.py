@@ -27,9 +27,22 @@ from fastreduce.reduction.telemetry.flight_recorder import DOING, Counts, Flight
 from fastreduce.reduction.telemetry.whereabouts import Whereabouts
 from fastreduce.transports.store_client import StoreClient
 from tests.support.models import wrap
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankPool
 
 LATE = "between two lines"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """Ranks of which some give up what they wait for: no other file's."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RankPool]:
+    with RankPool(3) as pool:
+        yield pool
 
 
 class Heard(logging.Handler):
@@ -69,8 +82,8 @@ def _one_is_late(rank: int, world_size: int, evaluates: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("evaluates", [pytest.param(False, marks=pytest.mark.long), True])
-def test_one_rank_says_whom_all_wait_for_and_where_that_one_is(evaluates: bool):
-    lines = [line for told in run_ranks(_one_is_late, 3, evaluates) for line in told]
+def test_one_rank_says_whom_all_wait_for_and_where_that_one_is(three: RankPool, evaluates: bool):
+    lines = [line for told in three.run(_one_is_late, evaluates) for line in told]
     assert 1 <= len(lines) <= 3, lines  # two ranks wait for 4 s or longer: after 1.5 s, 3 and 6
     for line in lines:
         assert (
@@ -255,8 +268,8 @@ def _trains_elsewhere(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
-def test_who_trains_in_another_group_tells_where_it_is():
-    lines = run_ranks(_trains_elsewhere, 3)[0]
+def test_who_trains_in_another_group_tells_where_it_is(three: RankPool):
+    lines = three.run(_trains_elsewhere)[0]
     assert lines, "nothing was said"
     for line in lines:
         assert "waits for rank 1" in line and "in _trains_elsewhere" in line and "stopped" not in line
@@ -319,9 +332,9 @@ def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[
     ],
 )
 def test_backwards_that_run_in_another_order_on_a_rank_are_said_to_wait_for_each_other(
-    world_size: int, groups: str, transport: str
+    two: RankPool, three: RankPool, world_size: int, groups: str, transport: str
 ):
-    told = run_ranks(_crosswise, world_size, groups, transport)
+    told = (two if world_size == 2 else three).run(_crosswise, groups, transport)
     last, here = world_size - 1, rf"\(line \d+ of {re.escape(__file__)}, in _crosswise\)\."
     firsts = [line for lines in told[:last] for line in lines]
     assert firsts and told[last]
@@ -356,8 +369,8 @@ def _on_two_threads(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
-def test_a_wrapper_that_another_thread_may_train_is_in_no_deadlock():
-    assert not [line for told in run_ranks(_on_two_threads, 2) for line in told if ORDER in line or "for it" in line]
+def test_a_wrapper_that_another_thread_may_train_is_in_no_deadlock(two: RankPool):
+    assert not [line for told in two.run(_on_two_threads) for line in told if ORDER in line or "for it" in line]
 
 
 def _late_in_each(rank: int, _: int) -> list[str]:
@@ -370,8 +383,8 @@ def _late_in_each(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
-def test_ranks_that_are_late_by_turns_are_in_no_deadlock():
-    lines = [line for told in run_ranks(_late_in_each, 2) for line in told]
+def test_ranks_that_are_late_by_turns_are_in_no_deadlock(two: RankPool):
+    lines = [line for told in two.run(_late_in_each) for line in told]
     assert any("It waits for rank 1, up to" in line for line in lines)
     assert any("It waits for rank 0, up to" in line for line in lines)
     assert not [line for line in lines if "for it" in line]
@@ -389,8 +402,8 @@ def _in_a_collective(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
-def test_where_one_is_in_a_collective_of_torchs_it_is_said_where_both_are():
-    lines, _ = run_ranks(_in_a_collective, 2)
+def test_where_one_is_in_a_collective_of_torchs_it_is_said_where_both_are(two: RankPool):
+    lines, _ = two.run(_in_a_collective)
     assert lines
     for line in lines:
         here = rf"line \d+ of {re.escape(__file__)}, in _in_a_collective"

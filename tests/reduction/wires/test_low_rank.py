@@ -277,7 +277,7 @@ def test_a_direction_that_factors_have_lost_comes_back():
 
     At first there is one direction, which the factors then hold exactly; a hundredth of it in another one comes later.
     """
-    small, steps = 0.01, 400
+    small, steps = 0.01, 250
 
     def grads(step: int) -> list[Tensor]:
         return [torch.diag(torch.tensor([1.0, small if step else 0.0] + [0.0] * 10))]

@@ -223,7 +223,13 @@ DIFFERENT = [(call, *case) for call in ("bcast_list_", "all_reduce_gradients") f
 ]
 
 
-@pytest.mark.parametrize(("call", "case", "says"), DIFFERENT)
+@pytest.mark.parametrize(
+    ("call", "case", "says"),
+    [
+        pytest.param(*each, marks=[pytest.mark.long] * (each[0] == "all_reduce_gradients" and each[1:] in LISTS[1:]))
+        for each in DIFFERENT
+    ],
+)
 def test_ranks_that_differ_get_one_error_each(ranks2: RankPool, call: str, case: str, says: str):
     first, second = ranks2.run(_differ, call, case)
     assert first.startswith("MismatchError: ") and says in first

@@ -202,7 +202,7 @@ def _search(examples: int) -> None:
 
 def test_the_size_of_buckets_does_not_tell():
     """Settings switched, checkpoints, skipped, clipped and accumulated steps, unused parameters, NaN; two levels."""
-    _search(4)
+    _search(5)
 
 
 @pytest.mark.long

@@ -96,7 +96,7 @@ def _trained(rank: int, world_size: int, setting: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("setting", ["none", "int8"])
+@pytest.mark.parametrize("setting", ["none", pytest.param("int8", marks=pytest.mark.long)])
 def test_the_record_of_real_steps(ranks2: RankPool, setting: str):
     for data, forward, backward, after, optimizer in ranks2.run(_trained, setting):
         assert data.startswith("between its optimizer's step and its forward")

@@ -131,7 +131,7 @@ def inputs() -> Iterator[tuple[Tensor, SlotTable]]:
             yield values(numel, dtype, 1, special=False), slot_table([numel], BLOCK)
 
 
-FEW = {SMALL: range(1, 16), LARGE: (1, 8)}  # bytes: odd, and multiples of an element's size
+FEW = {SMALL: range(1, 16), LARGE: (1, 4, 8)}  # bytes: odd, and multiples of an element's size
 
 
 def check(name: str, few: bool) -> None:

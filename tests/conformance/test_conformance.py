@@ -43,16 +43,13 @@ OTHERS = [
 ]
 
 
-pytestmark = pytest.mark.long  # tests/ddp shows the same, and the server takes seconds to start
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with Server() as server:
         yield server
 
 
-@pytest.mark.parametrize("test", [*QUICK, *OTHERS])
+@pytest.mark.parametrize("test", [*QUICK, *(pytest.param(test, marks=pytest.mark.long) for test in OTHERS)])
 def test_passes_with_our_class(server: Server, test: str) -> None:
     result = server.run(test, "fastreduce", timeout=120)
     assert result.outcome == "passed", result.message
@@ -96,6 +93,7 @@ class TestOfThree(FSDPTest):
 """
 
 
+@pytest.mark.long
 def test_tests_of_fsdp2_run_with_our_reduction(tmp_path: Path) -> None:
     (tmp_path / "test_fully_shard_three.py").write_text(SHARDED)
     (tmp_path / "test_fully_shard_newer.py").write_text("from torch.distributed.fsdp import not_yet")

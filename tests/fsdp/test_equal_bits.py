@@ -109,7 +109,6 @@ LONG = {
     "bf16",
     "fp16",
     "fp64",
-    "meta, given memory first",
     "offloaded",
     "summed",
     "one group",

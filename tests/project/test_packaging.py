@@ -71,7 +71,6 @@ def test_sdist_holds_the_kernels_once(built: Path):
         assert not [name for name in files if name.startswith("kernels/")]
 
 
-@pytest.mark.long
 def test_installed_wheel_imports_from_any_directory(built: Path, tmp_path: Path):
     (wheel,) = built.glob("*.whl")
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"

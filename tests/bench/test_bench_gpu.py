@@ -326,8 +326,7 @@ def test_each_test_is_a_line_before_the_next_begins(
     monkeypatch.setattr(runner, "cases_of", lambda *_: [])
     monkeypatch.setattr(runner, "tests_of", lambda *_: [tests])
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    if not spread:  # plugins take a second to import
-        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "" if spread else "1")  # they take a second to import
     runner.run_phase(runner.Run(tmp_path, lines, True, tmp_path), "tests", 300)
     found = {case.partition("::")[2]: ending for case, ending in endings(lines).items()}
     assert found["test_passes"] == "done"
@@ -349,8 +348,6 @@ def test_tests_that_would_begin_too_late_are_named(
     file.write_text("def test_one(): pass\ndef test_two(): pass\n")
     tests = Suite("some", ["-c", os.devnull, f"--rootdir={tmp_path}", str(file)], spread=spread)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    if not spread:  # plugins take a second to import
-        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     run = runner.Run(tmp_path, lines, True, tmp_path)
     monkeypatch.setattr(runner, "LEAST", 1000.0)
     runner._run_tests(run, "tests", tests, time.time() + 100)

@@ -167,8 +167,7 @@ def test_all_that_fails_with_the_first_names_who_is_missing_too(kind: str):
     with_time(test, 2.0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("shm", marks=pytest.mark.long)])
 def test_what_moves_is_what_should(ranks: RankPool, kind: str):
     for rank, (name, at, size, *seen) in enumerate(ranks.run(_collected, kind)):
         assert (name, at, size) == (kind, rank, ranks.world_size)

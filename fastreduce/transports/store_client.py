@@ -262,7 +262,7 @@ class _Caller:
             return answer.result(left)
         except TransportError:
             raise
-        except TooLate as error:
+        except (TooLate, TimeoutError) as error:  # two classes before Python 3.11
             if is_of_signal(error):
                 answer.cancel()
                 raise

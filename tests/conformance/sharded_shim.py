@@ -100,7 +100,7 @@ def call(test: str, rank: int, rendezvous: str) -> None:
     case.rank, case.file_name = rank, rendezvous
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", world_size=case.world_size, rank=rank)
     dist.barrier()
-    shim.set_rng_seed()
+    shim.common_utils.set_rng_seed(shim.common_utils.SEED)
     getattr(case, case._testMethodName)()
     dist.barrier()
     dist.destroy_process_group()

@@ -69,7 +69,7 @@ def _import_tests() -> Any:
 
 
 tests = _import_tests()
-set_rng_seed = importlib.import_module("torch.testing._internal.common_utils").set_rng_seed
+common_utils = importlib.import_module("torch.testing._internal.common_utils")
 _Backend: Any = tests.TestDistBackend
 _Base: Any = tests.DistributedTest._DistTestBase
 
@@ -212,7 +212,7 @@ def call(test: str, rank: int, rendezvous: str) -> None:
         timeout=tests.timedelta(seconds=seconds),
     )
     case._barrier()
-    set_rng_seed()
+    common_utils.set_rng_seed(common_utils.SEED)
     getattr(case, test)()
     case._barrier()
     if dist.is_initialized():

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
 from fastreduce.ddp.user_hook import HookWork, UserHook
+from tests.support.installed_torch import needs_streams
 from tests.support.models import mlp, wrap
 
 
@@ -169,6 +170,7 @@ def _optimizers_in_backward(rank: int, world_size: int, views: bool, some: bool)
     return all(map(torch.equal, *trained)), torch.equal(elsewhere, averaged[1])
 
 
+@needs_streams
 @pytest.mark.parametrize(
     ("views", "some"),
     [

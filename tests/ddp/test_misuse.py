@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fastreduce
 from fastreduce import MismatchError, SettingError
+from tests.support.installed_torch import has_bucket_cap_mb_list
 from tests.support.models import (
     DDP,
     EXACT,
@@ -185,7 +186,9 @@ def test_a_wrapper_over_a_given_transport_cannot_be_copied_and_says_so(alone: No
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", MISUSE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[has_bucket_cap_mb_list] * ("mb_list" in case)) for case in MISUSE]
+)
 def test_misuse_is_torchs_error(alone: None, case: str):
     misuse, piece = MISUSE[case]
     with pytest.raises(Exception) as torchs:
@@ -366,7 +369,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ARGUMENTS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[has_bucket_cap_mb_list] * ("list of sizes" in case)) for case in ARGUMENTS]
+)
 def test_an_argument_that_is_none_on_one_rank_is_told_to_all(ranks2: RankPool, case: str):
     """torch's class raised behind the exchange, and the others waited; or errors named no argument."""
     first, second = ranks2.run(_with_argument, case)

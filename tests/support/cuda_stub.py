@@ -60,6 +60,7 @@ def build(folder: Path) -> ctypes.CDLL:
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-O2", "-Wl,-soname,libcuda.so.1", "-o", library, folder / "stub.c"], check=True
     )
+    (folder / "libcuda.so").symlink_to(library)  # Triton up to 3.5 links with it
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 
 def _makes_streams() -> bool:
@@ -17,4 +20,8 @@ def _makes_streams() -> bool:
 
 VERSION = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
 needs_streams = pytest.mark.skipif(not _makes_streams(), reason="this torch makes no stream, for mixed_precision=")
+has_bucket_cap_mb_list = pytest.mark.skipif(
+    "bucket_cap_mb_list" not in inspect.signature(DistributedDataParallel).parameters,
+    reason="this torch's class has no bucket_cap_mb_list",
+)
 shards_bytes = pytest.mark.skipif(VERSION < (2, 12), reason="this torch's FSDP shards floating-point parameters only")

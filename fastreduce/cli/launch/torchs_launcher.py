@@ -195,6 +195,11 @@ class Ranks(SubprocessContext):
         if result is None and self.nodes is not None:
             self.nodes.check()
         if result is not None and result.failures:
+            for rank, handler in self.subprocess_handlers.items():
+                code = handler.proc.poll()
+                if code and rank not in result.failures:  # torch 2.9 does not look at those that it has ended
+                    error_file = self.envs[rank]["TORCHELASTIC_ERROR_FILE"]
+                    result.failures[rank] = ProcessFailure(rank, handler.proc.pid, code, error_file)
             own = {rank: f for rank, f in result.failures.items() if f.pid not in self._ended or self._has_told(f)}
             result.failures = own or result.failures
             self._explain(result.failures)

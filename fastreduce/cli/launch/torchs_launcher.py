@@ -198,8 +198,7 @@ class Ranks(SubprocessContext):
             for rank, handler in self.subprocess_handlers.items():
                 code = handler.proc.poll()
                 if code and rank not in result.failures:  # torch 2.9 does not look at those that it has ended
-                    error_file = self.envs[rank]["TORCHELASTIC_ERROR_FILE"]
-                    result.failures[rank] = ProcessFailure(rank, handler.proc.pid, code, error_file)
+                    result.failures[rank] = ProcessFailure(rank, handler.proc.pid, code, self.error_files[rank])
             own = {rank: f for rank, f in result.failures.items() if f.pid not in self._ended or self._has_told(f)}
             result.failures = own or result.failures
             self._explain(result.failures)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce.hooks import CompressState, compress
 from tests.support import tolerances
+from tests.support.histories import quarters
 from tests.support.models import Given
 from tests.support.ranks import RankPool
 
@@ -218,19 +219,9 @@ def _check(pool: RankPool, setting: str, seeds: range) -> None:
         assert not {seed: far for seed, far in found.items() if far > tolerances.IN_CHANGING_LISTS}
 
 
-PARTS = range(0, HISTORIES, HISTORIES // 4)
-
-
-@pytest.mark.parametrize(
-    ("setting", "first"),
-    [
-        pytest.param(setting, first, marks=[pytest.mark.long] * (SETTINGS.index(setting) != PARTS.index(first)))
-        for setting in SETTINGS
-        for first in PARTS
-    ],
-)
-def test_nothing_is_lost_nor_applied_twice(ranks2: RankPool, setting: str, first: int):
-    _check(ranks2, setting, range(first, first + PARTS.step))
+@pytest.mark.parametrize(("setting", "seeds"), quarters(SETTINGS, HISTORIES))
+def test_nothing_is_lost_nor_applied_twice(ranks2: RankPool, setting: str, seeds: range):
+    _check(ranks2, setting, seeds)
 
 
 @pytest.mark.long

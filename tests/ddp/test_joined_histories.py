@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastreduce import DistributedDataParallel, note_applied
 from tests.support import tolerances
+from tests.support.histories import quarters
 from tests.support.models import Given
 from tests.support.ranks import OVER_HOSTS, RankPool
 
@@ -155,20 +156,10 @@ def _check(pool: RankPool, setting: str, seeds: range) -> None:
         assert not far
 
 
-PARTS = range(0, HISTORIES, HISTORIES // 4)
-
-
 @OVER_HOSTS
-@pytest.mark.parametrize(
-    ("setting", "first"),
-    [
-        pytest.param(setting, first, marks=[pytest.mark.long] * (SETTINGS.index(setting) != PARTS.index(first)))
-        for setting in SETTINGS
-        for first in PARTS
-    ],
-)
-def test_nothing_is_lost_nor_applied_twice(ranks: RankPool, setting: str, first: int):
-    _check(ranks, setting, range(first, first + PARTS.step))
+@pytest.mark.parametrize(("setting", "seeds"), quarters(SETTINGS, HISTORIES))
+def test_nothing_is_lost_nor_applied_twice(ranks: RankPool, setting: str, seeds: range):
+    _check(ranks, setting, seeds)
 
 
 @pytest.mark.long

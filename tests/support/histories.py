@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor, nn
@@ -31,6 +33,16 @@ def of_trainings(examples: int) -> settings:
         phases=[Phase.generate],  # every example takes a whole training: to shrink one takes minutes
         suppress_health_check=list(HealthCheck),
     )
+
+
+def quarters(settings: Sequence[str], histories: int) -> list[Any]:
+    """For `parametrize`: each setting with the seeds of each quarter of the histories; `make test` has one of each."""
+    parts = [range(first, first + histories // 4) for first in range(0, histories, histories // 4)]
+    return [
+        pytest.param(setting, part, id=f"{setting}-{part.start}", marks=[pytest.mark.long] * (i != j))
+        for i, setting in enumerate(settings)
+        for j, part in enumerate(parts)
+    ]
 
 
 @dataclass(frozen=True)

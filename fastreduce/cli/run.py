@@ -40,7 +40,8 @@ def run_parser() -> ArgumentParser:
 def run(context: typer.Context) -> None:
     """Run an unedited script with our DDP in the place of torch's, in it and in every Python that it starts.
 
-    fastreduce run [--compression SPEC] [--trace DIR] [options of torchrun] [--gpus N] script.py [its arguments]
+    fastreduce run [--compression SPEC] [--trace DIR] [options of torchrun]
+                   [--gpus N] script.py [its arguments]
     """
     options = parse(run_parser(), context.args)
     try:

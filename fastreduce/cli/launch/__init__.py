@@ -63,7 +63,8 @@ class LaunchCommand(TyperCommand):
 def launch(context: typer.Context) -> None:
     """Start a script on several ranks, on this machine or on several.
 
-    fastreduce launch [options of torchrun] [--gpus N] script.py [arguments of the script]
+    fastreduce launch [options of torchrun]
+                      [--gpus N] script.py [arguments of the script]
     """
     options = parse(make_parser(launch), context.args)
     raise typer.Exit(start(options))

@@ -99,7 +99,11 @@ def put_in_place(unfinished: Path, path: Path) -> None:
         except OSError:  # a file system without hard links: for a moment there is only the previous one
             os.replace(path, previous_of(path))
         else:
-            os.replace(linked, previous_of(path))
+            try:
+                os.replace(linked, previous_of(path))
+            except BaseException:
+                linked.unlink(missing_ok=True)
+                raise
     os.replace(unfinished, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -408,6 +408,15 @@ def test_a_snapshot_that_cannot_take_its_name_leaves_no_file(monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
+def test_a_snapshot_whose_predecessor_cannot_move_aside_leaves_no_file(tmp_path: Path):
+    path, taken = tmp_path / "a.pt", tmp_path / "a.pt.previous"
+    save_checkpoint(path, epoch=1)
+    taken.mkdir()
+    with pytest.raises(CheckpointError, match=r"IsADirectoryError: .*a\.pt\.previous'"):
+        save_checkpoint(path, epoch=2)
+    assert sorted(tmp_path.iterdir()) == [path, taken] and torch.load(path)["epoch"] == 1
+
+
 class _Refusing:
     def state_dict(self) -> dict[str, Any]:
         return {}

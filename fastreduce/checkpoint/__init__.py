@@ -54,7 +54,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
             CheckpointError.
         CheckpointError: on every rank, if one could not write, if a part is sharded, or if a value is of a type that
             `torch.load(weights_only=True)` refuses. What was on disk is still there.
-        TransportError: if another rank does not call it within the timeout of the default group, or has ended.
+        TransportError: if another rank does not call it within the timeout of the default group, or has ended; under
+            `elastic=True` if the others have gone on without this process. What was on disk is still there.
     """
     if _is_elastic(parts) and any(reducer.transport.rank for reducer in _reducers(parts).values()):
         return  # parameters are the same on all members: the first one writes
@@ -96,14 +97,20 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
 
     ours = {"tag": tag if with_residuals else None, "ranks": [state for _, state, _ in collected]}
 
+    def check_members() -> None:
+        for reducer in _reducers(parts).values():
+            reducer.check_member()
+
     def write_snapshot() -> list[str]:
         if this_rank():
             return []
+        check_members()  # else what is left behind may be what another one writes
         for left_behind in path.parent.glob(f"{glob.escape(path.name)}.{ANY_TAG}.unfinished"):
             left_behind.unlink()
         unfinished = path.with_name(f"{path.name}.{tag}.unfinished")
         snapshot_file.write({**states, OURS: ours}, unfinished)
         try:
+            check_members()
             snapshot_file.put_in_place(unfinished, path)
         except BaseException:
             unfinished.unlink(missing_ok=True)

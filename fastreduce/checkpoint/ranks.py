@@ -42,8 +42,8 @@ def world_size() -> int:
 def on_all(doing: str, function: Callable[[], T], exchange: bool = True, own: bool = False) -> list[T]:
     """What `function` returns on every rank (without `exchange`, here only); an error on one is an error on all.
 
-    Where it raised, that is a CheckpointError too, but for what was given here or a signal's handler raised, and under
-    `own`.
+    Where it raised, that is a CheckpointError too, but for what was given here, a failed transport, or what a signal's
+    handler raised, and under `own`.
     """
     value: T | None = None
     error: Exception | None = None
@@ -53,7 +53,7 @@ def on_all(doing: str, function: Callable[[], T], exchange: bool = True, own: bo
         error = found
     mine = (value if exchange else None, error and f"{type(error).__name__}: {error}")
     told: list[Any] = _exchange(mine, doing) if dist.is_initialized() else [mine]
-    if error is not None and (own or isinstance(error, SettingError) or is_of_signal(error)):
+    if error is not None and (own or isinstance(error, (SettingError, TransportError)) or is_of_signal(error)):
         raise error
     for rank, (_, text) in enumerate(told):
         if text is not None:

@@ -49,6 +49,13 @@ class ElasticGroup(Protocol):
             TransportError: if a rank is lost.
         """
 
+    def check_member(self) -> None:
+        """Raise if the others have gone on without this rank, which was stopped for long.
+
+        Raises:
+            TransportError: if they have.
+        """
+
     def abort(self) -> None:
         """End what is under way."""
 
@@ -141,6 +148,15 @@ class ElasticReducer(TorchReducer):
         if transport is not self.transport:
             self.move_to(lambda: transport, compared=True)  # when they joined
             self.logger.update(rank=transport.rank, world_size=transport.world_size)
+
+    def check_member(self) -> None:
+        """Raise if the others have gone on without this rank.
+
+        Raises:
+            TransportError: if they have.
+        """
+        if self.group is not None:
+            self.group.check_member()
 
     # A step
 

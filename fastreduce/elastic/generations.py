@@ -190,12 +190,29 @@ class Meetings:
             else:
                 time.sleep(PAUSE_SECONDS)
         self._note_latest(number)
+        self._check_in(found)
+        return found
+
+    def check_after(self, before: Generation) -> None:
+        """Raise if the others have gone on from `before` without this process; without the store nobody has.
+
+        Raises:
+            TransportError: as `next`.
+        """
+        try:
+            found = self._read(before.number + 1)
+        except TransportError:
+            return
+        if found is not None:
+            self._check_in(found)
+
+    def _check_in(self, found: Generation) -> None:
+        me = self._presence.id
         if me not in found.members:
             raise TransportError(
                 f"process {me} did not answer for {self._presence.times.timeout:g} s, and "
                 f"{len(found.members)} other(s) have gone on without it: start it again, and it gets their state"
             )
-        return found
 
     def _successor(self, before: Generation, here: StoreClient, lost: set[int]) -> Generation:
         stay = [member for member in before.members if member not in lost]

@@ -139,6 +139,14 @@ class Membership:
         self._someone_waits = bool(self._commit[1] > 0) and (self.step + 1) % self._backwards == 0
         self._count()
 
+    def check_member(self) -> None:
+        """Raise if the others have gone on without this process (`ddp.elastic_reducer.ElasticGroup`).
+
+        Raises:
+            TransportError: if they have.
+        """
+        self._meetings.check_after(self.generation)
+
     def abort(self, generation: int | None = None) -> None:
         """End what is under way, here and on the peers, connecting included; of one generation, if it is the last.
 

@@ -491,6 +491,9 @@ class GradientReducer:
 
     # State
 
+    def check_member(self) -> None:
+        """Raise if the other ranks have gone on without this one; these here wait for it."""
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals by parameter name, with the layout of the buckets; each rank saves its own.
 

@@ -76,6 +76,9 @@ class Group:
         if self._chance.random() < 0.4:
             raise TransportError("by chance")
 
+    def check_member(self) -> None:
+        pass
+
     def abort(self) -> None:
         pass
 

@@ -27,6 +27,7 @@ from fastreduce import (
     load_checkpoint,
     save_checkpoint,
 )
+from fastreduce.checkpoint import snapshot_file
 from fastreduce.elastic import generations, state
 from fastreduce.transports import Transport, local_ranks
 from tests.elastic.test_law import Group
@@ -147,6 +148,35 @@ def test_a_state_that_cannot_be_sent_is_told_to_who_comes_and_ends_no_training(c
         source, newcomer = threads.map(send, local_ranks(2))
     assert source == "nothing" and "float(x)" in caplog.text
     assert newcomer.startswith("rank 0 cannot send its state") and "float(x)" in newcomer
+
+
+@pytest.mark.parametrize("while_it_writes", [False, True])
+def test_one_that_was_left_out_changes_no_snapshot_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_it_writes: bool
+):
+    """It was stopped, beats again, and is the first member as far as it knows."""
+    ddp, path, others = _wrapped(), tmp_path / "run.pt", tmp_path / "run.pt.12345678.unfinished"
+    members = elastic.join(ddp, store=dist.HashStore(), least=1, timeout=5)
+    save_checkpoint(path, model=ddp, epoch=1)
+    written, write = path.read_bytes(), snapshot_file.write
+
+    def go_on_without_it() -> None:
+        group = ddp.reducer.group
+        group._meetings._propose(generations.Generation(group.generation.number + 1, (77,), {}, (), ""))
+        others.touch()
+
+    def write_while_others_go_on(value: Any, file: Path) -> None:
+        write(value, file)
+        go_on_without_it()
+
+    if while_it_writes:
+        monkeypatch.setattr(snapshot_file, "write", write_while_others_go_on)
+    else:
+        go_on_without_it()
+    with pytest.raises(TransportError, match="have gone on without it: start it again"):
+        save_checkpoint(path, model=ddp, epoch=2)
+    assert sorted(tmp_path.iterdir()) == [path, others] and path.read_bytes() == written
+    members.leave()
 
 
 @pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])

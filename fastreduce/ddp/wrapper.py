@@ -535,8 +535,7 @@ class DistributedDataParallel(_ReachesModule):
         def post_hook(is_last_joiner: bool) -> None:
             self._joining = False
             if buckets is not None:
-                buckets.tell_joined()
-                buckets.uneven.end()
+                buckets.end_join()
             after(is_last_joiner)
 
         hook.main_hook, hook.post_hook = main_hook, post_hook

@@ -210,6 +210,7 @@ class BucketedGradients:
             self.gradients, groups, self.transport, self.as_views
         )
         self._members: list[BucketMembers] = [self.gradients.members(bucket) for bucket in self.plan.buckets]
+        self.uneven.lay_out()
         if self.keeps_statistics:
             for pipeline in self.pipelines:
                 pipeline.keep_statistics()
@@ -362,9 +363,10 @@ class BucketedGradients:
         """Where ranks have joined (`UnevenInputs`), let them hear from the others what became of the last averages.
 
         Else their shards would be added to as if all had been applied in full. Whoever has something left of an earlier
-        setting hears it from ranks that have nothing, which watch too, then. Where only one that has joined since knows
-        it, the others hear it from that. And let them keep statistics if the others do, or the first clipping behind
-        the join would sum otherwise here. Every rank calls it.
+        setting hears it from ranks that have nothing, which watch too, then: from a join's first reduction on, since a
+        rank may join while others accumulate on averages that nobody has applied yet. Where only one that has joined
+        since knows it, the others hear it from that. And let them keep statistics if the others do, or the first
+        clipping behind the join would sum otherwise here. Every rank calls it.
 
         Args:
             divisor: a reduction follows, in the mean over so many ranks, as those know that have not joined.
@@ -385,8 +387,9 @@ class BucketedGradients:
         joined = [word for word in told if word.joined]
         if reducing:
             self.uneven.some_had_joined = bool(joined)
+        may_join = told if self.uneven.joining else joined  # behind this reduction, before these averages are applied
         for i, pipeline in enumerate(self.pipelines):
-            pipeline.watches_for_others = reducing and any(word.awaits[i] for word in joined)
+            pipeline.watches_for_others = reducing and any(word.awaits[i] for word in may_join)
         if not active:
             return
         for i, (each, own) in enumerate(zip(kept, mine, strict=True)):
@@ -397,6 +400,13 @@ class BucketedGradients:
                 each.expect(len(active) / ranks, active[0].scale / self.scale)
         if reducing:
             self.scale = active[0].scale
+
+    def end_join(self) -> None:
+        """All ranks have joined."""
+        self.tell_joined()
+        self.uneven.end()
+        for pipeline in self.pipelines:
+            pipeline.watches_for_others = False
 
     def _checked_word(self, value: Any) -> _Word:
         word = _Word(*of_types(value, bool, bool, float, list, list))

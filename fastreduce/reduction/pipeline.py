@@ -66,8 +66,8 @@ class BucketPipeline:
         remainder: what an earlier setting with error feedback has left, until it has been applied; None mostly.
         finite: whether the last averages were, where that is known; None else. Until the next reduction begins.
         verdicts: the bytes that say so, of this bucket and the others of its device.
-        watches_for_others: whether a rank without inputs has a remainder, and this one tells it what averages become,
-            whether it has any itself or not.
+        watches_for_others: whether a rank without inputs, or one that may have none soon, has a remainder, and this
+            one tells it what averages become, whether it has any itself or not.
         alone: whether there is nothing to average and nothing to move: one rank has its average.
         statistics: what `decompress` finds in each tile; None before `keep_statistics`.
         whole: whether reductions are over whole wires also where the transport can do without, for measurements.

@@ -19,16 +19,24 @@ class UnevenInputs:
         self.joining = self.here = self.some_had_joined = False
         self.active: Callable[[], int] | None = None
         self._before = False  # whether some had joined in the last reduction
+        self._told = False  # whether ranks have told each other in this `join()`, of buckets that are as they were then
+
+    def lay_out(self) -> None:
+        """Buckets have been laid out anew."""
+        self._told = False
 
     def end(self) -> None:
         """All have joined."""
-        self.joining = self.here = False
+        self.joining = self.here = self._told = False
 
     def matter(self, world_size: int, reducing: bool = False) -> bool:
-        """Whether some ranks have joined, or had in the last reduction: the same on every rank.
+        """Whether ranks tell each other what became of the last averages: the same on every rank.
 
-        `reducing`: another reduction begins.
+        They do where some have joined, or had in the last reduction; and in a join's first reduction, since some may
+        join behind it. `reducing`: another reduction begins.
         """
         now = self.joining and (self.here or self.active is None or self.active() < world_size)
-        before, self._before = self._before, now if reducing else self._before
-        return now or before
+        found = now or self._before or (self.joining and not self._told)
+        if reducing:
+            self._before, self._told = now, self.joining
+        return found

@@ -244,20 +244,23 @@ def test_what_only_a_rank_that_has_joined_has_used_is_left_alone(ranks2: RankPoo
     assert ranks2.run(_used_by_who_joins) == [[0.5, 0.5], [0.5, 0.5, None, None, None]]
 
 
-def _left_over_in_a_join(rank: int, world_size: int, setting: str, divides: bool, skips: bool) -> tuple[Tensor, Tensor]:
+def _left_over_in_a_join(
+    rank: int, world_size: int, setting: str, divides: bool, skips: bool, switched: str
+) -> tuple[Tensor, Tensor]:
     """The sum of what was applied and that of exact averages, behind a switch that leaves something to ranks that join.
 
     Rank 1 alone goes on, and has nothing left: in two levels what is left is with the first ranks of nodes, and here
-    its gradients were zeros.
+    its gradients were zeros. `switched`: where it accumulates on averages that the others leave without applying them,
+    whether the switch was before the join or within.
     """
     ddp, steps = wrap("ours", Given(), compression=setting), 0
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    exact = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    exact, within = [torch.zeros(size, dtype=torch.float64) for size in SIZES], switched == "within"
 
     def step(there: Collection[int], count: int, skips: bool = False) -> None:
         nonlocal steps
         steps += 1
-        grads = {r: [g * float(r != 1 or steps > 2) for g in _gradients(r, steps, Loop())] for r in there}
+        grads = {r: [g * float(r != 1 or steps > 2 + within) for g in _gradients(r, steps, Loop())] for r in there}
         optimizer.zero_grad()
         ddp(grads[rank]).backward()
         if not skips:
@@ -265,12 +268,26 @@ def _left_over_in_a_join(rank: int, world_size: int, setting: str, divides: bool
             for total, *each in zip(exact, *grads.values(), strict=True):
                 total += torch.stack(each).double().sum(0) / count
 
+    def accumulate(count: int) -> None:
+        ddp(_gradients(1, steps + 1, Loop())).backward()
+        optimizer.step()
+        of_all = zip(*(_gradients(r, steps, Loop()) for r in everybody), strict=True)
+        for total, own, each in zip(exact, _gradients(1, steps + 1, Loop()), of_all, strict=True):
+            total += (torch.stack(each).double().mean(0) + own) / count
+
     everybody = range(world_size)
     step(everybody, world_size)
     step(everybody, world_size)
-    ddp.set_compression("none")
+    ddp.set_compression("none", at=2 + within)
     with ddp.join(divide_by_initial_world_size=divides):
-        if rank == 1:
+        if within:
+            step(everybody, world_size)
+        if switched:
+            optimizer.zero_grad()
+            ddp(_gradients(rank, steps, Loop())).backward()
+        if rank == 1 and switched:
+            accumulate(world_size if divides else 1)
+        elif rank == 1:
             step([1], world_size if divides else 1, skips)
     for _ in range(20):
         optimizer.zero_grad()
@@ -280,29 +297,42 @@ def _left_over_in_a_join(rank: int, world_size: int, setting: str, divides: bool
 
 
 TOP_K, INT4 = "topk:ratio=0.1,min_numel=1", "int4:block=32,error_feedback"
-PICKED = [("aaa", TOP_K, False), ("aaa", INT4, True), ("aab", TOP_K, True), ("aab", INT4, False)]
+WAYS = {
+    "over those left": (False, False, ""),
+    "skipped": (True, True, ""),
+    "accumulated": (True, False, "before"),
+    "accumulated, over those left": (False, False, "before"),
+    "accumulated, switched in the join": (True, False, "within"),
+}
+PICKED = [
+    ("aaa", TOP_K, "over those left"),
+    ("aaa", INT4, "skipped"),
+    ("aab", TOP_K, "skipped"),
+    ("aab", INT4, "over those left"),
+    ("aab", INT4, "accumulated"),
+    ("aab", INT4, "accumulated, switched in the join"),
+]
 
 
 @pytest.mark.parametrize(
-    ("hosts", "setting", "divides", "skips"),
+    ("hosts", "setting", "divides", "skips", "switched"),
     [
         pytest.param(
             hosts,
             setting,
-            skips,
-            skips,
-            id=f"{hosts}-{setting}-{'skipped' if skips else 'over those left'}",
-            marks=[pytest.mark.long] * ((hosts, setting, skips) not in PICKED),
+            *WAYS[way],
+            id=f"{hosts}-{setting}-{way}",
+            marks=[pytest.mark.long] * ((hosts, setting, way) not in PICKED),
         )
-        for hosts, setting, skips in itertools.product(["aaa", "aab"], [TOP_K, INT4], [False, True])
+        for hosts, setting, way in itertools.product(["aaa", "aab"], [TOP_K, INT4], WAYS)
     ],
 )
 def test_what_a_switch_has_left_to_ranks_that_join_is_not_lost(
-    ranks3: RankPool, ranks21: RankPool, hosts: str, setting: str, divides: bool, skips: bool
+    ranks3: RankPool, ranks21: RankPool, hosts: str, setting: str, divides: bool, skips: bool, switched: str
 ):
     """They hear what becomes of it from a rank that has nothing left itself."""
     pool = ranks21 if hosts == "aab" else ranks3
-    found = pool.run(_left_over_in_a_join, setting, divides, skips)
+    found = pool.run(_left_over_in_a_join, setting, divides, skips, switched)
     applied, exact = found[1]
     bound = tolerances.IN_CHANGING_LISTS
     assert float((applied.double() - exact).abs().max()) <= bound

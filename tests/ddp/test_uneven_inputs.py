@@ -296,6 +296,29 @@ def _left_over_in_a_join(
     return torch.cat([-p.detach() for p in ddp.module.values]), torch.cat(exact)
 
 
+def _left_behind_an_even_join(rank: int, world_size: int) -> list[bool]:
+    """Whether buckets carry anything on once what a switch left is applied, behind a join that nobody left early."""
+    ddp = wrap("ours", Given(), compression=INT4)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+
+    def step(scale: float) -> None:
+        optimizer.zero_grad()
+        ddp([torch.full((size,), scale) for size in SIZES]).backward()
+        optimizer.step()
+
+    step(0.1 + rank)
+    ddp.set_compression("none")
+    with ddp.join():
+        step(1.0)
+    for _ in range(3):
+        step(0.0)
+    return [pipeline.remainder is not None for pipeline in ddp.reducer.pipelines]
+
+
+def test_behind_a_join_nobody_watches_for_others(ranks2: RankPool):
+    assert not any(itertools.chain(*ranks2.run(_left_behind_an_even_join)))
+
+
 TOP_K, INT4 = "topk:ratio=0.1,min_numel=1", "int4:block=32,error_feedback"
 WAYS = {
     "over those left": (False, False, ""),

@@ -6,8 +6,7 @@ import difflib
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,16 @@ from ..reduction.telemetry.whereabouts import Whereabouts
 from ..sync_batchnorm import SyncBatchNorm
 from ..transports import Transport, make_transport
 from ..transports.ranks import client_of, timeout_of
-from .checks import check_module, check_reduced_here, describe_wrapping, group_asked_for, module_device, tell_others
+from .checks import (
+    PACKAGE,
+    check_module,
+    check_reduced_here,
+    describe_wrapping,
+    group_asked_for,
+    module_device,
+    tell_others,
+    warn_caller,
+)
 from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
 from .logger import TorchLogger, environment
@@ -54,18 +62,13 @@ OWN_ARGUMENTS = "compression", "transport", "elastic"
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-@contextmanager
-def _warnings_where_called() -> Iterator[None]:
-    """What torch's class warns the line that called it of is told of the line that called ours."""
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            yield
-    finally:
-        for each in found:
-            if each.filename == __file__:
-                warnings.warn(each.message, each.category, stacklevel=4)
-            else:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+def _tell_where_called(found: list[warnings.WarningMessage]) -> None:
+    """What torch's class has warned the line that called it of is told of the line that called ours."""
+    for each in found:
+        if each.filename.startswith(PACKAGE):
+            warn_caller(each.message, each.category)
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
 
 class _ReachesModule(TorchDDP):
@@ -143,9 +146,8 @@ class DistributedDataParallel(_ReachesModule):
                 device_ids = None
             on_cpu = all(p.device.type == "cpu" for p in module.parameters())
             if on_cpu and (device_ids or output_device is not None) and len(device_ids or ()) <= 1:
-                warnings.warn(
-                    f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU",
-                    stacklevel=2,
+                warn_caller(
+                    f"device_ids={device_ids} and output_device={output_device} are dropped: the module is on the CPU"
                 )
                 device_ids = output_device = None
             taken = inspect.signature(TorchDDP)
@@ -181,8 +183,12 @@ class DistributedDataParallel(_ReachesModule):
         try:
             check_agreement(self._transport, description, error)
             self._description = description
-            with _warnings_where_called():
-                super().__init__(module, device_ids, output_device, *args, **kwargs)
+            warned: list[warnings.WarningMessage] = []
+            try:
+                with warnings.catch_warnings(record=True) as warned:
+                    super().__init__(module, device_ids, output_device, *args, **kwargs)
+            finally:
+                _tell_where_called(warned)
         except BaseException:
             if self._transport is not transport:
                 self._transport.close()  # its connection is the next wrapper's

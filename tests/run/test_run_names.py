@@ -41,6 +41,26 @@ assert list(inspect.signature(Direct).parameters)[:2] == ["module", "device_ids"
 """
 
 
+WARNED = """
+alone()
+inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), device_ids=[0], check_reduction=True)
+torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(inner))
+"""
+
+
+def test_what_the_class_warns_of_is_told_of_the_lines_of_the_script_that_wrap(tmp_path: Path):
+    """Not of the line of ours that stands between."""
+    script = tmp_path / "wraps.py"
+    script.write_text(ALONE + WARNED)
+    done = child(f"import runpy; runpy.run_path({str(script)!r})", tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (ALONE + WARNED).splitlines()
+    first, second = (1 + lines.index(line) for line in WARNED.splitlines()[2:])
+    assert f"{script}:{first}: UserWarning: device_ids=[0]" in done.stderr
+    assert f"{script}:{first}: FutureWarning: The `check_reduction` argument" in done.stderr
+    assert f"{script}:{second}: UserWarning: module '0' is wrapped already" in done.stderr
+
+
 def test_every_name_and_subclass_is_ours_and_what_stays_torchs_is_said_when_it_is_made_and_at_the_end(tmp_path: Path):
     more = """
 Own(torch.nn.Linear(1, 1))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .errors import NotInitializedError, SettingError
+from .errors import SettingError, no_group
 
 
 def shard_range(n: int, rank: int | None = None, world_size: int | None = None) -> range:
@@ -130,7 +130,7 @@ class ShardSampler:
 
 def _rank_and_size(call: str, rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None or world_size is None) and not dist.is_initialized():
-        raise NotInitializedError(call, "pass rank= and world_size=")
+        raise no_group(call, "pass rank= and world_size=")
     rank = dist.get_rank() if rank is None else rank
     world_size = dist.get_world_size() if world_size is None else world_size
     if not 0 <= rank < world_size:

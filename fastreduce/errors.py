@@ -35,13 +35,6 @@ class BackendUnavailableError(FastreduceError, RuntimeError):
 class NotInitializedError(FastreduceError, RuntimeError, ValueError):
     """A call that needs a process group, before there is one; torch raises the one kind, Genesis the other."""
 
-    def __init__(self, call: str, instead: str = "") -> None:
-        super().__init__(
-            f"{call}: the default process group has not been initialized: call "
-            "fastreduce.distributed.init_process_group (or torch.distributed.init_process_group) first"
-            + (f", or {instead}" if instead else "")
-        )
-
 
 class TensorError(FastreduceError, ValueError):
     """A tensor whose dtype, device, size or layout an operation cannot take."""
@@ -79,6 +72,15 @@ class TransportError(FastreduceError, RuntimeError):
 
 class CheckpointError(FastreduceError, RuntimeError):
     """A snapshot that could not be written, or is not whole; raised on every rank."""
+
+
+def no_group(call: str, instead: str = "") -> NotInitializedError:
+    """The error of a call before there is a process group, where one would do, or `instead`."""
+    return NotInitializedError(
+        f"{call}: the default process group has not been initialized: call "
+        "fastreduce.distributed.init_process_group (or torch.distributed.init_process_group) first"
+        + (f", or {instead}" if instead else "")
+    )
 
 
 def brief(value: object) -> str:

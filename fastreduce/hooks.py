@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .compression import Compression
 from .environment.exits import Exit, each_at_exit
-from .errors import NotInitializedError, SettingError, brief
+from .errors import SettingError, brief, no_group
 from .policy import single
 from .reduction import saved_residuals
 from .reduction.agreement import check_agreement
@@ -179,7 +179,7 @@ class CompressState:
     def _ranks(self) -> dist.ProcessGroup:
         group = self._group or dist.group.WORLD
         if group is None:
-            raise NotInitializedError("CompressState")
+            raise no_group("CompressState")
         return group
 
     def average(self, bucket: Any) -> torch.futures.Future[Tensor]:

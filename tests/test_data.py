@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,12 @@ def test_an_epoch_that_is_over_leaves_nothing_behind():
 def test_it_serves_torchs_loader():
     loader: DataLoader[int] = DataLoader(range(10), batch_size=2, sampler=ShardSampler(10, rank=1, world_size=2))
     assert [len(batch) for batch in loader] == [2, 2, 1] and len(loader) == 3
+
+
+def test_an_error_without_a_group_says_so_once_where_another_process_raises_it_again():
+    with pytest.raises(NotInitializedError) as found:
+        shard_range(3)
+    assert str(pickle.loads(pickle.dumps(found.value))) == str(found.value)
 
 
 @pytest.mark.parametrize(

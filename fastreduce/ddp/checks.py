@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from .. import ops
 from ..compression import NoCompression
-from ..errors import BackendUnavailableError, DeviceError, NotInitializedError, SettingError, TensorError, brief
+from ..errors import BackendUnavailableError, DeviceError, SettingError, TensorError, brief, no_group
 from ..reduction.agreement import describe_tensor
 from ..reduction.gradients import Gradients
 from ..reduction.schedule import Schedule
@@ -57,7 +57,7 @@ def group_asked_for(group: dist.ProcessGroup | None, mesh: Any) -> dist.ProcessG
         return found
     group = dist.group.WORLD if group is None else group
     if group is None:
-        raise NotInitializedError("DistributedDataParallel")
+        raise no_group("DistributedDataParallel")
     if not isinstance(group, dist.ProcessGroup):
         outside = (
             ", which stands for a group that this rank is not in" if group == dist.GroupMember.NON_GROUP_MEMBER else ""

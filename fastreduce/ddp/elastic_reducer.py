@@ -116,7 +116,9 @@ class ElasticReducer(TorchReducer):
     @property
     def _joined(self) -> ElasticGroup:
         if self.group is None:
-            raise NotInitializedError("a forward with elastic=True", "call members = fastreduce.elastic.join(ddp, …)")
+            raise NotInitializedError(
+                "a forward with elastic=True: call members = fastreduce.elastic.join(ddp, …) first"
+            )
         return self.group
 
     def _rebuild_buckets(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import NotInitializedError, SettingError, TransportError, brief
+from ..errors import SettingError, TransportError, brief, no_group
 from ..transports.meeting import AbsentError, clear, look_for, meet, notes, until_cleared, wait_until, who_waits
 from ..transports.ranks import check_process, client_of, timeout_of, who_has_ended
 from ..transports.store_client import StoreClient
@@ -39,7 +39,7 @@ def known_group(call: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     """The same for calls that move nothing, which a fork may make too. Raises as above, but for forks."""
     default = dist.group.WORLD
     if default is None:
-        raise NotInitializedError(call)
+        raise no_group(call)
     check_group(call, group)
     if dist.get_rank(group) < 0:
         raise SettingError(f"{call} on rank {dist.get_rank()}: this rank is not in the group")

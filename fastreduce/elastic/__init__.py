@@ -176,8 +176,8 @@ def _open(store: dist.Store | str | None, timeout: float) -> dist.Store:
             )
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     host, _, port = store.rpartition(":") if isinstance(store, str) else ("", "", "")
-    if not host or not port.isdecimal():
-        raise SettingError(f"store={store!r}: allowed: a torch.distributed.Store, or host:port")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise SettingError(f"store={store!r}: allowed: a torch.distributed.Store, or host:port, up to 65535")
 
     def connect() -> dist.Store:
         limit = timedelta(seconds=timeout)

@@ -68,7 +68,7 @@ class BatchSampler:
             SettingError: if a batch is asked for too early, or steps were made without one.
         """
         if self._member is None:
-            raise NotInitializedError("BatchSampler", "call fastreduce.elastic.join(ddp, sampler=sampler)")
+            raise NotInitializedError("BatchSampler: call fastreduce.elastic.join(ddp, sampler=sampler) first")
         step = self._counted
         while True:
             ahead = step - self._counted

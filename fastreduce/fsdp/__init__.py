@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import NotInitializedError, SettingError, brief
+from ..errors import SettingError, brief, no_group
 from ..policy import AnySetting, Policy
 from .model import ShardedModel
 
@@ -100,7 +100,7 @@ def replicate(
 
 def _of(model: nn.Module, call: str) -> ShardedModel:
     if not dist.is_initialized():
-        raise NotInitializedError(f"fastreduce.fsdp.{call}")
+        raise no_group(f"fastreduce.fsdp.{call}")
     if not isinstance(model, nn.Module):
         raise SettingError(
             f"fastreduce.fsdp.{call}: model={brief(model)}; allowed: a torch.nn.Module that fully_shard has sharded"

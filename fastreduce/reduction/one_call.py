@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 
 from ..compression import Compression
-from ..errors import DeviceError, NotInitializedError, SettingError, TensorError, TransportError, brief
+from ..errors import DeviceError, SettingError, TensorError, TransportError, brief, no_group
 from ..policy import single
 from ..transports import Transport, make_transport
 from . import saved_residuals
@@ -410,7 +410,7 @@ def transport_of(
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
-        raise NotInitializedError(call)
+        raise no_group(call)
     if not isinstance(group, dist.ProcessGroup):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise SettingError(f"{call} on rank {dist.get_rank()}: this rank is not in the group")

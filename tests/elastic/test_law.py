@@ -297,6 +297,7 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(monkeypatch: pytest.
     join("store=29500: allowed: a torch", store=29500)
     join("has no state", store="127.0.0.1:1", epoch=3)
     join("host:port", store="somewhere")
+    join("host:port, up to 65535", store="127.0.0.1:65536")
     monkeypatch.setenv("WORLD_SIZE", "-2")
     join("WORLD_SIZE='-2': allowed: whole numbers from 0 on")
 

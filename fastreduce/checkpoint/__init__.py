@@ -42,8 +42,8 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
     Rank 0 writes: a new file, which then takes the name `path`, where there is a whole one at any time. The one
     before stays as `path` + ".previous". Under error feedback each rank writes its residuals beside it, into
     `path`.TAG.rankR. Folders are created. Where `path` is a symbolic link, the files are where it leads. On return
-    everything is on disk. Under `elastic=True` the first of the members writes, for itself, and what others keep is
-    not in it.
+    everything is on disk. Two jobs need two paths: each would delete what the other one writes. Under
+    `elastic=True` the first of the members writes, for itself, and what others keep is not in it.
 
     Args:
         path: the file.

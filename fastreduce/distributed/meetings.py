@@ -137,7 +137,7 @@ def exchange_notes(group: dist.ProcessGroup, call: str, source: int, destination
         how = f"rank {other} did not come to {does} with tag {tag} within {seconds:g} s"
         raise TransportError(f"{call} on rank {rank}: {how}", [other]) from error
     except TransportError as error:
-        raise TransportError(f"{call} on rank {rank}: {error}") from error
+        raise TransportError(f"{call} on rank {rank}: {error}", error.missing) from error
     _leave(here, ranks, seconds)
     return told[other]
 

@@ -208,17 +208,19 @@ def barrier(
         group: the ranks; None means the default group.
         async_op: the backend's own barrier, which cannot name ranks; returns its Work.
         device_ids: as in torch, for `async_op`.
-        timeout: None means the group's.
+        timeout: None means the group's, as `async_op` has it.
 
     Raises:
         NotInitializedError: if there is no default group.
-        SettingError: if `timeout` is something else, or not more than 0.
+        SettingError: if `timeout` is something else, or not more than 0, or stands beside `async_op`.
         TransportError: naming the ranks that have not come within the timeout, or, at once where the group has gloo,
             those whose processes have ended before they came.
     """
     group = group_or_default("barrier", group)
     _check_timeout("barrier", timeout)
     if async_op:
+        if timeout is not None:
+            raise SettingError(f"barrier on rank {dist.get_rank()}: timeout= with async_op=True, which has the group's")
         work: dist.Work = dist.barrier(group, async_op=True, device_ids=device_ids)
         return work
     if "nccl" in get_backend(group):

@@ -164,6 +164,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[FastreduceError], str]] = {
     "src": (lambda: dist.broadcast(torch.ones(1), 2), SettingError, "src=2 is not in the group; its ranks: 0 to 0"),
     "src that is text": (lambda: dist.broadcast(torch.ones(1), "0"), SettingError, "src='0' is not in the group"),
     "timeout": (lambda: dist.barrier(timeout=3), SettingError, "barrier on rank 0: timeout=3; allowed: a datetime"),
+    "timeout beside async_op": (
+        lambda: dist.barrier(async_op=True, timeout=timedelta(seconds=3)),
+        SettingError,
+        "barrier on rank 0: timeout= with async_op=True, which has the group's",
+    ),
     "timeout of 0": (lambda: dist.barrier(timeout=timedelta(0)), SettingError, "barrier on rank 0: timeout="),
     "a group's timeout": (lambda: dist.new_group(timeout=5), SettingError, "new_group on rank 0: timeout=5; allowed: "),
     "a group's past": (lambda: dist.new_group(timeout=timedelta(-1)), SettingError, "of more than 0"),

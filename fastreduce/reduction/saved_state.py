@@ -65,6 +65,7 @@ def restore(state: Mapping[str, Any], buckets: BucketedGradients) -> None:
     buckets.caps = tuple(state.get("caps", buckets.caps))
     orders = state.get("orders", [[name for bucket in state["buckets"] for name in bucket]])
     buckets.orders = [[index_of[name] for name in order] for order in orders]
+    buckets.keeps_statistics = False  # else the next clipping would not read gradients, as that after the save did
     buckets.lay_out([[index_of[name] for name in bucket] for bucket in state["buckets"]])
     buckets.scale = 1.0
     state = saved_residuals.fold_moved(state, buckets.pipelines)

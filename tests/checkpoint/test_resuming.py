@@ -69,6 +69,27 @@ def _resume(rank: int, world_size: int, setting: str, clips: bool, before: int, 
     return found, uninterrupted, (again.all(), again.norms)
 
 
+@pytest.mark.parametrize("setting", ["none", pytest.param(FEEDBACK, marks=pytest.mark.long)])
+def test_going_back_to_a_snapshot_repeats_what_was_done_since_bit_for_bit(
+    ranks2: RankPool, setting: str, tmp_path: Path
+):
+    # Before the first clipping decompression summed no squares up, so that this read the gradients.
+    for rank, (first, again) in enumerate(ranks2.run(_go_back, setting, tmp_path / "snapshot.pt")):
+        assert_same_bits(again, first, f"rank {rank}")
+
+
+def _go_back(rank: int, world_size: int, setting: str, path: Path) -> Any:
+    training = Training(setting, clips=True)
+    training.scaler = torch.amp.GradScaler("cpu", enabled=False)  # behind `unscale_` clipping reads gradients anyway
+    save_checkpoint(path, **training.parts())
+    training.steps(3)
+    first = training.all(), list(training.norms)
+    load_checkpoint(path, **training.parts())
+    training.indices, training.norms = None, []
+    training.steps(3)
+    return first, (training.all(), training.norms)
+
+
 def test_at_another_world_size_every_rank_gets_the_mean_of_the_residuals(
     ranks2: RankPool, ranks3: RankPool, tmp_path: Path
 ):

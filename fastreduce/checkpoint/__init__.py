@@ -7,16 +7,18 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import Optimizer
 
 from ..errors import CheckpointError, SettingError, brief
 from ..reduction.reducer import GradientReducer
+from ..reduction.residuals.notices import is_optimized, know_optimized
 from ..reduction.telemetry.watch import in_other_call
 from . import random_states, snapshot_file
 from .parts import load_into, refuse_sharded, state_of
@@ -95,7 +97,11 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
         if with_residuals:
             snapshot_file.write({**tensors, OURS: tag}, beside)
 
-    ours = {"tag": tag if with_residuals else None, "ranks": [state for _, state, _ in collected]}
+    ours = {
+        "tag": tag if with_residuals else None,
+        "ranks": [state for _, state, _ in collected],
+        "optimized": {name: _optimized(reducer) for name, reducer in _reducers(parts).items()},
+    }
 
     def check_members() -> None:
         for reducer in _reducers(parts).values():
@@ -211,6 +217,8 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
             reducers[name].load_state_dict(state)
         except SettingError as error:
             logger.warning("%s: residuals, buckets and schedule of %r are not loaded: %s", path, name, error)
+    for name, reducer in reducers.items():
+        _know_optimized(reducer, ours.get("optimized", {}).get(name, ()), wanted)
     if rng and len(ours["ranks"]) == world_size() and not _is_elastic(parts):  # else all would draw alike
         random_states.put_back(ours["ranks"][this_rank()]["random"])
     return snapshot
@@ -224,6 +232,21 @@ def _reducers(parts: Mapping[str, Any]) -> dict[str, GradientReducer]:
         if isinstance(part, GradientReducer):
             found[name] = part
     return found
+
+
+def _optimized(reducer: GradientReducer) -> list[str]:
+    """Names of the parameters that a torch optimizer has stepped, so that a step without it is known for one."""
+    gradients = reducer.buckets.gradients
+    return [name for name, each in zip(gradients.names, gradients.parameters, strict=True) if is_optimized(each)]
+
+
+def _know_optimized(reducer: GradientReducer, names: Collection[str], parts: Mapping[str, Any]) -> None:
+    """Go on knowing it of what an optimizer among the parts steps; another script may update it by hand."""
+    optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
+    stepped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    gradients = reducer.buckets.gradients
+    named = zip(gradients.names, gradients.parameters, strict=True)
+    know_optimized(each for name, each in named if name in names and id(each) in stepped)
 
 
 def _drop_broken_backwards(parts: Mapping[str, Any]) -> None:

@@ -62,6 +62,14 @@ def is_optimized(parameter: Tensor | None) -> bool:
     return id(parameter) in _optimized
 
 
+def know_optimized(parameters: Iterable[Tensor]) -> None:
+    """A torch optimizer has stepped these, in the process that saved them, and goes on."""
+    for parameter in parameters:
+        if (identity := id(parameter)) not in _optimized:
+            _optimized.add(identity)
+            weakref.finalize(parameter, _optimized.discard, identity).atexit = False
+
+
 def _all() -> list[Listener]:
     with _changing_live:
         return list(_live)
@@ -159,10 +167,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Set[int]:
     groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
     identities = set(map(id, itertools.chain(*groups)))
     if not identities <= _optimized:
-        for parameter in itertools.chain(*groups):
-            if (identity := id(parameter)) not in _optimized:
-                _optimized.add(identity)
-                weakref.finalize(parameter, _optimized.discard, identity).atexit = False
+        know_optimized(itertools.chain(*groups))
     return identities
 
 

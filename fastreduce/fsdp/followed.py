@@ -28,9 +28,13 @@ class Followed:
     ) -> None:
         self.feedback, self.group, self.transport = feedback, group, transport
         self._members = [(i, group.members[i]) for i in positions]
-        self._parameters = [member.parameter for _, member in self._members]
         self._norms = torch.zeros(2, len(positions), dtype=torch.float64, device="cpu")
         self._absent: list[int] = []  # of the last message, though they require gradients
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """As they are now: `load_state_dict(assign=True)` puts others in their place."""
+        return [member.parameter for _, member in self._members]
 
     def norms(self) -> Tensor:
         """What was measured when they were stored, FP64 `[2, parameters]` (`norms_of`)."""

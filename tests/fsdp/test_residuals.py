@@ -10,7 +10,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fastreduce.fsdp
@@ -267,6 +272,31 @@ def test_what_was_thawed_before_a_checkpoint_is_loaded_has_its_residuals(
         for saved, resumed in pool.run(_thawed, str(tmp_path / str(pool.world_size))):
             assert saved[0]["0.weight"].any()
             assert_same_bits(resumed, saved)
+
+
+def _assigned(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Parameters and residuals of a training, and of those whose parameters were replaced behind `compress`."""
+    found = []
+    for way in ("as it is", "assign", "full"):
+        training = _Training(rank)
+        if way == "assign":
+            others = {name: each.detach().clone() for name, each in training.model.state_dict().items()}
+            training.model.load_state_dict(others, assign=True)
+        elif way == "full":  # on the meta device torch assigns them
+            whole = training.parameters()
+            training.model.to_empty(device="meta")
+            set_model_state_dict(training.model, whole, options=StateDictOptions(full_state_dict=True))
+        training.optimizer = torch.optim.AdamW(training.model.parameters(), 0.01)
+        training.run(range(4))
+        found.append((training.parameters(), training.residuals()))
+    return found
+
+
+def test_parameters_that_are_replaced_are_followed(ranks2: RankPool):
+    for first, *others in ranks2.run(_assigned):
+        assert all(bool(residual.any()) for residual in first[1].values())
+        for other in others:
+            assert_same_bits(other, first)
 
 
 def _saved(rank: int, world_size: int, path: str) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,13 +29,14 @@ class Followed:
     ) -> None:
         self.feedback, self.group, self.transport = feedback, group, transport
         self._members = [(i, group.members[i]) for i in positions]
+        self._find = [partial(getattr, member, "parameter") for _, member in self._members]
         self._norms = torch.zeros(2, len(positions), dtype=torch.float64, device="cpu")
         self._absent: list[int] = []  # of the last message, though they require gradients
 
     @property
     def _parameters(self) -> list[Tensor]:
         """As they are now: `load_state_dict(assign=True)` puts others in their place."""
-        return [member.parameter for _, member in self._members]
+        return [find() for find in self._find]
 
     def norms(self) -> Tensor:
         """What was measured when they were stored, FP64 `[2, parameters]` (`norms_of`)."""
@@ -46,14 +48,14 @@ class Followed:
         self._absent = [k for k, (i, _) in enumerate(self._members) if i in trained]
         self._measure()
         left = [k for k, (i, _) in enumerate(self._members) if i not in present]
-        self.feedback.follow(self._parameters, left, self.norms, watched=self._is_watched, counted=False)
+        self.feedback.follow(self._parameters, left, self.norms, watched=self._is_watched, find=self._find)
         if late:
             self.feedback.throw_away(k for k, largest in enumerate(self._norms[0].tolist()) if not largest)
 
     def follow_on(self) -> None:
         """What is kept has come from another layout, and averages may be in `.grad` still; every rank calls it."""
         self._measure()
-        self.feedback.follow_on(self._parameters, self._is_watched, counted=False)
+        self.feedback.follow_on(self._parameters, self._is_watched, self._find)
 
     def _measure(self) -> None:
         like, grads = self._members[0][1].local, [parameter.grad for parameter in self._parameters]

@@ -299,6 +299,26 @@ def test_parameters_that_are_replaced_are_followed(ranks2: RankPool):
             assert_same_bits(other, first)
 
 
+def _moved(rank: int, world_size: int) -> list[Any]:
+    """A training, and one whose model is moved in mid-run, as to the host while a GPU has other work, and back."""
+    found = []
+    for moves in (False, True):
+        training = _Training(rank)
+        training.run(range(2))
+        if moves:
+            training.model.double().float()
+        training.run(range(2, 4))
+        found.append((training.parameters(), training.residuals()))
+    return found
+
+
+def test_a_model_is_moved_and_back(ranks2: RankPool):
+    """`Module.to` swaps DTensors, and refuses those that somebody refers to weakly."""
+    for stays, moved in ranks2.run(_moved):
+        assert all(bool(residual.any()) for residual in stays[1].values())
+        assert_same_bits(moved, stays)
+
+
 def _saved(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
     training = _Training(rank)
     training.run(range(3))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .factors import ONE, Factor, known_to_be, products, to_device
-from .notices import Read, is_optimized, leave, listen
+from .notices import Read, held, is_optimized, leave, listen
 
 # Of one average: the expected factor, that beside it, what `look` has seen, whether it was stepped, whether a user told
 # of it, and whether an optimizer tells.
@@ -63,6 +63,8 @@ class Applied:
         older: positions of slots whose gradients an earlier reduction has left, and what these are multiplied by in
             place of `scale`: no average of this one is theirs.
         counted: whether gradients count their changes (`Tensor._version`). DTensors do not, so that each is measured.
+        find: what tells the parameter of each slot, in place of weak references: `Module.to` swaps DTensors, and
+            refuses those that have any.
     """
 
     def __init__(
@@ -74,13 +76,16 @@ class Applied:
         watched: bool,
         older: Mapping[int, float],
         counted: bool,
+        find: Sequence[Callable[[], Tensor | None]] | None = None,
     ) -> None:
         count = len(parameters)
         grads = [parameter.grad for parameter in parameters]
         # Made for every bucket in every step: no loop in Python where a call does.
-        self._parameters = list(map(weakref.ref, parameters))
+        self._parameters = list(map(weakref.ref, parameters)) if find is None else list(find)
         self._identities = list(map(id, parameters))
-        self._grads = [_nothing if grad is None else weakref.ref(grad) for grad in grads]
+        self._whole = find is None
+        parts = grads if self._whole else [grad if grad is None else held(grad) for grad in grads]
+        self._grads = [_nothing if part is None else weakref.ref(part) for part in parts]
         self._versions = [0 if grad is None else grad._version for grad in grads]
         # Weakly: the pipeline whose method it is holds this.
         self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
@@ -121,7 +126,11 @@ class Applied:
         """The gradient of slot `i`, and whether it is as it was left, but for what is known."""
         parameter = self._parameters[i]()
         grad = None if parameter is None else parameter.grad
-        return grad, grad is not None and grad is self._grads[i]() and grad._version == self._versions[i]
+        return grad, grad is not None and self._is_left(i, grad) and grad._version == self._versions[i]
+
+    def _is_left(self, i: int, grad: Tensor) -> bool:
+        """Whether it is the tensor that was in `.grad` of slot `i`."""
+        return (grad if self._whole else held(grad)) is self._grads[i]()
 
     def _is_gone(self, i: int) -> bool:
         """Whether it is known of slot `i` that its average was thrown away."""
@@ -240,12 +249,12 @@ class Applied:
             if stepped or i in self._left or not self._watched or self._is_gone(i):
                 continue
             grad, intact = self._state(i)
-            if grad is None or (grad is not self._grads[i]() and not copies):
+            if grad is None or not (copies or self._is_left(i, grad)):
                 self._carried[i] = 0.0
             elif not (intact and self._counted):
                 written.append(i)
-                if grad is not self._grads[i]():
-                    self._grads[i] = weakref.ref(grad)
+                if not self._is_left(i, grad):
+                    self._grads[i] = weakref.ref(grad if self._whole else held(grad))
                     replaced.add(i)
             elif self._carried[i] is None:
                 self._carried[i] = 1.0

@@ -210,14 +210,20 @@ class ErrorFeedback:
         magnitudes: Callable[[], Tensor],
         scale: float = 1.0,
         watched: bool = True,
-        counted: bool = True,
+        find: Sequence[Callable[[], Tensor | None]] | None = None,
     ) -> None:
         """Watch what becomes of the averages, which have been stored (arguments: `Applied`)."""
         self._idle, self.stored = self._kept.carried.intersection(left), True
         older = dict.fromkeys(self._idle, 1.0 / self._brought_last)  # they have not come back, as they were taken to
-        self._applied = Applied(parameters, set(left) - self._idle, magnitudes, scale, watched, older, counted)
+        left = set(left) - self._idle
+        self._applied = Applied(parameters, left, magnitudes, scale, watched, older, find is None, find)
 
-    def follow_on(self, parameters: Sequence[Tensor], watched: bool = True, counted: bool = True) -> None:
+    def follow_on(
+        self,
+        parameters: Sequence[Tensor],
+        watched: bool = True,
+        find: Sequence[Callable[[], Tensor | None]] | None = None,
+    ) -> None:
         """Watch what becomes of averages that are in `.grad` still, behind a `take` amid them, which has ended that.
 
         Also where that was elsewhere, and `put` has brought what is kept (arguments: `Applied`).
@@ -226,9 +232,9 @@ class ErrorFeedback:
             self._idle = set(self._kept.carried)
             left = set(range(len(parameters))) - self._idle
             older = dict.fromkeys(self._idle, 1.0 / self._brought_last)
-            self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, older, counted)
+            self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, older, find is None, find)
             # What this rank has thrown away before is not there, though the others of its node may have theirs still.
-            grads = {i: parameters[i].grad for i in self._idle if watched and counted}
+            grads = {i: parameters[i].grad for i in self._idle if watched and find is None}
             self.throw_away([i for i, grad in grads.items() if grad is None or not bool(grad.any())])
 
     def _unmeasured(self) -> Tensor:

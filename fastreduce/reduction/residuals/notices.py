@@ -44,6 +44,15 @@ _changing_live = threading.Lock()
 _optimized: set[int] = set()  # identities of parameters that a torch optimizer has stepped
 
 
+def held(tensor: Tensor) -> Tensor:
+    """What may be referred to weakly: of a DTensor what it holds, since `Module.to` swaps it where nobody does so.
+
+    Its `to_local` makes another tensor of a parameter's each time.
+    """
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 def listen(listener: Listener) -> None:
     """Tell it from now on, while somebody else keeps it."""
     notice()
@@ -67,7 +76,7 @@ def know_optimized(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if (identity := id(parameter)) not in _optimized:
             _optimized.add(identity)
-            weakref.finalize(parameter, _optimized.discard, identity).atexit = False
+            weakref.finalize(held(parameter), _optimized.discard, identity).atexit = False
 
 
 def _all() -> list[Listener]:

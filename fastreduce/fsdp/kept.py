@@ -26,6 +26,9 @@ class Kept(ABC):
         members: the parameters.
         transport: the ranks that have residuals of them.
         scale: what the mean over ranks of a gradient is multiplied by until it is stored.
+
+    Attributes:
+        members: the parameters.
     """
 
     kind: str
@@ -38,13 +41,8 @@ class Kept(ABC):
         transport: Transport,
         scale: float,
     ) -> None:
-        self._feedback, self._slots, self._members, self._transport = feedback, slots, members, transport
+        self._feedback, self._slots, self.members, self._transport = feedback, slots, members, transport
         self._scale = scale
-
-    @property
-    def names(self) -> list[str]:
-        """Of the parameters."""
-        return [member.name for member in self._members]
 
     @property
     def is_settled(self) -> bool:
@@ -67,7 +65,7 @@ class Kept(ABC):
         if go_on:
             self._adopt(mean)
         found: dict[str, Tensor] = {}
-        for member, slot in zip(self._members, self._slots, strict=True):
+        for member, slot in zip(self.members, self._slots, strict=True):
             parameter = member.parameter
             local = parameter.to_local()
             own = self._own(mean)[slot.offset : slot.offset + local.numel()].view(local.shape).clone()
@@ -79,7 +77,7 @@ class Kept(ABC):
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from it, as a training without today's `.grad`; every rank calls it."""
         mean = self._feedback.zeros()
-        for member, slot in zip(self._members, self._slots, strict=True):
+        for member, slot in zip(self.members, self._slots, strict=True):
             local = saved[member.name].to_local()
             self._own(mean)[slot.offset : slot.offset + local.numel()] = local.reshape(-1)
         self._gather(mean)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..compression import KINDS, Compression, NoCompression, OfWholeParameters
 from ..environment.exits import Exit, each_at_exit
-from ..errors import SettingError
+from ..errors import MismatchError, SettingError, brief
 from ..ops import FLOATS
 from ..policy import AnySetting, Policy, assigned
 from ..reduction.agreement import check_agreement, describe_tensor
@@ -145,7 +146,7 @@ class ShardedModel:
             raise SettingError("fastreduce.fsdp.replicate: called already for this model; call it once")
         settings, error = self._settings(compression, "replicate", _why_not_averaged)
         for group in self._groups:
-            error = error or group.hooked()
+            error = error or group.hooked() or group.sharded_over(ranks)
         with self._all_or_nothing():
             made = self._connect(ranks, self._groups, transport, settings, error)
             for group, dtype, setting in self._kinds(self._groups, settings):
@@ -258,16 +259,40 @@ class ShardedModel:
         """Go on from what `state_dict` gave, and `torch.distributed.checkpoint` has loaded; every rank calls it.
 
         Raises:
-            SettingError: if the state has residuals of other parameters.
+            SettingError: if the state has residuals of other parameters, or some that do not lie as theirs do, or is
+                no such state.
+            MismatchError: where another rank's is.
         """
         kept = self._kept()
-        ours = {(each.kind, name) for each in kept for name in each.names}
-        theirs = {(kind, name) for kind in state for name in state[kind]}
-        for kind, name in sorted(ours ^ theirs):
-            where = "this model" if (kind, name) in ours else "the state"
-            raise SettingError(f"fastreduce.fsdp: only {where} has residuals of parameter {name!r} under {kind!r}")
+        error = self._why_not_loaded(kept, state)
+        why = str(error or "")
+        for transport in self._transports if kept else ():  # one dimension of the mesh after the other: of all ranks
+            told = transport.exchange(why)
+            why = why or next((str(each) for each in told if each), "")
+        if why:
+            raise error or MismatchError(f"fastreduce.fsdp: another rank cannot load its state: {why}")
         for each in kept:
             each.load(state[each.kind])
+
+    def _why_not_loaded(self, kept: Sequence[Kept], state: Mapping[str, Any]) -> SettingError | None:
+        """An error, if a state is not of what is kept."""
+        if not isinstance(state, Mapping) or not all(isinstance(of_kind, Mapping) for of_kind in state.values()):
+            return SettingError(
+                f"fastreduce.fsdp: load_state_dict({brief(state)}); allowed: what state_dict() has given"
+            )
+        ours = {(each.kind, member.name): member for each in kept for member in each.members}
+        theirs = {(kind, name) for kind in state for name in state[kind]}
+        for kind, name in sorted(ours.keys() ^ theirs):
+            where = "this model" if (kind, name) in ours else "the state"
+            return SettingError(f"fastreduce.fsdp: only {where} has residuals of parameter {name!r} under {kind!r}")
+        for (kind, name), member in ours.items():
+            lies = _lies(state[kind][name])
+            if lies != _lies(member.parameter):
+                return SettingError(
+                    f"fastreduce.fsdp: the state's residual of parameter {name!r} under {kind!r} is {lies}; allowed: "
+                    f"{_lies(member.parameter)}, as state_dict() gives, and torch.distributed.checkpoint loads into it"
+                )
+        return None
 
 
 _ALLOWED = ", ".join(name for name, kind in KINDS.items() if not issubclass(kind, OfWholeParameters))
@@ -306,6 +331,12 @@ def _why_not_gathered(setting: Compression) -> str:
 
 def _describe(parameter: Tensor) -> str:
     return f"{describe_tensor(parameter)}, {tuple(map(str, parameter.placements))}"  # type: ignore[attr-defined]
+
+
+def _lies(tensor: Any) -> str:
+    if not isinstance(tensor, DTensor):
+        return f"a {type(tensor).__name__}"
+    return f"a DTensor of shape {tuple(tensor.shape)}, {tuple(map(str, tensor.placements))}"
 
 
 def _close(transports: list[Transport]) -> None:

@@ -252,6 +252,17 @@ class Group:
             return None
         return SettingError(f"fastreduce.fsdp.replicate: {self} has an all-reduce hook already (set_all_reduce_hook)")
 
+    def sharded_over(self, replicas: dist.ProcessGroup) -> SettingError | None:
+        """An error, if it is sharded among ranks that are to be its replicas."""
+        shards, over = (dist.get_process_group_ranks(each) for each in (self.ranks, replicas))
+        if len(both := sorted({*shards}.intersection(over))) < 2:
+            return None
+        return SettingError(
+            f"fastreduce.fsdp.replicate: {self} is sharded among ranks {shards}, of which {both} are in over, too, and "
+            "hold other parts of its parameters; allowed: ranks that hold the same parts, the other dimension of its "
+            "mesh, such as mesh['replicate']"
+        )
+
     def average_with(self, hook: Callable[[Tensor], None], forget: Callable[[], None]) -> None:
         """Let `hook` be called with the shard that a reduce-scatter has made; `present` tells of what.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -246,6 +247,25 @@ def test_what_cannot_be_averaged_is_refused(ranks4: RankPool):
             "a mesh of 2 dimensions ('replicate', 'shard'); allowed: one, such as mesh['replicate']" in two_dimensions
         )
         assert "module '2' has an all-reduce hook already (set_all_reduce_hook)" in hooked
+
+
+def _over_shards(rank: int, world_size: int) -> list[str]:
+    """What is said where a group holds ranks that have other parts of the parameters."""
+    mesh = mesh_of(2)
+    said = []
+    for over in (mesh["shard"], dist.group.WORLD):
+        with pytest.raises(SettingError) as caught:
+            fastreduce.fsdp.replicate(shard(network(), mesh=mesh["shard"]), over, "int8")  # type: ignore[arg-type]
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_that_hold_other_parts_are_no_replicas(ranks4: RankPool):
+    for rank, said in enumerate(ranks4.run(_over_shards)):
+        shards = [0, 1] if rank < 2 else [2, 3]
+        for each in said:
+            assert f"is sharded among ranks {shards}, of which {shards} are in over, too" in each
+            assert "such as mesh['replicate']" in each
 
 
 class _First(nn.Module):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fastreduce.fsdp
-from fastreduce import SettingError
+from fastreduce import MismatchError, SettingError
 from tests.support import tolerances
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
@@ -347,6 +347,35 @@ def _load_of_other_parameters(rank: int, world_size: int) -> str:
 def test_a_state_of_other_parameters_is_refused(ranks2: RankPool):
     for said in ranks2.run(_load_of_other_parameters):
         assert said == "fastreduce.fsdp: only this model has residuals of parameter '0.bias' under 'reduce_scatter'"
+
+
+def _load_what_does_not_fit(rank: int, world_size: int) -> dict[str, str]:
+    reduction = _Training(rank).reduction
+    kept = reduction.state_dict()["reduce_scatter"]
+    first, last = kept["0.weight"], kept["2.0.weight"]
+    said = {}
+    for name, state in {
+        "none": None,
+        "no mapping": {"reduce_scatter": 3},
+        "whole": {"reduce_scatter": {name: each.full_tensor() for name, each in kept.items()}},
+        "swapped": {"reduce_scatter": {**kept, "0.weight": last, "2.0.weight": first}},
+        "on one rank": {"reduce_scatter": {n: each for n, each in kept.items() if n != "2.0.weight" or rank == 0}},
+    }.items():
+        with pytest.raises((SettingError, MismatchError)) as caught:
+            reduction.load_state_dict(state)  # type: ignore[arg-type]
+        said[name] = str(caught.value)
+    reduction.load_state_dict({"reduce_scatter": kept})
+    return said
+
+
+def test_a_state_that_does_not_fit_is_an_error_on_every_rank(ranks2: RankPool):
+    for rank, said in enumerate(ranks2.run(_load_what_does_not_fit)):
+        assert said["none"] == "fastreduce.fsdp: load_state_dict(None); allowed: what state_dict() has given"
+        assert "load_state_dict({'reduce_scatter': 3}); allowed" in said["no mapping"]
+        assert "residual of parameter '0.weight' under 'reduce_scatter' is a Tensor; allowed: a DT" in said["whole"]
+        assert "is a DTensor of shape" in said["swapped"]
+        assert "only this model has residuals of parameter '2.0.weight'" in said["on one rank"]
+        assert ("another rank cannot load its state" in said["on one rank"]) == (rank == 0)
 
 
 def _thawed_amid(rank: int, world_size: int, settings: dict[str, str]) -> float:

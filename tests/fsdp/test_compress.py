@@ -413,7 +413,7 @@ def test_a_list_of_modules_need_not_live_as_long_as_they(ranks: RankPool):
 
 
 def _again(rank: int, world_size: int, replicates: bool) -> tuple[int, int]:
-    mesh = mesh_of(2)
+    mesh = mesh_of(world_size)
     model = shard(network(), mesh=mesh["shard"]) if replicates else shard(network())
     reductions = fastreduce.fsdp.ShardedModel(model)
     where, name, fails = (model_module, "ReplicaAverage", 1) if replicates else (reductions, "_gathers", 0)

@@ -339,10 +339,11 @@ class DistributedDataParallel(_ReachesModule):
         if self.reducer.backward.has_raised:
             # Others would wait for it until this one trains again, and those that have joined come to nothing before.
             self.reducer.drop_broken_backward()
+        # Also where nothing trains: those that have joined take part in it.
+        self.reducer.buckets.uneven.joining = self._joining and self._join_config.enable
         if not torch.is_grad_enabled():
             return _before_forward(self, *inputs, **kwargs)
         self.reducer.backward.check_ended()
-        self.reducer.buckets.uneven.joining = self._joining and self._join_config.enable
         if not self._join_config.enable:
             self.reducer.active_ranks = None  # nor does torch count anew: what a join before this one has left is stale
         before = recorder.phase
@@ -547,7 +548,7 @@ class DistributedDataParallel(_ReachesModule):
         hook.main_hook, hook.post_hook = main_hook, post_hook
         self._joining = True
         if buckets is not None:
-            buckets.uneven.active = None
+            buckets.uneven.begin()
         return hook
 
     def _match_all_reduce_for_bwd_pass(self) -> None:

@@ -21,6 +21,11 @@ class UnevenInputs:
         self._before = False  # whether some had joined in the last reduction
         self._told = False  # whether ranks have told each other in this `join()`, of buckets that are as they were then
 
+    def begin(self) -> None:
+        """A `join()` begins, and what one that an exception left has told, on some ranks only, counts no more."""
+        self.end()
+        self.active = None
+
     def lay_out(self) -> None:
         """Buckets have been laid out anew."""
         self._told = False

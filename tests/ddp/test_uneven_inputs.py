@@ -359,3 +359,29 @@ def test_what_a_switch_has_left_to_ranks_that_join_is_not_lost(
     applied, exact = found[1]
     bound = tolerances.IN_CHANGING_LISTS
     assert float((applied.double() - exact).abs().max()) <= bound
+
+
+def _joins_without_reductions(rank: int, world_size: int) -> float:
+    """Joins in which only some ranks come to a forward, or to none with gradients: no rank may wait for the others."""
+    ddp = wrap("ours", Given(), compression=INT4)
+
+    def step() -> None:
+        ddp(_gradients(rank, 1, Loop())).backward()
+
+    step()
+    step()
+    with ddp.join(), torch.no_grad(), ddp.no_sync():
+        for _ in range(2 + rank):
+            ddp(_gradients(rank, 1, Loop()))
+    with contextlib.suppress(RuntimeError), ddp.join(throw_on_early_termination=True):
+        for _ in range(rank):
+            step()
+    with ddp.join():
+        pass
+    step()
+    return sum(float(p.grad.sum()) for p in ddp.parameters())
+
+
+def test_a_join_ends_where_nothing_is_reduced_in_it(ranks2: RankPool):
+    first, second = ranks2.run(_joins_without_reductions, timeout=SECONDS)
+    assert first == second

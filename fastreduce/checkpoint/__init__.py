@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, SettingError, brief
+from ..errors import CheckpointError, SettingError, TransportError, brief
 from ..reduction.reducer import GradientReducer
 from ..reduction.residuals.notices import is_optimized, know_optimized
 from ..reduction.telemetry.watch import in_other_call
@@ -126,8 +126,9 @@ def save_checkpoint(path: FilePath, /, **parts: Any) -> None:
     try:
         on_all(f"writing residuals beside {path}", write_residuals)
         kept = on_all(f"writing {path}", write_snapshot)[0]
-    except CheckpointError:  # told by all: rank 0 has put the snapshot in place, or will not
-        if snapshot_file.tag_of(path) != tag:
+    except (CheckpointError, TransportError) as error:
+        # Told by all: rank 0 has put the snapshot in place, or will not. Not where others have not told.
+        if (isinstance(error, CheckpointError) or _is_elastic(parts)) and snapshot_file.tag_of(path) != tag:
             with suppress(OSError):  # it may not be there
                 beside.unlink()
         raise
@@ -204,6 +205,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
             reducers[name].schedule_of(state)
 
     on_all(f"reading {path}", look_at_schedules)
+    optimized = on_all(f"reading {path}", lambda: _checked_names(ours), exchange=False)[0]
     for reducer in reducers.values():
         reducer.restore_precision()  # else the next backward would put back what was there before
 
@@ -218,7 +220,7 @@ def load_checkpoint(path: FilePath, /, *, rng: bool = True, **parts: Any) -> Sta
         except SettingError as error:
             logger.warning("%s: residuals, buckets and schedule of %r are not loaded: %s", path, name, error)
     for name, reducer in reducers.items():
-        _know_optimized(reducer, ours.get("optimized", {}).get(name, ()), wanted)
+        _know_optimized(reducer, optimized.get(name, ()), wanted)
     if rng and len(ours["ranks"]) == world_size() and not _is_elastic(parts):  # else all would draw alike
         random_states.put_back(ours["ranks"][this_rank()]["random"])
     return snapshot
@@ -238,6 +240,22 @@ def _optimized(reducer: GradientReducer) -> list[str]:
     """Names of the parameters that a torch optimizer has stepped, so that a step without it is known for one."""
     gradients = reducer.buckets.gradients
     return [name for name, each in zip(gradients.names, gradients.parameters, strict=True) if is_optimized(each)]
+
+
+def _checked_names(ours: State) -> dict[str, list[str]]:
+    """What `_optimized` told of each reducer; nothing in an older snapshot.
+
+    Raises:
+        CheckpointError: if something else is there.
+    """
+    names = ours.get("optimized", {})
+    if not isinstance(names, dict) or not all(map(_is_list_of_names, names.values())):
+        raise CheckpointError(f"optimized={brief(names)} is in it; allowed: lists of names of parameters, by part")
+    return names
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _know_optimized(reducer: GradientReducer, names: Collection[str], parts: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastreduce import load_checkpoint, save_checkpoint
@@ -115,6 +116,32 @@ def _leave_out(rank: int, world_size: int, setting: str, path: Path) -> Any:
     load_checkpoint(path, **again.parts())
     steps(again, [False, True, True])
     return first, again.all()
+
+
+def test_what_cannot_name_optimized_parameters_is_refused_before_anything_is_loaded(ranks2: RankPool, tmp_path: Path):
+    for others in ranks2.run(_load_others, tmp_path / "snapshot.pt"):
+        assert all(said.startswith("CheckpointError") and "optimized=" in said for said in others), others
+
+
+def _load_others(rank: int, world_size: int, path: Path) -> list[str]:
+    training = Training("none")
+    training.steps(1)
+    save_checkpoint(path, **training.parts())
+    whole, said = torch.load(path), []
+    before = training.all()
+    for other in (3, None, ["0.weight"], {"model": 3}, {"model": "0.weight"}, {"model": [torch.ones(2)]}):
+        dist.barrier()
+        if rank == 0:
+            torch.save({**whole, "fastreduce": {**whole["fastreduce"], "optimized": other}}, path)
+        again = Training("none", seed=5)
+        own = again.all()
+        try:
+            load_checkpoint(path, **again.parts())
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        assert_same_bits(again.all(), own)
+    assert_same_bits(training.all(), before)
+    return said
 
 
 def test_at_another_world_size_every_rank_gets_the_mean_of_the_residuals(

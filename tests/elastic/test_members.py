@@ -180,6 +180,18 @@ def test_one_that_was_left_out_changes_no_snapshot_of_the_others(
     members.leave()
 
 
+def test_one_that_was_left_out_leaves_no_residuals(tmp_path: Path):
+    ddp, path = _wrapped(setting="int8:error_feedback"), tmp_path / "run.pt"
+    members = elastic.join(ddp, store=dist.HashStore(), least=1, timeout=5)
+    save_checkpoint(path, model=ddp)
+    there, group = sorted(tmp_path.iterdir()), ddp.reducer.group
+    group._meetings._propose(generations.Generation(group.generation.number + 1, (77,), {}, (), ""))
+    with pytest.raises(TransportError, match="have gone on without it"):
+        save_checkpoint(path, model=ddp)
+    assert sorted(tmp_path.iterdir()) == there and len(there) == 2
+    members.leave()
+
+
 @pytest.mark.parametrize("setting", ["none", "int8:error_feedback"])
 def test_the_first_member_writes_a_checkpoint_that_another_job_goes_on_from(tmp_path: Path, setting: str):
     path = tmp_path / "run.pt"

@@ -282,7 +282,7 @@ class ShardedModel:
             )
         ours = {(each.kind, member.name): member for each in kept for member in each.members}
         theirs = {(kind, name) for kind in state for name in state[kind]}
-        for kind, name in sorted(ours.keys() ^ theirs):
+        for kind, name in sorted(ours.keys() ^ theirs, key=str):  # names may be anything
             where = "this model" if (kind, name) in ours else "the state"
             return SettingError(f"fastreduce.fsdp: only {where} has residuals of parameter {name!r} under {kind!r}")
         for (kind, name), member in ours.items():

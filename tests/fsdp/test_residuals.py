@@ -358,6 +358,7 @@ def _load_what_does_not_fit(rank: int, world_size: int) -> dict[str, str]:
         "none": None,
         "no mapping": {"reduce_scatter": 3},
         "whole": {"reduce_scatter": {name: each.full_tensor() for name, each in kept.items()}},
+        "numbered": {"reduce_scatter": dict(enumerate(kept.values()))},
         "swapped": {"reduce_scatter": {**kept, "0.weight": last, "2.0.weight": first}},
         "on one rank": {"reduce_scatter": {n: each for n, each in kept.items() if n != "2.0.weight" or rank == 0}},
     }.items():
@@ -374,6 +375,7 @@ def test_a_state_that_does_not_fit_is_an_error_on_every_rank(ranks2: RankPool):
         assert "load_state_dict({'reduce_scatter': 3}); allowed" in said["no mapping"]
         assert "residual of parameter '0.weight' under 'reduce_scatter' is a Tensor; allowed: a DT" in said["whole"]
         assert "is a DTensor of shape" in said["swapped"]
+        assert "has residuals of parameter" in said["numbered"]
         assert "only this model has residuals of parameter '2.0.weight'" in said["on one rank"]
         assert ("another rank cannot load its state" in said["on one rank"]) == (rank == 0)
 

@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,7 @@ from ..reduction.schedule import Schedule
 from ..transports import make_transport
 
 T = TypeVar("T", bound=Tensor)
-PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"  # as frames spell it, where `sys.path` has a//b, too
 
 
 def warn_caller(message: str | Warning, category: type[Warning] = UserWarning) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import fastreduce
 from fastreduce.run import replacement
 from tests.support.commands import INSTALLED, run, with_environment
 from tests.support.run_scripts import ALONE, child, said
@@ -59,6 +60,21 @@ def test_what_the_class_warns_of_is_told_of_the_lines_of_the_script_that_wrap(tm
     assert f"{script}:{first}: UserWarning: device_ids=[0]" in done.stderr
     assert f"{script}:{first}: FutureWarning: The `check_reduction` argument" in done.stderr
     assert f"{script}:{second}: UserWarning: module '0' is wrapped already" in done.stderr
+
+
+def test_what_the_class_warns_of_is_told_of_the_script_however_the_path_of_the_package_is_spelled(tmp_path: Path):
+    script, own = (
+        tmp_path / "wraps.py",
+        ["import sys", f"sys.path.insert(0, {f'{tmp_path.parent}//{tmp_path.name}'!r})", "import fastreduce"],
+    )
+    (tmp_path / "fastreduce").symlink_to(Path(fastreduce.__file__).parent)
+    wraps = "fastreduce.DistributedDataParallel(torch.nn.Linear(1, 1), device_ids=[0], check_reduction=True)"
+    script.write_text("\n".join([*own, ALONE, "alone()", wraps]))
+    done = run(sys.executable, script, env=with_environment(PYTHONPATH=""))
+    assert done.returncode == 0, done.stderr
+    line = 1 + script.read_text().splitlines().index(wraps)
+    for kind in ("UserWarning: device_ids=[0]", "FutureWarning: The `check_reduction` argument"):
+        assert f"{script}:{line}: {kind}" in done.stderr
 
 
 def test_every_name_and_subclass_is_ours_and_what_stays_torchs_is_said_when_it_is_made_and_at_the_end(tmp_path: Path):

@@ -49,7 +49,7 @@ class _Average:
         self.parameter.grad = torch.full((1,), 2.0)
         self._norms = norms_of([self.parameter.grad])
         torch.optim.SGD([self.parameter], 1.0)
-        self.applied = Applied([self.parameter], (), self.magnitudes, 1.0, watched=True, older={}, counted=True)
+        self.applied = Applied([self.parameter], (), self.magnitudes, 1.0, watched=True, older={})
 
     def magnitudes(self) -> Tensor:
         return self._norms.clone()

@@ -224,7 +224,7 @@ def test_numbers_that_ranks_tell_anew_leave_those_before_to_the_stream_that_read
 
     norms, parameter = Norms(), torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
-    applied = Applied([parameter], [], norms.of, 1.0, True, {}, counted=False)
+    applied = Applied([parameter], [], norms.of, 1.0, True, {}, find=[lambda: parameter])
     here, recorded = object(), []
 
     class OnGpu(torch.Tensor):

@@ -63,10 +63,8 @@ def test_what_the_class_warns_of_is_told_of_the_lines_of_the_script_that_wrap(tm
 
 
 def test_what_the_class_warns_of_is_told_of_the_script_however_the_path_of_the_package_is_spelled(tmp_path: Path):
-    script, own = (
-        tmp_path / "wraps.py",
-        ["import sys", f"sys.path.insert(0, {f'{tmp_path.parent}//{tmp_path.name}'!r})", "import fastreduce"],
-    )
+    script, folder = tmp_path / "wraps.py", f"{tmp_path.parent}//{tmp_path.name}"
+    own = ["import sys", f"sys.path.insert(0, {folder!r})", "import fastreduce"]
     (tmp_path / "fastreduce").symlink_to(Path(fastreduce.__file__).parent)
     wraps = "fastreduce.DistributedDataParallel(torch.nn.Linear(1, 1), device_ids=[0], check_reduction=True)"
     script.write_text("\n".join([*own, ALONE, "alone()", wraps]))

@@ -62,9 +62,8 @@ class Applied:
         watched: whether this rank's optimizer and gradients tell; else the averages count as applied.
         older: positions of slots whose gradients an earlier reduction has left, and what these are multiplied by in
             place of `scale`: no average of this one is theirs.
-        counted: whether gradients count their changes (`Tensor._version`). DTensors do not, so that each is measured.
-        find: what tells the parameter of each slot, in place of weak references: `Module.to` swaps DTensors, and
-            refuses those that have any.
+        find: of DTensors, what tells the parameter of each slot, in place of weak references: `Module.to` swaps them,
+            and refuses those that have any. Their gradients do not count changes (`Tensor._version`): each is measured.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Applied:
         scale: float,
         watched: bool,
         older: Mapping[int, float],
-        counted: bool,
         find: Sequence[Callable[[], Tensor | None]] | None = None,
     ) -> None:
         count = len(parameters)
@@ -83,13 +81,12 @@ class Applied:
         # Made for every bucket in every step: no loop in Python where a call does.
         self._parameters = list(map(weakref.ref, parameters)) if find is None else list(find)
         self._identities = list(map(id, parameters))
-        self._whole = find is None
-        parts = grads if self._whole else [grad if grad is None else held(grad) for grad in grads]
+        self._counted = find is None
+        parts = grads if self._counted else [grad if grad is None else held(grad) for grad in grads]
         self._grads = [_nothing if part is None else weakref.ref(part) for part in parts]
         self._versions = [0 if grad is None else grad._version for grad in grads]
         # Weakly: the pipeline whose method it is holds this.
         self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
-        self._counted = counted
         self._device = parameters[0].device
         self.expected: list[Factor] = [scale] * count
         self._rest: list[Factor] = [1.0] * count
@@ -130,7 +127,7 @@ class Applied:
 
     def _is_left(self, i: int, grad: Tensor) -> bool:
         """Whether it is the tensor that was in `.grad` of slot `i`."""
-        return (grad if self._whole else held(grad)) is self._grads[i]()
+        return (grad if self._counted else held(grad)) is self._grads[i]()
 
     def _is_gone(self, i: int) -> bool:
         """Whether it is known of slot `i` that its average was thrown away."""
@@ -254,7 +251,7 @@ class Applied:
             elif not (intact and self._counted):
                 written.append(i)
                 if not self._is_left(i, grad):
-                    self._grads[i] = weakref.ref(grad if self._whole else held(grad))
+                    self._grads[i] = weakref.ref(grad if self._counted else held(grad))
                     replaced.add(i)
             elif self._carried[i] is None:
                 self._carried[i] = 1.0

@@ -216,7 +216,7 @@ class ErrorFeedback:
         self._idle, self.stored = self._kept.carried.intersection(left), True
         older = dict.fromkeys(self._idle, 1.0 / self._brought_last)  # they have not come back, as they were taken to
         left = set(left) - self._idle
-        self._applied = Applied(parameters, left, magnitudes, scale, watched, older, find is None, find)
+        self._applied = Applied(parameters, left, magnitudes, scale, watched, older, find)
 
     def follow_on(
         self,
@@ -232,7 +232,7 @@ class ErrorFeedback:
             self._idle = set(self._kept.carried)
             left = set(range(len(parameters))) - self._idle
             older = dict.fromkeys(self._idle, 1.0 / self._brought_last)
-            self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, older, find is None, find)
+            self._applied = Applied(parameters, left, self._unmeasured, 1.0, watched, older, find)
             # What this rank has thrown away before is not there, though the others of its node may have theirs still.
             grads = {i: parameters[i].grad for i in self._idle if watched and find is None}
             self.throw_away([i for i, grad in grads.items() if grad is None or not bool(grad.any())])

@@ -23,14 +23,7 @@ from fastreduce import MismatchError, SettingError
 from tests.support import tolerances
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
-from tests.support.sharded import Given, One, batch, gradients, mesh_of, network, run_history, shard
-
-EACH_WAY = {
-    "scattered": {"reduce_scatter": "int8:error_feedback"},
-    "scattered, int4": {"reduce_scatter": "int4:error_feedback"},
-    "averaged": {"all_reduce": "int8:error_feedback"},
-    "both": {"reduce_scatter": "int8:error_feedback", "all_reduce": "int4:error_feedback"},
-}
+from tests.support.sharded import EACH_WAY, Given, One, batch, gradients, mesh_of, network, run_history, shard
 
 
 # A training whose gradients are clipped, skipped, kept, overflow …, with random magnitudes: what was applied differs

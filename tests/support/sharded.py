@@ -64,6 +64,12 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 # Histories
 
+EACH_WAY = {
+    "scattered": {"reduce_scatter": "int8:error_feedback"},
+    "scattered, int4": {"reduce_scatter": "int4:error_feedback"},
+    "averaged": {"all_reduce": "int8:error_feedback"},
+    "both": {"reduce_scatter": "int8:error_feedback", "all_reduce": "int4:error_feedback"},
+}
 SHAPES = {"a": (6, 50), "b": (1, 40), "c": (7, 20)}
 
 
@@ -81,11 +87,12 @@ class Step:
     to_none: bool = True
     saved: bool = False
     divides_by: float | None = None  # `set_gradient_divide_factor`, from this step on
+    moved: str = ""  # when the model is, and back: "before" the backward, or "behind" it
 
 
-def random_history(seed: int, steps: int = 8) -> list[Step]:
-    """The same for a seed."""
-    draw = random.Random(seed)
+def random_history(seed: int, moves: bool = False, steps: int = 8) -> list[Step]:
+    """The same for a seed; `moves`: and the model is moved now and then."""
+    draw, draw_move = random.Random(seed), random.Random(f"{seed}")
     return [
         Step(
             magnitude=10 ** draw.uniform(-2, 2),
@@ -98,6 +105,7 @@ def random_history(seed: int, steps: int = 8) -> list[Step]:
             to_none=draw.random() < 0.7,
             saved=draw.random() < 0.2,
             divides_by=draw.choice([None, None, 10 ** draw.uniform(-2, 2)]),
+            moved=draw_move.choice(["", "before", "behind"]) if moves else "",
         )
         for _ in range(steps)
     ]
@@ -178,6 +186,8 @@ class Training:
             for part in self.model.parts.values():
                 part.set_gradient_divide_factor(step.divides_by)
             self.share = self.world_size / step.divides_by
+        if step.moved == "before":
+            self.model.double().float()
         for micro in range(step.micro_batches):
             self.model.set_requires_gradient_sync(micro == step.micro_batches - 1)
             mine: dict[str, Tensor] = {}
@@ -189,6 +199,8 @@ class Training:
             if step.overflows and micro == 0 and self.rank == self.world_size - 1:
                 mine[step.names[-1]][0, -1] = torch.inf
             self.scaler.scale(self.model(torch.zeros((), requires_grad=True), mine)).backward()
+        if step.moved == "behind":
+            self.model.double().float()
         if step.ends == "keep" and not step.overflows:
             return
         if step.ends == "step" and (self.scaler.is_enabled() or not step.overflows):
@@ -220,10 +232,15 @@ class Training:
         return found
 
 
-def run_history(rank: int, world_size: int, seed: int, settings: Mapping[str, str]) -> float:
+def run_history(rank: int, world_size: int, seed: int, settings: Mapping[str, str], moves: bool = False) -> float:
     """By how much a random history misses the law, with settings of `compress` ("reduce_scatter") and `replicate`."""
-    training = Training(rank, world_size, bool(seed % 2), settings)
-    for index, step in enumerate([Step(), *random_history(seed)]):
+    return run_steps(rank, world_size, [Step(), *random_history(seed, moves)], settings, bool(seed % 2))
+
+
+def run_steps(rank: int, world_size: int, history: list[Step], settings: Mapping[str, str], scaled: bool) -> float:
+    """The same of a history that is given; `scaled`: with a GradScaler."""
+    training = Training(rank, world_size, scaled, settings)
+    for index, step in enumerate(history):
         training.step(index, step)
         if step.saved:
             training.reduction.state_dict()

@@ -84,6 +84,7 @@ class Applied:
         self._counted = find is None
         parts = grads if self._counted else [grad if grad is None else held(grad) for grad in grads]
         self._grads = [_nothing if part is None else weakref.ref(part) for part in parts]
+        self._held = [] if self._counted else [weakref.ref(held(parameter)) for parameter in parameters]
         self._versions = [0 if grad is None else grad._version for grad in grads]
         # Weakly: the pipeline whose method it is holds this.
         self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
@@ -126,8 +127,15 @@ class Applied:
         return grad, grad is not None and self._is_left(i, grad) and grad._version == self._versions[i]
 
     def _is_left(self, i: int, grad: Tensor) -> bool:
-        """Whether it is the tensor that was in `.grad` of slot `i`."""
-        return (grad if self._counted else held(grad)) is self._grads[i]()
+        """Whether it is the tensor that was in `.grad` of slot `i`, or what a move has made of it."""
+        if self._counted:
+            return grad is self._grads[i]()
+        return held(grad) is self._grads[i]() or (not self._stepped[i] and self._is_moved(i))
+
+    def _is_moved(self, i: int) -> bool:
+        """Whether the parameter of slot `i` holds other memory: then `Module.to` has moved its gradient along."""
+        parameter = self._parameters[i]()
+        return parameter is not None and held(parameter) is not self._held[i]()
 
     def _is_gone(self, i: int) -> bool:
         """Whether it is known of slot `i` that its average was thrown away."""

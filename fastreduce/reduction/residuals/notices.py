@@ -42,6 +42,8 @@ class Listener(Protocol):
 _live: weakref.WeakSet[Listener] = weakref.WeakSet()
 _changing_live = threading.Lock()
 _optimized: set[int] = set()  # identities of parameters that a torch optimizer has stepped
+_let_go: set[int] = set()  # of those that are gone, or DTensors that hold other memory since `Module.to` has moved them
+_optimizers = weakref.WeakValueDictionary[int, torch.optim.Optimizer]()  # by identity, those that have stepped
 
 
 def held(tensor: Tensor) -> Tensor:
@@ -68,6 +70,12 @@ def leave(listener: Listener) -> None:
 
 def is_optimized(parameter: Tensor | None) -> bool:
     """Whether a torch optimizer has stepped it: then its next step will tell, too."""
+    if id(parameter) in _let_go:
+        gone = set(_let_go)
+        for reference in _optimizers.valuerefs():
+            if (optimizer := reference()) is not None:
+                _parameters_of(optimizer)  # what it has is not gone
+        _let_go.difference_update(gone)  # what was optimized by others only is forgotten
     return id(parameter) in _optimized
 
 
@@ -76,7 +84,12 @@ def know_optimized(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if (identity := id(parameter)) not in _optimized:
             _optimized.add(identity)
-            weakref.finalize(held(parameter), _optimized.discard, identity).atexit = False
+            weakref.finalize(held(parameter), _forget, identity).atexit = False
+
+
+def _forget(identity: int) -> None:
+    _optimized.discard(identity)
+    _let_go.add(identity)
 
 
 def _all() -> list[Listener]:
@@ -173,6 +186,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Set[int]:
     """Identities of what an optimizer steps, which are known from now on."""
+    _optimizers[id(optimizer)] = optimizer
     groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
     identities = set(map(id, itertools.chain(*groups)))
     if not identities <= _optimized:

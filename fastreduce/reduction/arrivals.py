@@ -55,12 +55,38 @@ class Arrivals:
 
         One that is frozen has none.
         """
-        hooks = zip(self._parameters, self._hooks, strict=True)
         self.attached = True
-        trained = [(accumulation_node(p), hook) for p, hook in hooks if p.requires_grad]
         # Nodes die with their last reference, and hooks with their node.
-        self._nodes = [node for node, _ in trained]
-        self._handles = [node.register_hook(hook) for node, hook in trained]
+        self._nodes = {i: accumulation_node(p) for i, p in enumerate(self._parameters) if p.requires_grad}
+        self._handles = [node.register_hook(self._hooks[i]) for i, node in self._nodes.items()]
+
+    def follow(self, is_back: Callable[[int], bool]) -> None:
+        """Put the hooks on the nodes that parameters have since they were cast or moved, once they are back.
+
+        The first one tells, for 3 µs: most modules are moved as a whole. Of parts `unseen` tells.
+        """
+        first = next((i for i in self._nodes if self._parameters[i].requires_grad), None)
+        if self.attached and first is not None and self._is_elsewhere(first) and is_back(first):
+            self.attach_anew()
+
+    def attach_anew(self) -> None:
+        """Put the hooks on the nodes that the parameters have now."""
+        self.remove()
+        self.attach()
+
+    def unseen(self) -> list[int]:
+        """Parameters with a gradient that no hook has seen arrive: they have had another node since their hook was put.
+
+        `Tensor.set_` gives them one, too, as `torch.nn.utils.parametrize` calls it.
+        """
+        if not self.attached or all(self.used):
+            return []
+        left = (i for i in self._nodes if not self.used[i] and self._parameters[i].grad is not None)
+        return [i for i in left if self._is_elsewhere(i)]
+
+    def _is_elsewhere(self, i: int) -> bool:
+        parameter = self._parameters[i]
+        return parameter.requires_grad and accumulation_node(parameter) is not self._nodes[i]
 
     def _make_hook(self, on_full: Callable[[], None], on_report: Callable[[int], None]) -> Callable[..., None]:
         # One function for all parameters stays in the processor's cache where a thousand closures do not.

@@ -213,6 +213,8 @@ class Backward:
         One that is not reduced is only to see, where the last averages have not been applied, whether they are still
         there when it begins: what it accumulates would be taken for them.
         """
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            self.arrivals.follow(self._buckets.gradients.is_as_wrapped)
         if not self.armed and all(feedback.is_settled for feedback in self._buckets.feedbacks):
             return
         hook = self._on_output if self.armed else self._on_local_output
@@ -336,6 +338,7 @@ class Backward:
             self.running = False
             self._reduce_left_over()
         elif self._brings_gradients:
+            self._bring_unseen()
             call_all(self._events.computed)
             if self.manual:
                 self._launch_rest()
@@ -346,6 +349,15 @@ class Backward:
             self._buckets.gradients.check_unmoved(range(len(self._buckets.specs)))
             self.arrivals.report()
         call_all(self._events.ended)
+
+    def _bring_unseen(self) -> None:
+        """Where a part of the module was moved and is back, its gradients are here, and no hook has seen them come."""
+        if unseen := self.arrivals.unseen():
+            self._buckets.gradients.check_unmoved(unseen)
+            self.arrivals.attach_anew()
+            for i in unseen:
+                self.arrivals.used[i] = True
+                self.arrivals.again(i)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -151,15 +151,20 @@ class Gradients:
             rows = (real.shape or (1,))[0] if self._contiguous[-1] else matrix_rows(real)
             self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, rows))
 
+    def is_as_wrapped(self, i: int) -> bool:
+        """Whether a parameter has the dtype and the device that it had at construction."""
+        parameter = self.parameters[i]
+        return not self._wrapped_as or self._wrapped_as[i] == (parameter.dtype, parameter.device)
+
     def check_unmoved(self, indices: Sequence[int]) -> None:
         """Raise if a parameter was cast or moved since construction: autograd has then dropped our hook on it.
 
         Raises:
             TensorError: naming it.
         """
-        for i in indices if self._wrapped_as else ():
-            parameter, (dtype, device) = self.parameters[i], self._wrapped_as[i]
-            if parameter.dtype is not dtype or parameter.device != device:
+        for i in indices:
+            if not self.is_as_wrapped(i):
+                parameter, (dtype, device) = self.parameters[i], self._wrapped_as[i]
                 raise TensorError(
                     f"parameter {self.names[i]!r} was {dtype} on {device} when it was wrapped, and is "
                     f"{parameter.dtype} on {parameter.device} now: its gradients no longer arrive. Cast or move the "

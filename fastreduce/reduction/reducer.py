@@ -143,8 +143,7 @@ class GradientReducer:
 
     def replace_hooks(self) -> None:
         """Put the hooks on the nodes that the parameters have now: a changed dtype makes new ones."""
-        self.backward.arrivals.remove()
-        self.backward.arrivals.attach()
+        self.backward.arrivals.attach_anew()
 
     # What it is about
 

@@ -147,6 +147,25 @@ def states_in_a_backward(setting: str, device: torch.device) -> list[Tensor]:
     return found + [parameter.detach().cpu() for parameter in ddp.parameters()]
 
 
+def a_model_on_the_host_for_a_while(setting: str, options: dict[str, Any], device: torch.device) -> list[Tensor]:
+    """With its averages in `.grad` or without; its state is asked for there."""
+    ddp, found = _wrap(device, setting, **options), []
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    for step in range(8):
+        ddp(_inputs(device, step)).backward()
+        found += _grads(ddp)
+        if step % 3 == 1:
+            ddp.cpu()
+            found += [value.cpu().clone() for value in ddp.reducer.state_dict()["residuals"].values()]
+            ddp.to(device)
+        if step != 4:
+            optimizer.step()
+        optimizer.zero_grad(step % 2 == 0)
+        if step in (2, 3):
+            ddp.cpu().to(device)
+    return found + [parameter.detach().cpu() for parameter in ddp.parameters()]
+
+
 def the_hook_for_torchs_class(setting: str, device: torch.device) -> list[Tensor]:
     torch.manual_seed(0)
     ddp = TorchDDP(Layers().to(device), bucket_cap_mb=0.01)
@@ -223,6 +242,12 @@ SITUATIONS: dict[str, Situation] = {
     "a wrapper that goes": a_wrapper_that_goes_behind_one,
     "states, int8": partial(states_in_a_backward, "int8:error_feedback"),
     "states, powersgd": partial(states_in_a_backward, "powersgd:rank=2"),
+    "on the host": partial(a_model_on_the_host_for_a_while, "none", {}),
+    "on the host, views": partial(a_model_on_the_host_for_a_while, "fp16", {"gradient_as_bucket_view": True}),
+    "on the host, feedback": partial(a_model_on_the_host_for_a_while, "int8:error_feedback", {}),
+    "on the host, feedback, views": partial(
+        a_model_on_the_host_for_a_while, "int4:error_feedback=bf16", {"gradient_as_bucket_view": True}
+    ),
     "hook for torch": partial(the_hook_for_torchs_class, "fp16"),
     "hook for torch, feedback": partial(the_hook_for_torchs_class, "int8:error_feedback"),
     "hook that asks": a_hook_that_asks_the_reducer,

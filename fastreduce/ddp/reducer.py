@@ -42,10 +42,13 @@ class TorchReducer(GradientReducer):
 
     Attributes:
         asked: as given; the next `_update_process_group` follows it.
+        check: raises if the module holds a trainable parameter that nobody reduces.
+        checks: whether it is called when the next backward has ended.
     """
 
     logger: TorchLogger
-    check_at_end: Callable[[], None] | None = None  # called once, when the next backward has ended
+    check: Callable[[], None] | None = None
+    checks = False
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class TorchReducer(GradientReducer):
             self._sparse.dtype = low_precision.dtype  # parameters are in their own before sparse gradients are averaged
         self._device = self.buckets.specs[0].device
         self._buffers_under_way: list[Any] = []  # futures
+        self._missed: set[int] = set()  # parameters that a reduced backward has not brought a gradient to
         self.known = frozenset(map(id, self.buckets.gradients.parameters))
         self.events.ended.append(weakly(self._check_at_end))
         self.events.dropped.append(self._buffers_under_way.clear)
@@ -161,9 +165,21 @@ class TorchReducer(GradientReducer):
             self._buffers_under_way.pop().wait()
 
     def _check_at_end(self) -> None:
-        check, self.check_at_end = self.check_at_end, None
-        if check is not None:
-            check()
+        due, self.checks = self._misses_more() or self.checks, False
+        if due and self.check is not None:
+            self.check()
+
+    def _misses_more(self) -> bool:
+        """Whether no gradient came for a parameter that always had one: another may be in its place by now."""
+        if self.backward.armed:  # none came at all
+            return True
+        brought = self.backward.brought
+        if all(brought):
+            return False
+        missed = {i for i, is_brought in enumerate(brought) if not is_brought}
+        more = not missed <= self._missed
+        self._missed |= missed
+        return more
 
     # Mixed precision
 

@@ -226,6 +226,7 @@ class DistributedDataParallel(_ReachesModule):
             asked=self._transport_argument if isinstance(self._transport_argument, str) else None,
             find_unused_parameters=self.find_unused_parameters,
         )
+        self.reducer.check = weakly(self._check_parameters)
         self.logger = TorchLogger(
             parameters,
             [names[id(p)] for p in parameters],
@@ -387,7 +388,7 @@ class DistributedDataParallel(_ReachesModule):
             if torch.is_grad_enabled() and (
                 self._may_have_changed or self.logger.sampling or any(map(_REQUIRES_GRAD, self._frozen))
             ):
-                self.reducer.check_at_end = weakly(self._check_parameters)
+                self.reducer.checks = True
             self.reducer.watch(tensors_of(output))
             if not torch.is_grad_enabled():
                 self.reducer.restore_unless_needed()
@@ -441,8 +442,8 @@ class DistributedDataParallel(_ReachesModule):
 
         Called at the end of backward, because `torch.func.functional_call` lends the module other parameters during
         forward. A walk over a thousand parameters costs over a millisecond: it is made in the steps whose times are
-        taken (the first ten, then every hundredth), in the first after `train()` and `load_state_dict`, and where one
-        that was frozen at construction requires a gradient.
+        taken (the first ten, then every hundredth), in the first after `train()` and `load_state_dict`, where one
+        that was frozen at construction requires a gradient, and where one that always had a gradient has none.
         """
         self._may_have_changed = False
         known = self.reducer.known

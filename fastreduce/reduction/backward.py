@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import partial
@@ -226,6 +226,11 @@ class Backward:
     def _look_locally(self, _: object = None) -> None:
         if not self.running:
             self._buckets.look()
+
+    @property
+    def brought(self) -> Sequence[bool]:
+        """For each parameter, whether this rank brought a gradient to the last reduction."""
+        return self._left_over.brought
 
     @property
     def is_here(self) -> bool:

@@ -258,7 +258,7 @@ def test_a_parameter_that_nobody_averages_is_an_error_that_says_to_wrap_again(al
     apply(body)
     if when == "later":
         model._set_ddp_runtime_logging_sample_rate(25)  # looked for when times are taken
-        for _ in range(4 if change != "unfrozen" else 0):  # those that were frozen are looked at in every step
+        for _ in range(4 if change == "added" else 0):  # others are found in every step
             _step(model)
     if when == "after train()":
         model.train()
@@ -267,6 +267,45 @@ def test_a_parameter_that_nobody_averages_is_an_error_that_says_to_wrap_again(al
     with pytest.raises(fastreduce.ReducerError, match=rf"rank 0: parameter {name}.*Wrap the module again"):
         _step(model)
     _step(wrap("ours", body))
+
+
+def _assign(body: nn.Sequential) -> None:
+    body.load_state_dict({name: each.clone() for name, each in body.state_dict().items()}, assign=True)
+
+
+def _adapt(body: nn.Sequential) -> None:
+    body.requires_grad_(False)
+    body[1] = nn.Sequential(body[1], nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("change", "name"), [(_replace, "0.weight"), (_assign, "0.weight"), (_adapt, "1.1.weight")])
+def test_one_that_took_the_place_of_another_is_found_when_that_misses_its_gradient(
+    alone: None, change: Callable[[nn.Sequential], None], name: str
+):
+    """At the end of the next backward, in whatever step that is."""
+    body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = wrap("ours", body)
+    for _ in range(20):
+        _step(model)
+    change(body)
+    with pytest.raises(fastreduce.ReducerError, match=rf"rank 0: parameter '{name}'.*Wrap the module again"):
+        _step(model)
+
+
+def test_a_model_that_leaves_parts_out_by_turns_is_not_walked_through_in_every_step(alone: None):
+    model, walks = wrap("ours", Branches()), 0
+
+    def count() -> None:
+        nonlocal walks
+        walks += 1
+
+    for step in range(12, 40):
+        if step == 24:
+            model.reducer.check = count
+        model(torch.ones(2, 4), "abc"[: step % 4]).sum().backward()
+        if step % 6 == 0:
+            torch.autograd.grad(model(torch.ones(2, 4)).sum(), list(model.parameters()))
+    assert walks == 3, "once where nothing came, in each autograd.grad"
 
 
 def test_parameters_that_only_move_are_no_new_ones(alone: None):

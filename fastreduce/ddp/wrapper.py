@@ -358,6 +358,9 @@ class DistributedDataParallel(_ReachesModule):
         return given
 
     def _sync_buffers(self) -> None:
+        self._assign_modules_buffers()
+        if not self.modules_buffers:  # taken out since the last forward, as by `prune.remove`
+            return
         try:
             super()._sync_buffers()
         except RuntimeError as error:

@@ -204,6 +204,19 @@ def _buffers(rank: int, world_size: int, broadcast: bool) -> tuple[list[dict], l
     return seen["ours"], seen["torch"]
 
 
+def test_buffers_may_be_taken_out(alone: None):
+    """As by `prune.remove`, which takes out its mask."""
+    model = wrap("ours", Normed())
+    for name in ("norm", "steps"):
+        model(torch.ones(2, 20)).sum().backward()
+        if name == "norm":
+            model.module.norm = nn.Identity()
+    del model.module.steps
+    model.module.steps = torch.zeros(())
+    for _ in range(2):
+        model(torch.ones(2, 20)).sum().backward()
+
+
 def test_grad_scaler_skips_on_all_ranks_when_one_overflows(ranks2: RankPool):
     for setting in ("none", "fp16", "int8:error_feedback"):
         results = ranks2.run(_scaled, setting)

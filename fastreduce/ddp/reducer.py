@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..compression import NoCompression
 from ..errors import ReducerError, SettingError
-from ..reduction.arrivals import weakly
+from ..reduction.arrivals import makes_graph, weakly
 from ..reduction.reducer import GradientReducer
 from ..reduction.schedule import Setting
 from ..transports import make_transport
@@ -187,7 +187,7 @@ class TorchReducer(GradientReducer):
         """Called before every forward under `mixed_precision=`."""
         if self._low_precision is not None and not self.backward.is_here:
             self._low_precision.lower()
-            if self.backward.arrivals.attached:
+            if self.backward.arrivals.attached and makes_graph():
                 self.replace_hooks()
 
     def restore_unless_needed(self) -> None:

@@ -48,45 +48,69 @@ class Arrivals:
         on_full, on_report = weakly(on_full), weakly(on_report)
         hook = self._make_hook(on_full, on_report)
         self._hooks = [partial(hook, i) for i in range(count)]
+        self._nodes: dict[int, Node] = {}
+        self._handles: list[Any] = []
+        self._local = False  # whether a forward has been since `forget_used` whose backward is not reduced
         self.attach()
 
     def attach(self) -> None:
-        """Put the hooks on the parameters' nodes; a parameter that changed its dtype or device has a new one.
+        """Put the hooks on the nodes that parameters have now; one that changed its dtype or device has a new one.
 
-        One that is frozen has none.
+        Those of forwards whose backward may come keep theirs. One that is frozen has none, and gets its hook once it
+        is trained again (`follow`, `unseen`).
         """
         self.attached = True
-        # Nodes die with their last reference, and hooks with their node.
-        self._nodes = {i: accumulation_node(p) for i, p in enumerate(self._parameters) if p.requires_grad}
-        self._handles = [node.register_hook(self._hooks[i]) for i, node in self._nodes.items()]
+        self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+        for i in filter(self._is_elsewhere, range(len(self._parameters))):
+            # Nodes die with their last reference, and hooks with their node.
+            node = self._nodes[i] = accumulation_node(self._parameters[i])
+            self._handles.append(node.register_hook(self._hooks[i]))
 
-    def follow(self, is_back: Callable[[int], bool]) -> None:
+    def follow(self, is_back: Callable[[int], bool], armed: bool) -> None:
         """Put the hooks on the nodes that parameters have since they were cast or moved, once they are back.
 
         The first one tells, for 3 µs: most modules are moved as a whole. Of parts `unseen` tells.
+
+        Args:
+            is_back: whether a parameter is again what it was.
+            armed: whether the next backward, that of the forward which ends here, is reduced.
         """
-        first = next((i for i in self._nodes if self._parameters[i].requires_grad), None)
+        self._local |= not armed
+        first = next((i for i, p in enumerate(self._parameters) if p.requires_grad), None)
         if self.attached and first is not None and self._is_elsewhere(first) and is_back(first):
-            self.attach_anew()
+            if self._local or any(self.used):  # what such a backward has brought is in `.grad` still
+                for i in self.unseen():
+                    self.used[i] = True
+            self.attach()
 
-    def attach_anew(self) -> None:
-        """Put the hooks on the nodes that the parameters have now."""
-        self.remove()
-        self.attach()
-
-    def unseen(self) -> list[int]:
+    def unseen(self, reached: bool = False) -> set[int]:
         """Parameters with a gradient that no hook has seen arrive: they have had another node since their hook was put.
 
         `Tensor.set_` gives them one, too, as `torch.nn.utils.parametrize` calls it.
+
+        Args:
+            reached: whether they are those that the backward which ends here has come to, but for what a re-entrant
+                checkpoint did; or those that are not known to be used, and whose gradients are not zeros.
         """
-        if not self.attached or all(self.used):
-            return []
-        left = (i for i in self._nodes if not self.used[i] and self._parameters[i].grad is not None)
-        return [i for i in left if self._is_elsewhere(i)]
+        if not self.attached or (all(self.used) and not reached):
+            return set()
+        here = (i for i, p in enumerate(self._parameters) if p.grad is not None and (reached or not self.used[i]))
+        is_new = self._is_reached if reached else self._has_any
+        return {i for i in here if self._is_elsewhere(i) and is_new(i)}
+
+    def _has_any(self, i: int) -> bool:
+        grad = self._parameters[i].grad
+        return grad is not None and bool((grad._values() if grad.is_sparse else grad).any())
+
+    def _is_reached(self, i: int) -> bool:
+        try:
+            return torch._C._will_engine_execute_node(accumulation_node(self._parameters[i]))
+        except RuntimeError:  # autograd.grad with respect to it
+            return False
 
     def _is_elsewhere(self, i: int) -> bool:
         parameter = self._parameters[i]
-        return parameter.requires_grad and accumulation_node(parameter) is not self._nodes[i]
+        return parameter.requires_grad and accumulation_node(parameter) is not self._nodes.get(i)
 
     def _make_hook(self, on_full: Callable[[], None], on_report: Callable[[int], None]) -> Callable[..., None]:
         # One function for all parameters stays in the processor's cache where a thousand closures do not.
@@ -154,6 +178,7 @@ class Arrivals:
 
     def forget_used(self) -> None:
         """Start anew with what is used."""
+        self._local = False
         self.used[:] = [False] * len(self.used)
 
     def forget_thrown_away(self) -> None:
@@ -166,6 +191,7 @@ class Arrivals:
         self.attached = False
         for handle in self._handles:
             handle.remove()
+        self._handles, self._nodes = [], {}
 
 
 class Reached:
@@ -231,6 +257,11 @@ class Reached:
     def end(self) -> None:
         """What has come until now has been averaged."""
         self.any = False
+
+
+def makes_graph() -> bool:
+    """Whether a backward can follow what is computed here."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def accumulation_node(leaf: Tensor) -> Node:

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from ..errors import ReducerError, TransportError
 from .agreed_schedule import AgreedSchedule
-from .arrivals import Arrivals, weakly
+from .arrivals import Arrivals, makes_graph, weakly
 from .autograd_stack import AutogradStack
 from .bucketed import BucketedGradients
 from .events import Events, call_all
@@ -213,8 +213,8 @@ class Backward:
         One that is not reduced is only to see, where the last averages have not been applied, whether they are still
         there when it begins: what it accumulates would be taken for them.
         """
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-            self.arrivals.follow(self._buckets.gradients.is_as_wrapped)
+        if makes_graph():
+            self.arrivals.follow(self._buckets.gradients.is_as_wrapped, self.armed)
         if not self.armed and all(feedback.is_settled for feedback in self._buckets.feedbacks):
             return
         hook = self._on_output if self.armed else self._on_local_output
@@ -339,11 +339,11 @@ class Backward:
     def _end(self) -> None:
         if not self.running:  # finished in a hook
             return
+        self._bring_unseen()
         if not self.armed:
             self.running = False
             self._reduce_left_over()
         elif self._brings_gradients:
-            self._bring_unseen()
             call_all(self._events.computed)
             if self.manual:
                 self._launch_rest()
@@ -357,10 +357,14 @@ class Backward:
 
     def _bring_unseen(self) -> None:
         """Where a part of the module was moved and is back, its gradients are here, and no hook has seen them come."""
-        if unseen := self.arrivals.unseen():
-            self._buckets.gradients.check_unmoved(unseen)
-            self.arrivals.attach_anew()
-            for i in unseen:
+        come = self.armed and self._brings_gradients
+        unseen = set() if come else self.arrivals.unseen(reached=True)
+        if come or (self.armed and unseen):  # else what is in `.grad` may be older
+            unseen |= self.arrivals.unseen()
+        if unseen:
+            self._buckets.gradients.check_unmoved(sorted(unseen))
+            self.arrivals.attach()
+            for i in sorted(unseen):
                 self.arrivals.used[i] = True
                 self.arrivals.again(i)
 

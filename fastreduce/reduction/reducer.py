@@ -143,7 +143,7 @@ class GradientReducer:
 
     def replace_hooks(self) -> None:
         """Put the hooks on the nodes that the parameters have now: a changed dtype makes new ones."""
-        self.backward.arrivals.attach_anew()
+        self.backward.arrivals.attach()
 
     # What it is about
 

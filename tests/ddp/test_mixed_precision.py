@@ -435,3 +435,14 @@ def _indices(rank: int) -> Tensor:
 @pytest.mark.parametrize("how", ["used", "unused", "tied", "joined"])
 def test_sparse_gradients_travel_in_low_precision_also_from_ranks_without_any(ranks2: Any, how: str):
     ranks2.run(_words, how)
+
+
+def test_an_evaluation_in_inference_mode_comes_between_two_steps(alone: None):
+    """Also as the first forward."""
+    ddp = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    for _ in range(3):
+        with torch.inference_mode():
+            assert ddp(torch.ones(1, 2)).dtype is torch.bfloat16
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(ddp.module.weight.grad, torch.ones(2, 2))

@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from tests.support.models import (
     EXACT,
     Branches,
+    Heads,
     assert_same_bits,
     average_of_whole,
     batch,
@@ -160,3 +161,130 @@ class _Using(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.body(x, self.use)
+
+
+@pytest.mark.parametrize("part", ["trunk", "b"])
+def test_what_was_frozen_while_the_model_moved_is_averaged_once_it_is_thawed(ranks2: RankPool, part: str):
+    ranks2.run(_thawed, part)
+
+
+def _thawed(rank: int, world_size: int, part: str) -> None:
+    ddp = wrap("ours", whole_(Branches()))
+    for step in range(5):
+        getattr(ddp.module, part).requires_grad_(step != 2)
+        if step == 2:
+            ddp.double().float()
+        ddp.zero_grad()
+        (ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+        expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
+        found = grads_of(ddp.module)
+        if step == 2:
+            expected |= {name: None for name in expected if name.startswith(part)}
+        assert_same_bits(found, expected, f"rank {rank}, step {step}")
+
+
+class _Losses(Heads):
+    def forward(self, x: torch.Tensor) -> Any:
+        outputs = super().forward(x)
+        return [outputs["first"].sum() * EXACT, outputs["rest"][0].sum() * EXACT]
+
+
+class _Second(Heads):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)["rest"][0]
+
+
+class _SumOfBoth(Heads):
+    def forward(self, x: torch.Tensor) -> Any:
+        outputs = super().forward(x)
+        return outputs["first"] + outputs["rest"][0]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("move", ["all", "second"])
+def test_what_was_moved_and_comes_in_a_second_backward_is_averaged(ranks2: RankPool, move: str, to_none: bool):
+    ranks2.run(_in_a_second_backward, move, to_none)
+
+
+def _in_a_second_backward(rank: int, world_size: int, move: str, to_none: bool) -> None:
+    ddp = wrap("ours", whole_(_Losses()))
+    for step in range(5):
+        ddp.zero_grad(to_none)
+        if step in (1, 3):
+            (ddp if move == "all" else ddp.module.second).double().float()
+        for loss in ddp(whole_batch(rank, step, 3, 4)):
+            loss.backward()
+        expected = average_of_whole(lambda: whole_(_SumOfBoth()), step, range(world_size))
+        assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, step {step}")
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("searches", [False, True])
+def test_a_step_that_uses_nothing_but_what_was_moved_is_averaged(ranks2: RankPool, local: bool, searches: bool):
+    """No hook sees anything come; `autograd.grad` before it, with averages in `.grad` still, brings nothing."""
+    ranks2.run(_only_what_was_moved, local, searches)
+
+
+def _only_what_was_moved(rank: int, world_size: int, local: bool, searches: bool) -> None:
+    ddp = wrap("ours", whole_(_Losses()))
+    total: dict[str, Any] = {}
+    for step in range(6):
+        if step in (1, 4):
+            ddp.module.second.double().float()
+        with ddp.no_sync() if local and step in (1, 4) else nullcontext():
+            loss = ddp(whole_batch(rank, step, 3, 4))[1]
+            if searches:
+                torch.autograd.grad(loss, list(ddp.module.second.parameters()), retain_graph=True)
+            loss.backward()
+        expected = average_of_whole(lambda: whole_(_Second()), step, range(world_size))
+        total = {name: g if g is None else g + total.get(name, 0) for name, g in expected.items()}
+        if not local or step not in (1, 4):
+            assert_same_bits(grads_of(ddp.module), total, f"rank {rank}, step {step}")
+
+
+@pytest.mark.parametrize("part", ["b", "trunk"])
+def test_what_a_part_that_was_moved_got_under_no_sync_is_averaged_if_the_rest_moves_too(ranks2: RankPool, part: str):
+    ranks2.run(_moved_under_no_sync, part)
+
+
+def _moved_under_no_sync(rank: int, world_size: int, part: str) -> None:
+    """The backward that is reduced does not use it, and follows a move of the whole model."""
+    ddp = wrap("ours", whole_(_Using("abc")))
+    for step in range(4):
+        ddp.zero_grad()
+        getattr(ddp.module.body, part).double().float()
+        with ddp.no_sync():
+            (ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+        ddp.double().float()
+        ddp.module.use = "ac"
+        (ddp(whole_batch(rank, step + 10, 3, 4)).sum() * EXACT).backward()
+        ddp.module.use = "abc"
+        before = average_of_whole(partial(_Using, "abc"), step, range(world_size))
+        after = average_of_whole(partial(_Using, "ac"), step + 10, range(world_size))
+        expected = {name: g if (more := after[name]) is None else g + more for name, g in before.items()}
+        assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, step {step}")
+
+
+def test_a_backward_of_a_forward_before_the_move_is_averaged_behind_another_forward(ranks2: RankPool):
+    """Its graph has the nodes from before the move."""
+    ranks2.run(_forward_before)
+
+
+def _forward_before(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", whole_(Branches()), bucket_cap_mb=1e-6)
+    for step in range(4):
+        ddp.zero_grad()
+        output = ddp(whole_batch(rank, step, 3, 4))
+        ddp.double().float()
+        ddp(whole_batch(rank, 10, 3, 4))
+        (output.sum() * EXACT).backward()
+        expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
+        assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, step {step}")
+
+
+def test_hooks_on_nodes_that_are_gone_are_forgotten(alone: None):
+    ddp = wrap("ours", Branches())
+    for _ in range(20):
+        ddp.double().float()
+        ddp(torch.ones(2, 4)).sum().backward()
+    assert len(ddp.reducer.backward.arrivals._handles) <= 2 * len(list(ddp.parameters()))

@@ -358,12 +358,11 @@ class DistributedDataParallel(_ReachesModule):
         return given
 
     def _sync_buffers(self) -> None:
-        self._assign_modules_buffers()
-        if not self.modules_buffers:  # taken out since the last forward, as by `prune.remove`
-            return
         try:
             super()._sync_buffers()
         except RuntimeError as error:
+            if not self.modules_buffers:  # taken out since the last forward, as by `prune.remove`: torch has looked
+                return
             if isinstance(error, TransportError) or hasattr(self, "buffer_hook") or is_of_signal(error):
                 raise
             told = TransportError(

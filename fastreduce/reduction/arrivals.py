@@ -94,7 +94,7 @@ class Arrivals:
         """
         if not self.attached or (all(self.used) and not reached):
             return set()
-        here = (i for i, p in enumerate(self._parameters) if p.grad is not None and (reached or not self.used[i]))
+        here = (i for i, p in enumerate(self._parameters) if (reached or not self.used[i]) and p.grad is not None)
         is_new = self._is_reached if reached else self._has_any
         return {i for i in here if self._is_elsewhere(i) and is_new(i)}
 

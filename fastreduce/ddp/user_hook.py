@@ -91,7 +91,7 @@ class UserHook:
             hook = HookTransport(self.call, bucket, members.parameters, last=bucket.index == len(plan.buckets) - 1)
             pipeline = BucketPipeline(bucket, NoCompression(), hook)
             pipeline.alone = False
-            hook.gradients = pipeline.make_views(gradients.layouts(members))
+            hook.gradients = pipeline.make_views([gradients.layouts[i] for i in members.indices])
             self._members.append((pipeline, torch.tensor(members.indices, device=bucket.device)))
         return plan, [pipeline for pipeline, _ in self._members]
 

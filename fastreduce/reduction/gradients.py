@@ -116,22 +116,30 @@ class Gradients:
         parameters: leaves that require gradients.
         names: their names.
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
+        layouts: tensors in whose memory order slots lie, where they have the parameters' shapes; None: in its own.
+
+    Attributes:
+        layouts: of each gradient, as real numbers, a tensor without memory that has its sizes and strides.
 
     Raises:
         TensorError: if a parameter is neither floating-point nor complex, not strided, or made of other tensors.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        dtype: torch.dtype | None = None,
+        layouts: Sequence[Tensor | None] | None = None,
+    ) -> None:
         self.parameters, self.names = list(parameters), list(names)
         self.views: list[Tensor | None] = [None] * len(self.parameters)
         self.specs: list[ParameterSpec] = []
         # Under another dtype parameters change theirs in every step, and hooks follow them.
         self._wrapped_as = [(p.dtype, p.device) for p in self.parameters] if dtype is None else []
         # As they were then: a memory format set later does not move slots, which other ranks know.
-        self._contiguous: list[bool] = []
-        self._layouts: list[Tensor] = []
-        self._strides = [parameter.stride() for parameter in self.parameters]
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        self.layouts: list[Tensor] = []
+        for name, parameter, given in zip(self.names, self.parameters, layouts or [None] * len(names), strict=True):
             if hasattr(parameter, "__tensor_flatten__"):  # a tensor made of others, without memory of its own
                 raise TensorError(
                     f"parameter {name!r} is a {type(parameter).__name__}, which holds other tensors and no memory of "
@@ -145,11 +153,10 @@ class Gradients:
                 )
             if real.layout is not torch.strided:
                 raise TensorError(f"parameter {name!r} is {real.layout}; allowed: torch.strided. Pass its to_dense()")
-            self._contiguous.append(real.is_contiguous() or not ops.is_dense(real))
-            layout = torch.empty_like(real, device="meta")
-            self._layouts.append(layout.contiguous() if self._contiguous[-1] else layout)
-            rows = (real.shape or (1,))[0] if self._contiguous[-1] else matrix_rows(real)
-            self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, rows))
+            layout = given if given is not None and given.shape == real.shape else _layout_of(real)
+            self.layouts.append(layout)
+            self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, matrix_rows(layout)))
+        self._contiguous = [layout.is_contiguous() for layout in self.layouts]
 
     def is_as_wrapped(self, i: int) -> bool:
         """Whether a parameter has the dtype and the device that it had at construction."""
@@ -179,18 +186,14 @@ class Gradients:
             [self.parameters[i] for i in indices],
             bucket.dtype,
             [slot.numel for slot in bucket.slots],
-            None if all(self._contiguous[i] for i in indices) else [self._layouts[i].stride() for i in indices],
+            None if all(self._contiguous[i] for i in indices) else [self.layouts[i].stride() for i in indices],
             any(self.parameters[i].is_complex() for i in indices),
         )
-
-    def layouts(self, members: BucketMembers) -> list[Tensor]:
-        """Tensors without memory that have the sizes and strides of a bucket's gradients."""
-        return [self._layouts[i] for i in members.indices]
 
     @torch.no_grad()
     def install_views(self, members: BucketMembers, make_views: Callable[[list[Tensor]], list[Tensor]]) -> None:
         """Let `.grad` of a bucket's parameters be views from now on; gradients that exist move into them."""
-        members.kept = make_views(self.layouts(members))
+        members.kept = make_views([self.layouts[i] for i in members.indices])
         members.views = [view.detach() for view in members.kept]
         members.addresses = list(map(Tensor.data_ptr, members.kept))
         for i, view in zip(members.indices, members.views, strict=True):
@@ -321,10 +324,16 @@ class Gradients:
             return False
         if _real(grad).dtype is not self.specs[i].dtype:
             return False
-        return grad.is_contiguous() if self._contiguous[i] else grad.stride() == self._strides[i]
+        return grad.is_contiguous() if self._contiguous[i] else _real(grad).stride() == self.layouts[i].stride()
 
     def _staging(self, i: int) -> Tensor:
-        return torch.zeros_like(self._layouts[i], dtype=self.specs[i].dtype, device=self.parameters[i].device)
+        return torch.zeros_like(self.layouts[i], dtype=self.specs[i].dtype, device=self.parameters[i].device)
+
+
+def _layout_of(real: Tensor) -> Tensor:
+    """The memory order of a tensor, or of one that is not dense that of its elements, without memory."""
+    layout = torch.empty_like(real, device="meta")
+    return layout if ops.is_dense(real) else layout.contiguous()
 
 
 def _real(tensor: Tensor) -> Tensor:

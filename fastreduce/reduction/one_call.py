@@ -35,9 +35,16 @@ OPERATIONS = {"mean": None, "sum": 1}  # what the sum is divided by; None means 
 class _Reduction:
     """Plan and pipelines for one list of shapes, kept between calls."""
 
-    def __init__(self, tensors: list[Tensor], transport: Transport, compression: Compression, op: str) -> None:
-        gradients = Gradients(tensors, _names(tensors))
-        specs = gradients.specs
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        transport: Transport,
+        compression: Compression,
+        op: str,
+        layouts: Sequence[Tensor | None],
+    ) -> None:
+        gradients = Gradients(tensors, _names(tensors), layouts=layouts)
+        self.layouts, specs = gradients.layouts, gradients.specs
         # Of calls, counted: what random bits follow from.
         devices = {spec.device for spec in specs}
         self.steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
@@ -80,6 +87,7 @@ class _Owners:
         self._reductions: dict[tuple[int, ...], _Reduction] = {}
         self._homes: dict[int, tuple[_Reduction, str]] = {}
         self._lists: dict[int, set[tuple[int, ...]]] = {}  # in which an array has come
+        self._layouts: dict[int, Tensor] = {}  # in whose memory order residuals of an array are, whatever it gets later
 
     def find(self, owners: list[Any]) -> _Reduction | None:
         """The reduction for a list of arrays that came before."""
@@ -89,6 +97,22 @@ class _Owners:
             self._last[identities] = self._calls
         return self._reductions.get(identities)
 
+    def layouts(self, owners: list[Any], tensors: list[Tensor]) -> list[Tensor | None]:
+        """In whose memory order the residuals of arrays are; None of an array that is new.
+
+        Raises:
+            TensorError: if an array has another size than its residuals.
+        """
+        layouts = [self._layouts.get(id(owner)) for owner in owners]
+        for i, (layout, tensor) in enumerate(zip(layouts, tensors, strict=True)):
+            count = tensor.numel() * (2 if tensor.is_complex() else 1)
+            if layout is not None and layout.numel() != count:
+                raise TensorError(
+                    f"all_reduce_gradients: tensor {i} has {count} numbers, and had {layout.numel()} when error "
+                    "feedback began to keep residuals of it: pass another tensor"
+                )
+        return layouts
+
     def add(self, owners: list[Any], reduction: _Reduction) -> None:
         """Take note of one for a new list.
 
@@ -97,7 +121,7 @@ class _Owners:
         """
         identities = tuple(map(id, owners))
         self._drop_old()
-        for i, owner in enumerate(owners):
+        for i, (owner, layout) in enumerate(zip(owners, reduction.layouts, strict=True)):
             if id(owner) not in self._lists:
                 try:
                     weakref.finalize(owner, _forget, weakref.ref(self), id(owner)).atexit = False
@@ -107,6 +131,7 @@ class _Owners:
                         f"{type(owner).__name__}, it cannot tell when it ends: pass a torch tensor or parameter"
                     ) from error
             self._lists.setdefault(id(owner), set()).add(identities)
+            self._layouts.setdefault(id(owner), layout)
         self._reductions[identities], self._last[identities] = reduction, self._calls
 
     def _drop_old(self) -> None:
@@ -127,6 +152,7 @@ class _Owners:
     def forget(self, identity: int) -> None:
         """An array has ended, and the lists that it was in; what is kept of others in them stays."""
         self._homes.pop(identity, None)
+        self._layouts.pop(identity, None)
         for identities in self._lists.pop(identity, set()):
             self._drop(identities)
 
@@ -286,7 +312,7 @@ def _average(
     error: TensorError | None,
 ) -> None:
     reduction = _reduction_for(leaves, owners, transport, compression, op, error)
-    gradients = Gradients(leaves, _names(leaves))
+    gradients = Gradients(leaves, _names(leaves), layouts=reduction.layouts)
     used = [leaf.grad is not None for leaf in leaves]
     reduction.begin()
     for pipeline in reduction.pipelines:
@@ -324,7 +350,7 @@ def _reduction_for(
         raise wrong  # at once: where others know their list, they exchange nothing
     layout = tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors)
     error: Exception | None = None
-    setting = None
+    setting, layouts = None, list[Tensor | None]([None] * len(tensors))
     try:
         if wrong is not None:
             raise wrong
@@ -334,6 +360,7 @@ def _reduction_for(
         if setting.error_feedback:
             homes = kept.owners.setdefault((setting, op), _Owners())
             found = homes.find(owners)
+            layouts = homes.layouts(owners, tensors) if found is None else layouts
         else:
             found = known.pop((setting, op, layout), None)
             if found is not None:  # the last ones stay
@@ -346,7 +373,7 @@ def _reduction_for(
         description.update((name, describe_tensor(t)) for name, t in zip(names, tensors, strict=True))
         check_agreement(transport, description, error)
         assert setting is not None
-        found = _Reduction(tensors, transport, setting, op)
+        found = _Reduction(tensors, transport, setting, op, layouts)
         if setting.error_feedback:
             homes.add(owners, found)
         else:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastreduce import all_reduce_gradients
+from fastreduce import TensorError, all_reduce_gradients
 from tests.support import tolerances
 from tests.support.models import batch
 from tests.support.ranks import OVER_HOSTS, RankPool
@@ -87,3 +87,45 @@ def _accumulated(rank: int, world_size: int, setting: str, op: str, times: int, 
 def test_what_is_averaged_again_loses_nothing(ranks: RankPool, setting: str, op: str):
     for times, in_turn in ((2, False), (3, False), (2, True), (3, True)):
         assert max(ranks.run(_accumulated, setting, op, times, in_turn)) <= tolerances.APPLIED
+
+
+def _laid_out_otherwise(rank: int, world_size: int, op: str, lists: str) -> list[float]:
+    """As `_owed`, of weights whose memory format changes, on some ranks alone in `one list`."""
+    weights = [torch.nn.Parameter(torch.zeros(4, 5, 3, 2)) for _ in range(2)]
+    came, due = ([torch.zeros(4, 5, 3, 2, dtype=torch.float64) for _ in range(2)] for _ in range(2))
+    for step in range(STEPS + ZEROS):
+        last = step % 3 == 1 and (rank > 0 or lists != "one list")
+        for i, weight in enumerate(weights):
+            weight.data = weight.to(memory_format=torch.channels_last if last else torch.contiguous_format)
+            grads = [batch(r, 10 * step + i, 120).view(4, 5, 3, 2) * (step < STEPS) for r in range(world_size)]
+            weight.grad = torch.empty_like(weight).copy_(grads[rank])
+            due[i] += torch.stack(grads).double().sum(0) / (world_size if op == "mean" else 1)
+        chosen = [0, 1] if lists == "one list" or step % 2 else [1, 0]
+        all_reduce_gradients([weights[i] for i in chosen], "int8:error_feedback", op=op)
+        for i, weight in enumerate(weights):
+            assert weight.grad is not None
+            came[i] += weight.grad.double()
+    return [float((a - b).abs().max()) for a, b in zip(came, due, strict=True)]
+
+
+@OVER_HOSTS
+@pytest.mark.parametrize("lists", ["one list", "two lists"])
+@pytest.mark.parametrize("op", ["mean", pytest.param("sum", marks=pytest.mark.long)])
+def test_what_is_kept_of_weights_with_another_memory_format_is_of_the_same_elements(
+    ranks: RankPool, op: str, lists: str
+):
+    for owed in ranks.run(_laid_out_otherwise, op, lists):
+        assert max(owed) <= tolerances.IN_CHANGING_LISTS * (1 if op == "mean" else ranks.world_size), owed
+
+
+@pytest.mark.parametrize("shape", [(3,), (5000,), (20, 60)])
+@pytest.mark.usefixtures("group_of_one")
+def test_a_parameter_that_gets_another_size_is_named_in_another_list_too(shape: tuple[int, ...]):
+    parameters = [torch.nn.Parameter(torch.zeros(1000)), torch.nn.Parameter(torch.zeros(10))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    all_reduce_gradients(parameters[:1], "int8:error_feedback")
+    parameters[0].grad = None
+    parameters[0].data = torch.zeros(shape)
+    with pytest.raises(TensorError, match=r"tensor 0 has \d+ numbers, and had 1000 when error feedback"):
+        all_reduce_gradients(parameters, "int8:error_feedback")

@@ -101,6 +101,25 @@ def test_a_save_while_the_model_is_elsewhere_changes_nothing(ranks2: RankPool):
     assert max(found) < 1, found
 
 
+def _assigned(rank: int, world_size: int, ends: str) -> float:
+    """Behind a step that ended so, other parameters are put in the place of the model's, which have no gradients."""
+    training = Training(rank, world_size, False, EACH_WAY["scattered"])
+    training.step(0, Step())
+    training.step(1, Step(magnitude=100, ends=ends))
+    state = {name: each.detach().clone() for name, each in training.model.state_dict().items()}
+    training.model.load_state_dict(state, assign=True)
+    training.exact = {}
+    training.optimizer.param_groups[0]["params"] = list(training.model.parameters())
+    training.step(2, Step())
+    return training.worst()
+
+
+@pytest.mark.parametrize("ends", ["step", "skip", "keep"])
+def test_what_became_of_averages_is_known_of_parameters_that_others_replace(ranks2: RankPool, ends: str):
+    found = ranks2.run(_assigned, ends)
+    assert max(found) < 1, found
+
+
 def _several_optimizers(rank: int, world_size: int, seed: int) -> float:
     """By how much the law is missed under several optimizers, of which some leave a step out, and one is dropped."""
     draw = random.Random(seed)

@@ -85,6 +85,8 @@ class Applied:
         parts = grads if self._counted else [grad if grad is None else held(grad) for grad in grads]
         self._grads = [_nothing if part is None else weakref.ref(part) for part in parts]
         self._held = [] if self._counted else [weakref.ref(held(parameter)) for parameter in parameters]
+        # Where `load_state_dict(assign=True)` puts others in their place, optimizers have told of these until then.
+        self._optimized = [False] * count if self._counted else list(map(is_optimized, parameters))
         self._versions = [0 if grad is None else grad._version for grad in grads]
         # Weakly: the pipeline whose method it is holds this.
         self._left, self._magnitudes, self._watched = frozenset(left), weakref.WeakMethod(magnitudes), watched
@@ -276,7 +278,7 @@ class Applied:
         """Whether an optimizer tells of the parameter of slot `i`."""
         if self._heard is not None:
             return self._heard[i]
-        return self._watched and is_optimized(self._parameters[i]())
+        return self._watched and (self._optimized[i] or is_optimized(self._parameters[i]()))
 
     def _measure(self, positions: Sequence[int], replaced: Set[int] = frozenset()) -> list[Factor]:
         """What the gradients of slots were multiplied by, beside what is known.

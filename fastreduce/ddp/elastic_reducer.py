@@ -221,6 +221,7 @@ class ElasticReducer(TorchReducer):
         _let_go(error)
         self._put_back()
         self.follow()
+        self.buckets.look()  # earlier averages in `.grad`, to which this step's gradients were added, are there still
 
     def _end(self, launches: Made) -> None:
         """Wait until nothing writes to gradients any more."""

@@ -131,6 +131,51 @@ def test_what_was_applied_and_what_is_kept_are_all_gradients(setting: str, seed:
         assert ((there - sum_).flatten().abs() <= bounds[name]).all(), name
 
 
+class FailsOnce(Group):
+    """A rank alone, of whose commits one fails, so that its step is made again."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(random.Random(0))
+        self.transport, self._commits_until = LocalTransport(), at
+
+    def commit(self) -> None:
+        self._commits_until -= 1
+        if self._commits_until == -1:
+            raise TransportError("once")
+
+    def regroup(self, step: int, whole: bool) -> bool:
+        self.transport = LocalTransport()
+        return False
+
+
+@pytest.mark.parametrize("ends", ["kept, skipped", "kept, kept, skipped", "kept, applied", "skipped, kept, skipped"])
+def test_averages_that_are_kept_amid_a_step_that_is_made_again_are_known_to_be_there(ends: str):
+    """What is thrown away later is not owed, and what was before it is."""
+    history = ["applied", *ends.split(", "), "applied"]
+    model = _model()
+    ddp = DistributedDataParallel(model, elastic=True, compression="int8:error_feedback")
+    ddp.reducer.group = FailsOnce(at=len(history) - 2)  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    due, exact, applied = ({name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(3))
+    for step, end in enumerate(history):
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(step))
+        local = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        due = {name: sum_ + grad for (name, sum_), grad in zip(due.items(), local, strict=True)}
+        ddp(x).square().mean().backward()
+        if end == "kept":
+            continue
+        if end == "applied":
+            exact = {name: sum_ + due[name] for name, sum_ in exact.items()}
+            applied = {name: applied[name] + parameter.grad for name, parameter in model.named_parameters()}
+            optimizer.step()
+        optimizer.zero_grad()
+        due = {name: torch.zeros_like(sum_) for name, sum_ in due.items()}
+    kept = ddp.reducer.state_dict()["residuals"]
+    for name, sum_ in exact.items():
+        short = sum_ - applied[name] - kept[name].view_as(sum_)
+        assert short.abs().max() <= APPLIED * sum_.abs().max(), name
+
+
 class BusyGpu:
     """A stream that comes to its end after some looks."""
 

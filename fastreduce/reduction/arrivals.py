@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import Parameter
 
 from .autograd_stack import is_within_another
 from .buckets import BucketPlan
@@ -69,7 +70,7 @@ class Arrivals:
     def follow(self, is_back: Callable[[int], bool], armed: bool) -> None:
         """Put the hooks on the nodes that parameters have since they were cast or moved, once they are back.
 
-        The first one tells, for 3 µs: most modules are moved as a whole. Of parts `unseen` tells.
+        The first one tells, for some 15 µs: most modules are moved as a whole. Of parts `unseen` tells.
 
         Args:
             is_back: whether a parameter is again what it was.
@@ -266,6 +267,10 @@ def makes_graph() -> bool:
 
 def accumulation_node(leaf: Tensor) -> Node:
     """The AccumulateGrad node of a leaf, which dies with its last reference."""
+    if type(leaf) is Parameter and torch.is_grad_enabled():  # in each forward: two thirds of the time
+        node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        assert node is not None
+        return node
     with torch._C.DisableTorchFunctionSubclass():  # else, for a subclass, the node of a view
         return get_gradient_edge(leaf).node
 

@@ -84,20 +84,25 @@ class Arrivals:
                     self.used[i] = True
             self.attach()
 
-    def unseen(self, reached: bool = False) -> set[int]:
-        """Parameters with a gradient that no hook has seen arrive: they have had another node since their hook was put.
+    def unseen(self) -> set[int]:
+        """Parameters that are not known to be used, have had another node since their hook was put, and a gradient.
 
-        `Tensor.set_` gives them one, too, as `torch.nn.utils.parametrize` calls it.
-
-        Args:
-            reached: whether they are those that the backward which ends here has come to, but for what a re-entrant
-                checkpoint did; or those that are not known to be used, and whose gradients are not zeros.
+        It is not all zeros, else an earlier step's may be. `Tensor.set_` gives them another node, too, as
+        `torch.nn.utils.parametrize` calls it.
         """
-        if not self.attached or (all(self.used) and not reached):
+        if not self.attached or all(self.used):
             return set()
-        here = (i for i, p in enumerate(self._parameters) if (reached or not self.used[i]) and p.grad is not None)
-        is_new = self._is_reached if reached else self._has_any
-        return {i for i in here if self._is_elsewhere(i) and is_new(i)}
+        return {i for i, used in enumerate(self.used) if not used and self._has_missed(i) and self._has_any(i)}
+
+    def reached(self) -> set[int]:
+        """Those with another node that the backward which ends here has come to, but for a re-entrant checkpoint's."""
+        if not self.attached:
+            return set()
+        return {i for i in range(len(self.used)) if self._has_missed(i) and self._is_reached(i)}
+
+    def _has_missed(self, i: int) -> bool:
+        """Whether a parameter has a gradient that its hook may not have seen."""
+        return self._parameters[i].grad is not None and self._is_elsewhere(i)
 
     def _has_any(self, i: int) -> bool:
         grad = self._parameters[i].grad

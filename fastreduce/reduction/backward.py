@@ -358,7 +358,7 @@ class Backward:
     def _bring_unseen(self) -> None:
         """Where a part of the module was moved and is back, its gradients are here, and no hook has seen them come."""
         come = self.armed and self._brings_gradients
-        unseen = set() if come else self.arrivals.unseen(reached=True)
+        unseen = set() if come else self.arrivals.reached()
         if come or (self.armed and unseen):  # else what is in `.grad` may be older
             unseen |= self.arrivals.unseen()
         if unseen:

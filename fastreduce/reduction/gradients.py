@@ -241,7 +241,7 @@ class Gradients:
     def _check_unchanged(self, i: int, numel: int, dtype: torch.dtype) -> None:
         """Raise if a gradient has another size or dtype than its slot: kernels take the slot's for granted."""
         parameter, now = self.parameters[i], self.specs[i].dtype
-        count = parameter.numel() * (2 if parameter.is_complex() else 1)
+        count = real_numel(parameter)
         if count != numel or now is not dtype:
             raise TensorError(
                 f"{self.names[i]!r} has {count} numbers of {now}, and had {numel} of {dtype} when its place among the "
@@ -334,6 +334,11 @@ def _layout_of(real: Tensor) -> Tensor:
     """The memory order of a tensor, or of one that is not dense that of its elements, without memory."""
     layout = torch.empty_like(real, device="meta")
     return layout if ops.is_dense(real) else layout.contiguous()
+
+
+def real_numel(tensor: Tensor) -> int:
+    """How many real numbers a tensor has."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from .arrivals import Reached
 from .averaging import CompressedAveraging
 from .bucketed import BUCKET_BYTES
 from .buckets import group_by_size
-from .gradients import Gradients
+from .gradients import Gradients, real_numel
 from .residuals.bucket_residuals import SlotResiduals
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .shared_buffers import Turns
@@ -105,8 +105,7 @@ class _Owners:
         """
         layouts = [self._layouts.get(id(owner)) for owner in owners]
         for i, (layout, tensor) in enumerate(zip(layouts, tensors, strict=True)):
-            count = tensor.numel() * (2 if tensor.is_complex() else 1)
-            if layout is not None and layout.numel() != count:
+            if layout is not None and layout.numel() != (count := real_numel(tensor)):
                 raise TensorError(
                     f"all_reduce_gradients: tensor {i} has {count} numbers, and had {layout.numel()} when error "
                     "feedback began to keep residuals of it: pass another tensor"

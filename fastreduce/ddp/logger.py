@@ -79,7 +79,7 @@ class TorchLogger:
 
     def __init__(self, parameters: Sequence[Tensor], names: Sequence[str], plan: BucketPlan, **settings: str | int):
         self._data = DDPLoggingData()
-        self._names, self._bytes = list(names), [p.numel() * p.element_size() for p in parameters]
+        self._names, self._bytes = list(names), list[int]()
         self._level = dist.get_debug_level()
         self._step, self.sample_rate = 0, SAMPLE_RATE
         self._times: StepTimes | None = None
@@ -88,10 +88,9 @@ class TorchLogger:
         self._unused: list[int] | None = None
         self._named: set[tuple[int, ...]] = set()
         self.graph_is_static = True
+        self._dtypes = set[str]()
+        self._tell_parameters(parameters)
         self.update(
-            dtypes=", ".join(sorted({_DTYPES[p.dtype] for p in parameters})),
-            num_parameter_tensors=len(self._bytes),
-            total_parameter_size_bytes=sum(self._bytes),
             bucket_sizes=self._sizes(plan),
             num_buckets_reduced=len(plan.buckets),
             iteration=0,
@@ -203,13 +202,32 @@ class TorchLogger:
 
     def switched(self, step: int, compression: str, by_parameter: str, plan: BucketPlan) -> None:
         """From this step on buckets travel under another setting."""
-        self.update(compression=compression, rebuilt_bucket_sizes=self._sizes(plan))
-        self.update(compression_by_parameter=by_parameter)
-        self.update(num_buckets_reduced=len(plan.buckets))
+        self.update(compression=compression)
+        self._tell_layout(plan, by_parameter)
         logger.info("rank %d: from step %d on under %s", self._data.ints_map["rank"], step, compression)
         self._log_plan("buckets", plan)
 
+    def added(self, parameters: Sequence[Tensor], names: Sequence[str], plan: BucketPlan, by_parameter: str) -> None:
+        """These are averaged, too, from now on."""
+        self._names += names
+        self._tell_parameters(parameters)
+        self._tell_layout(plan, by_parameter)
+        rank, others = self._data.ints_map["rank"], len(names) - 1
+        more = f" and {others} other parameters" if others else ""
+        logger.info("rank %d: %r%s, frozen so far, averaged from now on", rank, names[0], more)
+        self._log_plan("buckets", plan)
+
     # Inside
+
+    def _tell_layout(self, plan: BucketPlan, by_parameter: str) -> None:
+        self.update(rebuilt_bucket_sizes=self._sizes(plan), compression_by_parameter=by_parameter)
+        self.update(num_buckets_reduced=len(plan.buckets))
+
+    def _tell_parameters(self, new: Sequence[Tensor]) -> None:
+        self._bytes += [p.numel() * p.element_size() for p in new]
+        self._dtypes |= {_DTYPES[p.dtype] for p in new}
+        self.update(dtypes=", ".join(sorted(self._dtypes)))
+        self.update(num_parameter_tensors=len(self._bytes), total_parameter_size_bytes=sum(self._bytes))
 
     def _is_sampled(self) -> bool:
         return self._step > 0 and (self._step <= FIRST_SAMPLES or self._step % self.sample_rate == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,11 +44,14 @@ class TorchReducer(GradientReducer):
         asked: as given; the next `_update_process_group` follows it.
         check: raises if the module holds a trainable parameter that nobody reduces.
         checks: whether it is called when the next backward has ended.
+        add_thawed: called before a forward with gradients, and before a state is loaded, to `add` what requires a
+            gradient since the last one.
     """
 
     logger: TorchLogger
     check: Callable[[], None] | None = None
     checks = False
+    add_thawed: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -67,7 +70,6 @@ class TorchReducer(GradientReducer):
         self._device = self.buckets.specs[0].device
         self._buffers_under_way: list[Any] = []  # futures
         self._missed: set[int] = set()  # parameters that a reduced backward has not brought a gradient to
-        self.known = frozenset(map(id, self.buckets.gradients.parameters))
         self.events.ended.append(weakly(self._check_at_end))
         self.events.dropped.append(self._buffers_under_way.clear)
 
@@ -103,6 +105,8 @@ class TorchReducer(GradientReducer):
             return False
         self.drop_broken_backward()
         self.look()
+        if self.add_thawed is not None:
+            self.add_thawed()
         if self.switch_if_due():
             self.logger.switched(self.step, str(self.compression), self.buckets.settings_text(), self.plan)
         if not self.rebuild_buckets():
@@ -122,6 +126,14 @@ class TorchReducer(GradientReducer):
                 "both decide what goes on the wire"
             )
         super().set_compression(setting, at, bucket_bytes)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """As in GradientReducer, also of what has been unfrozen since the last forward."""
+        self.backward.check_finished()
+        self._make_up_for_raised()
+        if self.add_thawed is not None:
+            self.add_thawed()
+        super().load_state_dict(state)
 
     def replay(self, order: Iterable[int], used: Iterable[int]) -> None:
         """Reduce what is in `.grad`, as if a synchronised forward and backward had brought it to hooks, which are off.

@@ -93,27 +93,23 @@ class Shadow:
         if ddp._elastic:
             raise SettingError("Shadow and elastic=True: ranks would agree on what they found when some may be lost")
         reducer: GradientReducer = ddp.reducer
-        names, parameters = reducer.buckets.gradients.names, reducer.buckets.gradients.parameters
         error: Exception | None = None
         told: dict[str, str] = {}
         self._settings: dict[str, list[Compression]] = {}
+        self._given, self._keys = list[Compression | Policy](), groups
         try:
             if not isinstance(every, int) or every < 1:
                 raise SettingError(f"every={every!r}: give a number of steps, 1 or more")
             if not isinstance(settings, Iterable):
                 raise SettingError(f"settings={brief(settings)}; allowed: a list of settings, such as ['int8', 'fp16']")
-            for given in [settings] if isinstance(settings, str) else settings:
-                setting = Policy.of(given)
-                self._settings[str(setting)] = [_of_one_step(each) for each in assigned(setting, names, parameters)]
-            if not self._settings:
+            self._given += map(Policy.of, [settings] if isinstance(settings, str) else settings)
+            if not self._given:
                 raise SettingError("a Shadow of no settings measures nothing")
-            named = modules_of(names) if groups is None else _by_keys(groups, names, parameters)
+            self._assign(reducer)
             told = {"settings": "; ".join(self._settings), "every": str(every), "groups": repr(groups)}
         except Exception as found:  # whatever it is, other ranks must not wait
             error = found
         check_agreement(reducer.transport, {f"a Shadow's {what}": text for what, text in told.items()}, error)
-        self._groups = list(dict.fromkeys(named))
-        self._group_of = [self._groups.index(name) for name in named]
         self._reducer, self._transport = weakref.ref(reducer), weakref.ref(reducer.transport)
         self._every = every
         # By device, the squares of gradients and of what each setting loses of them, by group.
@@ -125,6 +121,15 @@ class Shadow:
         reducer.events.computed.append(self._look_alone)
         reducer.events.met.append(self._agree)
         reducer.events.ended.append(self._squares.clear)  # a second backward's, which no reduction follows
+
+    def _assign(self, reducer: GradientReducer) -> None:
+        """A group, and of each setting what it has for it, to each parameter that is averaged."""
+        names, parameters = reducer.buckets.gradients.names, reducer.buckets.gradients.parameters
+        for given in self._given:
+            self._settings[str(given)] = [_of_one_step(each) for each in assigned(given, names, parameters)]
+        named = modules_of(names) if self._keys is None else _by_keys(self._keys, names, parameters)
+        self._groups = list(dict.fromkeys(named))
+        self._group_of = [self._groups.index(name) for name in named]
 
     def close(self) -> None:
         """Measure no more; on every rank, between the same two steps."""
@@ -140,8 +145,11 @@ class Shadow:
     def _due(self, reduction: int) -> bool:
         """Whether a reduction is measured: not among other ranks, and not while a CUDA graph is captured."""
         reducer = self._reducer()
-        same = reducer is not None and reducer.transport is self._transport()
-        return same and not is_capturing() and reduction % self._every == 0
+        if reducer is None or reducer.transport is not self._transport():
+            return False
+        if len(self._group_of) < len(reducer.buckets.specs):  # some were frozen so far
+            self._assign(reducer)
+        return not is_capturing() and reduction % self._every == 0
 
     @torch.no_grad()
     def _look(self, job: BucketJob) -> None:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,7 @@ class DistributedDataParallel(_ReachesModule):
     _elastic = False
     _may_have_changed = False
     _joining = False
+    _frozen: Sequence[Tensor] = ()
 
     def __init__(
         self,
@@ -206,15 +207,12 @@ class DistributedDataParallel(_ReachesModule):
         static_graph: bool,
     ) -> None:
         """Build our reducer and logger where torch builds its own."""
-        names: dict[int, str] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
-        ignored = self.parameters_to_ignore
+        names, ignored = self._names_of(parameters), self.parameters_to_ignore
         self._frozen = [p for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored]
         low = self.mixed_precision
         self.reducer = (ElasticReducer if self._elastic else TorchReducer)(
             parameters,
-            [names[id(p)] for p in parameters],
+            names,
             self._transport,
             self._schedule,
             bucket_caps=self._bucket_caps,
@@ -227,9 +225,11 @@ class DistributedDataParallel(_ReachesModule):
             find_unused_parameters=self.find_unused_parameters,
         )
         self.reducer.check = weakly(self._check_parameters)
+        if not self._elastic:  # who comes later would not know of it
+            self.reducer.add_thawed = weakly(self._add_thawed)
         self.logger = TorchLogger(
             parameters,
-            [names[id(p)] for p in parameters],
+            names,
             self.reducer.plan,
             rank=self._transport.rank,
             world_size=self._transport.world_size,
@@ -258,6 +258,39 @@ class DistributedDataParallel(_ReachesModule):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """The first name of each in the module."""
+        names: dict[int, str] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        return [names[id(parameter)] for parameter in parameters]
+
+    @property
+    def holds_thawed(self) -> bool:
+        """Whether something requires a gradient by now that did not at construction, and is not averaged yet."""
+        return any(map(_REQUIRES_GRAD, self._frozen))
+
+    def _add_thawed(self) -> None:
+        """Let what was frozen at construction, and requires a gradient now, be averaged from the next forward on.
+
+        On every rank. Where that cannot be, `_check_parameters` raises when its gradients have come: under a
+        communication hook, which may keep something of buckets, and where ranks have joined, who do not look.
+        """
+        reducer = self.reducer
+        if not self.holds_thawed or not reducer.buckets.are_compressed:
+            return
+        if reducer.buckets.uneven.some_have_joined(reducer.transport.world_size):
+            return
+        thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
+        expected = zip(*self._build_params_for_reducer(), strict=True)
+        found = [(parameter, is_sparse) for parameter, is_sparse in expected if id(parameter) in thawed]
+        if found:  # else the module has them no longer
+            parameters = [parameter for parameter, _ in found]
+            names = self._names_of(parameters)
+            reducer.add(parameters, names, [i for i, (_, is_sparse) in enumerate(found) if is_sparse])
+            self.logger.added(parameters, names, reducer.plan, reducer.buckets.settings_text())
+        self._frozen = [parameter for parameter in self._frozen if id(parameter) not in thawed]
 
     @property
     def _bucket_caps(self) -> list[int]:
@@ -387,9 +420,7 @@ class DistributedDataParallel(_ReachesModule):
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
-            if torch.is_grad_enabled() and (
-                self._may_have_changed or self.logger.sampling or any(map(_REQUIRES_GRAD, self._frozen))
-            ):
+            if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling or self.holds_thawed):
                 self.reducer.checks = True
             self.reducer.watch(tensors_of(output))
             if not torch.is_grad_enabled():
@@ -448,7 +479,7 @@ class DistributedDataParallel(_ReachesModule):
         that was frozen at construction requires a gradient, and where one that always had a gradient has none.
         """
         self._may_have_changed = False
-        known = self.reducer.known
+        known = self.reducer.recorder.parameters
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
                 raise ReducerError(

@@ -40,19 +40,28 @@ class Arrivals:
     def __init__(
         self, parameters: Sequence[Tensor], on_full: Callable[[], None], on_report: Callable[[int], None]
     ) -> None:
-        self._parameters = list(parameters)
-        count = len(self._parameters)
-        self.used, self.bucket_of, self.waiting = [False] * count, [0] * count, [0]
-        self.order: list[int] = []
-        self.fires = [1] * count
-        self._remaining = [_UNCOUNTED] * count
-        on_full, on_report = weakly(on_full), weakly(on_report)
-        hook = self._make_hook(on_full, on_report)
-        self._hooks = [partial(hook, i) for i in range(count)]
+        self._parameters: list[Tensor] = []
+        self.used, self.bucket_of, self.waiting = list[bool](), list[int](), [0]
+        self.order, self.fires, self._remaining = list[int](), list[int](), list[int]()
+        self._hook = self._make_hook(weakly(on_full), weakly(on_report))
+        self._hooks: list[Callable[..., None]] = []
         self._nodes: dict[int, Node] = {}
         self._handles: list[Any] = []
         self._local = False  # whether a forward has been since `forget_used` whose backward is not reduced
-        self.attach()
+        self.attached = True
+        self.add(parameters)
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Count the gradients of these, too, once they are laid out; how often hooks fire is not known any more."""
+        first, new = len(self._parameters), len(parameters)
+        self._parameters += parameters
+        self.used += [False] * new
+        self.bucket_of += [0] * new
+        self._remaining += [_UNCOUNTED] * new
+        self.fires[:] = [1] * (first + new)
+        self._hooks += [partial(self._hook, i) for i in range(first, first + new)]
+        if self.attached:
+            self.attach()
 
     def attach(self) -> None:
         """Put the hooks on the nodes that parameters have now; one that changed its dtype or device has a new one.

@@ -105,6 +105,14 @@ class Backward:
         if self.armed:
             self.arrivals.report()
 
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Buckets hold the gradients of these, too: the next backward is counted as the first one was."""
+        self.arrivals.add(parameters)
+        self._left_over.add(len(parameters))
+        self._recorder.parameters |= set(map(id, parameters))
+        self.reduced_once = self.brought_all = False
+        self.lay_out()
+
     def arm(self) -> None:
         """Make the next backward reduce, whatever an earlier one left behind."""
         self.drop_broken()

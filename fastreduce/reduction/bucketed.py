@@ -77,6 +77,7 @@ class BucketedGradients:
         plan: the layout.
         pipelines: by bucket.
         streams: by device, what its buckets are reduced on; changed in place.
+        dtype: as given.
         gradients: where they lie.
         specs: of all parameters.
         indices: of the parameters that travel in buckets.
@@ -103,7 +104,7 @@ class BucketedGradients:
         leave_out: Iterable[int],
     ) -> None:
         self.transport, self.compression = transport, compression
-        self.caps, self.as_views, self._casts = shortest(bucket_caps), as_views, dtype is not None
+        self.caps, self.as_views, self.dtype = shortest(bucket_caps), as_views, dtype
         self.gradients = Gradients(parameters, names, dtype)
         self.specs = self.gradients.specs
         left_out = set(leave_out)
@@ -116,12 +117,17 @@ class BucketedGradients:
         self._warm: set[Compression] = set()
         self.settings = self.assign(compression)
         self.warm_up([compression])
-        devices = {self.specs[i].device for i in self.indices}
-        self._steps = {device: torch.zeros(1, dtype=torch.int64, device=device) for device in devices}
+        self._steps: dict[torch.device, Tensor] = {}
         self._told = 0  # what of them the host knows
+        self._make_steps()
         self._averaging: Averaging = CompressedAveraging(self.settings, self._steps)
         self.streams: dict[torch.device, Stream] = {}
         self._make_streams()
+
+    @property
+    def are_compressed(self) -> bool:
+        """Whether our kernels average buckets, and no user's hook."""
+        return isinstance(self._averaging, CompressedAveraging)
 
     def assign(self, setting: Compression | Policy) -> list[Compression]:
         """The setting of each parameter; of one that travels in no bucket, too.
@@ -186,13 +192,37 @@ class BucketedGradients:
         self.lay_out(groups)
         self._go_on_with(kept)
 
+    def add(self, added: Gradients, left_out: Iterable[int]) -> None:
+        """Average these, too, which are first in the order of buckets until `regroup`; residuals move along.
+
+        Args:
+            added: gradients of other parameters, in the same `dtype`.
+            left_out: positions of those among them that travel in no bucket.
+
+        Raises:
+            SettingError: as `use`, or if a policy does not fit them.
+        """
+        self.tell_joined()
+        kept = saved_residuals.collect_alike(self.pipelines)
+        first, left_out = len(self.specs), set(left_out)
+        self.gradients.add(added)
+        new = [first + i for i in range(len(added.specs)) if i not in left_out]
+        self.indices += new
+        self.orders = [new[::-1], *self.orders]
+        self._make_steps()
+        self._warm.clear()  # not for their dtypes and devices
+        self.use(self.compression)
+        self._make_streams()
+        self.lay_out(self.groups())
+        self._go_on_with(kept)
+
     def use(self, compression: Compression | Policy) -> None:
         """Lay buckets out for another setting from now on.
 
         Raises:
             SettingError: if a user's hook averages them.
         """
-        if not isinstance(self._averaging, CompressedAveraging):
+        if not self.are_compressed:
             raise SettingError(
                 f"compression={str(compression)!r} and a communication hook exclude each other: both decide what goes "
                 "on the wire"
@@ -262,6 +292,11 @@ class BucketedGradients:
             if isinstance(stream, CudaStream):
                 stream.join()
 
+    def _make_steps(self) -> None:
+        """A number of the step on each device that has none."""
+        for device in {self.specs[i].device for i in self.indices} - self._steps.keys():
+            self._steps[device] = torch.full((1,), self._told, dtype=torch.int64, device=device)
+
     def _make_streams(self) -> None:
         self.join()
         devices = sorted({self.specs[i].device for i in self.indices}, key=str)
@@ -301,7 +336,7 @@ class BucketedGradients:
     def alone(self, index: int) -> bool:
         """Whether there is nothing to average and nothing to move."""
         pipeline = self.pipelines[index]
-        return pipeline.alone and pipeline.kept is None and not self.as_views and not self._casts
+        return pipeline.alone and pipeline.kept is None and not self.as_views and self.dtype is None
 
     def unused(self, index: int, used: Sequence[bool]) -> set[int]:
         """The parameters of a bucket that this rank has not used."""

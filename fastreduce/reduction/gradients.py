@@ -158,6 +158,16 @@ class Gradients:
             self.specs.append(ParameterSpec(name, real.numel(), dtype or real.dtype, real.device, matrix_rows(layout)))
         self._contiguous = [layout.is_contiguous() for layout in self.layouts]
 
+    def add(self, others: Gradients) -> None:
+        """Take in those of other parameters, behind those that are here; lists are changed in place."""
+        self.parameters += others.parameters
+        self.names += others.names
+        self.views += others.views
+        self.specs += others.specs
+        self.layouts += others.layouts
+        self._wrapped_as += others._wrapped_as
+        self._contiguous += others._contiguous
+
     def is_as_wrapped(self, i: int) -> bool:
         """Whether a parameter has the dtype and the device that it had at construction."""
         parameter = self.parameters[i]

@@ -24,6 +24,10 @@ class LeftOver:
         self.parameters: set[int] = set()
         self.brought = [True] * len(buckets.specs)
 
+    def add(self, count: int) -> None:
+        """There are so many parameters more, of which nothing is left over."""
+        self.brought += [True] * count
+
     def forget(self) -> None:
         """No backward comes that belongs to the last reduction."""
         self.parameters = set()

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from ..compression import Compression
 from ..environment.exits import Exit, each_at_exit
-from ..errors import SettingError, brief
+from ..errors import SettingError, TransportError, brief
 from ..policy import Policy
 from ..transports import Transport
 from ..transports.messages import checked, numbers
 from . import saved_state
 from .agreed_schedule import AgreedSchedule
+from .agreement import check_agreement, describe_tensor
 from .averaging import Averaging
 from .backward import Backward
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketedGradients
 from .buckets import BucketPlan, shortest
 from .clocks import Seconds
 from .events import Events
+from .gradients import Gradients
 from .pipeline import BucketPipeline
 from .residuals.factors import finite_number
 from .schedule import Schedule, Setting
@@ -112,6 +114,7 @@ class GradientReducer:
         self._telemetry = self.backward.telemetry
         self.recorder = self._telemetry.recorder
         self._rebuilds, self._rebuilt = rebuilds, not rebuilds
+        self._reductions_before = 0  # of these gradients in these buckets
         self.lay_out()
         self._find_siblings(parameters)
         self._own()
@@ -357,6 +360,53 @@ class GradientReducer:
         self._rebuilt = not self._rebuilds
         self.backward.reset()
 
+    def add(self, parameters: Sequence[Tensor], names: Sequence[str], sparse: Iterable[int] = ()) -> None:
+        """Average the gradients of these, too, from the next forward on; every rank calls it before that.
+
+        Buckets are laid out anew, and residuals move along. As after construction nothing overlaps the next backward,
+        whose order buckets then follow.
+
+        Args:
+            parameters: others than those that are averaged already.
+            names: theirs.
+            sparse: positions of those whose gradients are sparse.
+
+        Raises:
+            TensorError: if a parameter's dtype is not supported. Nothing has changed then, nor below.
+            SettingError: if a policy does not fit them, or a communication hook averages.
+            MismatchError: on every rank, if ranks differ in them, or one of them has such an error.
+            TransportError: within the group's timeout, if a rank does not call it.
+        """
+        buckets, sparse = self.buckets, set(sparse)
+        added, error, told = None, None, dict[str, str]()
+        try:
+            if not buckets.are_compressed:
+                raise SettingError(f"a communication hook averages, and may keep something of buckets without {names}")
+            added = Gradients(parameters, names, buckets.dtype)
+            known = buckets.gradients
+            told |= self.schedule.description([*known.names, *names], [*known.parameters, *parameters])
+            for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+                kind = f"{describe_tensor(parameter)}, {'sparse' if i in sparse else 'dense'}"
+                told[f"parameter {name!r} from step {self.step} on"] = kind
+        except Exception as found:  # whatever it is, other ranks must not wait
+            error = found
+        try:
+            with self._telemetry.explaining():
+                check_agreement(self.transport, told, error)
+        except TransportError as failed:
+            raise TransportError(
+                f"{failed} Ranks compare what is averaged from step {self.step} on, {names[0]!r} too: every rank is to "
+                "unfreeze the same parameters before that"
+            ) from failed
+        assert added is not None
+        first = len(buckets.specs)
+        self._sparse.parameters |= {first + i: parameters[i] for i in sorted(sparse)}
+        buckets.add(added, sparse)
+        buckets.warm_up(self.schedule.settings)
+        self.backward.add(parameters)
+        self._rebuilt, self._reductions_before = not self._rebuilds, self.reductions
+        self._find_siblings(parameters)
+
     def lay_out(self) -> None:
         """Lay buckets out as at construction; what is kept of their gradients is dropped."""
         self.buckets.lay_out(self.buckets.first_groups())
@@ -373,7 +423,7 @@ class GradientReducer:
         self._close()
         transport = make()
         self._telemetry.move_to(transport)
-        self.backward.reductions = 0  # on all ranks alike, which may have come unequally far
+        self.backward.reductions = self._reductions_before = 0  # on all ranks, which may have come unequally far
         self.buckets.move_to(transport)
         self._sparse.transport = transport
         self.backward.lay_out()
@@ -430,7 +480,7 @@ class GradientReducer:
             Whether buckets were rebuilt.
         """
         # On this rank the first one may have raised.
-        if self._rebuilt or not (self.backward.reduced_once or self.backward.reductions):
+        if self._rebuilt or not (self.backward.reduced_once or self.backward.reductions > self._reductions_before):
             return False
         count = len(self.buckets.specs)
         with self._telemetry.explaining():

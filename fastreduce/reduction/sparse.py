@@ -28,7 +28,7 @@ class SparseGradients:
     dtype: torch.dtype | None = None
 
     def __init__(self, parameters: Mapping[int, Tensor], transport: Transport) -> None:
-        self.parameters, self.transport = parameters, transport
+        self.parameters, self.transport = dict(parameters), transport
 
     def settle(self, used: Sequence[bool], divisor: int, among: Container[int] | None = None) -> set[int]:
         """Average and store the gradients of all parameters, or of those `among` them that are given.

@@ -34,13 +34,17 @@ class UnevenInputs:
         """All have joined."""
         self.joining = self.here = self._told = False
 
+    def some_have_joined(self, world_size: int) -> bool:
+        """Whether some ranks may have by now: the same on every rank."""
+        return self.joining and (self.here or self.active is None or self.active() < world_size)
+
     def matter(self, world_size: int, reducing: bool = False) -> bool:
         """Whether ranks tell each other what became of the last averages: the same on every rank.
 
         They do where some have joined, or had in the last reduction; and in a join's first reduction, since some may
         join behind it. `reducing`: another reduction begins.
         """
-        now = self.joining and (self.here or self.active is None or self.active() < world_size)
+        now = self.some_have_joined(world_size)
         found = now or self._before or (self.joining and not self._told)
         if reducing:
             self._before, self._told = now, self.joining

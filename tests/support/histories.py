@@ -66,6 +66,7 @@ class Step:
     looks_again: bool = False  # a forward of its own between backward and the optimizer; the setting begins with that
     halved: bool = False  # gradients are multiplied by hand before it
     looks_late: bool = False  # a forward of its own behind clipping
+    thaws: str = ""  # parameters that require a gradient from where the setting begins
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Setup:
     bucket_cap_mb: float = 1e-6
     views: bool = False
     kept_in: str = ""  # "": FP32; "8bit"; "bf16"
+    frozen: str = ""  # parameters that require none when they are wrapped
 
 
 class Given(nn.Module):
@@ -113,6 +115,7 @@ class Training:
         self.wanted = {name: torch.zeros_like(value) for name, value in self.applied.items()}
         self.exact: dict[str, Tensor | None] = dict.fromkeys(NAMES)  # what `.grad` would be, without compression
         self.largest = 0.0
+        self.frozen = set(setup.frozen)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3, enabled=setup.scaled)
         self.build()
 
@@ -121,6 +124,8 @@ class Training:
         feedback = f"error_feedback={setup.kept_in or 'true'}"
         spec = setup.setting if setup.setting.startswith(("powersgd", "topk")) else f"{setup.setting},{feedback}"
         self.module = Given()
+        for name in self.frozen:
+            getattr(self.module, name).requires_grad_(False)
         self.state: Any = None
         self.ddp: Any = self.module
         options: dict[str, Any] = {"bucket_cap_mb": setup.bucket_cap_mb, "gradient_as_bucket_view": setup.views}
@@ -162,7 +167,7 @@ class Training:
             self.exact[name] = None if parameter.grad is None else torch.zeros(parameter.numel(), dtype=torch.float64)
 
     def used(self, step: Step, rank: int) -> str:
-        return step.used[rank]
+        return "".join(name for name in step.used[rank] if name not in self.frozen) or "b"  # else it has no backward
 
     def step(self, index: int, step: Step, zero_first: bool) -> None:
         if not step.looks_again:
@@ -197,6 +202,9 @@ class Training:
             self.zero(step)
 
     def switch(self, step: Step) -> None:
+        for name in step.thaws:
+            getattr(self.module, name).requires_grad_(True)
+        self.frozen -= set(step.thaws)
         if step.switch and self.setup.way == "ddp":
             self.ddp.set_compression(step.switch, bucket_cap_mb=step.switched_cap_mb)
 

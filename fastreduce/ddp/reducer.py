@@ -44,14 +44,13 @@ class TorchReducer(GradientReducer):
         asked: as given; the next `_update_process_group` follows it.
         check: raises if the module holds a trainable parameter that nobody reduces.
         checks: whether it is called when the next backward has ended.
-        add_thawed: called before a forward with gradients, and before a state is loaded, to `add` what requires a
-            gradient since the last one.
+        thaw: adds what was frozen at construction, and requires a gradient now.
     """
 
     logger: TorchLogger
     check: Callable[[], None] | None = None
     checks = False
-    add_thawed: Callable[[], None] | None = None
+    thaw: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -105,8 +104,7 @@ class TorchReducer(GradientReducer):
             return False
         self.drop_broken_backward()
         self.look()
-        if self.add_thawed is not None:
-            self.add_thawed()
+        self.add_thawed()
         if self.switch_if_due():
             self.logger.switched(self.step, str(self.compression), self.buckets.settings_text(), self.plan)
         if not self.rebuild_buckets():
@@ -127,12 +125,16 @@ class TorchReducer(GradientReducer):
             )
         super().set_compression(setting, at, bucket_bytes)
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """As in GradientReducer, also of what has been unfrozen since the last forward."""
+    def add_thawed(self) -> None:
+        """Average what has been unfrozen since the last forward, on all ranks alike: where all of them come by."""
         self.backward.check_finished()
         self._make_up_for_raised()
-        if self.add_thawed is not None:
-            self.add_thawed()
+        if self.thaw is not None:
+            self.thaw()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """As in GradientReducer, also of what has been unfrozen since the last forward."""
+        self.add_thawed()
         super().load_state_dict(state)
 
     def replay(self, order: Iterable[int], used: Iterable[int]) -> None:

@@ -226,7 +226,7 @@ class DistributedDataParallel(_ReachesModule):
         )
         self.reducer.check = weakly(self._check_parameters)
         if not self._elastic:  # who comes later would not know of it
-            self.reducer.add_thawed = weakly(self._add_thawed)
+            self.reducer.thaw = weakly(self._thaw)
         self.logger = TorchLogger(
             parameters,
             names,
@@ -271,10 +271,10 @@ class DistributedDataParallel(_ReachesModule):
         """Whether something requires a gradient by now that did not at construction, and is not averaged yet."""
         return any(map(_REQUIRES_GRAD, self._frozen))
 
-    def _add_thawed(self) -> None:
+    def _thaw(self) -> None:
         """Let what was frozen at construction, and requires a gradient now, be averaged from the next forward on.
 
-        On every rank. Where that cannot be, `_check_parameters` raises when its gradients have come: under a
+        Every rank calls it. Where that cannot be, `_check_parameters` raises when its gradients have come: under a
         communication hook, which may keep something of buckets, and where ranks have joined, who do not look.
         """
         reducer = self.reducer
@@ -583,6 +583,7 @@ class DistributedDataParallel(_ReachesModule):
         self._joining = True
         if buckets is not None:
             buckets.uneven.begin()
+            self.reducer.add_thawed()  # a rank without inputs has no forward
         return hook
 
     def _match_all_reduce_for_bwd_pass(self) -> None:

@@ -52,13 +52,13 @@ class Arrivals:
         self.add(parameters)
 
     def add(self, parameters: Sequence[Tensor]) -> None:
-        """Count the gradients of these, too, once they are laid out; how often hooks fire is not known any more."""
+        """Count the gradients of these, too, once they are laid out."""
         first, new = len(self._parameters), len(parameters)
         self._parameters += parameters
         self.used += [False] * new
         self.bucket_of += [0] * new
         self._remaining += [_UNCOUNTED] * new
-        self.fires[:] = [1] * (first + new)
+        self.fires += [1] * new
         self._hooks += [partial(self._hook, i) for i in range(first, first + new)]
         if self.attached:
             self.attach()

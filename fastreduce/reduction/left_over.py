@@ -24,14 +24,10 @@ class LeftOver:
         self.parameters: set[int] = set()
         self.brought = [True] * len(buckets.specs)
 
-    def add(self, count: int) -> None:
-        """There are so many parameters more, of which nothing is left over."""
-        self.brought += [True] * count
-
     def forget(self) -> None:
         """No backward comes that belongs to the last reduction."""
         self.parameters = set()
-        self.brought[:] = [True] * len(self.brought)
+        self.brought[:] = [True] * len(self._buckets.specs)
 
     def first(self, used: Sequence[bool], why_once: str = "") -> list[int]:
         """The parameters whose first gradients a backward has brought that follows a reduction.

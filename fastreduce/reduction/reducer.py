@@ -401,6 +401,7 @@ class GradientReducer:
         assert added is not None
         first = len(buckets.specs)
         self._sparse.parameters |= {first + i: parameters[i] for i in sorted(sparse)}
+        self.look()
         buckets.add(added, sparse)
         buckets.warm_up(self.schedule.settings)
         self.backward.add(parameters)

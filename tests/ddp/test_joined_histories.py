@@ -54,9 +54,10 @@ class History:
     cap: float
     by: str  # what applies averages: an optimizer that is seen, which says so itself, too, or who says so
     phases: list[Phase] = field(default_factory=list)
+    thaws: dict[str, int] = field(default_factory=dict)  # by parameter, the phase from which on it is trained
 
 
-def _history(seed: int, world_size: int) -> History:
+def _history(seed: int, world_size: int, thaws: bool) -> History:
     draw = random.Random(seed)
 
     def step(last: bool) -> Step:
@@ -76,12 +77,17 @@ def _history(seed: int, world_size: int) -> History:
         switch = (draw.choice([*SETTINGS, "none"]), draw.choice([1e-3, 25.0])) if draw.random() < 0.4 else None
         each = [step(last=i == steps - 1) for i in range(steps)]
         history.phases.append(Phase(joins, draw.random() < 0.5, inputs, each, switch, draw.random() < 0.3))
+    for name in draw.sample(EVERY[1:], 2) if thaws else ():
+        history.thaws[name] = draw.randint(0, len(history.phases))
     return history
 
 
 def _applied(rank: int, world_size: int, history: History, setting: str, switches: bool) -> list[Tensor]:
+    model = Given(SHAPES)
+    for name in history.thaws:
+        model.values[name].requires_grad_(False)
     ddp = DistributedDataParallel(
-        Given(SHAPES),
+        model,
         compression=setting,
         bucket_cap_mb=history.cap,
         gradient_as_bucket_view=history.views,
@@ -91,7 +97,8 @@ def _applied(rank: int, world_size: int, history: History, setting: str, switche
     draw = torch.Generator().manual_seed(1000 * history.seed + rank)
 
     def gradients(names: str) -> dict[str, Tensor]:
-        return {name: torch.randn(SHAPES[name], generator=draw) for name in names}
+        trained = [name for name in names if model.values[name].requires_grad]
+        return {name: torch.randn(SHAPES[name], generator=draw) for name in trained or "a"}
 
     def apply() -> None:
         if history.by == "word":
@@ -115,7 +122,9 @@ def _applied(rank: int, world_size: int, history: History, setting: str, switche
 
     take([EVERY])
     apply()
-    for phase in history.phases:
+    for at, phase in enumerate(history.phases):
+        for name in (name for name, thawed in history.thaws.items() if thawed == at):
+            model.values[name].requires_grad_(True)
         if phase.switch and switches:
             ddp.set_compression(phase.switch[0], bucket_cap_mb=phase.switch[1])
         optimizer.zero_grad(set_to_none=history.to_none)
@@ -139,19 +148,19 @@ def _applied(rank: int, world_size: int, history: History, setting: str, switche
     return [parameter.detach() for parameter in ddp.parameters()]
 
 
-def _differences(rank: int, world_size: int, setting: str, seeds: range) -> dict[int, float]:
+def _differences(rank: int, world_size: int, setting: str, seeds: range, thaws: bool) -> dict[int, float]:
     """By history, how far the parameters of this rank are from those under `none`."""
     found = {}
     for seed in seeds:
-        history = _history(seed, world_size)
+        history = _history(seed, world_size, thaws)
         exact = _applied(rank, world_size, history, "none", switches=False)
         applied = _applied(rank, world_size, history, setting, switches=True)
         found[seed] = max(float((one - other).abs().max()) for one, other in zip(applied, exact, strict=True))
     return found
 
 
-def _check(pool: RankPool, setting: str, seeds: range) -> None:
-    for found in pool.run(_differences, setting, seeds, timeout=200):
+def _check(pool: RankPool, setting: str, seeds: range, thaws: bool = False) -> None:
+    for found in pool.run(_differences, setting, seeds, thaws, timeout=200):
         far = {seed: difference for seed, difference in found.items() if difference > tolerances.IN_CHANGING_LISTS}
         assert not far
 
@@ -168,3 +177,17 @@ def test_nothing_is_lost_nor_applied_twice(ranks: RankPool, setting: str, seeds:
 def test_nothing_is_lost_nor_applied_twice_in_many(ranks: RankPool, setting: str):
     for first in range(HISTORIES, 4 * HISTORIES, HISTORIES):
         _check(ranks, setting, range(first, first + HISTORIES))
+
+
+@OVER_HOSTS
+@pytest.mark.parametrize(("setting", "seeds"), quarters(SETTINGS, HISTORIES))
+def test_nor_where_parameters_are_thawed_between_joins(ranks: RankPool, setting: str, seeds: range):
+    _check(ranks, setting, seeds, thaws=True)
+
+
+@pytest.mark.long
+@OVER_HOSTS
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_nor_in_many(ranks: RankPool, setting: str):
+    for first in range(HISTORIES, 4 * HISTORIES, HISTORIES):
+        _check(ranks, setting, range(first, first + HISTORIES), thaws=True)

@@ -5,6 +5,7 @@ In torch's class their gradients stay local, silently; here they are averaged fr
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import random
@@ -28,6 +29,7 @@ from tests.support.histories import Setup, Step, check_law, of_trainings, train
 from tests.support.models import (
     EXACT,
     Branches,
+    Checkpointed,
     Words,
     assert_same_bits,
     average_of_whole,
@@ -180,6 +182,77 @@ def _branches() -> nn.Module:
 
 
 # What a wrapper does besides
+
+
+def test_buckets_follow_the_new_order_once_all_have_reduced_in_it(ranks2: RankPool):
+    ranks2.run(_in_order)
+
+
+def _in_order(rank: int, world_size: int) -> None:
+    """Each rank runs other numbers of forwards before its first backward with what was thawed."""
+    model = whole_(Branches())
+    model.c.requires_grad_(False)
+    ddp = wrap("ours", model, bucket_cap_mb=1e-6)
+    for step in range(5):
+        if step == 2:
+            model.c.requires_grad_(True)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            for _ in range(1 + rank):
+                ddp(whole_batch(rank, 9, 3, 4))
+        (ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+    order = [slot.name for bucket in ddp.reducer.plan.buckets for slot in bucket.slots]
+    assert order == [ddp.reducer.buckets.gradients.names[i] for i in ddp.reducer.arrival_order]
+    assert (order[0], order[-1][:5]) == ("c.weight", "trunk")  # as they arrive
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_twice_is_averaged_once_it_is_thawed(ranks2: RankPool, reentrant: bool):
+    ranks2.run(_checkpointed, reentrant)
+
+
+def _checkpointed(rank: int, world_size: int, reentrant: bool) -> None:
+    def make() -> nn.Module:
+        return whole_(Checkpointed(reentrant, twice=True))
+
+    model = make()
+    assert isinstance(model, Checkpointed)
+    model.inner.requires_grad_(False)
+    ddp = wrap("ours", model, bucket_cap_mb=1e-6)
+    for step in range(6):
+        model.inner.requires_grad_(step > 2)
+        _step(ddp, rank, step)
+        expected: dict[str, Any] = dict(average_of_whole(make, step, range(world_size)))
+        if step < 3:
+            expected |= dict.fromkeys(("inner.weight", "inner.bias"))
+        assert_same_bits(grads_of(model), expected, f"rank {rank}, step {step}")
+
+
+def test_two_wrappers_that_share_it_average_it_one_after_the_other(ranks2: RankPool):
+    ranks2.run(_shared)
+
+
+def _shared(rank: int, world_size: int) -> None:
+    tied = nn.Linear(4, 4)
+    bodies = [nn.Sequential(nn.Linear(4, 4), tied) for _ in range(2)]
+    tied.requires_grad_(False)
+    wrapped = [wrap("ours", whole_(body)) for body in bodies]
+    alone = copy.deepcopy(bodies)
+    for step in range(4):
+        thawed = step > 1
+        expected = []
+        for each in (bodies, alone):
+            each[0][1].requires_grad_(thawed)
+            each[1][1].requires_grad_(thawed)
+        for ddp in wrapped:
+            ddp.zero_grad()
+        sum(ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT for ddp in wrapped).backward()
+        for body in alone:
+            body.zero_grad()
+        for other in range(world_size):
+            sum(body(whole_batch(other, step, 3, 4)).sum() * EXACT / world_size for body in alone).backward()
+        expected = [grads_of(body) for body in alone]
+        assert_same_bits([grads_of(body) for body in bodies], expected, f"rank {rank}, step {step}")
 
 
 def test_sparse_gradients_are_averaged_too(ranks: RankPool):

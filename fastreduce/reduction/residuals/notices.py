@@ -7,13 +7,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
-from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...environment.once import once
 from ...errors import SettingError, TensorError, brief
 from .factors import ONE, Factor, finite_number, number_in
 
@@ -153,7 +153,7 @@ def note_applied(parameters: Iterable[Tensor], factor: float = 1.0) -> None:
         applied.tell(identities, number)
 
 
-@cache
+@once
 def notice() -> None:
     """Let optimizers and `GradScaler.unscale_` tell from now on: those that step are known when somebody listens."""
     notice_unscaling()
@@ -205,7 +205,7 @@ def _tell_step(optimizer: torch.optim.Optimizer) -> None:
         applied.step(parameters, expected, applies, read)
 
 
-@cache
+@once
 def notice_unscaling() -> None:
     """Let `GradScaler.unscale_` count as a change of gradients; by itself its operation leaves their versions alone."""
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

@@ -9,13 +9,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...environment.once import once
 from .. import clocks
 from ..bucketed import BucketJob
 from ..buckets import BucketPlan
@@ -254,7 +254,7 @@ def answer_debug_server() -> None:
         _register_handler()
 
 
-@cache
+@once
 def _register_handler() -> None:
     try:
         from torch._C._distributed_c10d import _register_handler as register
@@ -271,7 +271,7 @@ def _register_handler() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(answer))
 
 
-@cache
+@once
 def _notice_optimizers() -> None:
     """Let every torch optimizer tell where its steps begin and end; what is compiled does not."""
 

@@ -6,8 +6,9 @@ import gc
 import os
 import threading
 import time
-from functools import cache
 from typing import Any
+
+from ...environment.once import once
 
 SCHEDULER = "/proc/thread-self/schedstat"  # nanoseconds on a core, nanoseconds of waiting for one, turns
 
@@ -73,7 +74,7 @@ class _Collections:
 _collections = _Collections()
 
 
-@cache
+@once
 def notice_collections() -> None:
     """Add them up from now on."""
     gc.callbacks.append(_collections)

@@ -185,6 +185,10 @@ def test_nor_where_parameters_are_thawed_between_joins(ranks: RankPool, setting:
     _check(ranks, setting, seeds, thaws=True)
 
 
+def test_nor_where_a_join_begins_with_it_behind_another(ranks3: RankPool):
+    _check(ranks3, SETTINGS[0], range(1), thaws=True)
+
+
 @pytest.mark.long
 @OVER_HOSTS
 @pytest.mark.parametrize("setting", SETTINGS)

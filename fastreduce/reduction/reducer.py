@@ -123,7 +123,7 @@ class GradientReducer:
         """Let reducers that average some of the same gradients know each other: both would write to them."""
         mine = set(map(id, parameters))
         for other in list(_alive):
-            if not mine.isdisjoint(map(id, other.buckets.gradients.parameters)):
+            if other is not self and not mine.isdisjoint(map(id, other.buckets.gradients.parameters)):
                 self.backward.siblings.add(other.backward)
                 other.backward.siblings.add(self.backward)
 

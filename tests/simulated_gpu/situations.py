@@ -166,6 +166,27 @@ def a_model_on_the_host_for_a_while(setting: str, options: dict[str, Any], devic
     return found + [parameter.detach().cpu() for parameter in ddp.parameters()]
 
 
+def layers_that_are_thawed(setting: str, options: dict[str, Any], device: torch.device) -> list[Tensor]:
+    """One after the other from the last on, with averages in `.grad` or without."""
+    torch.manual_seed(0)
+    model = Layers()
+    for layer in model.layers[:3]:
+        layer.requires_grad_(False)
+    ddp = DistributedDataParallel(model.to(device), bucket_cap_mb=1e-3, compression=setting, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    found = []
+    for step in range(8):
+        if step in (2, 3, 5):
+            model.layers[{2: 2, 3: 1, 5: 0}[step]].requires_grad_(True)
+        ddp(_inputs(device, step)).backward()
+        found += [parameter.grad.cpu().clone() for parameter in ddp.parameters() if parameter.grad is not None]
+        if step != 4:
+            optimizer.step()
+        if step != 2:
+            optimizer.zero_grad(step % 2 == 0)
+    return found + [parameter.detach().cpu() for parameter in ddp.parameters()]
+
+
 def the_hook_for_torchs_class(setting: str, device: torch.device) -> list[Tensor]:
     torch.manual_seed(0)
     ddp = TorchDDP(Layers().to(device), bucket_cap_mb=0.01)
@@ -248,6 +269,10 @@ SITUATIONS: dict[str, Situation] = {
     "on the host, feedback, views": partial(
         a_model_on_the_host_for_a_while, "int4:error_feedback=bf16", {"gradient_as_bucket_view": True}
     ),
+    "thawed": partial(layers_that_are_thawed, "none", {}),
+    "thawed, views": partial(layers_that_are_thawed, "fp16", {"gradient_as_bucket_view": True}),
+    "thawed, feedback": partial(layers_that_are_thawed, "int8:error_feedback", {}),
+    "thawed, random bits": partial(layers_that_are_thawed, "int4:rounding=stochastic", {}),
     "hook for torch": partial(the_hook_for_torchs_class, "fp16"),
     "hook for torch, feedback": partial(the_hook_for_torchs_class, "int8:error_feedback"),
     "hook that asks": a_hook_that_asks_the_reducer,

@@ -26,6 +26,7 @@ from fastreduce.run.contestants import why_fixed
 from tests.reduction.residuals.test_applied import FEW, SETUPS
 from tests.reduction.test_switched_histories import SETTINGS, switching_steps
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
+from tests.support.installed_torch import needs_streams
 from tests.support.models import (
     EXACT,
     Branches,
@@ -281,7 +282,7 @@ def _sparse(rank: int, world_size: int) -> None:
         assert model.bags.weight.grad is None or model.bags.weight.grad.is_sparse
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["", "mixed precision"])
+@pytest.mark.parametrize("low", [False, pytest.param(True, marks=needs_streams)], ids=["", "mixed precision"])
 def test_a_copy_and_a_snapshot_go_on_with_what_was_thawed(ranks2: RankPool, low: bool, tmp_path: Path):
     ranks2.run(_copied, low, tmp_path / "snapshot.pt")
 

@@ -208,5 +208,57 @@ def _transformers(example: Any, wrapper: type) -> Trained:
     return type(trainer.model_wrapped), losses, _parameters(trainer.model)
 
 
+@pytest.mark.long
+def test_a_backbone_that_lightning_unfreezes_is_the_same_on_all_ranks(ranks: RankPool):
+    (first, before), (second, _) = ranks.run(_finetuned)
+    assert len(first) == 4
+    for mine, other, old in zip(first, second, before, strict=True):
+        assert torch.equal(mine, other)
+        assert not torch.equal(mine, old)
+
+
+def _finetuned(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    size = str(world_size)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    lightning = importlib.import_module("pytorch_lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            loss: Tensor = self.head(torch.tanh(self.backbone(batch[0]))).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
+
+    class Unfreezes(lightning.callbacks.BaseFinetuning):
+        def freeze_before_training(self, model: Any) -> None:
+            self.freeze(model.backbone)
+
+        def finetune_function(self, model: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(model.backbone, optimizer)
+
+    torch.manual_seed(0)
+    model, data = Model(), torch.utils.data.TensorDataset(torch.randn(64, 8))
+    before = _parameters(model)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    strategy = importlib.import_module("fastreduce.lightning").strategy_of("pytorch_lightning")(compression="fp16")
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", devices=2, strategy=strategy, callbacks=[Unfreezes()], **quiet
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8))
+    return _parameters(model), before
+
+
 def _parameters(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]

@@ -157,10 +157,11 @@ def join(
     return Members(membership)
 
 
-def _number(variable: str, otherwise: int) -> int:
-    text = os.environ.get(variable, str(otherwise))
-    if not text.isdecimal():
-        raise SettingError(f"{variable}={text!r}: allowed: whole numbers from 0 on")
+def _number(variable: str, least: int) -> int:
+    """That of a variable of the launcher's; the least where nobody has set it."""
+    text = os.environ.get(variable, str(least))
+    if not text.isdecimal() or int(text) < least:
+        raise SettingError(f"{variable}={text!r}: allowed: whole numbers from {least} on")
     return int(text)
 
 

@@ -343,8 +343,9 @@ def test_what_cannot_lose_a_rank_is_refused_with_the_reason(monkeypatch: pytest.
     join("has no state", store="127.0.0.1:1", epoch=3)
     join("host:port", store="somewhere")
     join("host:port, up to 65535", store="127.0.0.1:65536")
-    monkeypatch.setenv("WORLD_SIZE", "-2")
-    join("WORLD_SIZE='-2': allowed: whole numbers from 0 on")
+    for size in ("-2", "0"):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        join(f"WORLD_SIZE='{size}': allowed: whole numbers from 1 on")
 
 
 def test_a_backward_that_raised_cannot_be_left_out_on_one_rank():

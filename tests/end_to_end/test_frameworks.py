@@ -221,9 +221,9 @@ def _finetuned(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
     size = str(world_size)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    lightning = importlib.import_module("pytorch_lightning")
+    lightning: Any = importlib.import_module("pytorch_lightning")
 
-    class Model(lightning.LightningModule):
+    class Model(lightning.LightningModule):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             super().__init__()
             self.backbone, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
@@ -235,7 +235,7 @@ def _finetuned(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
-    class Unfreezes(lightning.callbacks.BaseFinetuning):
+    class Unfreezes(lightning.callbacks.BaseFinetuning):  # type: ignore[name-defined, misc]
         def freeze_before_training(self, model: Any) -> None:
             self.freeze(model.backbone)
 

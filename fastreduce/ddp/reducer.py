@@ -105,8 +105,7 @@ class TorchReducer(GradientReducer):
         self.drop_broken_backward()
         self.look()
         self.add_thawed()
-        if self.switch_if_due():
-            self.logger.switched(self.step, str(self.compression), self.buckets.settings_text(), self.plan)
+        self.switch_if_due()
         if not self.rebuild_buckets():
             return False
         self.logger.rebuilt(self.plan, self.arrival_order)
@@ -124,6 +123,13 @@ class TorchReducer(GradientReducer):
                 "both decide what goes on the wire"
             )
         super().set_compression(setting, at, bucket_bytes)
+
+    def switch_if_due(self) -> bool:
+        """As in GradientReducer, and the log tells."""
+        switched = super().switch_if_due()
+        if switched:
+            self.logger.switched(self.step, str(self.compression), self.buckets.settings_text(), self.plan)
+        return switched
 
     def add_thawed(self) -> None:
         """Average what has been unfrozen since the last forward, on all ranks alike: where all of them come by."""

@@ -377,6 +377,7 @@ class GradientReducer:
             MismatchError: on every rank, if ranks differ in them, or one of them has such an error.
             TransportError: within the group's timeout, if a rank does not call it.
         """
+        self.switch_if_due()  # the setting in force till now may know nothing of them
         buckets, sparse = self.buckets, set(sparse)
         added, error, told = None, None, dict[str, str]()
         try:

@@ -21,7 +21,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastreduce import MismatchError, ReducerError, Shadow, TransportError, load_checkpoint, save_checkpoint
+from fastreduce import (
+    MismatchError,
+    ReducerError,
+    SettingError,
+    Shadow,
+    TransportError,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fastreduce.run.contestants import why_fixed
 from tests.reduction.residuals.test_applied import FEW, SETUPS
 from tests.reduction.test_switched_histories import SETTINGS, switching_steps
@@ -315,6 +323,31 @@ def _copied(rank: int, world_size: int, low: bool, path: Path) -> None:
     if not low:
         copied = pickle.loads(pickle.dumps(ddp))
         assert len(copied.reducer.buckets.specs) == 7
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["set", "resumed"])
+def test_the_setting_that_begins_with_the_same_forward_is_its_too(ranks2: RankPool, resumed: bool):
+    """The one before knows nothing of it: a policy without a key for it, or what a snapshot was saved under."""
+    ranks2.run(_set_at_once, resumed)
+
+
+def _set_at_once(rank: int, world_size: int, resumed: bool) -> None:
+    ddp = wrap("ours", _branches(), compression="fp16" if resumed else {"a.*|b.*|c.*": "int8"})
+    _step(ddp, rank, 0)
+    if resumed:
+        saved = ddp.reducer.state_dict()
+        ddp = wrap("ours", _branches(), compression="none")
+        ddp.reducer.load_state_dict(saved)
+    else:
+        ddp.module.trunk.requires_grad_(True)
+        with pytest.raises(SettingError, match=r"'trunk.weight' matches no key"):
+            _step(ddp, rank, 1)
+        ddp.set_compression("none")
+    ddp.module.trunk.requires_grad_(True)
+    for step in (1, 2):
+        _step(ddp, rank, step)
+        expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
+        assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, step {step}")
 
 
 def test_a_shadow_measures_it_too(ranks2: RankPool):

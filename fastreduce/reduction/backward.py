@@ -108,6 +108,7 @@ class Backward:
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Buckets hold the gradients of these, too: the next backward is counted as the first one was."""
         self.arrivals.add(parameters)
+        self._left_over.add(len(parameters))
         self._recorder.parameters |= set(map(id, parameters))
         self.reduced_once = self.brought_all = False
         self.lay_out()

@@ -29,6 +29,10 @@ class LeftOver:
         self.parameters = set()
         self.brought[:] = [True] * len(self._buckets.specs)
 
+    def add(self, count: int) -> None:
+        """So many parameters more are averaged, from the next reduction on."""
+        self.brought += [True] * count
+
     def first(self, used: Sequence[bool], why_once: str = "") -> list[int]:
         """The parameters whose first gradients a backward has brought that follows a reduction.
 

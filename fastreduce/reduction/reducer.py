@@ -386,9 +386,10 @@ class GradientReducer:
             added = Gradients(parameters, names, buckets.dtype)
             known = buckets.gradients
             told |= self.schedule.description([*known.names, *names], [*known.parameters, *parameters])
-            for i, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-                kind = f"{describe_tensor(parameter)}, {'sparse' if i in sparse else 'dense'}"
-                told[f"parameter {name!r} from step {self.step} on"] = kind
+            for i, (spec, layout) in enumerate(zip(added.specs, added.layouts, strict=True)):
+                # Not as a parameter is now: a forward may have left it in a lower precision on some ranks.
+                kind = f"{describe_tensor(layout.to(spec.dtype))}, {'sparse' if i in sparse else 'dense'}"
+                told[f"parameter {spec.name!r} from step {self.step} on"] = kind
         except Exception as found:  # whatever it is, other ranks must not wait
             error = found
         try:

@@ -391,7 +391,41 @@ def _joined(rank: int, world_size: int) -> None:
                 assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, epoch {epoch}, step {step}")
 
 
+def test_a_forward_that_some_ranks_alone_ran_in_low_precision_is_no_difference(ranks2: RankPool):
+    ranks2.run(_lowered_on_one)
+
+
+def _lowered_on_one(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", _branches(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    for step in range(2):
+        _step(ddp, rank, step)
+    if rank == 0:
+        with ddp.no_sync():
+            ddp(whole_batch(rank, 9, 3, 4))
+    ddp.module.trunk.requires_grad_(True)
+    wrapped_trained = wrap("ours", whole_(Branches()), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    for step in (2, 3):
+        for each in (ddp, wrapped_trained):
+            _step(each, rank, step)
+        assert_same_bits(grads_of(ddp.module), grads_of(wrapped_trained.module), f"rank {rank}, step {step}")
+
+
 # What cannot be
+
+
+def test_another_backward_through_an_older_forward_that_left_something_out_ends_as_without_it(ranks2: RankPool):
+    ranks2.run(_left_out)
+
+
+def _left_out(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", _branches())
+    output = ddp(whole_batch(rank, 0, 3, 4), "ab")
+    output.sum().backward(retain_graph=True)
+    ddp.module.trunk.requires_grad_(True)
+    with ddp.no_sync():
+        ddp(whole_batch(rank, 1, 3, 4)).sum().backward()
+    with pytest.raises(ReducerError, match=r"first gradients for 'c.weight' and further ones for 'a.weight'"):
+        output.sum().backward()
 
 
 def test_where_some_have_joined_and_under_a_hook_it_is_an_error(ranks2: RankPool):

@@ -39,10 +39,12 @@ class AgreedSchedule:
             error = found
         self._adopt(changed, error)
 
-    def _adopt(self, schedule: Schedule | None, error: Exception | None = None) -> None:
-        """Go on with a schedule on which all ranks agree."""
+    def _adopt(self, schedule: Schedule | None, error: Exception | None = None, moved: bool = False) -> None:
+        """Go on with a schedule on which all ranks agree; with `moved`, and on what is averaged."""
         step, gradients = self.schedule.step, self._buckets.gradients
         told = {"the number of steps reduced": str(step)}
+        if moved:  # buckets are laid out by these numbers
+            told |= {f"parameter {i} by wrapping and unfreezing": repr(name) for i, name in enumerate(gradients.names)}
         try:
             if schedule is not None:
                 told |= schedule.description(gradients.names, gradients.parameters)
@@ -77,8 +79,9 @@ class AgreedSchedule:
             return False
         if self._moved:  # ranks may have come unequally far
             steps = checked(buckets.transport.exchange(schedule.step), lambda value: of_types([value], int), "step")
-            schedule.step, self._moved = max(step for (step,) in steps), False
-            self._adopt(schedule)
+            schedule.step = max(step for (step,) in steps)
+            self._adopt(schedule, moved=True)
+            self._moved = False
         if schedule.must_compare:
             error = None
             try:

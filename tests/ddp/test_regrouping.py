@@ -110,3 +110,31 @@ def test_a_transport_of_the_users_cannot_be_regrouped(alone: None):
     model = wrap("ours", nn.Linear(2, 2), transport=fastreduce.transports.LocalTransport())
     with pytest.raises(fastreduce.SettingError, match="wrap the module again"):
         model._update_process_group(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["unfrozen on all", "wrapped so on the newcomer"])
+def test_ranks_that_come_together_average_the_same_parameters_in_one_order(ranks3: RankPool, late: bool):
+    ranks3.run(_come_together, late)
+
+
+def _come_together(rank: int, world_size: int, late: bool) -> None:
+    """The third rank has trained by itself; what is unfrozen later comes behind what was trained at wrapping."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = whole_(Branches())
+    model.trunk.requires_grad_(rank == 2 and not late)
+    ddp = wrap("ours", model, process_group=groups[rank // 2])
+    for step in range(2):
+        model.trunk.requires_grad_(step > 0 or (rank == 2 and not late))
+        (ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+    ddp._update_process_group(dist.group.WORLD)
+    for step in range(2, 5):
+        ddp.zero_grad()
+        if late:
+            (ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+            expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
+            assert_same_bits(grads_of(model), expected, f"rank {rank}, step {step}")
+        else:
+            with pytest.raises(
+                fastreduce.MismatchError, match=r"parameter 0 by .*'a.weight', rank 2 has 'trunk.weight'"
+            ):
+                ddp(whole_batch(rank, step, 3, 4))

@@ -225,6 +225,7 @@ class DistributedDataParallel(_ReachesModule):
             find_unused_parameters=self.find_unused_parameters,
         )
         self.reducer.check = weakly(self._check_parameters)
+        self.reducer.events.ended.append(weakly(self._check_thawed))
         if not self._elastic:  # who comes later would not know of it
             self.reducer.thaw = weakly(self._thaw)
         self.logger = TorchLogger(
@@ -420,7 +421,7 @@ class DistributedDataParallel(_ReachesModule):
     def _post_forward(self, output: Any) -> Any:
         output = super()._post_forward(output)
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
-            if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling or self.holds_thawed):
+            if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
                 self.reducer.checks = True
             self.reducer.watch(tensors_of(output))
             if not torch.is_grad_enabled():
@@ -470,16 +471,22 @@ class DistributedDataParallel(_ReachesModule):
             return super().load_state_dict(state_dict, strict, assign)
         return self.module.load_state_dict(state_dict, strict, assign)
 
+    def _check_thawed(self) -> None:
+        """Called at the end of backward: what was unfrozen behind the forward is reached where a checkpoint runs it."""
+        if self.holds_thawed:
+            self._check_parameters()
+
     def _check_parameters(self) -> None:
         """Raise if the module holds a trainable parameter that nobody reduces.
 
         Called at the end of backward, because `torch.func.functional_call` lends the module other parameters during
         forward. A walk over a thousand parameters costs over a millisecond: it is made in the steps whose times are
         taken (the first ten, then every hundredth), in the first after `train()` and `load_state_dict`, where one
-        that was frozen at construction requires a gradient, and where one that always had a gradient has none.
+        that was frozen at construction requires a gradient, and where one that always had a gradient has none. What was
+        frozen and has no gradient is for the next forward.
         """
         self._may_have_changed = False
-        known = self.reducer.recorder.parameters
+        known = self.reducer.recorder.parameters | {id(each) for each in self._frozen if each.grad is None}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
                 raise ReducerError(

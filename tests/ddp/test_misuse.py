@@ -22,6 +22,7 @@ from tests.support.models import (
     DDP,
     EXACT,
     Branches,
+    Checkpointed,
     Grads,
     assert_same_bits,
     grads_of,
@@ -286,6 +287,28 @@ def test_one_that_took_the_place_of_another_is_found_when_that_misses_its_gradie
     change(body)
     with pytest.raises(fastreduce.ReducerError, match=rf"rank 0: parameter '{name}'.*Wrap the module again"):
         _step(model)
+
+
+@pytest.mark.parametrize("after", [1, 20])
+@pytest.mark.parametrize("runs_again", [True, False])
+def test_what_is_unfrozen_behind_a_forward_is_an_error_only_if_its_backward_reaches_it(
+    alone: None, runs_again: bool, after: int
+):
+    body: Any = Checkpointed(reentrant=True, twice=False, width=2) if runs_again else Branches(2)
+    frozen = body.inner if runs_again else body.trunk
+    frozen.requires_grad_(False)
+    model = wrap("ours", body)
+    for _ in range(after):
+        _step(model)
+    loss = model(torch.ones(1, 2)).sum()
+    frozen.requires_grad_(True)
+    if runs_again:
+        with pytest.raises(fastreduce.ReducerError, match=r"rank 0: parameter 'inner.weight'.*unfrozen"):
+            loss.backward()
+    else:
+        loss.backward()
+        _step(model)
+        assert len(model.reducer.buckets.specs) == len(list(body.parameters()))
 
 
 def test_a_model_that_leaves_parts_out_by_turns_is_not_walked_through_in_every_step(alone: None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compression import NoCompression
-from ..errors import ReducerError, SettingError
+from ..errors import MismatchError, ReducerError, SettingError
 from ..reduction.arrivals import makes_graph, weakly
 from ..reduction.reducer import GradientReducer
 from ..reduction.schedule import Setting
@@ -112,7 +113,7 @@ class TorchReducer(GradientReducer):
         return True
 
     def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: float | None = None) -> None:
-        """As in GradientReducer, where no communication hook averages.
+        """As in GradientReducer, where no communication hook averages; what was unfrozen is averaged by then.
 
         Raises:
             SettingError: also if one does.
@@ -122,6 +123,9 @@ class TorchReducer(GradientReducer):
                 f"compression={setting!r} and a communication hook exclude each other: "
                 "both decide what goes on the wire"
             )
+        if not self.backward.running or self.backward.has_raised:
+            with suppress(SettingError, MismatchError):  # of the setting in force: it is tried again with the next
+                self.add_thawed()
         super().set_compression(setting, at, bucket_bytes)
 
     def switch_if_due(self) -> bool:

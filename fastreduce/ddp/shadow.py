@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import weakref
@@ -24,6 +25,8 @@ from ..reduction.streams import is_capturing
 from ..transports import LocalTransport
 from ..transports.base import gather_rows
 from .wrapper import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
 
 ALL = "all"  # the group of all parameters together
 GROUPS = 32  # modules up to which each is a group
@@ -65,7 +68,8 @@ class Shadow:
         every: in which steps: those whose number, counted by the ranks that train together, is a multiple of it.
         groups: keys as a policy has them, such as `"*.bias|ndim<2"` and `"*"`, of which the first that matches a
             parameter is its group. None: each module with parameters of its own, by name; where there are more than 32,
-            modules whose names differ only in numbers together, as `blocks.*.attention`.
+            modules whose names differ only in numbers together, as `blocks.*.attention`. Where a parameter that is
+            unfrozen later matches no key, a warning says so, and nothing is measured any more.
 
     Attributes:
         last: the last measurement; None before the first.
@@ -111,7 +115,7 @@ class Shadow:
             error = found
         check_agreement(reducer.transport, {f"a Shadow's {what}": text for what, text in told.items()}, error)
         self._reducer, self._transport = weakref.ref(reducer), weakref.ref(reducer.transport)
-        self._every = every
+        self._every, self._is_over = every, False
         # By device, the squares of gradients and of what each setting loses of them, by group.
         self._squares: dict[torch.device, Tensor] = {}
         self.last: Measurement | None = None
@@ -145,10 +149,15 @@ class Shadow:
     def _due(self, reduction: int) -> bool:
         """Whether a reduction is measured: not among other ranks, and not while a CUDA graph is captured."""
         reducer = self._reducer()
-        if reducer is None or reducer.transport is not self._transport():
+        if self._is_over or reducer is None or reducer.transport is not self._transport():
             return False
         if len(self._group_of) < len(reducer.buckets.specs):  # some were frozen so far
-            self._assign(reducer)
+            try:
+                self._assign(reducer)
+            except SettingError as error:  # on all ranks alike: keys match none of these
+                logger.warning("this Shadow measures no more: %s", error)
+                self._is_over = True
+                return False
         return not is_capturing() and reduction % self._every == 0
 
     @torch.no_grad()

@@ -6,8 +6,7 @@ import difflib
 import inspect
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from ..compression import Compression
 from ..environment.signals import is_of_signal
 from ..environment.stacks import dump_at_signal
 from ..environment.variables import folder_asked_for, this_rank
-from ..errors import ReducerError, SettingError, TransportError
+from ..errors import SettingError, TransportError
 from ..policy import Policy
 from ..reduction.agreement import check_agreement
 from ..reduction.arrivals import weakly
@@ -53,13 +52,13 @@ from .logger import TorchLogger, environment
 from .mixed_precision import LowPrecision, put_own
 from .outputs import tensors_of
 from .reducer import TorchReducer
+from .trainable import Trainable
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _before_forward = TorchDDP._pre_forward  # as it is before a comparison of settings wraps it
 OWN_ARGUMENTS = "compression", "transport", "elastic"
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def _tell_where_called(found: list[warnings.WarningMessage]) -> None:
@@ -127,7 +126,6 @@ class DistributedDataParallel(_ReachesModule):
     _elastic = False
     _may_have_changed = False
     _joining = False
-    _frozen: Sequence[Tensor] = ()
 
     def __init__(
         self,
@@ -207,8 +205,8 @@ class DistributedDataParallel(_ReachesModule):
         static_graph: bool,
     ) -> None:
         """Build our reducer and logger where torch builds its own."""
-        names, ignored = self._names_of(parameters), self.parameters_to_ignore
-        self._frozen = [p for n, p in self.module.named_parameters() if not p.requires_grad and n not in ignored]
+        self._trainable = Trainable(self.module, self.parameters_to_ignore)
+        names = self._trainable.names_of(parameters)
         low = self.mixed_precision
         self.reducer = (ElasticReducer if self._elastic else TorchReducer)(
             parameters,
@@ -227,7 +225,7 @@ class DistributedDataParallel(_ReachesModule):
         self.reducer.check = weakly(self._check_parameters)
         self.reducer.events.ended.append(weakly(self._check_thawed))
         if not self._elastic:  # who comes later would not know of it
-            self.reducer.thaw = weakly(self._thaw)
+            self.reducer.thaw = weakly(self._add_thawed)
         self.logger = TorchLogger(
             parameters,
             names,
@@ -260,38 +258,8 @@ class DistributedDataParallel(_ReachesModule):
         )
         self._passing_sync_batchnorm_handle(self.module)
 
-    def _names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """The first name of each in the module."""
-        names: dict[int, str] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
-        return [names[id(parameter)] for parameter in parameters]
-
-    @property
-    def holds_thawed(self) -> bool:
-        """Whether something requires a gradient by now that did not at construction, and is not averaged yet."""
-        return any(map(_REQUIRES_GRAD, self._frozen))
-
-    def _thaw(self) -> None:
-        """Let what was frozen at construction, and requires a gradient now, be averaged from the next forward on.
-
-        Every rank calls it. Where that cannot be, `_check_parameters` raises when its gradients have come: under a
-        communication hook, which may keep something of buckets, and where ranks have joined, who do not look.
-        """
-        reducer = self.reducer
-        if not self.holds_thawed or not reducer.buckets.are_compressed:
-            return
-        if reducer.buckets.uneven.some_have_joined(reducer.transport.world_size):
-            return
-        thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
-        expected = zip(*self._build_params_for_reducer(), strict=True)
-        found = [(parameter, is_sparse) for parameter, is_sparse in expected if id(parameter) in thawed]
-        if found:  # else the module has them no longer
-            parameters = [parameter for parameter, _ in found]
-            names = self._names_of(parameters)
-            reducer.add(parameters, names, [i for i, (_, is_sparse) in enumerate(found) if is_sparse])
-            self.logger.added(parameters, names, reducer.plan, reducer.buckets.settings_text())
-        self._frozen = [parameter for parameter in self._frozen if id(parameter) not in thawed]
+    def _add_thawed(self) -> None:
+        self._trainable.add_thawed(self.reducer, self.logger, self._build_params_for_reducer)
 
     @property
     def _bucket_caps(self) -> list[int]:
@@ -473,27 +441,19 @@ class DistributedDataParallel(_ReachesModule):
 
     def _check_thawed(self) -> None:
         """Called at the end of backward: what was unfrozen behind the forward is reached where a checkpoint runs it."""
-        if self.holds_thawed:
+        if self._trainable.holds_thawed:
             self._check_parameters()
 
     def _check_parameters(self) -> None:
-        """Raise if the module holds a trainable parameter that nobody reduces.
+        """Raise if the module holds a trainable parameter that nobody averages.
 
         Called at the end of backward, because `torch.func.functional_call` lends the module other parameters during
         forward. A walk over a thousand parameters costs over a millisecond: it is made in the steps whose times are
         taken (the first ten, then every hundredth), in the first after `train()` and `load_state_dict`, where one
-        that was frozen at construction requires a gradient, and where one that always had a gradient has none. What was
-        frozen and has no gradient is for the next forward.
+        that was frozen at construction requires a gradient, and where one that always had a gradient has none.
         """
         self._may_have_changed = False
-        known = self.reducer.recorder.parameters | {id(each) for each in self._frozen if each.grad is None}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known and name not in self.parameters_to_ignore:
-                raise ReducerError(
-                    f"rank {self._distributed_rank}: parameter {name!r} was added, replaced or unfrozen after the "
-                    "module was wrapped, so its gradient is not averaged and replicas would drift apart. Wrap the "
-                    "module again (fastreduce.DistributedDataParallel(ddp.module, …)), or freeze the parameter"
-                )
+        self._trainable.check(self.reducer.recorder.parameters, self._distributed_rank)
 
     def clip_grad_norm_(
         self,

@@ -84,7 +84,7 @@ def why_fixed(model: Any) -> str:
         return "the script gives transport="
     if not isinstance(model, DistributedDataParallel):
         return "torch's class could not be replaced"
-    if model.holds_thawed:
+    if model._trainable.holds_thawed:
         return "the script unfreezes parameters in mid-training, which torch's class leaves to each rank"
     return ""
 

@@ -12,25 +12,21 @@ import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastreduce import (
-    MismatchError,
-    ReducerError,
     SettingError,
     Shadow,
-    TransportError,
     load_checkpoint,
     save_checkpoint,
 )
-from fastreduce.run.contestants import why_fixed
 from tests.reduction.residuals.test_applied import FEW, SETUPS
 from tests.reduction.test_switched_histories import SETTINGS, switching_steps
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
@@ -50,7 +46,7 @@ from tests.support.models import (
     word_indices,
     wrap,
 )
-from tests.support.ranks import OVER_HOSTS, RankPool, run_ranks
+from tests.support.ranks import OVER_HOSTS, RankPool
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -179,12 +175,12 @@ def test_nothing_of_what_is_kept_is_lost_over_many_histories(request: pytest.Fix
     _hunt(request.getfixturevalue(f"ranks{world_size}"), 150)
 
 
-def _step(ddp: Any, rank: int, step: int) -> None:
+def one_step(ddp: Any, rank: int, step: int) -> None:
     ddp.zero_grad()
     (ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
 
 
-def _branches() -> nn.Module:
+def half_frozen() -> nn.Module:
     model = whole_(Branches())
     model.trunk.requires_grad_(False)
     return model
@@ -230,7 +226,7 @@ def _checkpointed(rank: int, world_size: int, reentrant: bool) -> None:
     ddp = wrap("ours", model, bucket_cap_mb=1e-6)
     for step in range(6):
         model.inner.requires_grad_(step > 2)
-        _step(ddp, rank, step)
+        one_step(ddp, rank, step)
         expected: dict[str, Any] = dict(average_of_whole(make, step, range(world_size)))
         if step < 3:
             expected |= dict.fromkeys(("inner.weight", "inner.bias"))
@@ -298,12 +294,12 @@ def test_a_copy_and_a_snapshot_go_on_with_what_was_thawed(ranks2: RankPool, low:
 def _copied(rank: int, world_size: int, low: bool, path: Path) -> None:
     precision = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)} if low else {}
     options: dict[str, Any] = {} if low else {"compression": "int8:block=16,error_feedback"}
-    ddp = wrap("ours", _branches(), **options, **precision)
+    ddp = wrap("ours", half_frozen(), **options, **precision)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.125, momentum=0.5)
 
     def train(ddp: Any, optimizer: Any, steps: range) -> None:
         for step in steps:
-            _step(ddp, rank, step)
+            one_step(ddp, rank, step)
             optimizer.step()
 
     train(ddp, optimizer, range(2))
@@ -332,20 +328,20 @@ def test_the_setting_that_begins_with_the_same_forward_is_its_too(ranks2: RankPo
 
 
 def _set_at_once(rank: int, world_size: int, resumed: bool) -> None:
-    ddp = wrap("ours", _branches(), compression="fp16" if resumed else {"a.*|b.*|c.*": "int8"})
-    _step(ddp, rank, 0)
+    ddp = wrap("ours", half_frozen(), compression="fp16" if resumed else {"a.*|b.*|c.*": "int8"})
+    one_step(ddp, rank, 0)
     if resumed:
         saved = ddp.reducer.state_dict()
-        ddp = wrap("ours", _branches(), compression="none")
+        ddp = wrap("ours", half_frozen(), compression="none")
         ddp.reducer.load_state_dict(saved)
     else:
         ddp.module.trunk.requires_grad_(True)
         with pytest.raises(SettingError, match=r"'trunk.weight' matches no key"):
-            _step(ddp, rank, 1)
+            one_step(ddp, rank, 1)
         ddp.set_compression("none")
     ddp.module.trunk.requires_grad_(True)
     for step in (1, 2):
-        _step(ddp, rank, step)
+        one_step(ddp, rank, step)
         expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
         assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, step {step}")
 
@@ -372,18 +368,54 @@ def _shadowed(rank: int, world_size: int) -> list[dict[str, float]]:
     return [found[1], found[3]]
 
 
+def test_a_shadow_whose_keys_match_none_of_it_says_so_and_ends(ranks2: RankPool):
+    for said, last in ranks2.run(_shadowed_without_a_key):
+        assert last == 1
+        assert said == [
+            "this Shadow measures no more: parameter 'trunk.weight' matches no key: '[abc].*'; '*' matches all"
+        ]
+
+
+def _shadowed_without_a_key(rank: int, world_size: int) -> tuple[list[str], int]:
+    ddp = wrap("ours", half_frozen())
+    shadow, said = Shadow(ddp, ["int8"], every=1, groups=["[abc].*"]), list[str]()
+    with patch("fastreduce.ddp.shadow.logger.warning", lambda text, *given: said.append(text % given)):
+        for step in range(4):
+            ddp.module.trunk.requires_grad_(step > 1)
+            one_step(ddp, rank, step)
+    assert shadow.last is not None
+    shadow.close()
+    return said, shadow.last.step
+
+
+def test_a_policy_that_names_it_can_be_set_at_once(ranks2: RankPool):
+    ranks2.run(_named_by_a_policy)
+
+
+def _named_by_a_policy(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", half_frozen())
+    for step in range(4):
+        if step == 2:
+            ddp.module.trunk.requires_grad_(True)
+            ddp.set_compression({"trunk.*": "fp16", "*": "none"})
+            assert ddp.compression_by_parameter()["trunk.weight"] == "fp16"
+        one_step(ddp, rank, step)
+    expected = average_of_whole(lambda: whole_(Branches()), 3, range(world_size))
+    assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}")
+
+
 def test_where_inputs_are_uneven_it_is_averaged_too(ranks2: RankPool):
     ranks2.run(_joined)
 
 
 def _joined(rank: int, world_size: int) -> None:
     """Thawed between two epochs, each of which has fewer inputs on rank 0."""
-    ddp = wrap("ours", _branches())
+    ddp = wrap("ours", half_frozen())
     for epoch in range(3):
         ddp.module.trunk.requires_grad_(epoch > 0)
         with ddp.join(divide_by_initial_world_size=False):
             for step in range(2 + rank):
-                _step(ddp, rank, step)
+                one_step(ddp, rank, step)
                 active = range(world_size) if step < 2 else [1]
                 expected: dict[str, Any] = dict(average_of_whole(lambda: whole_(Branches()), step, active))
                 if epoch == 0:
@@ -396,9 +428,9 @@ def test_a_forward_that_some_ranks_alone_ran_in_low_precision_is_no_difference(r
 
 
 def _lowered_on_one(rank: int, world_size: int) -> None:
-    ddp = wrap("ours", _branches(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    ddp = wrap("ours", half_frozen(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     for step in range(2):
-        _step(ddp, rank, step)
+        one_step(ddp, rank, step)
     if rank == 0:
         with ddp.no_sync():
             ddp(whole_batch(rank, 9, 3, 4))
@@ -406,85 +438,5 @@ def _lowered_on_one(rank: int, world_size: int) -> None:
     wrapped_trained = wrap("ours", whole_(Branches()), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     for step in (2, 3):
         for each in (ddp, wrapped_trained):
-            _step(each, rank, step)
+            one_step(each, rank, step)
         assert_same_bits(grads_of(ddp.module), grads_of(wrapped_trained.module), f"rank {rank}, step {step}")
-
-
-# What cannot be
-
-
-def test_another_backward_through_an_older_forward_that_left_something_out_ends_as_without_it(ranks2: RankPool):
-    ranks2.run(_left_out)
-
-
-def _left_out(rank: int, world_size: int) -> None:
-    ddp = wrap("ours", _branches())
-    output = ddp(whole_batch(rank, 0, 3, 4), "ab")
-    output.sum().backward(retain_graph=True)
-    ddp.module.trunk.requires_grad_(True)
-    with ddp.no_sync():
-        ddp(whole_batch(rank, 1, 3, 4)).sum().backward()
-    with pytest.raises(ReducerError, match=r"first gradients for 'c.weight' and further ones for 'a.weight'"):
-        output.sum().backward()
-
-
-def test_where_some_have_joined_and_under_a_hook_it_is_an_error(ranks2: RankPool):
-    ranks2.run(_refused)
-
-
-def _refused(rank: int, world_size: int) -> None:
-    ddp = wrap("ours", _branches())
-    ddp.register_comm_hook(None, allreduce_hook)
-    _step(ddp, rank, 0)
-    ddp.module.trunk.requires_grad_(True)
-    with pytest.raises(ReducerError, match=rf"rank {rank}: parameter 'trunk.weight' was .*unfrozen"):
-        _step(ddp, rank, 1)
-    ddp = wrap("ours", _branches())
-    with ddp.join():
-        for step in range(1 + rank):
-            ddp.module.trunk.requires_grad_(step > 0)
-            if step == 0:
-                _step(ddp, rank, step)
-            else:
-                with pytest.raises(ReducerError, match=rf"rank {rank}: parameter 'trunk.weight' was .*unfrozen"):
-                    _step(ddp, rank, step)
-
-
-def test_ranks_that_differ_in_it_are_told(ranks2: RankPool):
-    ranks2.run(_differing)
-
-
-def _differing(rank: int, world_size: int) -> None:
-    model = _branches()
-    model.a.requires_grad_(False)
-    ddp = wrap("ours", model)
-    _step(ddp, rank, 0)
-    (model.a if rank else model.trunk).requires_grad_(True)
-    with pytest.raises(MismatchError, match=r"ranks differ in parameter '\w+.weight' from step 1 on"):
-        _step(ddp, rank, 1)
-    model.requires_grad_(True)
-    for step in (1, 2):
-        _step(ddp, rank, step)
-        expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
-        assert_same_bits(grads_of(model), expected, f"rank {rank}, step {step}")
-
-
-def test_a_rank_that_alone_unfreezes_is_told_what_is_to_be_done():
-    run_ranks(_alone, 2)
-
-
-def _alone(rank: int, world_size: int) -> None:
-    ddp = wrap("ours", _branches())
-    for step in range(2):
-        _step(ddp, rank, step)
-    ddp.module.trunk.requires_grad_(rank == 0)
-    expected = r"'trunk.weight' too: every rank is to unfreeze the same" if rank == 0 else "Rank 0 is in another call"
-    with pytest.raises(TransportError, match=expected):
-        _step(ddp, rank, 2)
-
-
-def test_a_comparison_by_turns_ends_with_the_reason(alone: None):
-    ddp = wrap("ours", _branches())
-    assert why_fixed(ddp) == ""
-    ddp.module.trunk.requires_grad_(True)
-    assert "unfreezes parameters" in why_fixed(ddp)

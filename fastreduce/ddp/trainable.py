@@ -1,0 +1,87 @@
+"""Which parameters of a wrapped module are averaged, and what it has beside them: frozen, unfrozen since, or new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter
+
+from torch import Tensor, nn
+
+from ..errors import ReducerError
+from .logger import TorchLogger
+from .reducer import TorchReducer
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class Trainable:
+    """The parameters of a module, as its wrapper looks after them.
+
+    Args:
+        module: what is wrapped.
+        ignored: names of parameters that nobody averages.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        self._module, self._ignored = module, ignored
+        # That are not averaged, and required no gradient at construction.
+        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in ignored]
+
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """The first name of each."""
+        names: dict[int, str] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
+        return [names[id(parameter)] for parameter in parameters]
+
+    @property
+    def holds_thawed(self) -> bool:
+        """Whether something requires a gradient by now that did not at construction, and is not averaged yet."""
+        return any(map(_REQUIRES_GRAD, self._frozen))
+
+    def add_thawed(
+        self, reducer: TorchReducer, logger: TorchLogger, find: Callable[[], tuple[list[Tensor], list[bool]]]
+    ) -> None:
+        """Let what was frozen at construction, and requires a gradient now, be averaged from the next forward on.
+
+        Every rank calls it. Where that cannot be, `check` raises when its gradients have come: under a communication
+        hook, which may keep something of buckets, and where ranks have joined, who do not look.
+
+        Args:
+            reducer: what averages.
+            logger: that of the wrapper.
+            find: tells the parameters that require a gradient, and of each whether its gradient is sparse.
+        """
+        if not self.holds_thawed or not reducer.buckets.are_compressed:
+            return
+        if reducer.buckets.uneven.some_have_joined(reducer.transport.world_size):
+            return
+        thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
+        found = [(parameter, sparse) for parameter, sparse in zip(*find(), strict=True) if id(parameter) in thawed]
+        if found:  # else the module has them no longer
+            parameters = [parameter for parameter, _ in found]
+            names = self.names_of(parameters)
+            reducer.add(parameters, names, [i for i, (_, sparse) in enumerate(found) if sparse])
+            logger.added(parameters, names, reducer.plan, reducer.buckets.settings_text())
+        self._frozen = [parameter for parameter in self._frozen if id(parameter) not in thawed]
+
+    def check(self, averaged: Collection[int], rank: int) -> None:
+        """Raise if the module holds a trainable parameter that nobody averages.
+
+        What was frozen, and has no gradient, is for the next forward.
+
+        Args:
+            averaged: identities of those that somebody does.
+            rank: this one.
+
+        Raises:
+            ReducerError: naming it.
+        """
+        known = {*averaged, *(id(parameter) for parameter in self._frozen if parameter.grad is None)}
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known and name not in self._ignored:
+                raise ReducerError(
+                    f"rank {rank}: parameter {name!r} was added, replaced or unfrozen after the module was wrapped, so "
+                    "its gradient is not averaged and replicas would drift apart. Wrap the module again "
+                    "(fastreduce.DistributedDataParallel(ddp.module, …)), or freeze the parameter"
+                )

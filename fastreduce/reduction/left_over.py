@@ -27,7 +27,7 @@ class LeftOver:
     def forget(self) -> None:
         """No backward comes that belongs to the last reduction."""
         self.parameters = set()
-        self.brought[:] = [True] * len(self._buckets.specs)
+        self.brought[:] = [True] * len(self.brought)
 
     def add(self, count: int) -> None:
         """So many parameters more are averaged, from the next reduction on."""

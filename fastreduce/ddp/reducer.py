@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compression import NoCompression
-from ..errors import MismatchError, ReducerError, SettingError
+from ..errors import MismatchError, ReducerError, SettingError, TensorError
 from ..reduction.arrivals import makes_graph, weakly
 from ..reduction.reducer import GradientReducer
 from ..reduction.schedule import Setting
@@ -124,7 +124,8 @@ class TorchReducer(GradientReducer):
                 "both decide what goes on the wire"
             )
         if not self.backward.running or self.backward.has_raised:
-            with suppress(SettingError, MismatchError):  # of the setting in force: it is tried again with the next
+            # On all ranks alike: what one refuses is a MismatchError on the others. The next forward tries it again.
+            with suppress(SettingError, TensorError, MismatchError):
                 self.add_thawed()
         super().set_compression(setting, at, bucket_bytes)
 

@@ -14,8 +14,18 @@ from .reducer import TorchReducer
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
+def names_of(module: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
+    """The first name of each in a module that has them."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), name)
+    return [names[id(parameter)] for parameter in parameters]
+
+
 class Trainable:
-    """The parameters of a module, as its wrapper looks after them.
+    """The parameters of a wrapper's module, as the wrapper looks after them.
+
+    The module is given with each call: a script may put another one in its place.
 
     Args:
         module: what is wrapped.
@@ -23,16 +33,9 @@ class Trainable:
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
-        self._module, self._ignored = module, ignored
+        self._ignored = ignored
         # That are not averaged, and required no gradient at construction.
         self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in ignored]
-
-    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """The first name of each."""
-        names: dict[int, str] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
-        return [names[id(parameter)] for parameter in parameters]
 
     @property
     def holds_thawed(self) -> bool:
@@ -40,7 +43,11 @@ class Trainable:
         return any(map(_REQUIRES_GRAD, self._frozen))
 
     def add_thawed(
-        self, reducer: TorchReducer, logger: TorchLogger, find: Callable[[], tuple[list[Tensor], list[bool]]]
+        self,
+        module: nn.Module,
+        reducer: TorchReducer,
+        logger: TorchLogger,
+        find: Callable[[], tuple[list[Tensor], list[bool]]],
     ) -> None:
         """Let what was frozen at construction, and requires a gradient now, be averaged from the next forward on.
 
@@ -48,6 +55,7 @@ class Trainable:
         hook, which may keep something of buckets, and where ranks have joined, who do not look.
 
         Args:
+            module: as it is now.
             reducer: what averages.
             logger: that of the wrapper.
             find: tells the parameters that require a gradient, and of each whether its gradient is sparse.
@@ -60,17 +68,18 @@ class Trainable:
         found = [(parameter, sparse) for parameter, sparse in zip(*find(), strict=True) if id(parameter) in thawed]
         if found:  # else the module has them no longer
             parameters = [parameter for parameter, _ in found]
-            names = self.names_of(parameters)
+            names = names_of(module, parameters)
             reducer.add(parameters, names, [i for i, (_, sparse) in enumerate(found) if sparse])
             logger.added(parameters, names, reducer.plan, reducer.buckets.settings_text())
         self._frozen = [parameter for parameter in self._frozen if id(parameter) not in thawed]
 
-    def check(self, averaged: Collection[int], rank: int) -> None:
+    def check(self, module: nn.Module, averaged: Collection[int], rank: int) -> None:
         """Raise if the module holds a trainable parameter that nobody averages.
 
         What was frozen, and has no gradient, is for the next forward.
 
         Args:
+            module: as it is now.
             averaged: identities of those that somebody does.
             rank: this one.
 
@@ -78,7 +87,7 @@ class Trainable:
             ReducerError: naming it.
         """
         known = {*averaged, *(id(parameter) for parameter in self._frozen if parameter.grad is None)}
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known and name not in self._ignored:
                 raise ReducerError(
                     f"rank {rank}: parameter {name!r} was added, replaced or unfrozen after the module was wrapped, so "

@@ -52,7 +52,7 @@ from .logger import TorchLogger, environment
 from .mixed_precision import LowPrecision, put_own
 from .outputs import tensors_of
 from .reducer import TorchReducer
-from .trainable import Trainable
+from .trainable import Trainable, names_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -206,7 +206,7 @@ class DistributedDataParallel(_ReachesModule):
     ) -> None:
         """Build our reducer and logger where torch builds its own."""
         self._trainable = Trainable(self.module, self.parameters_to_ignore)
-        names = self._trainable.names_of(parameters)
+        names = names_of(self.module, parameters)
         low = self.mixed_precision
         self.reducer = (ElasticReducer if self._elastic else TorchReducer)(
             parameters,
@@ -259,7 +259,7 @@ class DistributedDataParallel(_ReachesModule):
         self._passing_sync_batchnorm_handle(self.module)
 
     def _add_thawed(self) -> None:
-        self._trainable.add_thawed(self.reducer, self.logger, self._build_params_for_reducer)
+        self._trainable.add_thawed(self.module, self.reducer, self.logger, self._build_params_for_reducer)
 
     @property
     def _bucket_caps(self) -> list[int]:
@@ -453,7 +453,7 @@ class DistributedDataParallel(_ReachesModule):
         that was frozen at construction requires a gradient, and where one that always had a gradient has none.
         """
         self._may_have_changed = False
-        self._trainable.check(self.reducer.recorder.parameters, self._distributed_rank)
+        self._trainable.check(self.module, self.reducer.recorder.parameters, self._distributed_rank)
 
     def clip_grad_norm_(
         self,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from fastreduce import MismatchError, ReducerError, TransportError
+from fastreduce import MismatchError, ReducerError, TensorError, TransportError
 from fastreduce.run.contestants import why_fixed
 from tests.ddp.test_thawed import half_frozen, one_step
 from tests.support.models import (
@@ -74,6 +75,30 @@ def _differing(rank: int, world_size: int) -> None:
         one_step(ddp, rank, step)
         expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
         assert_same_bits(grads_of(model), expected, f"rank {rank}, step {step}")
+
+
+def test_a_dtype_that_one_rank_cannot_average_is_an_error_of_the_next_forward_on_all(ranks2: RankPool):
+    ranks2.run(_unsupported_on_one)
+
+
+def _unsupported_on_one(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", half_frozen())
+    if rank == 1:
+        ddp.module.trunk.to(torch.float8_e5m2)
+    ddp.module.trunk.requires_grad_(True)
+    ddp.set_compression("fp16")
+    with pytest.raises(TensorError if rank == 1 else MismatchError, match=r"'trunk.weight' is torch.float8_e5m2"):
+        one_step(ddp, rank, 0)
+    assert str(ddp.compression) == "fp16"
+
+
+def test_a_module_that_takes_the_place_of_the_wrapped_one_is_looked_at_too(alone: None):
+    ddp = wrap("ours", half_frozen())
+    for step in range(20):
+        one_step(ddp, 0, step)
+    ddp.module = Branches()
+    with pytest.raises(ReducerError, match=r"rank 0: parameter 'trunk.weight' was added, replaced"):
+        one_step(ddp, 0, 20)
 
 
 def test_a_rank_that_alone_unfreezes_is_told_what_is_to_be_done():

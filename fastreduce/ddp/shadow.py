@@ -69,7 +69,8 @@ class Shadow:
         groups: keys as a policy has them, such as `"*.bias|ndim<2"` and `"*"`, of which the first that matches a
             parameter is its group. None: each module with parameters of its own, by name; where there are more than 32,
             modules whose names differ only in numbers together, as `blocks.*.attention`. Where a parameter that is
-            unfrozen later matches no key, a warning says so, and nothing is measured any more.
+            unfrozen later matches no key, here or of a policy in `settings`, a warning says so, and nothing is measured
+            any more.
 
     Attributes:
         last: the last measurement; None before the first.

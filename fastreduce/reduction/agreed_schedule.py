@@ -44,7 +44,8 @@ class AgreedSchedule:
         step, gradients = self.schedule.step, self._buckets.gradients
         told = {"the number of steps reduced": str(step)}
         if moved:  # buckets are laid out by these numbers
-            told |= {f"parameter {i} by wrapping and unfreezing": repr(name) for i, name in enumerate(gradients.names)}
+            order = "by the order of wrapping and unfreezing"
+            told |= {f"parameter {i} {order}": repr(name) for i, name in enumerate(gradients.names)}
         try:
             if schedule is not None:
                 told |= schedule.description(gradients.names, gradients.parameters)

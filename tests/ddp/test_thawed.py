@@ -423,6 +423,7 @@ def _joined(rank: int, world_size: int) -> None:
                 assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, epoch {epoch}, step {step}")
 
 
+@needs_streams
 def test_a_forward_that_some_ranks_alone_ran_in_low_precision_is_no_difference(ranks2: RankPool):
     ranks2.run(_lowered_on_one)
 

@@ -148,7 +148,10 @@ class Shadow:
     # What a step does
 
     def _due(self, reduction: int) -> bool:
-        """Whether a reduction is measured: not among other ranks, and not while a CUDA graph is captured."""
+        """Whether a reduction is measured: not among other ranks, and not while a CUDA graph is captured.
+
+        Groups follow what is averaged by then.
+        """
         reducer = self._reducer()
         if self._is_over or reducer is None or reducer.transport is not self._transport():
             return False

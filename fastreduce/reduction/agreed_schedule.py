@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+
+from torch import Tensor
+
 from ..errors import SettingError, TransportError
 from ..transports.messages import checked, of_types
-from .agreement import check_agreement
+from .agreement import check_agreement, describe_tensor
 from .bucketed import BucketedGradients
+from .gradients import Gradients
 from .schedule import Schedule, Setting
 
 
@@ -61,6 +66,33 @@ class AgreedSchedule:
         assert schedule is not None
         self._buckets.warm_up(schedule.settings)
         self.resume(schedule)
+
+    def agree_to_add(self, parameters: Sequence[Tensor], names: Sequence[str], sparse: Set[int]) -> Gradients:
+        """Have ranks compare what is averaged, too, from the next step on, as `GradientReducer.add` has it."""
+        buckets, step = self._buckets, self.schedule.step
+        added, error, told = None, None, dict[str, str]()
+        try:
+            if not buckets.are_compressed:
+                raise SettingError(
+                    f"a communication hook averages, and may keep something of buckets without {names[0]!r}"
+                )
+            added, known = Gradients(parameters, names, buckets.dtype), buckets.gradients
+            told |= self.schedule.description([*known.names, *names], [*known.parameters, *parameters])
+            for i, (spec, layout) in enumerate(zip(added.specs, added.layouts, strict=True)):
+                # Not as a parameter is now: a forward may have left it in a lower precision on some ranks.
+                kind = f"{describe_tensor(layout.to(spec.dtype))}, {'sparse' if i in sparse else 'dense'}"
+                told[f"parameter {spec.name!r} from step {step} on"] = kind
+        except Exception as found:  # whatever it is, other ranks must not wait
+            error = found
+        try:
+            check_agreement(buckets.transport, told, error)
+        except TransportError as found:
+            raise TransportError(
+                f"{found} Ranks compare what is averaged from step {step} on, {names[0]!r} too: every rank is to "
+                "unfreeze the same parameters before that"
+            ) from found
+        assert added is not None
+        return added
 
     def resume(self, schedule: Schedule) -> None:
         """Go on with a schedule that ranks need not compare now."""

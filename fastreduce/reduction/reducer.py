@@ -14,20 +14,18 @@ from torch import Tensor
 
 from ..compression import Compression
 from ..environment.exits import Exit, each_at_exit
-from ..errors import SettingError, TransportError, brief
+from ..errors import SettingError, brief
 from ..policy import Policy
 from ..transports import Transport
 from ..transports.messages import checked, numbers
 from . import saved_state
 from .agreed_schedule import AgreedSchedule
-from .agreement import check_agreement, describe_tensor
 from .averaging import Averaging
 from .backward import Backward
 from .bucketed import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketedGradients
 from .buckets import BucketPlan, shortest
 from .clocks import Seconds
 from .events import Events
-from .gradients import Gradients
 from .pipeline import BucketPipeline
 from .residuals.factors import finite_number
 from .schedule import Schedule, Setting
@@ -379,28 +377,8 @@ class GradientReducer:
         """
         self.switch_if_due()  # the setting in force till now may know nothing of them
         buckets, sparse = self.buckets, set(sparse)
-        added, error, told = None, None, dict[str, str]()
-        try:
-            if not buckets.are_compressed:
-                raise SettingError(f"a communication hook averages, and may keep something of buckets without {names}")
-            added = Gradients(parameters, names, buckets.dtype)
-            known = buckets.gradients
-            told |= self.schedule.description([*known.names, *names], [*known.parameters, *parameters])
-            for i, (spec, layout) in enumerate(zip(added.specs, added.layouts, strict=True)):
-                # Not as a parameter is now: a forward may have left it in a lower precision on some ranks.
-                kind = f"{describe_tensor(layout.to(spec.dtype))}, {'sparse' if i in sparse else 'dense'}"
-                told[f"parameter {spec.name!r} from step {self.step} on"] = kind
-        except Exception as found:  # whatever it is, other ranks must not wait
-            error = found
-        try:
-            with self._telemetry.explaining():
-                check_agreement(self.transport, told, error)
-        except TransportError as failed:
-            raise TransportError(
-                f"{failed} Ranks compare what is averaged from step {self.step} on, {names[0]!r} too: every rank is to "
-                "unfreeze the same parameters before that"
-            ) from failed
-        assert added is not None
+        with self._telemetry.explaining():
+            added = self._agreed.agree_to_add(parameters, names, sparse)
         first = len(buckets.specs)
         self._sparse.parameters |= {first + i: parameters[i] for i in sorted(sparse)}
         self.look()

@@ -21,12 +21,7 @@ from hypothesis import given
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastreduce import (
-    SettingError,
-    Shadow,
-    load_checkpoint,
-    save_checkpoint,
-)
+from fastreduce import SettingError, Shadow, load_checkpoint, save_checkpoint
 from tests.reduction.residuals.test_applied import FEW, SETUPS
 from tests.reduction.test_switched_histories import SETTINGS, switching_steps
 from tests.support.histories import Setup, Step, check_law, of_trainings, train

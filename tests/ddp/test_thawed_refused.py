@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from fastreduce import MismatchError, ReducerError, TensorError, TransportError
+from fastreduce import MismatchError, ReducerError, SettingError, TensorError, TransportError
 from fastreduce.run.contestants import why_fixed
 from tests.ddp.test_thawed import half_frozen, one_step
 from tests.support.models import (
@@ -47,6 +47,8 @@ def _refused(rank: int, world_size: int) -> None:
     ddp.module.trunk.requires_grad_(True)
     with pytest.raises(ReducerError, match=rf"rank {rank}: parameter 'trunk.weight' was .*unfrozen"):
         one_step(ddp, rank, 1)
+    with pytest.raises(SettingError, match="a communication hook averages, .* without 'trunk.bias'"):
+        ddp.reducer.add([ddp.module.trunk.bias], ["trunk.bias"])
     ddp = wrap("ours", half_frozen())
     with ddp.join():
         for step in range(1 + rank):

@@ -160,9 +160,7 @@ def test_losses_and_parameters_are_torchs_bit_for_bit(ranks: RankPool, framework
 
 def _train_in_both(rank: int, world_size: int, framework: str) -> tuple[Trained, Trained]:
     """Run the example's training in this process, first in torch's class, then in ours."""
-    size = str(world_size)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # the ranks have joined already
+    _be_launched(rank, world_size)
     train = {"accelerate": _accelerate, "lightning": _lightning, "transformers": _transformers}[framework]
     example = _load(framework)
     theirs = train(example, TorchDDP)
@@ -171,6 +169,13 @@ def _train_in_both(rank: int, world_size: int, framework: str) -> tuple[Trained,
         return theirs, train(example, DistributedDataParallel)
     finally:
         restore_torchs_class()
+
+
+def _be_launched(rank: int, world_size: int) -> None:
+    """As frameworks ask the environment."""
+    size = str(world_size)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # the ranks have joined already
 
 
 def _load(framework: str) -> Any:
@@ -218,9 +223,7 @@ def test_a_backbone_that_lightning_unfreezes_is_the_same_on_all_ranks(ranks: Ran
 
 
 def _finetuned(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    size = str(world_size)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    _be_launched(rank, world_size)
     lightning: Any = importlib.import_module("pytorch_lightning")
 
     class Model(lightning.LightningModule):  # type: ignore[name-defined, misc]

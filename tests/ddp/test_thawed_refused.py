@@ -47,7 +47,7 @@ def _refused(rank: int, world_size: int) -> None:
     ddp.module.trunk.requires_grad_(True)
     with pytest.raises(ReducerError, match=rf"rank {rank}: parameter 'trunk.weight' was .*unfrozen"):
         one_step(ddp, rank, 1)
-    with pytest.raises(SettingError, match="a communication hook averages, .* without 'trunk.bias'"):
+    with pytest.raises(SettingError, match=r"a communication hook averages, .* without 'trunk.bias'"):
         ddp.reducer.add([ddp.module.trunk.bias], ["trunk.bias"])
     ddp = wrap("ours", half_frozen())
     with ddp.join():

@@ -423,6 +423,7 @@ def _bad(rank: int, world_size: int, case: str) -> tuple[str, str]:
     return "nothing", ""
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_the_layer_out_makes_the_others_wait_until_the_timeout():
     (text,) = filter(None, run_ranks(_left_out, 2, check_exit=False))
     assert "all_gather of a SyncBatchNorm over 3 channels failed" in text and "rank 0" in text

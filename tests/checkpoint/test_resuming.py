@@ -210,6 +210,7 @@ def _after_broken(rank: int, world_size: int, setting: str, path: Path) -> list[
     return missed
 
 
+@pytest.mark.long
 def test_handlers_that_save_while_averages_are_waited_for_leave_them_to_come(ranks2: RankPool, tmp_path: Path):
     ranks2.run(_save_in_handlers, tmp_path / "snapshot.pt", timeout=60)
 

@@ -74,6 +74,7 @@ def _peak_of_loading(rank: int, world_size: int, path: Path) -> float:
     return (bytes_of("VmHWM") - before) / path.stat().st_size
 
 
+@pytest.mark.long
 def test_loading_takes_the_memory_of_one_file_on_rank_0_and_of_two_on_the_others(ranks2: RankPool, tmp_path: Path):
     ranks2.run(_peak_of_loading, tmp_path / "snapshot.pt")
     first, other = ranks2.run(_peak_of_loading, tmp_path / "snapshot.pt")

@@ -211,6 +211,7 @@ raise ValueError("the rank's")
 """
 
 
+@pytest.mark.long
 def test_a_scripts_own_hook_is_told_of_errors_and_a_forked_child_is_not_the_rank(tmp_path: Path):
     path = tmp_path / "forks.py"
     path.write_text(FORKS)

@@ -136,6 +136,7 @@ while not pathlib.Path(sys.argv[1], "end").exists():
 """
 
 
+@pytest.mark.long
 def test_nodes_that_cannot_be_one_job_are_named(tmp_path: Path):
     """One that was told another number of nodes ends all that wait; one that is there twice ends alone."""
     script = tmp_path / "stays.py"
@@ -349,6 +350,7 @@ raise ValueError("rank 1 is gone")
 """
 
 
+@pytest.mark.long
 def test_the_rank_that_began_to_end_first_is_the_cause_though_its_end_takes_longer(tmp_path: Path):
     path = tmp_path / "slow.py"
     path.write_text(SLOW)
@@ -416,6 +418,7 @@ class _Handler:
         self.left = psutil.Process(int(self.proc.communicate()[0]))
 
 
+@pytest.mark.long
 def test_what_a_rank_left_running_that_failed_beside_another_is_ended():
     """torch had not seen its end yet when it saw the other's."""
     ranks: Any = Ranks.__new__(Ranks)

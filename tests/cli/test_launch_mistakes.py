@@ -34,6 +34,7 @@ def test_what_may_have_been_meant(arguments: str, told: str, tmp_path: Path, cap
     assert "it was started" not in ended.stderr + capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_ranks_that_are_asked_for_behind_the_script_are_told_to_come_before_it(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("import sys\nprint(sys.argv[1:])\n")

@@ -109,7 +109,7 @@ C_LOCALE = "env -u LC_CTYPE LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
 
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param("compare --help", marks=pytest.mark.long), "report FOLDER/results.json --out FOLDER/–.html"],
+    ["compare --help", pytest.param("report FOLDER/results.json --out FOLDER/–.html", marks=pytest.mark.long)],
 )
 def test_a_locale_without_letters_ends_no_command(arguments: str, tmp_path: Path):
     """As of a container without any: Python's stdout is ASCII then, and so are files that are opened without a word."""

@@ -144,7 +144,7 @@ def _fails_amid(rank: int, world_size: int, owner: type, name: str, setting: str
     [
         (FlatWires, "reduce_shards", "bf16", "gloo"),
         pytest.param(FlatWires, "reduce_shards", "bf16:rounding=stochastic", None, marks=pytest.mark.long),
-        (LowRank, "_project", "powersgd:rank=1,min_compression_rate=1", "gloo"),
+        pytest.param(LowRank, "_project", "powersgd:rank=1,min_compression_rate=1", "gloo", marks=pytest.mark.long),
         pytest.param(LowRank, "_project", "powersgd:rank=1,min_compression_rate=1", None, marks=pytest.mark.long),
     ],
 )
@@ -215,9 +215,9 @@ def _interrupted(rank: int, world_size: int, transport: str, handler: Any, path:
     [
         ("gloo", signal.default_int_handler),
         ("shm", signal.default_int_handler),
-        ("gloo", _preempt),
+        pytest.param("gloo", _preempt, marks=pytest.mark.long),
         pytest.param("gloo", partial(_preempt, "why"), marks=pytest.mark.long),
-        ("gloo", _Handlers()),
+        pytest.param("gloo", _Handlers(), marks=pytest.mark.long),
     ],
     ids=["Ctrl-C, gloo", "Ctrl-C, shm", "an exception, gloo", "a partial function's, gloo", "an object's, gloo"],
 )
@@ -257,7 +257,12 @@ def _interrupted_amid_buckets(rank: int, world_size: int, transport: str, kind: 
 
 @pytest.mark.parametrize(
     ("transport", "kind"),
-    [("gloo", KeyboardInterrupt), ("gloo", RuntimeError), ("gloo", TimeoutError), ("shm", KeyboardInterrupt)],
+    [
+        ("gloo", KeyboardInterrupt),
+        pytest.param("gloo", RuntimeError, marks=pytest.mark.long),
+        pytest.param("gloo", TimeoutError, marks=pytest.mark.long),
+        ("shm", KeyboardInterrupt),
+    ],
 )
 def test_an_interrupt_amid_an_exchange_ends_the_connection_and_comes_out_as_it_is(
     ranks2: RankPool, transport: str, kind: type[BaseException]

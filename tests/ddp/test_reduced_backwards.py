@@ -380,6 +380,7 @@ def _parts(rank: int, world_size: int, parts: list[str], timeout: float) -> tupl
     return seen, ""
 
 
+@pytest.mark.long
 def test_a_second_backward_that_brings_first_gradients_on_some_ranks_only_is_an_error(ranks2: RankPool):
     """The others' next step would take them for its own."""
     (before, error), (others, theirs) = ranks2.run(_parts, ["01 2", "01"], 4.0, timeout=60)

@@ -97,6 +97,7 @@ def _regroup_after_a_failure(rank: int, world_size: int, seconds: float) -> Grad
     return grads_of(model.module)
 
 
+@pytest.mark.long
 def test_survivors_go_on_in_a_smaller_group_after_a_peer_has_failed(ranks3: RankPool):
     def test(seconds: float) -> None:
         first, second, _ = ranks3.run(_regroup_after_a_failure, seconds)

@@ -105,6 +105,7 @@ def _interrupted(rank: int, world_size: int) -> int:
         return store.add("left the first", 0)
 
 
+@pytest.mark.long
 def test_an_interrupt_once_all_have_come_lets_nobody_into_the_next_one_alone(ranks2: RankPool):
     assert ranks2.run(_interrupted) == [1, 1]
 
@@ -171,7 +172,7 @@ os._exit(0)
 GONE = "rank 2 is gone: its process has ended, or has closed its connections"
 
 
-@pytest.mark.parametrize("what", [pytest.param("all", marks=pytest.mark.long), "some", "recv", "any"])
+@pytest.mark.parametrize("what", ["some", *(pytest.param(what, marks=pytest.mark.long) for what in ("all", "recv", "any"))])
 def test_who_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str):
     """The others waited for the group's timeout, half an hour, where torch's own barrier over gloo takes a second."""
     call = "recv" if what in ("recv", "any") else "barrier"
@@ -207,6 +208,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_who_lives_behind_a_collective_that_timed_out_is_waited_for(tmp_path: Path):
     """gloo has closed all connections."""
     script = tmp_path / "train.py"
@@ -233,7 +235,7 @@ except MismatchError:
 """
 
 
-@pytest.mark.parametrize("program", [LAST, DIFFERS], ids=["barrier", "init_process_group"])
+@pytest.mark.parametrize("program", [LAST, pytest.param(DIFFERS, marks=pytest.mark.long)], ids=["barrier", "init_process_group"])
 def test_the_store_stays_until_all_have_left(tmp_path: Path, program: str):
     script = tmp_path / "train.py"
     script.write_text(program)

@@ -56,6 +56,7 @@ def _interrupted(rank: int, world_size: int, method: str) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_who_was_interrupted_while_it_waited_can_make_the_same_call_again(bare2: RankPool, tmp_path: Any):
     found = bare2.run(_interrupted, f"file://{tmp_path}/store", timeout=60)
     assert found == [["interrupted", "joined"], ["joined"]]

@@ -159,6 +159,7 @@ def _rank_and_sum(rank: int, x: float) -> tuple[int, float]:
     return rank, total.item()
 
 
+@pytest.mark.long
 def test_spawn_gives_rank_group_and_values():
     assert spawn(_rank_and_sum, (2.0,), nprocs=2) == [(0, 6.0), (1, 6.0)]
 

@@ -238,6 +238,7 @@ def test_where_nobody_listens_no_other_program_is_blamed(monkeypatch: pytest.Mon
         dist.init_process_group("gloo", address, world_size=2, rank=1, timeout=SECOND)
 
 
+@pytest.mark.long
 def test_a_port_in_use_and_ranks_that_do_not_come_are_named():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -329,6 +330,7 @@ def test_ranks_start_again_where_agents_keep_the_store_and_count_restarts_apart(
     assert bare2.run(_start_again, store.port, 60.0) == [[2.0] * 3] * 2
 
 
+@pytest.mark.long
 def test_the_ranks_that_do_not_start_again_are_named(monkeypatch: pytest.MonkeyPatch):
     store = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

@@ -154,11 +154,10 @@ def checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        "accumulated",
         "unused",
         *(
             pytest.param(case, marks=pytest.mark.long)
-            for case in ("turns", "half a turn", "slow", "cut short", "checkpoint", "refused")
+            for case in ("accumulated", "turns", "half a turn", "slow", "cut short", "checkpoint", "refused")
         ),
     ],
 )
@@ -244,6 +243,7 @@ def _go_on(_: object, name: str, address: str, folder: str) -> int:
     return 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_that_is_lost_while_it_comes_leaves_all_others_where_they_were(tmp_path: Path):

@@ -99,6 +99,7 @@ def test_torchrun_serves_with_an_agent_for_each_rank():
     assert re.search(back, _train(*agents, until=back))
 
 
+@pytest.mark.long
 def test_one_that_comes_again_when_the_others_are_done_is_not_started_for_ever(tmp_path: Path):
     script = tmp_path / "late.py"
     script.write_text(

@@ -80,10 +80,10 @@ class Processes:
     ("stage", "transport", "setting"),
     [
         ("backward", "gloo", "none"),
-        ("backward", "nccl", "none"),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ("backward", "nccl", "none"),
                 ("commit", "shm", "none"),
                 ("forward", "gloo", "none"),
                 ("collective", "gloo", "none"),

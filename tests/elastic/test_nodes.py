@@ -133,6 +133,7 @@ def test_a_node_whose_ranks_failed_is_told_of_and_the_job_succeeds_on_the_others
     assert first.stderr.read() == told
 
 
+@pytest.mark.long
 def test_nodes_of_which_one_is_not_elastic_are_no_job(start: Start):
     nodes = [start(0), start(1, elastic=False)]
     assert [each.wait(timeout=60) for each in nodes] == [1, 1]

@@ -328,6 +328,7 @@ def _silent_listener() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.long
 def test_an_address_at_which_no_store_answers_is_told_in_time():
     with _silent_listener() as port:
         start = time.monotonic()
@@ -389,6 +390,7 @@ def test_a_store_whose_holder_is_stopped_and_goes_on():
                 client.read("key")
 
 
+@pytest.mark.long
 def test_a_launcher_leaves_a_store_whose_holder_is_stopped(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FASTREDUCE_NODE_SECONDS", "6")
     with started(PYTHON, "-c", HOLD) as holder:

@@ -99,6 +99,7 @@ for ddp in trained:
 """
 
 
+@pytest.mark.long
 def test_one_that_reduces_or_asks_the_store_is_told_at_once(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(REDUCE)

@@ -100,6 +100,7 @@ OF_TORCH = {
 }
 
 
+@pytest.mark.long
 def test_so_does_the_error_of_a_collective_of_torchs(tmp_path: Path):
     def test(seconds: float) -> None:
         with ExitStack() as stack:

@@ -225,6 +225,7 @@ at_exit(Exit.STORE, lambda: print(f"{settled()}\\n", end="", flush=True))  # in 
 """
 
 
+@pytest.mark.long
 def test_no_thread_of_ours_or_gloos_goes_on_where_a_script_holds_transports(tmp_path: Path):
     """One that outlives Python aborts the process, now and then."""
     script = tmp_path / "train.py"

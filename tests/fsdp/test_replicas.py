@@ -93,6 +93,7 @@ def _on_hosts(rank: int, world_size: int) -> tuple[Found, dict[str, Any]]:
     return found, kept
 
 
+@pytest.mark.long
 def test_replicas_of_which_a_host_has_several_reduce_as_equals(ranks4: RankPool):
     """What is saved is a mean of four in FP32, which each transport sums in its own order."""
     with RankPool(4, hosts="aabb") as on_two:

@@ -119,6 +119,7 @@ def test_a_rank_that_dies_is_shown():
         pool.run(_die_on, 1)
 
 
+@pytest.mark.long
 def test_an_abort_at_exit_is_a_failure_unless_waived():
     with pytest.raises(RankError, match=r"not exit cleanly:\nrank 1: ended by SIGABRT"):
         run_ranks(_abort_at_exit, 2)

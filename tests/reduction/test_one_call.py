@@ -328,6 +328,7 @@ def test_what_one_rank_cannot_average_is_told_to_the_others(ranks2: RankPool):
         assert raised.startswith(("TensorError: ", "DeviceError: ")), raised
 
 
+@pytest.mark.long
 def test_a_rank_that_cannot_average_has_its_own_error_where_others_know_their_list(ranks2: RankPool):
     for how, own in (
         ("tensor", "TensorError: a builtins.str is no array"),

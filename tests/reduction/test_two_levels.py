@@ -396,6 +396,7 @@ def _noted(told: list[str]) -> Callable[..., None]:
     return lambda text, *args: told.append(text % args)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", ["aabb"], indirect=True)
 def test_two_levels_are_chosen_where_there_are_several_hosts_and_one_has_several_ranks(nodes: RankPool):
     for rank, found in enumerate(nodes.run(_chosen)):

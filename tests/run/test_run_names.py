@@ -62,6 +62,7 @@ def test_what_the_class_warns_of_is_told_of_the_lines_of_the_script_that_wrap(tm
     assert f"{script}:{second}: UserWarning: module '0' is wrapped already" in done.stderr
 
 
+@pytest.mark.long
 def test_what_the_class_warns_of_is_told_of_the_script_however_the_path_of_the_package_is_spelled(tmp_path: Path):
     script, folder = tmp_path / "wraps.py", f"{tmp_path.parent}//{tmp_path.name}"
     own = ["import sys", f"sys.path.insert(0, {folder!r})", "import fastreduce"]

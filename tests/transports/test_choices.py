@@ -52,7 +52,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    "when", ["again", "connecting", *(pytest.param(when, marks=pytest.mark.long) for when in ("first", "call"))]
+    "when", ["connecting", *(pytest.param(when, marks=pytest.mark.long) for when in ("first", "again", "call"))]
 )
 def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: str):
     """The others waited for the group's timeout, half an hour."""
@@ -214,6 +214,7 @@ def _unheard(rank: int, world_size: int, seconds: float) -> list[str]:
         return [*told, message(lambda: make_transport(garbled))]
 
 
+@pytest.mark.long
 def test_who_does_not_come_or_sends_something_else_is_named(ranks2: RankPool):
     def test(seconds: float) -> None:
         for rank, (absent, garbled) in enumerate(ranks2.run(_unheard, seconds)):

@@ -75,7 +75,7 @@ def _in_a_place(store: StoreClient, rank: int) -> None:
     ("late", "come"),
     [
         (0, _in_a_meeting),
-        (1, _in_a_place),
+        pytest.param(1, _in_a_place, marks=pytest.mark.long),
         pytest.param(0, _in_a_place, marks=pytest.mark.long),
         pytest.param(1, _in_a_meeting, marks=pytest.mark.long),
     ],
@@ -293,6 +293,7 @@ def test_a_users_own_store_need_not_compare():
     assert notes(store.at("meeting"), [0]) == ["note"]
 
 
+@pytest.mark.long
 def test_an_error_of_the_stores_own_timeout_is_a_transport_error():
     own = _Own()
     with patch.object(own, "set", side_effect=TimeoutError("asleep")), pytest.raises(TransportError, match="answer"):

@@ -300,6 +300,7 @@ def test_hosts_of_one_name_are_told_apart(tmp_path: Path):
     assert sorted(re.findall(r"\d of \d here", output)) == ["0 of 1 here", "1 of 1 here"]
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_an_address_that_nobody_knows_is_told(tmp_path: Path):
     start = time.monotonic()

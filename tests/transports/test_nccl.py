@@ -172,6 +172,7 @@ def test_programs_train_as_with_torch(setting: str, ranks2: RankPool, place: OnH
         assert problems == [[], []]
 
 
+@pytest.mark.long
 def test_processes_end_cleanly_after_an_abort_and_with_a_transport_in_use(tmp_path: Path):
     def check(place: OnHost) -> None:
         text, _ = run_ranks(run_case, 2, cases.ends_cleanly, place)
@@ -204,6 +205,7 @@ def test_communicators_end_with_their_group(place: OnHost):
 # Who does not come
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_connect_is_named(ranks3: RankPool, tmp_path: Path):
     def check(place: OnHost) -> None:
         *waiting, absent = ranks3.run(run_case, cases.absent_from_connecting, place)
@@ -248,6 +250,7 @@ def test_how_long_nccl_takes_to_start_does_not_count_where_ranks_are_absent(rank
     in_time(check, tmp_path)
 
 
+@pytest.mark.long
 def test_nor_does_each_start_where_ranks_share_a_gpu(ranks2: RankPool, tmp_path: Path):
     place = OnHost(str(tmp_path), timeout=0.5, starts=OnGpu.starts)
     assert "all_gather (collective 2, " in ranks2.run(run_case, _slow_to_start, place, 9)[0]
@@ -367,6 +370,7 @@ def _told_elsewhere(rank: int, size: int, place: OnHost) -> tuple[str, bool]:
     return said[0], connection.failed
 
 
+@pytest.mark.long
 def test_an_error_is_raised_once_and_not_after_close(ranks2: RankPool, tmp_path: Path):
     def check(place: OnHost) -> None:
         (text, failed), other = ranks2.run(run_case, _told_elsewhere, place)

@@ -49,6 +49,7 @@ def test_a_watchdog_has_a_context_when_it_asks_the_driver_for_a_capture_mode(
     assert "NCCL's watchdog on cuda:0: the driver refuses its thread a capture mode" in caplog.text
 
 
+@pytest.mark.long
 def test_a_process_ends_behind_communicators_whose_group_is_gone(tmp_path: Path):
     """A thread that comes back from C++ when Python has gone aborts the process: seen on a GPU."""
     place = nccl_cases.OnHost(str(tmp_path))

@@ -258,6 +258,7 @@ def _forked(rank: int, world_size: int) -> bool:
     return bool((tensor == 2).all())
 
 
+@pytest.mark.long
 def test_a_forked_child_changes_nothing():
     assert run_ranks(_forked, 2) == [True, True]
 

@@ -106,6 +106,7 @@ def _collected(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_what_moves_on_each_level_is_what_should(ranks21: RankPool):
     places = [("shm", 0, 2), ("gloo", 0, 2)], [("shm", 1, 2), ("local", 0, 1)], [("local", 0, 1), ("gloo", 1, 2)]
     for rank, found in enumerate(ranks21.run(_collected)):

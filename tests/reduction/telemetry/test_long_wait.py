@@ -268,6 +268,7 @@ def _trains_elsewhere(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
+@pytest.mark.long
 def test_who_trains_in_another_group_tells_where_it_is(three: RankPool):
     lines = three.run(_trains_elsewhere)[0]
     assert lines, "nothing was said"
@@ -327,7 +328,7 @@ def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[
     ("world_size", "groups", "transport"),
     [
         (2, "one group", "shm"),
-        (2, "two groups", "gloo"),
+        pytest.param(2, "two groups", "gloo", marks=pytest.mark.long),
         pytest.param(3, "one group", "gloo", marks=pytest.mark.long),
     ],
 )
@@ -369,6 +370,7 @@ def _on_two_threads(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
+@pytest.mark.long
 def test_a_wrapper_that_another_thread_may_train_is_in_no_deadlock(two: RankPool):
     assert not [line for told in two.run(_on_two_threads) for line in told if ORDER in line or "for it" in line]
 
@@ -383,6 +385,7 @@ def _late_in_each(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
+@pytest.mark.long
 def test_ranks_that_are_late_by_turns_are_in_no_deadlock(two: RankPool):
     lines = [line for told in two.run(_late_in_each) for line in told]
     assert any("It waits for rank 1, up to" in line for line in lines)
@@ -402,6 +405,7 @@ def _in_a_collective(rank: int, _: int) -> list[str]:
     return heard.lines
 
 
+@pytest.mark.long
 def test_where_one_is_in_a_collective_of_torchs_it_is_said_where_both_are(two: RankPool):
     lines, _ = two.run(_in_a_collective)
     assert lines

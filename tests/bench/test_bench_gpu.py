@@ -340,6 +340,7 @@ def test_each_test_is_a_line_before_the_next_begins(
         assert found["test_comes_after"] == "skipped: its process ended"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spread", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_tests_that_would_begin_too_late_are_named(
     spread: bool, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -271,6 +271,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ending",
     [pytest.param(0, marks=pytest.mark.long, id="at once"), pytest.param(1, id="when its script has cleaned up")],
@@ -362,6 +363,7 @@ def _two_nodes(*script: object, ranks: int = 1) -> Iterator[list[Running]]:
         yield nodes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("node", "how"),
     [

@@ -303,6 +303,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("elastic", [[], pytest.param(["--elastic"], marks=pytest.mark.long)], ids=["", "elastic"])
 def test_under_nohup_a_terminal_that_is_closed_ends_nothing(tmp_path: Path, elastic: list[str]):
     path = tmp_path / "waits.py"
@@ -330,6 +331,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.long
 def test_ranks_that_outlast_one_that_failed_are_killed_by_name(tmp_path: Path):
     path = tmp_path / "ignores.py"
     path.write_text(IGNORES)

@@ -50,6 +50,7 @@ def test_a_full_disk_is_one_line(
     assert not written or (tmp_path / written).stat().st_size > 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unwritable", ["> /dev/full", pytest.param(">&-", marks=pytest.mark.long)])
 def test_a_process_ends_without_another_word(unwritable: str):
     """As Python has, where it ends and text is left in a buffer."""

@@ -29,6 +29,7 @@ def _fit(setting: str) -> float:
     return sum(losses[-200:]) / 200
 
 
+@pytest.mark.long
 def test_fp8_trains_what_int8_cannot_see(alone: None):
     wanted = _fit("none")
     assert abs(_fit("fp8") - wanted) <= tolerances.SMALL_LOSS * wanted

@@ -164,6 +164,7 @@ def test_a_callable_of_the_step_is_a_schedule(ranks2: RankPool):
     assert ranks2.run(_by_step, _callable, (2, INT8, 4)) == [[*expected[:4], INT8, INT8]] * 2
 
 
+@pytest.mark.long
 def test_a_callable_is_asked_again_after_a_thousand_steps(ranks2: RankPool):
     assert ranks2.run(_far) == [["none", "int8", "none"]] * 2
 

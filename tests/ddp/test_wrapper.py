@@ -312,6 +312,7 @@ def test_mp_spawn_starts_it_and_it_ends_cleanly(tmp_path):
     assert_same_bits(torch.load(io.BytesIO(seen[0])), torch.load(io.BytesIO(seen[1])))
 
 
+@pytest.mark.long
 def test_a_group_that_is_destroyed_and_made_again_serves(ranks2: RankPool):
     assert run_ranks(_again, 2) == [[6.0, 6.0]] * 2
 

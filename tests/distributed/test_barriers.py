@@ -125,7 +125,7 @@ def _without_a_word(rank: int, world_size: int, raises: bool) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("raises", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_barrier_to_which_all_came_ends_well_and_within_its_timeout(raises: bool):
     with RankPool(2) as ranks:  # of which a meeting stays as it is
         assert max(ranks.run(_without_a_word, raises)) < 4
@@ -172,7 +172,9 @@ os._exit(0)
 GONE = "rank 2 is gone: its process has ended, or has closed its connections"
 
 
-@pytest.mark.parametrize("what", ["some", *(pytest.param(what, marks=pytest.mark.long) for what in ("all", "recv", "any"))])
+@pytest.mark.parametrize(
+    "what", ["some", *(pytest.param(what, marks=pytest.mark.long) for what in ("all", "recv", "any"))]
+)
 def test_who_has_ended_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str):
     """The others waited for the group's timeout, half an hour, where torch's own barrier over gloo takes a second."""
     call = "recv" if what in ("recv", "any") else "barrier"
@@ -235,7 +237,9 @@ except MismatchError:
 """
 
 
-@pytest.mark.parametrize("program", [LAST, pytest.param(DIFFERS, marks=pytest.mark.long)], ids=["barrier", "init_process_group"])
+@pytest.mark.parametrize(
+    "program", [LAST, pytest.param(DIFFERS, marks=pytest.mark.long)], ids=["barrier", "init_process_group"]
+)
 def test_the_store_stays_until_all_have_left(tmp_path: Path, program: str):
     script = tmp_path / "train.py"
     script.write_text(program)

@@ -241,7 +241,7 @@ def _run_all(folder: Path, cases: list[Case], run: Callable[[Path, Case], Seen],
 RUNS = pytest.mark.parametrize("run", [_over_gloo, _over_shm], ids=["gloo", "shm"])
 
 
-@pytest.mark.parametrize("transport", PICKED)
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.long), "shm"])
 def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path, transport: str):
     _run_all(tmp_path, PICKED[transport], _over_gloo if transport == "gloo" else _over_shm, _check)
 
@@ -357,6 +357,7 @@ def _stop(process: Running) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.long
 def test_a_store_whose_holder_is_stopped_and_goes_on():
     with started(PYTHON, "-c", HOLD) as holder:
         assert holder.stdout is not None

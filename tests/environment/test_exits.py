@@ -111,6 +111,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "method", ["forkserver", *(pytest.param(m, marks=pytest.mark.long) for m in ("fork", "spawn"))]
 )

@@ -58,6 +58,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "replaced",
     [

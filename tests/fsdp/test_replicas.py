@@ -46,7 +46,12 @@ def _train(rank: int, world_size: int, ours: bool, kind: str) -> Found:
 
 
 @pytest.mark.parametrize(
-    "kind", ["mean", pytest.param("quantized", marks=shards_bytes), pytest.param("divided", marks=pytest.mark.long)]
+    "kind",
+    [
+        "mean",
+        pytest.param("quantized", marks=[shards_bytes, pytest.mark.long]),
+        pytest.param("divided", marks=pytest.mark.long),
+    ],
 )
 def test_none_has_the_bits_of_native_hsdp(ranks4: RankPool, kind: str):
     native, ours = (ranks4.run(_train, way, kind) for way in (False, True))

@@ -42,6 +42,7 @@ def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, lau
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "end",
     [

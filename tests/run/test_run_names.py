@@ -49,6 +49,7 @@ torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(inner))
 """
 
 
+@pytest.mark.long
 def test_what_the_class_warns_of_is_told_of_the_lines_of_the_script_that_wrap(tmp_path: Path):
     """Not of the line of ours that stands between."""
     script = tmp_path / "wraps.py"

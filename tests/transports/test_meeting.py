@@ -283,6 +283,7 @@ def test_a_call_that_is_taken_back_as_the_thread_comes_to_it_leaves_no_silence(m
     assert hasty.read("key") == "value"
 
 
+@pytest.mark.long
 def test_a_users_own_store_need_not_compare():
     own = _Own()
     store = StoreClient(own, 5.0).at("here")

@@ -293,6 +293,7 @@ def _join_on_two_hosts(folder: Path, address: str, *seconds: int) -> tuple[int, 
     return mpirun(folder, "--oversubscribe", *first, ":", *second)
 
 
+@pytest.mark.long
 @needs_mpirun
 def test_hosts_of_one_name_are_told_apart(tmp_path: Path):
     code, output = _join_on_two_hosts(tmp_path, "localhost", 60, 60)

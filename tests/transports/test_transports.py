@@ -341,7 +341,7 @@ def _interrupted_amid_leasing(rank: int, world_size: int, kind: str) -> None:
         assert (ours == 3).all()
 
 
-@pytest.mark.parametrize("kind", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.long), "shm"])
 def test_an_interrupt_while_a_connection_is_leased_leaves_the_next_one_a_way(ranks2: RankPool, kind: str):
     ranks2.run(_interrupted_amid_leasing, kind, timeout=60)
 

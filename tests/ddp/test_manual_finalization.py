@@ -202,6 +202,24 @@ def test_who_asks_is_told_whether_to_wait_for_the_end(ranks2: RankPool):
     ranks2.run(_waits)
 
 
+def _waits_for_thawed(rank: int, world_size: int) -> None:
+    module, found = Branches(), []
+    module.a.requires_grad_(False)
+    model = wrap("ours", module)
+    _by_hand(model)
+    for step in range(4):
+        module.a.requires_grad_(step >= 2)
+        out = model(torch.ones(2, 4))
+        found.append(_must_wait(model))
+        out.sum().backward()
+        _finalize(model)
+    assert found == [True, False, True, False]
+
+
+def test_what_was_unfrozen_is_waited_for_once(ranks2: RankPool):
+    ranks2.run(_waits_for_thawed)
+
+
 # Misuse: each is an error, and the step goes on
 
 

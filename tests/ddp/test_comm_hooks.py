@@ -17,8 +17,20 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from fastreduce import DistributedDataParallel
 from fastreduce.ddp.user_hook import HookWork, UserHook
+from fastreduce.reduction.bucketed import BucketedGradients
+from fastreduce.reduction.telemetry.telemetry import Telemetry
 from tests.support.installed_torch import needs_streams
-from tests.support.models import mlp, wrap
+from tests.support.models import (
+    Words,
+    assert_same_bits,
+    batch,
+    equal_on_all,
+    grads_of,
+    mlp,
+    whole_loss,
+    word_indices,
+    wrap,
+)
 
 
 def _model() -> nn.Module:
@@ -86,6 +98,23 @@ def test_hooks_give_torchs_bits(ranks2, hook: str, views: bool):
     assert ranks2.run(_same_gradients, hook, views, cap) == [True, True]
 
 
+def _registered_amid(rank: int, world_size: int, at: int) -> None:
+    pair = [kind(_model(), bucket_cap_mb=0.005) for kind in (TorchDDP, DistributedDataParallel)]
+    for step in range(3):
+        for ddp in pair:
+            ddp.zero_grad()
+            loss = ddp(batch(rank, step, 4, 30)).square().mean()
+            if step == at:
+                _register(ddp, "fp16")
+            loss.backward()
+        assert_same_bits(*map(grads_of, reversed(pair)), f"{step=}")
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_hook_may_be_registered_between_a_forward_and_its_backward(ranks2, at: int):
+    ranks2.run(_registered_amid, at)
+
+
 def _bucket_as_seen_by_a_hook(rank: int, world_size: int) -> list[tuple]:
     seen = []
 
@@ -116,6 +145,37 @@ def test_hook_sees_the_bucket_and_its_result_lands_in_the_gradients(ranks2):
         indices = list(range(len(seen)))
         assert len(indices) > 1
         assert seen == [(i, i == indices[-1], True, True) for i in indices]
+
+
+# What raises at the end of a backward on one rank, whose collectives are not to be entered twice: a hook's sum of
+# used-flags, those of sparse gradients, and of what follows a reduction.
+ENDS = {
+    "stored": (BucketedGradients, "settle"),
+    "followed": (Telemetry, "meet"),
+    "judged": (BucketedGradients, "agree_that_finite"),
+}
+
+
+def _raises_at_its_end(rank: int, world_size: int, where: str) -> tuple[list[Any], list[tuple[int, int]]]:
+    ddp, found, met = DistributedDataParallel(Words()), list[Any](), list[tuple[int, int]]()
+    _register(ddp, "allreduce")
+    ddp.reducer.events.met.append(lambda *told: met.append(told))
+    ddp.reducer.events.met.append(lambda *_: ddp.reducer.transport.all_reduce(torch.ones(3)).wait())
+    for step in range(3):
+        ddp.zero_grad()
+        loss = whole_loss(ddp(word_indices(rank, step)))
+        if rank == 0 and step == 1:
+            with patch.object(*ENDS[where], side_effect=MemoryError), pytest.raises(MemoryError):
+                loss.backward()
+        else:
+            loss.backward()
+        found += [[p.grad.to_dense() for p in ddp.module.parameters()]] * (step != 1)
+    return found, met
+
+
+@pytest.mark.parametrize("where", ENDS)
+def test_what_raises_at_the_end_on_one_rank_leaves_none_a_step_behind(ranks2, where: str):
+    equal_on_all(ranks2.run(_raises_at_its_end, where))
 
 
 def _channels_last_under_a_hook(rank: int, world_size: int, views: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.reduction.residuals.test_applied import FEW, steps
 from tests.reduction.test_switched_histories import switching_steps
 from tests.support import tolerances
 from tests.support.histories import Setup, Step, check_law, of_trainings, train
-from tests.support.models import assert_same_bits, batch, equal_on_all, grads_of, wrap
+from tests.support.models import Breaking, assert_same_bits, batch, equal_on_all, grads_of, wrap
 from tests.support.ranks import RankPool
 from tests.support.snapshots import Training, switch_and_resume
 
@@ -324,3 +325,18 @@ def test_one_column_trains_on_the_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPat
     model = wrap("ours", nn.Linear(40, 40), compression="powersgd:rank=1,min_compression_rate=1")
     model(torch.ones(2, 40)).sum().backward()
     assert torch.allclose(model.module.weight.grad, torch.full((40, 40), 2.0))  # which is of rank 1
+
+
+def _factors_behind_a_failure(rank: int, world_size: int) -> list[Any]:
+    torch.manual_seed(0)
+    model = wrap("ours", Breaking(8), compression="powersgd:rank=1,min_compression_rate=1", bucket_cap_mb=1e-6)
+    for step in range(3):
+        boom = step == 2 and rank == 0
+        with pytest.raises(ValueError, match="boom") if boom else nullcontext():
+            model(batch(rank, step, 4, 8), boom=boom).square().mean().backward()
+    model.reducer.drop_broken_backward()
+    return [pipeline.wires.factors() for pipeline in model.reducer.pipelines]
+
+
+def test_behind_a_backward_that_raised_all_ranks_would_save_the_same_factors(ranks2: RankPool):
+    equal_on_all(ranks2.run(_factors_behind_a_failure))

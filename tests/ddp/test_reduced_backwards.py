@@ -16,6 +16,7 @@ from tests.support.each_setting import EACH_SETTING, PICKED
 from tests.support.models import (
     EXACT,
     SETTINGS,
+    Boom,
     Branches,
     Grads,
     Heads,
@@ -455,3 +456,26 @@ def _reached_without_gradient(rank: int, world_size: int) -> dict[str, str]:
         found[kind] = "None" if grad is None else "zeros" if not grad.any() else "others"
         assert model.module.layer.weight.grad.any()
     return found
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, boom: bool = False) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(Boom.apply(x, boom))  # type: ignore[no-untyped-call]
+
+
+def test_what_a_second_backward_brought_before_it_raised_is_averaged_with_the_next_one(ranks2: RankPool):
+    assert_same_bits(*ranks2.run(_second_raises))
+
+
+def _second_raises(rank: int, world_size: int) -> Grads:
+    model, x = wrap("ours", _TwoHeads()), torch.full((2, 4), rank + 1.0, requires_grad=True)
+    first, second = model(x, boom=True)
+    first.sum().backward()
+    with pytest.raises(ValueError, match="boom"):
+        second.sum().backward()
+    model(x)[0].sum().backward()
+    return grads_of(model.module)

@@ -364,12 +364,14 @@ class Three(nn.Module):
         return [head(x).sum() for head in self.heads]
 
 
-def _parts(rank: int, world_size: int, parts: list[str], timeout: float) -> tuple[list[Grads], str]:
-    """Backwards over sums of heads: all of them, then those of this rank, then all; until an error."""
+def _parts(
+    rank: int, world_size: int, parts: list[str], timeout: float, before: str = "012"
+) -> tuple[list[Grads], str]:
+    """Backwards over sums of heads: those `before`, then those of this rank, then all; until an error."""
     seconds = datetime.timedelta(seconds=timeout)
     group = dist.new_group(range(world_size), timeout=seconds)
     model, seen = wrap("ours", whole_(Three()), bucket_cap_mb=1e-6, process_group=group), []
-    for step, sums in enumerate(("012", parts[rank], "012")):
+    for step, sums in enumerate((before, parts[rank], "012")):
         model.zero_grad()
         heads = model(whole_batch(rank, step, 3, 4))
         for chosen in sums.split():
@@ -392,14 +394,18 @@ def test_a_second_backward_that_brings_first_gradients_on_some_ranks_only_is_an_
 
 
 @pytest.mark.parametrize(
-    ("parts", "raise_"),
-    [(["0 12", "01 2"], [True, False]), (["0 1 2", "0 2 1"], [True, True])],
-    ids=["in the first backward", "in a second one"],
+    ("before", "parts", "raise_"),
+    [
+        ("012", ["0 12", "01 2"], [True, False]),
+        ("012", ["0 1 2", "0 2 1"], [True, True]),
+        pytest.param("0", ["0 12", "01 2"], [True, False], marks=pytest.mark.long),
+    ],
+    ids=["in the first backward", "in a second one", "behind a step without them"],
 )
 def test_a_first_gradient_that_comes_after_the_others_were_averaged_is_an_error(
-    ranks2: RankPool, parts: list[str], raise_: list[bool]
+    ranks2: RankPool, before: str, parts: list[str], raise_: list[bool]
 ):
-    found = ranks2.run(_parts, parts, 4.0, timeout=60)
+    found = ranks2.run(_parts, parts, 4.0, before, timeout=60)
     for (_, error), raises in zip(found, raise_, strict=True):
         assert ("this rank's first gradient for 'heads." in error) == raises
 
@@ -479,3 +485,16 @@ def _second_raises(rank: int, world_size: int) -> Grads:
         second.sum().backward()
     model(x)[0].sum().backward()
     return grads_of(model.module)
+
+
+def test_a_third_backward_over_what_the_second_one_brought_stays_local(ranks2: RankPool):
+    ranks2.run(_third_stays_local)
+
+
+def _third_stays_local(rank: int, world_size: int) -> None:
+    model = wrap("ours", _TwoHeads())
+    first, second = model(torch.ones(2, 4))
+    first.sum().backward()
+    ((rank + 1) * second.sum()).backward(retain_graph=True)
+    second.sum().backward()
+    assert (model.module.second.bias.grad == 3.0 + 2.0).all()  # the average of 2 and 4, and what is this rank's

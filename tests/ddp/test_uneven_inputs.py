@@ -70,6 +70,9 @@ def _train(
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     first = fastreduce.DistributedDataParallel(nn.Linear(1, 1)) if behind else None
     averages = []
+    if behind:
+        with ddp.join():  # what it counts is over with it
+            ddp(_gradients(rank, 0, loop))
 
     def step(number: int, has_inputs: bool) -> None:
         if not loop.zero_late:
@@ -251,7 +254,7 @@ def _left_over_in_a_join(
 
     Rank 1 alone goes on, and has nothing left: in two levels what is left is with the first ranks of nodes, and here
     its gradients were zeros. `switched`: where it accumulates on averages that the others leave without applying them,
-    whether the switch was before the join or within.
+    whether the switch was before the join, before another one that nobody leaves early, or within.
     """
     ddp, steps = wrap("ours", Given(), compression=setting), 0
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
@@ -279,6 +282,9 @@ def _left_over_in_a_join(
     step(everybody, world_size)
     step(everybody, world_size)
     ddp.set_compression("none", at=2 + within)
+    if switched == "before another join":
+        with ddp.join():
+            step(everybody, world_size, skips=True)
     with ddp.join(divide_by_initial_world_size=divides):
         if within:
             step(everybody, world_size)
@@ -326,6 +332,7 @@ WAYS = {
     "accumulated": (True, False, "before"),
     "accumulated, over those left": (False, False, "before"),
     "accumulated, switched in the join": (True, False, "within"),
+    "accumulated, behind another join": (True, False, "before another join"),
 }
 PICKED = [
     ("aaa", TOP_K, "over those left"),
@@ -334,6 +341,7 @@ PICKED = [
     ("aab", INT4, "over those left"),
     ("aab", INT4, "accumulated"),
     ("aab", INT4, "accumulated, switched in the join"),
+    ("aab", INT4, "accumulated, behind another join"),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastreduce.reduction.streams import Part, ThreadStream
+from fastreduce.reduction.streams import Part, StreamJob, ThreadStream
 
 SECONDS = 20  # a part that is kept waiting so long has failed
 
@@ -163,6 +163,53 @@ def test_a_job_that_has_ended_keeps_nothing_alive(stream: ThreadStream):
     gc.collect()
     for fails, there in enumerate(ended):
         assert there() is None, fails
+
+
+def test_a_job_that_is_cancelled_before_it_begins_keeps_nothing_alive(stream: ThreadStream):
+    class Bucket:
+        pass
+
+    bucket, jobs = Bucket(), Jobs("a1")
+    first, there = stream.submit(jobs.job("a")), weakref.ref(bucket)
+    cancelled = stream.submit(_holding(bucket, jobs.job("b")))
+    cancelled.cancel()
+    jobs.let_go("a1")
+    first.result()
+    stream.submit(jobs.job("c")).result()
+    del bucket
+    gc.collect()
+    assert there() is None and cancelled.done and "b1" not in jobs.done
+
+
+def test_a_job_is_handed_on_before_it_is_known_to_have_begun():
+    """Else one that is begun behind it, on another thread, may be handed on first."""
+    job, begun = StreamJob(Jobs().job("a")), list[bool]()
+    job.begin(lambda each: begun.append(each._begun.done()))
+    job.begun()
+    assert begun == [False]
+
+
+def test_a_job_that_closes_its_stream_comes_to_its_end():
+    stream, jobs = ThreadStream(), Jobs()
+
+    def close() -> Part:
+        stream.close()
+        return jobs.job("a")
+
+    stream.submit(close).begun()
+    jobs.until("a3")
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one thread", "apart"])
+def test_the_threads_of_a_stream_that_nobody_has_any_more_end(apart: bool):
+    stream = ThreadStream(apart)
+    stream.submit(Jobs().job("a")).result()
+    threads = stream._threads
+    del stream
+    gc.collect()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=8)  # parts, and which one fails

@@ -217,3 +217,18 @@ def test_the_code_in_the_documentation_runs(ranks2: RankPool):
     blocks = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if "ddp" in block]
     policy = "*.bias|ndim<2: none; 0.*: bf16; *: int4:error_feedback"
     assert [ranks2.run(_code, block)[0] for block in blocks] == [policy, "none"]
+
+
+def _infinite_elsewhere(rank: int, world_size: int) -> None:
+    """A bucket without error feedback is not finite in a step that nobody is known to have applied."""
+    ddp, kept = wrap("ours", mlp(), compression={"0.*": "int8", "*": "int8:error_feedback"}), []
+    for step in range(3):  # behind the first one buckets are laid out anew
+        if step == 2 and rank == 0:
+            ddp.module[0].bias.register_hook(lambda grad: grad * torch.inf)
+        _backward(ddp, rank, step)
+        kept.append([feedback.settled()[:2] for feedback in ddp.reducer.buckets.feedbacks])
+    assert_same_bits(kept[2], kept[1])
+
+
+def test_a_step_that_is_not_finite_counts_for_no_bucket_whatever_its_setting(ranks2: RankPool):
+    ranks2.run(_infinite_elsewhere)

@@ -266,8 +266,6 @@ class Backward:
                     "accumulated and others not: run the forward again"
                 )
             self.running = False  # as autograd.grad, it had brought none
-            if self.armed:
-                self.arrivals.report()
         if (self.armed or not all(self._left_over.brought)) and not self.running:
             if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
                 raise ReducerError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -23,6 +24,7 @@ from torch.optim import SGD
 import fastreduce
 from fastreduce import hooks
 from fastreduce.reduction import one_call
+from fastreduce.reduction.residuals import notices
 from tests.support.histories import (
     NAMES,
     Given,
@@ -442,3 +444,34 @@ def test_a_list_that_lives_for_one_call_leaves_nothing_behind(ranks2: RankPool):
 def _entries(rank: int, world_size: int) -> int:
     gc.collect()
     return sum(len(owners._reductions) for kept in one_call._alive for owners in kept.owners.values())
+
+
+class _Steps:
+    """A `Listener` that counts steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        notices.listen(self)
+
+    def intact(self) -> dict[int, int]:
+        return {}
+
+    def refresh(self, positions: object) -> None: ...
+
+    def multiply(self, *_: object) -> None: ...
+
+    def tell(self, *_: object) -> None: ...
+
+    def step(self, *_: object) -> None:
+        self.count += 1
+
+
+def test_a_step_with_a_closure_behind_one_that_raised_is_told():
+    """The one that raised was told before it began, and would be taken for this one, which is told behind itself."""
+    parameter, told = torch.nn.Parameter(torch.ones(2)), _Steps()
+    optimizer = SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones(2)
+    with pytest.raises(ZeroDivisionError), patch.object(optimizer, "_init_group", side_effect=ZeroDivisionError):
+        optimizer.step()
+    optimizer.step(lambda: 0.0)
+    assert told.count == 2

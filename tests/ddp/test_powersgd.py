@@ -340,3 +340,20 @@ def _factors_behind_a_failure(rank: int, world_size: int) -> list[Any]:
 
 def test_behind_a_backward_that_raised_all_ranks_would_save_the_same_factors(ranks2: RankPool):
     equal_on_all(ranks2.run(_factors_behind_a_failure))
+
+
+def _infinite_and_applied(rank: int, world_size: int) -> None:
+    model = wrap("ours", Breaking(8), compression="powersgd:rank=1,min_compression_rate=1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        if step == 1 and rank == 0:
+            model.module.b.weight.register_hook(lambda grad: grad * torch.inf)
+        model(batch(rank, step, 4, 8)).square().mean().backward()
+        optimizer.step()
+    assert not model.module.b.weight.isfinite().all()
+    assert all(feedback.residual.isfinite().all() for feedback in model.reducer.buckets.feedbacks)
+
+
+def test_of_an_infinite_gradient_that_is_applied_nothing_is_kept(ranks2: RankPool):
+    ranks2.run(_infinite_and_applied)

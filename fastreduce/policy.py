@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from .errors import SettingError, brief, listed
 
 Chooser = Callable[[str, Tensor], Compression | str]
 AnySetting = Compression | str | Mapping[str, Compression | str] | Chooser | None
+
+NONE_FROZEN: Mapping[str, Tensor] = MappingProxyType({})
 
 NAMED = {"auto4": "ndim<2|numel<4096: fp16; *: int4:error_feedback"}
 
@@ -75,8 +78,15 @@ class Policy:
             f"{type(setting).__name__}: {brief(setting)}"
         )
 
-    def assign(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Compression]:
+    def assign(
+        self, names: Sequence[str], parameters: Sequence[Tensor], frozen: Mapping[str, Tensor] = NONE_FROZEN
+    ) -> list[Compression]:
         """The setting of each parameter.
+
+        Args:
+            names: theirs.
+            parameters: that are averaged.
+            frozen: others, by name, that may be averaged later: a key may match these alone.
 
         Raises:
             SettingError: naming a parameter that no key matches, or a key that matches none.
@@ -87,10 +97,10 @@ class Policy:
         matching = match([key for key, _ in self.rules], names, parameters)
         matched = {place for places in matching for place in places}
         for i, (key, setting) in enumerate(self.rules):
-            if i not in matched and not self.name:
+            if i not in matched and not self.name and not any(_matches(key, *each) for each in frozen.items()):
                 raise SettingError(
                     f"the key {key!r} of the policy, for {str(setting)!r}, matches no parameter; there are: "
-                    f"{listed(names, 6)}. One that is tied goes by the first of its names"
+                    f"{listed([*names, *frozen], 6)}. One that is tied goes by the first of its names"
                 )
         return [self.rules[places[0]][1] for places in matching]
 
@@ -148,10 +158,15 @@ def single(setting: Any, where: str) -> Compression:
     return found
 
 
-def assigned(setting: Compression | Policy, names: Sequence[str], parameters: Sequence[Tensor]) -> list[Compression]:
-    """The setting of each parameter."""
+def assigned(
+    setting: Compression | Policy,
+    names: Sequence[str],
+    parameters: Sequence[Tensor],
+    frozen: Mapping[str, Tensor] = NONE_FROZEN,
+) -> list[Compression]:
+    """The setting of each parameter, as `Policy.assign`."""
     if isinstance(setting, Policy):
-        return setting.assign(names, parameters)
+        return setting.assign(names, parameters, frozen)
     return [setting] * len(names)
 
 

@@ -202,12 +202,14 @@ _AGREED_ARGUMENTS = (
 
 def describe_wrapping(module: nn.Module, schedule: Schedule, arguments: Mapping[str, Any]) -> dict[str, str]:
     """What must be equal on every rank, by what it is called in an error."""
-    trainable = {n: p for n, p in _managed(module.named_parameters(), module).items() if p.requires_grad}
-    description = schedule.description(list(trainable), list(trainable.values()))
+    managed = _managed(module.named_parameters(), module)
+    trainable = {name: parameter for name, parameter in managed.items() if parameter.requires_grad}
+    frozen = {name: parameter for name, parameter in managed.items() if not parameter.requires_grad}
+    description = schedule.description(list(trainable), list(trainable.values()), frozen)
     description.update({name: repr(arguments.get(name)) for name in _AGREED_ARGUMENTS})
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
     sparse = {id(m.weight) for m in embeddings if m.sparse}
-    for name, parameter in _managed(module.named_parameters(), module).items():
+    for name, parameter in managed.items():
         grad = "requires grad" if parameter.requires_grad else "requires no grad"
         grad += ", which is sparse" if id(parameter) in sparse else ""
         description[f"parameter {name!r}"] = f"{describe_tensor(parameter)}, {grad}"

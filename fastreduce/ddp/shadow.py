@@ -131,7 +131,9 @@ class Shadow:
         """A group, and of each setting what it has for it, to each parameter that is averaged."""
         names, parameters = reducer.buckets.gradients.names, reducer.buckets.gradients.parameters
         for given in self._given:
-            self._settings[str(given)] = [_of_one_step(each) for each in assigned(given, names, parameters)]
+            self._settings[str(given)] = [
+                _of_one_step(each) for each in assigned(given, names, parameters, reducer.buckets.frozen)
+            ]
         named = modules_of(names) if self._keys is None else _by_keys(self._keys, names, parameters)
         self._groups = list(dict.fromkeys(named))
         self._group_of = [self._groups.index(name) for name in named]

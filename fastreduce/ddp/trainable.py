@@ -30,17 +30,20 @@ class Trainable:
     Args:
         module: what is wrapped.
         ignored: names of parameters that nobody averages.
+
+    Attributes:
+        frozen: by name, those that are not averaged, and required no gradient at construction; changed in place.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
         self._ignored = ignored
-        # That are not averaged, and required no gradient at construction.
-        self._frozen = [p for name, p in module.named_parameters() if not p.requires_grad and name not in ignored]
+        named = module.named_parameters()
+        self.frozen = {name: p for name, p in named if not p.requires_grad and name not in ignored}
 
     @property
     def holds_thawed(self) -> bool:
         """Whether something requires a gradient by now that did not at construction, and is not averaged yet."""
-        return any(map(_REQUIRES_GRAD, self._frozen))
+        return any(map(_REQUIRES_GRAD, self.frozen.values()))
 
     def add_thawed(
         self,
@@ -64,14 +67,15 @@ class Trainable:
             return
         if reducer.buckets.uneven.some_have_joined(reducer.transport.world_size):
             return
-        thawed = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
+        thawed = {id(parameter): name for name, parameter in self.frozen.items() if parameter.requires_grad}
         found = [(parameter, sparse) for parameter, sparse in zip(*find(), strict=True) if id(parameter) in thawed]
         if found:  # else the module has them no longer
             parameters = [parameter for parameter, _ in found]
             names = names_of(module, parameters)
             reducer.add(parameters, names, [i for i, (_, sparse) in enumerate(found) if sparse])
             logger.added(parameters, names, reducer.plan, reducer.buckets.settings_text())
-        self._frozen = [parameter for parameter in self._frozen if id(parameter) not in thawed]
+        for name in thawed.values():
+            del self.frozen[name]
 
     def check(self, module: nn.Module, averaged: Collection[int], rank: int) -> None:
         """Raise if the module holds a trainable parameter that nobody averages.
@@ -86,7 +90,7 @@ class Trainable:
         Raises:
             ReducerError: naming it.
         """
-        known = {*averaged, *(id(parameter) for parameter in self._frozen if parameter.grad is None)}
+        known = {*averaged, *(id(parameter) for parameter in self.frozen.values() if parameter.grad is None)}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in known and name not in self._ignored:
                 raise ReducerError(

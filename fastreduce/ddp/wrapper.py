@@ -219,6 +219,7 @@ class DistributedDataParallel(_ReachesModule):
             sparse=[i for i, expected in enumerate(expect_sparse_gradient) if expected],
             low_precision=LowPrecision(self.module.parameters(), low.param_dtype) if low else None,
             overlaps=not self._meets_elsewhere(),
+            frozen=self._trainable.frozen,
             asked=self._transport_argument if isinstance(self._transport_argument, str) else None,
             find_unused_parameters=self.find_unused_parameters,
         )

@@ -53,7 +53,7 @@ class AgreedSchedule:
             told |= {f"parameter {i} {order}": repr(name) for i, name in enumerate(gradients.names)}
         try:
             if schedule is not None:
-                told |= schedule.description(gradients.names, gradients.parameters)
+                told |= schedule.description(gradients.names, gradients.parameters, self._buckets.frozen)
         except Exception as found:
             error = found
         try:
@@ -77,7 +77,7 @@ class AgreedSchedule:
                     f"a communication hook averages, and may keep something of buckets without {names[0]!r}"
                 )
             added, known = Gradients(parameters, names, buckets.dtype), buckets.gradients
-            told |= self.schedule.description([*known.names, *names], [*known.parameters, *parameters])
+            told |= self.schedule.description([*known.names, *names], [*known.parameters, *parameters], buckets.frozen)
             for i, (spec, layout) in enumerate(zip(added.specs, added.layouts, strict=True)):
                 # Not as a parameter is now: a forward may have left it in a lower precision on some ranks.
                 kind = f"{describe_tensor(layout.to(spec.dtype))}, {'sparse' if i in sparse else 'dense'}"

@@ -72,6 +72,7 @@ class BucketedGradients:
         as_views: whether `.grad` become views of the buckets.
         dtype: what gradients are averaged in; None means each in the dtype of its parameter.
         leave_out: indices of parameters that travel in no bucket.
+        frozen: other parameters, by name, that may be added later: a policy may have keys for them.
 
     Attributes:
         plan: the layout.
@@ -102,8 +103,9 @@ class BucketedGradients:
         as_views: bool,
         dtype: torch.dtype | None,
         leave_out: Iterable[int],
+        frozen: Mapping[str, Tensor],
     ) -> None:
-        self.transport, self.compression = transport, compression
+        self.transport, self.compression, self.frozen = transport, compression, frozen
         self.caps, self.as_views, self.dtype = shortest(bucket_caps), as_views, dtype
         self.gradients = Gradients(parameters, names, dtype)
         self.specs = self.gradients.specs
@@ -135,7 +137,7 @@ class BucketedGradients:
         Raises:
             SettingError: if a policy does not fit them.
         """
-        return assigned(setting, self.gradients.names, self.gradients.parameters)
+        return assigned(setting, self.gradients.names, self.gradients.parameters, self.frozen)
 
     def warm_up(self, settings: Iterable[Compression | Policy]) -> None:
         """Compile the kernels of settings that will be used."""

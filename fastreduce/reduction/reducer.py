@@ -15,7 +15,7 @@ from torch import Tensor
 from ..compression import Compression
 from ..environment.exits import Exit, each_at_exit
 from ..errors import SettingError, brief
-from ..policy import Policy
+from ..policy import NONE_FROZEN, Policy
 from ..transports import Transport
 from ..transports.messages import checked, numbers
 from . import saved_state
@@ -63,6 +63,7 @@ class GradientReducer:
             when backward ends.
         overlaps: whether full buckets are launched during backward, or all when it has ended.
         rebuilds: whether `rebuild_buckets` ever does; else buckets keep the order in which they were made.
+        frozen: other parameters, by name, that may be added later: a policy may have keys for them.
 
     Attributes:
         buckets: the gradients, laid out.
@@ -93,6 +94,7 @@ class GradientReducer:
         sparse: Iterable[int] = (),
         overlaps: bool = True,
         rebuilds: bool = True,
+        frozen: Mapping[str, Tensor] = NONE_FROZEN,
     ) -> None:
         schedule = Schedule.of(compression)
         self._sparse = SparseGradients({i: parameters[i] for i in sorted(sparse)}, transport)
@@ -105,6 +107,7 @@ class GradientReducer:
             as_views=gradient_as_bucket_view,
             dtype=dtype,
             leave_out=self._sparse.parameters,
+            frozen=frozen,
         )
         self._agreed = AgreedSchedule(schedule, self.buckets)
         self.events = Events()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..compression import Compression, NoCompression
 from ..errors import SettingError, brief
-from ..policy import AnySetting, Policy, chooses_by_parameter
+from ..policy import NONE_FROZEN, AnySetting, Policy, chooses_by_parameter
 
 Setting = AnySetting | Policy | Callable[[int], Any]
 Source = Compression | Policy | Callable[[int], Any]
@@ -148,8 +148,12 @@ class Schedule:
         """Ask callables anew."""
         self._plan(self._stretches)
 
-    def description(self, names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:
+    def description(
+        self, names: Sequence[str], parameters: Sequence[Tensor], frozen: Mapping[str, Tensor] = NONE_FROZEN
+    ) -> dict[str, str]:
         """What must be equal on every rank, by what it is called in an error: of policies, each parameter's setting.
+
+        `frozen` are as in `Policy.assign`.
 
         Raises:
             SettingError: if a policy does not fit the parameters.
@@ -160,7 +164,7 @@ class Schedule:
         ]
         found = {"compression": ", ".join(told)}
         policies = [setting for setting in self.settings if isinstance(setting, Policy)]
-        by_parameter = [setting.assign(names, parameters) for setting in policies]
+        by_parameter = [setting.assign(names, parameters, frozen) for setting in policies]
         for name, *settings in zip(names, *by_parameter, strict=True) if policies else ():
             found[f"compression of {name!r}"] = ", ".join(map(str, settings))
         return found

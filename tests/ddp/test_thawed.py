@@ -399,6 +399,36 @@ def _named_by_a_policy(rank: int, world_size: int) -> None:
     assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}")
 
 
+def test_a_policy_may_name_what_is_still_frozen(ranks2: RankPool):
+    """Else one that fits the whole model would be an error until all of it is trained."""
+    ranks2.run(_named_while_frozen)
+
+
+def _named_while_frozen(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", half_frozen(), compression={"trunk.*": "fp16", "*": "none"})
+    one_step(ddp, rank, 0)
+    shadow = Shadow(ddp, ["trunk.*: int8; *: fp16"])
+    ddp.set_compression({"trunk.*": "none", "*": "fp16"})
+    with pytest.raises(SettingError, match=r"the key 'trnk.*' of the policy, for 'none', matches no parameter"):
+        ddp.set_compression({"trnk.*": "none", "*": "fp16"})
+    one_step(ddp, rank, 1)
+    shadow.close()
+    saved = ddp.reducer.state_dict()
+    ddp.set_compression("int8")
+    ddp.reducer.load_state_dict(saved)
+    ddp.module.trunk.requires_grad_(True)
+    one_step(ddp, rank, 2)
+    found = ddp.compression_by_parameter()
+    assert {name: setting for name, setting in found.items() if setting == "none"}.keys() == {
+        "trunk.weight",
+        "trunk.bias",
+    }
+    expected = average_of_whole(lambda: whole_(Branches()), 2, range(world_size))
+    assert_same_bits(
+        grads_of(ddp.module.trunk), {n[6:]: e for n, e in expected.items() if "trunk" in n}, f"rank {rank}"
+    )
+
+
 def test_where_inputs_are_uneven_it_is_averaged_too(ranks2: RankPool):
     ranks2.run(_joined)
 

@@ -242,6 +242,42 @@ def _only_what_was_moved(rank: int, world_size: int, local: bool, searches: bool
             assert_same_bits(grads_of(ddp.module), total, f"rank {rank}, step {step}")
 
 
+class _ThreeLosses(_Losses):
+    """Its first parameters tell whether the whole model was moved: they stay where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return [*super().forward(x), self.third(x).sum() * EXACT]
+
+
+class _SecondAndThird(_ThreeLosses):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.second(x) + self.third(x)
+
+
+@pytest.mark.parametrize("then_all", [False, True])
+def test_of_two_moved_parts_what_one_got_under_no_sync_is_averaged_in_a_step_that_uses_the_other_alone(
+    ranks2: RankPool, then_all: bool
+):
+    ranks2.run(_two_parts_moved, then_all)
+
+
+def _two_parts_moved(rank: int, world_size: int, then_all: bool) -> None:
+    ddp = wrap("ours", whole_(_ThreeLosses()))
+    for part in (ddp.module.second, ddp.module.third):
+        part.double().float()
+    with ddp.no_sync():
+        ddp(whole_batch(rank, 0, 3, 4))[1].backward()
+    if then_all:
+        ddp.double().float()
+    ddp(whole_batch(rank, 0, 3, 4))[2].backward()
+    expected = average_of_whole(lambda: whole_(_SecondAndThird()), 0, range(world_size))
+    assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}")
+
+
 @pytest.mark.parametrize("part", ["b", "trunk"])
 def test_what_a_part_that_was_moved_got_under_no_sync_is_averaged_if_the_rest_moves_too(ranks2: RankPool, part: str):
     ranks2.run(_moved_under_no_sync, part)

@@ -253,12 +253,11 @@ def _skipped_and_rescaled(rank: int, world_size: int, first: str) -> tuple[dict[
     return run(rescales=True), half
 
 
-def _pipeline(setting: str = FEEDBACK) -> tuple[BucketPipeline, list[nn.Parameter]]:
-    """One rank's pipeline of three parameters, which has run once."""
-    names, sizes = ("a", "b", "c"), (1000, 300, 1)
-    specs = [ParameterSpec(n, size, torch.float32, torch.device("cpu")) for n, size in zip(names, sizes, strict=True)]
-    compression = Compression.parse(setting)
-    (bucket,) = build_plan(specs, [[0, 1, 2]], alignment=compression.alignment, shards=1).buckets
+def _pipeline(setting: str = FEEDBACK, count: int = 3) -> tuple[BucketPipeline, list[nn.Parameter]]:
+    """One rank's pipeline of so many parameters, which has run once."""
+    compression, sizes = Compression.parse(setting), (1000, 300, 1)[:count]
+    specs = [ParameterSpec(f"p{i}", size, torch.float32, torch.device("cpu")) for i, size in enumerate(sizes)]
+    (bucket,) = build_plan(specs, [range(count)], alignment=compression.alignment, shards=1).buckets
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     return BucketPipeline(bucket, compression, LocalTransport()), parameters
 
@@ -397,6 +396,19 @@ def test_what_holds_for_all_slots_is_what_holds_for_each(outcome: str):
         assert seen == [outcome in ALIKE and step != 2 for step in range(4)]
         found.append([kept.residual.clone(), kept.shard_residual.clone(), torch.tensor(kept.units_now())])
     assert_same_bits(*found)
+
+
+def test_what_is_told_of_one_parameter_leaves_the_unit_as_it_is():
+    pipeline, (parameter,) = _pipeline(count=1)
+    kept = pipeline.feedback
+    assert kept is not None
+    for outcome in (_shrink(2.0), _told):
+        parameter.grad = batch(0, 0, 1000)
+        pipeline.run([parameter.grad], [parameter.grad])
+        kept.follow([parameter], [], pipeline.magnitudes)
+        outcome(0, [parameter], torch.optim.SGD([parameter], lr=1.0))
+        kept.commit()
+    assert kept.units_now() == [2.0]
 
 
 def test_what_is_over_is_told_no_more():

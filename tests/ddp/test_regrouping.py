@@ -139,3 +139,18 @@ def _come_together(rank: int, world_size: int, late: bool) -> None:
                 fastreduce.MismatchError, match=r"parameter 0 by .*'a.weight', rank 2 has 'trunk.weight'"
             ):
                 ddp(whole_batch(rank, step, 3, 4))
+
+
+def test_ranks_that_come_together_go_on_from_the_most_steps(ranks2: RankPool):
+    ranks2.run(_unequally_far)
+
+
+def _unequally_far(rank: int, world_size: int) -> None:
+    """Compression begins at the fourth step: the rank that has had one comes to it with the other, that has three."""
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    ddp = wrap("ours", whole_(Branches()), process_group=groups[rank], compression="int8:warm_up=3")
+    for step in range(1 + 2 * rank):
+        ddp(whole_batch(rank, step, 3, 4)).sum().backward()
+    ddp._update_process_group(dist.group.WORLD)
+    ddp(whole_batch(rank, 3, 3, 4)).sum().backward()
+    assert (ddp.reducer.step, str(ddp.compression)) == (4, "int8")

@@ -14,7 +14,7 @@ from fastreduce import PowerSGD, note_applied
 from fastreduce.reduction.residuals import error_feedback, rows, staged_rows
 from fastreduce.reduction.residuals.bucket_residuals import SlotResiduals
 from fastreduce.reduction.wires.low_rank import LowRank
-from fastreduce.transports import Transport
+from fastreduce.transports import LocalTransport, Transport
 from tests.support import bucket_pipelines, tolerances
 from tests.support.bucket_pipelines import Buckets
 from tests.support.models import assert_same_bits
@@ -255,6 +255,15 @@ def test_where_the_host_may_not_wait_steps_have_the_same_bits():
         for step in range(5):
             for one, other in zip(late[rank][1][step], found[rank][1][step], strict=True):
                 assert (one - other).abs().max() <= tolerances.LOW_RANK
+
+
+def test_factors_of_a_lower_rank_take_the_place_of_all():
+    wires = Buckets(LocalTransport(), PowerSGD(rank=2), ((12, 10),)).pipelines[0].wires
+    assert isinstance(wires, LowRank)
+    for rank in (2, 1):
+        wires.go_on(0, torch.ones(rank, 10))
+    found = wires.factor(0)
+    assert found is not None and found.tolist() == [[1.0] * 10, [0.0] * 10]
 
 
 # What is known to go wrong

@@ -12,11 +12,14 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
-from fastreduce import GradientReducer
+from fastreduce import Compression, GradientReducer
+from fastreduce.transports import LocalTransport
 from tests.reduction.residuals.test_applied import FEW, SETUPS, steps
 from tests.reduction.test_saved_residuals import reducers_of, states_of
+from tests.support.bucket_pipelines import Buckets
 from tests.support.histories import NAMES, Setup, Step, check_law, of_trainings, train
 from tests.support.models import assert_same_bits
 from tests.support.ranks import RankPool
@@ -137,3 +140,13 @@ def test_ranks_of_which_one_has_thrown_averages_away_go_on_alike(
     setup = Setup(setting="int4:block=32", bucket_cap_mb=1.0)
     history = [Step(), Step(ends="skip"), Step(switch=setting, zero_late=True, early=early)]
     check_law(setup, ranks2.run(train, setup, history))
+
+
+def test_a_remainder_that_is_made_for_another_rank_knows_whether_its_first_average_was_finite():
+    """Else it would say of an infinite step that it counts, and what is kept of others would go by that."""
+    for number in (1.0, torch.inf):
+        bucket = Buckets(LocalTransport(), Compression.parse("int8"), ((12,),))
+        bucket.pipelines[0].watches_for_others = True
+        bucket.step([torch.full((12,), number)])
+        kept = bucket.pipelines[0].kept
+        assert kept is not None and bool(kept.finite) == (number == 1.0)

@@ -15,6 +15,7 @@ from torch import nn
 from fastreduce import Compression, GradientReducer, SettingError
 from fastreduce.reduction import saved_residuals
 from fastreduce.transports import LocalTransport
+from tests.support.bucket_pipelines import Buckets
 from tests.support.models import Breaking, Grads, assert_same_bits, batch, bits, grads_of, mlp, wrap
 from tests.support.ranks import RankPool
 from tests.support.thread_ranks import backward_of_step, in_threads, make_reducer, seeded
@@ -276,3 +277,20 @@ def test_settings_without_feedback_save_and_load_the_layout_only():
     states = states_of(2, "fp16")
     assert states[0]["residuals"] == {} and states[0]["shard_residuals"] == []
     reducers_of(2, lambda rank, reducer: reducer.load_state_dict(states[rank]), "fp16")
+
+
+def test_what_is_saved_amid_averages_that_nobody_has_applied_is_the_same_when_it_is_saved_again():
+    bucket = Buckets(LocalTransport(), Compression.parse("int4:error_feedback"), ((300,),))
+    (pipeline,), (parameter,) = bucket.pipelines, bucket.parameters
+    kept = pipeline.feedback
+    assert kept is not None
+    for step in range(2):
+        parameter.grad = batch(0, step, 300)
+        pipeline.run([parameter.grad], [parameter.grad])
+        kept.follow([parameter], [], pipeline.magnitudes)
+        if step == 0:
+            torch.optim.SGD([parameter], 1.0).step()
+    kept.look()
+    kept.commit()  # as a reduction begins with it
+    first, again = kept.settled(), kept.settled()
+    assert_same_bits(again[:2], first[:2])

@@ -278,19 +278,22 @@ def _two_parts_moved(rank: int, world_size: int, then_all: bool) -> None:
     assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}")
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["", "of the module inside"])
 @pytest.mark.parametrize("part", ["b", "trunk"])
-def test_what_a_part_that_was_moved_got_under_no_sync_is_averaged_if_the_rest_moves_too(ranks2: RankPool, part: str):
-    ranks2.run(_moved_under_no_sync, part)
+def test_what_a_part_that_was_moved_got_under_no_sync_is_averaged_if_the_rest_moves_too(
+    ranks2: RankPool, part: str, inside: bool
+):
+    ranks2.run(_moved_under_no_sync, part, inside)
 
 
-def _moved_under_no_sync(rank: int, world_size: int, part: str) -> None:
+def _moved_under_no_sync(rank: int, world_size: int, part: str, inside: bool) -> None:
     """The backward that is reduced does not use it, and follows a move of the whole model."""
     ddp = wrap("ours", whole_(_Using("abc")))
     for step in range(4):
         ddp.zero_grad()
         getattr(ddp.module.body, part).double().float()
         with ddp.no_sync():
-            (ddp(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
+            ((ddp.module if inside else ddp)(whole_batch(rank, step, 3, 4)).sum() * EXACT).backward()
         ddp.double().float()
         ddp.module.use = "ac"
         (ddp(whole_batch(rank, step + 10, 3, 4)).sum() * EXACT).backward()
@@ -316,6 +319,17 @@ def _forward_before(rank: int, world_size: int) -> None:
         (output.sum() * EXACT).backward()
         expected = average_of_whole(lambda: whole_(Branches()), step, range(world_size))
         assert_same_bits(grads_of(ddp.module), expected, f"rank {rank}, step {step}")
+
+
+def test_a_local_backward_of_an_earlier_step_lets_no_old_average_count_as_used(alone: None):
+    ddp = wrap("ours", Branches())
+    with ddp.no_sync():
+        ddp(torch.ones(2, 4)).sum().backward()
+    for use in ("abc", "ac"):  # and averages stay in `.grad`
+        ddp.double().float()
+        ddp(torch.ones(2, 4), use).sum().backward()
+    brought = dict(zip(ddp.reducer.buckets.gradients.names, ddp.reducer.backward.brought, strict=True))
+    assert {name for name, is_brought in brought.items() if not is_brought} == {"b.weight", "b.bias"}
 
 
 def test_hooks_on_nodes_that_are_gone_are_forgotten(alone: None):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastreduce import TensorError, all_reduce_gradients
+from fastreduce.reduction import one_call
 from tests.support import tolerances
 from tests.support.models import batch
 from tests.support.ranks import OVER_HOSTS, RankPool
@@ -87,6 +88,25 @@ def _accumulated(rank: int, world_size: int, setting: str, op: str, times: int, 
 def test_what_is_averaged_again_loses_nothing(ranks: RankPool, setting: str, op: str):
     for times, in_turn in ((2, False), (3, False), (2, True), (3, True)):
         assert max(ranks.run(_accumulated, setting, op, times, in_turn)) <= tolerances.APPLIED
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_what_is_averaged_again_behind_many_other_lists_loses_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Its list is kept while residuals are there, so that what accumulates on an average is seen."""
+    monkeypatch.setattr(one_call, "KEPT", 0)
+    parameter, due = torch.nn.Parameter(torch.zeros(200)), torch.zeros(200)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for step in range(6 + ZEROS):
+        optimizer.zero_grad()
+        for micro in range(2):
+            given = batch(0, 10 * step + micro, 200) * (step < 6)
+            due -= given
+            (parameter * given).sum().backward()
+            all_reduce_gradients([parameter], "int4:error_feedback")
+            for _ in range(2):
+                all_reduce_gradients([torch.ones(3)], "int4:error_feedback")
+        optimizer.step()
+    assert float((parameter.detach() - due).abs().max() / due.abs().max()) <= tolerances.APPLIED
 
 
 def _laid_out_otherwise(rank: int, world_size: int, op: str, lists: str) -> list[float]:

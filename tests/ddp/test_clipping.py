@@ -75,6 +75,13 @@ def test_the_norm_is_torchs_and_the_same_bits_on_every_rank(ranks: RankPool, vie
     assert_same_on_all(ranks.run(_trained, mlp, ("none", "fp16", "int8") if views else SETTINGS, views))
 
 
+def test_a_norm_that_overflows_16_bits_clips_nothing_to_zero():
+    parameter = nn.Parameter(torch.zeros(16, dtype=torch.float16))
+    parameter.grad = torch.full((16,), 6e4, dtype=torch.float16)
+    assert clipping.clip_({"a": parameter}, [], 1.0, 2.0, False, None).isinf()
+    assert parameter.grad.tolist() == [0.25] * 16
+
+
 @pytest.mark.parametrize("model", [MixedDtypes, OddShapes, large])
 def test_dtypes_and_shapes(ranks2: RankPool, model: Callable[[], nn.Module]):
     assert_same_on_all(ranks2.run(_trained, model, ("int8",), False))

@@ -446,3 +446,26 @@ def test_an_evaluation_in_inference_mode_comes_between_two_steps(alone: None):
         ddp.zero_grad()
         ddp(torch.ones(1, 2)).sum().backward()
         assert torch.equal(ddp.module.weight.grad, torch.ones(2, 2))
+
+
+def test_an_evaluation_between_a_forward_and_its_backward_leaves_the_low_copy(alone: None):
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), mixed_precision=BF16)
+    for _ in range(2):
+        loss = ddp(torch.ones(1, 2)).float().sum()
+        with torch.no_grad():
+            ddp(torch.ones(1, 2))
+        assert ddp.module[0].weight.dtype is torch.bfloat16
+        loss.backward()
+        assert ddp.module[0].weight.dtype is torch.float32
+
+
+def test_an_optimizer_that_is_loaded_behind_a_forward_keeps_its_precision(alone: None, tmp_path: Path):
+    ddp = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=BF16)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    (ddp(torch.ones(1, 2)).float().sum() / 3).backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    save_checkpoint(tmp_path / "a", optimizer=optimizer, model=ddp)
+    ddp(torch.ones(1, 2))
+    load_checkpoint(tmp_path / "a", optimizer=optimizer, model=ddp)
+    assert_same_bits(optimizer.state_dict()["state"], before["state"])

@@ -150,3 +150,13 @@ def test_a_remainder_that_is_made_for_another_rank_knows_whether_its_first_avera
         bucket.step([torch.full((12,), number)])
         kept = bucket.pipelines[0].kept
         assert kept is not None and bool(kept.finite) == (number == 1.0)
+
+
+def test_where_nothing_tells_whether_an_average_is_finite_the_verdict_of_an_earlier_step_is_over():
+    bucket = Buckets(LocalTransport(), Compression.parse("none"), ((12,),))
+    bucket.pipelines[0].watches_for_others = True
+    for _ in range(2):
+        bucket.step([torch.ones(12)])
+        kept = bucket.pipelines[0].kept
+        assert kept is not None and bool(kept.finite)
+        kept.finite = torch.zeros_like(kept.finite)  # as another bucket's has it

@@ -209,3 +209,14 @@ def test_ranks_that_round_differently_are_told_so(ranks2: RankPool):
         for text in (wrapped, called):
             assert text.startswith(MismatchError.__name__) and SPEC in text
         assert f"rank 0 has int4, rank 1 has {SPEC}." in wrapped
+
+
+def test_a_step_that_follows_the_last_is_counted_on_the_device(alone: None):
+    """There a CUDA graph may have counted further than the host knows."""
+    ddp = wrap("ours", mlp(), compression="int8:rounding=stochastic")
+    for _ in range(2):
+        ddp(batch(0, 0, 4, 20)).sum().backward()
+    (counted,) = ddp.reducer.buckets._steps.values()
+    counted.fill_(7)
+    ddp(batch(0, 0, 4, 20)).sum().backward()
+    assert counted.tolist() == [8]

@@ -1,4 +1,4 @@
-"""When error feedback looks at averages, for those who average without hooks that count."""
+"""When error feedback looks at averages, for those who average without hooks that count; the order that hooks see."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastreduce.reduction.arrivals import Reached
 from fastreduce.reduction.residuals.applied import Applied, norms_of
+from fastreduce.transports import LocalTransport
+from tests.support.thread_ranks import make_reducer
 
 
 class _Looks:
@@ -39,6 +41,19 @@ def test_a_re_entrant_checkpoint_begins_no_backward_of_its_own():
         x = checkpoint(layer, x, use_reentrant=True)
     x.sum().backward()
     assert looks.count == 1
+
+
+def test_what_arrives_twice_is_in_the_order_of_last_arrivals():
+    model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+    reducer = make_reducer(model, LocalTransport())
+    reducer.arm()
+    y = x = torch.ones(1, 3, requires_grad=True)
+    for layer in (model[0], model[1], model[0]):
+        y = checkpoint(layer, y, use_reentrant=True)
+    y = y * 1
+    reducer.watch([y])
+    y.sum().backward()
+    assert reducer.arrival_order == [1, 0] and x.grad is not None
 
 
 class _Average:

@@ -10,15 +10,16 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from fastreduce import Compression
+from fastreduce import Compression, TransportError
 from fastreduce.reduction import averaging, shared_buffers
 from fastreduce.reduction.buckets import ParameterSpec, build_plan
+from fastreduce.reduction.launches import Launches
 from fastreduce.reduction.pipeline import BucketPipeline
 from fastreduce.reduction.reducer import GradientReducer, shut_down
 from fastreduce.reduction.residuals import error_feedback, rows
@@ -424,3 +425,22 @@ def test_a_verdict_that_a_device_may_still_read_is_kept_until_the_next_one_is_re
             kept.commit()
             kept.finite = torch.tensor(True)  # as the end of the next reduction, which the host does not wait for
             assert [each() is not None for each in verdicts] == [False] * step + [True]
+
+
+def test_a_signal_amid_a_launch_ends_the_connection():
+    """Also of a bucket that is launched during a backward, or for another one through the same forward."""
+    buckets = Mock(**{"alone.return_value": False, "transport.world_size": 2})
+    buckets.collect.return_value.stream.begin.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        Launches(buckets, [], []).launch_these([0])
+    buckets.transport.abort.assert_called_once_with()
+
+
+def test_what_a_transport_raised_is_raised_again_where_launches_end_as_they_can():
+    buckets, pending = Mock(), Mock()
+    pending.begun.side_effect = TransportError
+    launches = Launches(buckets, [], [])
+    launches.made = [(Mock(), pending)]
+    with pytest.raises(TransportError):
+        launches.end_as_they_can()
+    buckets.join.assert_called_once_with()

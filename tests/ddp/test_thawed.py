@@ -466,3 +466,17 @@ def _lowered_on_one(rank: int, world_size: int) -> None:
         for each in (ddp, wrapped_trained):
             one_step(each, rank, step)
         assert_same_bits(grads_of(ddp.module), grads_of(wrapped_trained.module), f"rank {rank}, step {step}")
+
+
+def test_what_is_kept_of_it_is_loaded_into_what_has_not_come_to_a_forward_yet(alone: None):
+    found = []
+    for steps in (2, 0):
+        ddp = wrap("ours", half_frozen(), compression="int4:error_feedback")
+        ddp.module.trunk.requires_grad_(True)
+        for step in range(steps):
+            (ddp(whole_batch(0, step, 3, 4)).sum() / 3).backward()
+        if found:
+            ddp.reducer.load_state_dict(found[0])
+        found.append(ddp.reducer.state_dict())
+    assert found[0]["residuals"]["trunk.weight"].any()
+    assert_same_bits(found[1]["residuals"], found[0]["residuals"])

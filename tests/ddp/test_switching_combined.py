@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastreduce import TransportError
+from fastreduce import MismatchError, TransportError
 from fastreduce.reduction import pipeline
 from fastreduce.reduction.residuals.bucket_residuals import BucketResiduals
 from tests.support.installed_torch import needs_streams
@@ -338,3 +338,16 @@ def test_a_step_that_was_left_out_before_a_switch_leaves_nothing(
 ):
     skipped, never = (ranks2.run(_zeroed_late, new, skips, to_none, micro_batches) for skips in (True, False))
     assert_same_bits(skipped, never)
+
+
+def test_callables_that_differ_where_a_state_stopped_are_told_in_the_first_forward(ranks2: RankPool):
+    """Not a thousand steps later, when what is to come there is compared the next time."""
+    ranks2.run(_differ_far_on)
+
+
+def _differ_far_on(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", nn.Linear(20, 1), compression=lambda step: "int8" if step == 5001 + rank else "none")
+    state = ddp.reducer.state_dict()
+    ddp.reducer.load_state_dict({**state, "schedule": {**state["schedule"], "step": 5000}})
+    with pytest.raises(MismatchError, match="from step 5001 on int8"):
+        ddp(batch(rank, 0, 4, 20))

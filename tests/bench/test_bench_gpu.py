@@ -341,7 +341,7 @@ def test_each_test_is_a_line_before_the_next_begins(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spread", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("spread", [False, True])
 def test_tests_that_would_begin_too_late_are_named(
     spread: bool, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -349,9 +349,8 @@ def test_tests_that_would_begin_too_late_are_named(
     file.write_text("def test_one(): pass\ndef test_two(): pass\n")
     tests = Suite("some", ["-c", os.devnull, f"--rootdir={tmp_path}", str(file)], spread=spread)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
-    run = runner.Run(tmp_path, lines, True, tmp_path)
     monkeypatch.setattr(runner, "LEAST", 1000.0)
-    runner._run_tests(run, "tests", tests, time.time() + 100)
+    runner._run_tests(runner.Run(tmp_path, lines, True, tmp_path), "tests", tests, time.time() + 100)
     found = {case.partition("::")[2]: ending for case, ending in endings(lines).items()}
     assert found == dict.fromkeys(("test_one", "test_two"), "skipped: nothing of the budget is left")
 

@@ -47,9 +47,7 @@ def _trained_by_processes(rank: int, world_size: int, transport: str) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "transport"), [(2, "gloo"), pytest.param(4, "shm", marks=pytest.mark.long)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("ranks", "transport"), [(2, "gloo"), (4, "shm")], ids=lambda value: str(value))
 @pytest.mark.long
 def test_threads_have_the_bits_of_processes(ranks: int, transport: str):
     torch.set_num_threads(1)

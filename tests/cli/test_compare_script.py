@@ -384,7 +384,7 @@ def test_contestants_that_cannot_change_within_a_training_alternate(tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("received", [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.long) for s in (15, 9))])
+@pytest.mark.parametrize("received", [signal.SIGINT, 15, 9])
 def test_no_rank_outlives_the_command(tmp_path: Path, received: signal.Signals):
     options = ["--ranks", 2, "--settings", "none", "--rounds", 5000, "--out", tmp_path]
     with started(FASTREDUCE, "compare", *options, SCRIPT, 10**9) as process:

@@ -273,8 +273,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "ending",
-    [pytest.param(0, marks=pytest.mark.long, id="at once"), pytest.param(1, id="when its script has cleaned up")],
+    "ending", [pytest.param(0, id="at once"), pytest.param(1, id="when its script has cleaned up")]
 )
 def test_a_rank_that_was_interrupted_alone_tells_the_others_so(tmp_path: Path, ending: int):
     path = tmp_path / "interrupted.py"
@@ -364,14 +363,7 @@ def _two_nodes(*script: object, ranks: int = 1) -> Iterator[list[Running]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("node", "how"),
-    [
-        (1, "killed"),
-        pytest.param(0, "killed", marks=pytest.mark.long),
-        pytest.param(1, "its rank fails", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("node", "how"), [(1, "killed"), (0, "killed"), (1, "its rank fails")])
 def test_a_node_that_is_gone_is_named_on_the_others(tmp_path: Path, node: int, how: str):
     """The ranks do not talk: none of them would miss the other's."""
     path = tmp_path / "waits.py"

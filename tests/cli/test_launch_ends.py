@@ -304,7 +304,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("elastic", [[], pytest.param(["--elastic"], marks=pytest.mark.long)], ids=["", "elastic"])
+@pytest.mark.parametrize("elastic", [[], ["--elastic"]], ids=["", "elastic"])
 def test_under_nohup_a_terminal_that_is_closed_ends_nothing(tmp_path: Path, elastic: list[str]):
     path = tmp_path / "waits.py"
     path.write_text(WAITS)

@@ -51,7 +51,7 @@ def test_a_full_disk_is_one_line(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("unwritable", ["> /dev/full", pytest.param(">&-", marks=pytest.mark.long)])
+@pytest.mark.parametrize("unwritable", ["> /dev/full", ">&-"])
 def test_a_process_ends_without_another_word(unwritable: str):
     """As Python has, where it ends and text is left in a buffer."""
     done = run("sh", "-c", f"{INSTALLED} --version {unwritable}")

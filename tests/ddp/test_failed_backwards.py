@@ -213,11 +213,8 @@ def _interrupted(rank: int, world_size: int, transport: str, handler: Any, path:
 @pytest.mark.parametrize(
     ("transport", "handler"),
     [
-        ("gloo", signal.default_int_handler),
-        ("shm", signal.default_int_handler),
-        pytest.param("gloo", _preempt, marks=pytest.mark.long),
-        pytest.param("gloo", partial(_preempt, "why"), marks=pytest.mark.long),
-        pytest.param("gloo", _Handlers(), marks=pytest.mark.long),
+        *((transport, signal.default_int_handler) for transport in ("gloo", "shm")),
+        *(pytest.param("gloo", h, marks=pytest.mark.long) for h in (_preempt, partial(_preempt, "why"), _Handlers())),
     ],
     ids=["Ctrl-C, gloo", "Ctrl-C, shm", "an exception, gloo", "a partial function's, gloo", "an object's, gloo"],
 )
@@ -258,10 +255,8 @@ def _interrupted_amid_buckets(rank: int, world_size: int, transport: str, kind: 
 @pytest.mark.parametrize(
     ("transport", "kind"),
     [
-        ("gloo", KeyboardInterrupt),
-        pytest.param("gloo", RuntimeError, marks=pytest.mark.long),
-        pytest.param("gloo", TimeoutError, marks=pytest.mark.long),
-        ("shm", KeyboardInterrupt),
+        *((transport, KeyboardInterrupt) for transport in ("gloo", "shm")),
+        *(pytest.param("gloo", kind, marks=pytest.mark.long) for kind in (RuntimeError, TimeoutError)),
     ],
 )
 def test_an_interrupt_amid_an_exchange_ends_the_connection_and_comes_out_as_it_is(

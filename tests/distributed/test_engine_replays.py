@@ -142,7 +142,7 @@ def test_an_unedited_script_gets_what_torchrun_would_have_set(command: str, tmp_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", [(FASTREDUCE, "launch"), pytest.param((TORCHRUN,), marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", [(FASTREDUCE, "launch"), (TORCHRUN,)])
 def test_launchers_take_their_numbers_from_kubeflow(launcher: tuple[str, ...], tmp_path: Path):
     (tmp_path / "train.py").write_text(SHOW)
     port = str(free_port())

@@ -70,7 +70,7 @@ def test_a_failing_rank_ends_the_step_with_its_exit_code(slurm: Cluster, train: 
     assert "rank 0 of 2" in done.stdout and "No word from rank 1" in done.stdout
 
 
-@pytest.mark.parametrize("command", [("salloc", "-n", 3), pytest.param(("sbatch",), marks=pytest.mark.long)])
+@pytest.mark.parametrize("command", [("salloc", "-n", 3), ("sbatch",)])
 @pytest.mark.long
 def test_a_plain_process_in_an_allocation_waits_for_nobody(
     slurm: Cluster, train: Path, tmp_path: Path, command: tuple[Any, ...]

@@ -112,9 +112,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "method", ["forkserver", *(pytest.param(m, marks=pytest.mark.long) for m in ("fork", "spawn"))]
-)
+@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
 def test_a_child_ends_what_it_has_made_where_its_parent_knows_nothing_of_us(method: str, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(CHILD)

@@ -63,14 +63,11 @@ dist.destroy_process_group()
     "replaced",
     [
         pytest.param(NESTED, id="nested"),
-        pytest.param(PARTIAL, id="partial", marks=pytest.mark.long),
-        pytest.param(GONE, id="gone", marks=pytest.mark.long),
+        pytest.param(PARTIAL, id="partial"),
+        pytest.param(GONE, id="gone"),
     ],
 )
-@pytest.mark.parametrize(
-    "what",
-    ["kernels", *(pytest.param(what, marks=pytest.mark.long) for what in ("simulated kernels", "shared memory"))],
-)
+@pytest.mark.parametrize("what", ["kernels", "simulated kernels", "shared memory"])
 def test_numba_finds_pythons_print_and_the_script_keeps_its_own(what: str, replaced: str):
     script = f"{replaced}\nquiet(); mine = print\n{LOAD[what]}\nassert print is mine"
     simulated = {"NUMBA_ENABLE_CUDASIM": "1"} if what == "simulated kernels" else {}

@@ -235,7 +235,7 @@ for _ in range(models):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cycles", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cycles", [0, 1])
 def test_a_turn_begins_again_with_the_wrapper_that_follows(tmp_path: Path, cycles: int):
     """Which the turn's contestant reduces, in the settling steps and in those that are timed."""
     lengths = {"rounds": 2, "warm_up": 1, "settle": 2, "steps": 3}
@@ -261,7 +261,7 @@ def test_wrappers_that_are_used_for_fewer_steps_than_a_turn_has_are_measured_in_
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cycles", [pytest.param(0, marks=pytest.mark.long, id=""), pytest.param(1, id="in a cycle")])
+@pytest.mark.parametrize("cycles", [pytest.param(0, id=""), pytest.param(1, id="in a cycle")])
 def test_losses_of_wrappers_that_follow_each_other_count_whatever_a_ranks_collector_does(tmp_path: Path, cycles: int):
     done, lines = measured(tmp_path, SHOW + ONE_AFTER_ANOTHER, 2, "3", "5", str(cycles), shadow=("int8",))
     assert done.returncode == 0, done.stderr

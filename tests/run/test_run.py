@@ -22,9 +22,7 @@ BOTH_WAYS = pytest.mark.parametrize("command", [RUN, pytest.param(MODULE, marks=
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "launcher", ["fastreduce run", pytest.param("torchrun -m fastreduce.run", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("launcher", ["fastreduce run", "torchrun -m fastreduce.run"])
 def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, launcher: str):
     """Two of them are named as ours are. Launcher and ranks begin as users' do."""
     torchrun = ["--standalone", "--nproc_per_node=2"]
@@ -43,13 +41,7 @@ def test_an_unedited_script_gets_our_class_and_its_own_options(script: Path, lau
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "end",
-    [
-        "os._exit(3)",
-        *(pytest.param(end, marks=pytest.mark.long) for end in ("", "raise SystemExit(3)", "os.kill(os.getpid(), 15)")),
-    ],
-)
+@pytest.mark.parametrize("end", ["os._exit(3)", "", "raise SystemExit(3)", "os.kill(os.getpid(), 15)"])
 def test_no_file_stays_however_the_script_ends(script: Path, tmp_path: Path, end: str):
     folder = tmp_path / "temporary"
     folder.mkdir()

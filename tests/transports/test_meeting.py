@@ -189,6 +189,18 @@ def test_a_connection_is_told_from_what_other_threads_open_meanwhile():
         client.read("here")  # nobody would answer
 
 
+def test_a_holder_that_has_ended_is_told_without_what_torch_logs_of_it(capfd: pytest.CaptureFixture[str]):
+    """A rank says its last word to a store whose holder has ended before it, as scripts do, one after the other."""
+    holder = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = StoreClient(dist.TCPStore("127.0.0.1", holder.port), 20.0)
+    client.set("key", "value")
+    del holder
+    for _ in range(3):  # torch sends the first, and the next is a broken pipe
+        with pytest.raises(TransportError, match="the store is gone, and with it"):
+            client.set("key", "other")
+    assert capfd.readouterr().err == ""
+
+
 class _Own(dist.Store):
     """A store of the user's, of the methods that torch's own groups need; a read writes nothing."""
 

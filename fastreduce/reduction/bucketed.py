@@ -79,6 +79,7 @@ class BucketedGradients:
         pipelines: by bucket.
         streams: by device, what its buckets are reduced on; changed in place.
         dtype: as given.
+        frozen: as given; its owner takes out what has been added.
         gradients: where they lie.
         specs: of all parameters.
         indices: of the parameters that travel in buckets.

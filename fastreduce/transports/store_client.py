@@ -221,9 +221,10 @@ class _Line:
                 answer.set_exception(error)
 
     def _check_holder(self) -> None:
-        """Raise where the holder has hung up: torch would, too, but it logs the stack of its C++ on stderr.
+        """Raise where the holder has closed the connection.
 
-        So it would of the last word of a rank that ends a little later than the one that holds the store.
+        torch raises then, too, but only at the second call, and with a C++ stack on stderr: at the end of a good training
+        on a rank that ends a little later than the holder.
         """
         if self._socket is None:
             return

@@ -223,8 +223,8 @@ class _Line:
     def _check_holder(self) -> None:
         """Raise where the holder has closed the connection.
 
-        torch raises then, too, but only at the second call, and with a C++ stack on stderr: at the end of a good training
-        on a rank that ends a little later than the holder.
+        torch raises then, too, but only at the second call, and with a C++ stack on stderr: at the end of a good
+        training on a rank that ends a little later than the holder.
         """
         if self._socket is None:
             return

@@ -340,6 +340,7 @@ def test_a_rank_that_dies_is_named():
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("preloaded")
 def test_ranks_that_hang_are_ended():
     before = set(multiprocessing.active_children())

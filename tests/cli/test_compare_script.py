@@ -272,10 +272,11 @@ def test_a_script_that_is_too_short_for_times_is_trained_all_the_same(tmp_path: 
     ("code", "message"),
     [
         ("print('hello')", "the training whose steps are timed made no DistributedDataParallel"),
-        (
+        pytest.param(
             "import torch.distributed as d, torch; d.init_process_group('gloo'); "
             "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
             "ended before a round was over: six, the fewest that have an interval, take",
+            marks=pytest.mark.long,
         ),
     ],
     ids=["no DDP", "no step"],

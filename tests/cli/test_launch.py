@@ -334,7 +334,8 @@ for count in range(10**9):
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.long), "a rank of its own"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["SIGTERM", "a rank of its own"])
 def test_the_node_whose_ranks_ended_first_is_named(tmp_path: Path, how: str):
     """Another rank of node 1 takes its time to end, after node 0 has missed the first one's."""
     path = tmp_path / "stays.py"

@@ -108,10 +108,8 @@ def test_a_stdout_of_a_scripts_own_ends_no_command(monkeypatch: pytest.MonkeyPat
 C_LOCALE = "env -u LC_CTYPE LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    ["compare --help", pytest.param("report FOLDER/results.json --out FOLDER/–.html", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", ["compare --help", "report FOLDER/results.json --out FOLDER/–.html"])
 def test_a_locale_without_letters_ends_no_command(arguments: str, tmp_path: Path):
     """As of a container without any: Python's stdout is ASCII then, and so are files that are opened without a word."""
     write(of_a_script(), tmp_path)

@@ -30,7 +30,10 @@ from tests.support.results_files import (
 )
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
+]
 
 MARKS = ".points path, .boxes path, .bars path, .js-line"
 # What WCAG calls contrast, between a colour and the card's.
@@ -89,7 +92,7 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture(scope="module", params=["a script, hostile names", pytest.param("digits", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["a script, hostile names", "digits"])
 def opened(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """A page for all tests of it, which leave it as they found it and let it say nothing."""
     folder = tmp_path_factory.mktemp("report")

@@ -285,7 +285,8 @@ def _hook_for_torch(rank: int, size: int, place: Place, setting: str) -> None:
     assert_same_bits(found[1], found[0])
 
 
-@pytest.mark.parametrize("setting", [pytest.param("fp16", marks=pytest.mark.long), "int8:error_feedback"])
+@pytest.mark.long
+@pytest.mark.parametrize("setting", ["fp16", "int8:error_feedback"])
 def test_the_hook_for_torchs_class(setting: str, several: RankPool, place: Place):
     several.run(run_step_case, _hook_for_torch, place, setting, timeout=SECONDS)
 

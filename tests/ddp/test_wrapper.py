@@ -252,13 +252,11 @@ def test_torchrun_starts_it_and_it_ends_cleanly(tmp_path):
 ENDS = ("left", "destroyed", "armed", "exits", "backward raises", "backward raises", "backward raised")
 
 
-@pytest.mark.parametrize(
-    "ends", [(ENDS[0], *ENDS[-2:]), pytest.param(ENDS, marks=pytest.mark.long)], ids=["some", "all"]
-)
-def test_processes_exit_cleanly_however_the_script_ends(tmp_path, ends):
+@pytest.mark.long
+def test_processes_exit_cleanly_however_the_script_ends(tmp_path):
     started = [
         (how, server(rank).fork(_train_and_end, rank, how, str(tmp_path / str(number))))
-        for number, how in enumerate(ends)
+        for number, how in enumerate(ENDS)
         for rank in range(2)
     ]
     ended = [(how, process.poll(100)) for how, process in started]

@@ -85,6 +85,7 @@ def _groups_anew() -> list[float]:
     return sums
 
 
+@pytest.mark.long
 def test_ranks_destroy_their_group_and_make_another():
     assert launcher(_groups_anew, n_gpus=2, start_method="forkserver")() == [[2.0] * 3] * 2
 

@@ -72,6 +72,7 @@ def test_a_rank_that_fails_says_why_before_it_starts_again(tmp_path: Path):
     assert again.startswith("stays away") and "ValueError: of the user" in again
 
 
+@pytest.mark.long
 def test_what_a_rank_has_started_ends_before_it_starts_again(tmp_path: Path):
     script, of_it = tmp_path / "fails.py", tmp_path / "started"
     script.write_text(

@@ -55,6 +55,7 @@ def comes(folder: Path, rank: int, times: int = 1, seconds: float = 60.0) -> Non
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_node_that_was_killed_comes_back_and_none_takes_the_place_of_one_that_is_there(tmp_path: Path, start: Start):
     first, second = start(0), start(1)
     for rank in range(2):

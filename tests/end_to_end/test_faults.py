@@ -241,7 +241,8 @@ def _run_all(folder: Path, cases: list[Case], run: Callable[[Path, Case], Seen],
 RUNS = pytest.mark.parametrize("run", [_over_gloo, _over_shm], ids=["gloo", "shm"])
 
 
-@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.long), "shm"])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_ranks_that_stop_or_die_are_not_waited_for(tmp_path: Path, transport: str):
     _run_all(tmp_path, PICKED[transport], _over_gloo if transport == "gloo" else _over_shm, _check)
 

@@ -153,6 +153,7 @@ assert tensor[0] == 4
 """
 
 
+@pytest.mark.long
 def test_one_that_calls_a_collective_of_the_parents_group_is_told_at_once(tmp_path: Path):
     script = tmp_path / "call.py"
     script.write_text(CALL)

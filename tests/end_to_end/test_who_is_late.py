@@ -73,7 +73,8 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("cases", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [SOME, OTHERS], ids=["some", "others"])
 def test_the_error_names_who_is_missing_and_where_it_is(tmp_path: Path, cases: list[tuple[str, str]]):
     with_time(lambda seconds: _check(tmp_path / f"{seconds:g} s", cases, seconds), TIMEOUT)
 

@@ -262,7 +262,9 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", [1, 0]), ("1", [0, 0])])  # the second time nothing is compiled
+@pytest.mark.parametrize(  # the second time nothing is compiled
+    ("rank", "told"), [("0", [1, 0]), pytest.param("1", [0, 0], marks=pytest.mark.long)]
+)
 def test_who_sits_at_a_terminal_is_told_once_what_takes_long(tmp_path: Path, rank: str, told: list[int]):
     script = tmp_path / "twice.py"
     script.write_text(TWICE)

@@ -82,6 +82,7 @@ print(backends.why_not("numba_cuda", torch.device("cuda", 0)))
 """
 
 
+@pytest.mark.long
 def test_a_numpy_that_numba_cuda_does_not_fit_is_named(tmp_path: Path):
     script = tmp_path / "asks.py"
     script.write_text(WITHOUT_ROW_STACK)

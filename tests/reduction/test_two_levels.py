@@ -346,6 +346,7 @@ def _both_ways(rank: int, world_size: int, cases: Sequence[tuple[str, torch.dtyp
         assert_same_bits(found, expected, f"{setting} of {dtype}, rank {rank} of {world_size}")
 
 
+@pytest.mark.long
 def test_nodes_sum_pieces_to_the_bits_of_whole_flats(nodes: RankPool):
     dtypes = (("none", torch.float64), ("fp16", torch.bfloat16), ("int4", torch.float16))
     nodes.run(_both_ways, [*((setting, torch.float32) for setting in ("none", *PICKED)), *dtypes], timeout=TIMEOUT)
@@ -359,6 +360,7 @@ def _with_other_kernels_on_rank_0(rank: int, world_size: int) -> list[Any]:
     return [ddp.reducer.transport.name, *grads_of(ddp)]
 
 
+@pytest.mark.long
 def test_a_rank_with_other_kernels_sums_with_those_of_its_node(nodes: RankPool):
     found = nodes.run(_with_other_kernels_on_rank_0)
     assert found[0][0] == "two_level"

@@ -173,12 +173,13 @@ print("WENT ON")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "orders", "last"),
     [
-        pytest.param(3, {"end": 12}, {"done": True}, marks=pytest.mark.long),
+        (3, {"end": 12}, {"done": True}),
         (2, {"contestants": ("none",), "rounds": 1, "warm_up": 2, "settle": 2, "steps": 6}, {"done": True}),
-        pytest.param(3, {"end": 25}, {"loss"}, marks=pytest.mark.long),
+        (3, {"end": 25}, {"loss"}),
     ],
     ids=["losses", "times", "rank 0 has fewer steps"],
 )

@@ -203,6 +203,7 @@ def _and_itself(contest: Contest) -> Iterator[Contest]:
 SLEEP = 0.008  # seconds that rank 1's forward takes longer, on a machine that does nothing else
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_late_rank_is_late_in_what_it_does_whoever_contests(ranks2: RankPool):
     """In turns without a reduction it is the wrapper's own that ranks wait in, and that compares them."""

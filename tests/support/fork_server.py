@@ -32,7 +32,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numba
 import numpy as np
@@ -255,15 +255,29 @@ def _get_ready() -> None:
         "torch.distributed.run",
         "fastreduce.distributed",
         "fastreduce.kernels.numba_cpu_elements",
+        "fastreduce.transports.shm.connection",
         "fastreduce.cli",
+        "psutil",
     ):
         importlib.import_module(name)
+    importlib.import_module("fastreduce.ops.backends").load("numba_cpu")
     target = importlib.import_module("numba.core.registry").cpu_target
     target.typing_context.refresh()
     target.target_context.refresh()
     gc.collect()
     gc.freeze()  # nobody walks through all that when a fork ends
     gc.enable()
+
+
+def end_whole() -> NoReturn:
+    """End this process well, with threads and exit handlers as an interpreter ends, but without taking itself apart.
+
+    Which takes 0.4 s of a core where torch is imported, much of it to copy the server's memory.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _hush() -> None:

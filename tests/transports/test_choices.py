@@ -51,9 +51,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    "when", ["connecting", *(pytest.param(when, marks=pytest.mark.long) for when in ("first", "again", "call"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["connecting", "first", "again", "call"])
 def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: str):
     """The others waited for the group's timeout, half an hour."""
     script = tmp_path / "train.py"

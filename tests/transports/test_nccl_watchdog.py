@@ -70,6 +70,7 @@ def _watched_by_none(rank: int, world_size: int, place: nccl_cases.OnHost) -> st
     return str(told.value)
 
 
+@pytest.mark.long
 def test_a_watchdog_that_cannot_begin_ends_the_connection(tmp_path: Path):
     """Else nobody would look, and a rank that is gone would be waited for without end."""
     for told in run_ranks(nccl_cases.run_case, 2, _watched_by_none, nccl_cases.OnHost(str(tmp_path))):

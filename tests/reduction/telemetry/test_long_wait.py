@@ -324,13 +324,10 @@ def _crosswise(rank: int, world_size: int, groups: str, transport: str) -> list[
     return heard.lines
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world_size", "groups", "transport"),
-    [
-        (2, "one group", "shm"),
-        pytest.param(2, "two groups", "gloo", marks=pytest.mark.long),
-        pytest.param(3, "one group", "gloo", marks=pytest.mark.long),
-    ],
+    [(2, "one group", "shm"), (2, "two groups", "gloo"), (3, "one group", "gloo")],
 )
 def test_backwards_that_run_in_another_order_on_a_rank_are_said_to_wait_for_each_other(
     two: RankPool, three: RankPool, world_size: int, groups: str, transport: str

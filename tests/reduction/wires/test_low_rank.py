@@ -281,6 +281,7 @@ def test_what_ranks_differ_by_does_not_pile_up():
         assert found[rank][1][-1][0].abs().max() < 60, "as far as no basis has come by"
 
 
+@pytest.mark.long
 def test_a_direction_that_factors_have_lost_comes_back():
     """The known counterexample: with a warm start alone, what the first gradients lacked is never sent.
 

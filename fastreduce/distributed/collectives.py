@@ -306,4 +306,4 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _is_same(flat: Tensor, tensor: Tensor) -> bool:
     """Whether what is written into `flat` is in `tensor`."""
-    return flat.data_ptr() == tensor.data_ptr() and flat.stride() == tensor.stride()
+    return flat.data_ptr() == tensor.data_ptr()

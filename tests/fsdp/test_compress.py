@@ -265,9 +265,9 @@ def test_what_is_sharded_later_is_told_before_it_trains(ranks2: RankPool, replic
         assert "call them behind the last fully_shard" in said
 
 
-def _said(kind: type[Exception], model: nn.Module, *given: Any) -> str:
+def _said(kind: type[Exception], model: nn.Module, *given: Any, **options: Any) -> str:
     with pytest.raises(kind) as caught:
-        fastreduce.fsdp.compress(model, *given)
+        fastreduce.fsdp.compress(model, *given, **options)
     return str(caught.value)
 
 
@@ -286,7 +286,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "wire": _said(SettingError, shard(network()), "fp16:accumulate=wire"),
         "warm-up": _said(SettingError, shard(network()), "int8:warm_up=10"),
         "in factors": _said(SettingError, shard(network()), "powersgd:rank=2"),
-        "largest": _said(SettingError, shard(network()), "topk"),
+        "largest": _said(SettingError, shard(network()), "topk", all_gather="bf16"),
         "by chance": _said(SettingError, shard(network()), "bf16:rounding=stochastic"),
         "no key": _said(SettingError, shard(network()), {"3.*": "int8", "*": "fp16"}),
         "complex": _said(SettingError, shard(nn.Sequential(nn.Linear(4, 4, dtype=torch.complex64))), "none"),
@@ -296,6 +296,21 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         "differs": _said(MismatchError, shard(network()), ["int8", "fp16"][rank]),
         "one is wrong": _said((SettingError, MismatchError)[rank], shard(network()), ["int9", "fp16"][rank]),  # type: ignore[arg-type]
     }
+
+
+def _refused_often(rank: int, world_size: int) -> list[int]:
+    """Files that are open behind each call on which ranks do not agree."""
+    found = []
+    for _ in range(3):
+        with pytest.raises(MismatchError):
+            fastreduce.fsdp.compress(shard(network()), ["int8", "fp16"][rank], transport="gloo")
+        found.append(len(os.listdir("/proc/self/fd")))
+    return found
+
+
+def test_what_is_refused_again_and_again_leaves_no_connections(ranks2: RankPool):
+    for first, *others in ranks2.run(_refused_often):
+        assert others == [first] * 2
 
 
 def test_what_replicas_are_averaged_over_is_named(ranks2: RankPool):

@@ -158,6 +158,24 @@ def test_replicas_that_begin_with_other_parameters(ranks4: RankPool):
         assert "ranks differ in the parameter '0.bias'" in said
 
 
+def _load_what_one_rank_lacks(rank: int, world_size: int) -> str:
+    mesh = mesh_of(2)
+    model = shard(network(), mesh=mesh["shard"])
+    reduction = fastreduce.fsdp.compress(model, "int8:error_feedback")
+    fastreduce.fsdp.replicate(model, mesh["replicate"], "int4:error_feedback")
+    state = reduction.state_dict()
+    if rank == 1:
+        del state["reduce_scatter"]["0.weight"]
+    with pytest.raises((SettingError, MismatchError)) as caught:
+        reduction.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_a_state_that_does_not_fit_is_an_error_on_ranks_that_share_no_group_with_it(ranks4: RankPool):
+    for said in ranks4.run(_load_what_one_rank_lacks):
+        assert "only this model has residuals of parameter '0.weight' under 'reduce_scatter'" in said
+
+
 class _Either(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -373,8 +373,8 @@ def test_a_state_that_does_not_fit_is_an_error_on_every_rank(ranks2: RankPool):
         assert ("another rank cannot load its state" in said["on one rank"]) == (rank == 0)
 
 
-def _thawed_amid(rank: int, world_size: int, settings: dict[str, str]) -> float:
-    """By how much the law is missed, where others are thawed, and a state saved, before a step is left out."""
+def _thawed_amid(rank: int, world_size: int, settings: dict[str, str], amid: str) -> float:
+    """By how much the law is missed, where others are thawed behind a step that ends otherwise than the rest."""
     whole = Given()
     whole.parts["c"].weight.requires_grad_(False)
     mesh = mesh_of(2 if "all_reduce" in settings else 1)
@@ -386,25 +386,53 @@ def _thawed_amid(rank: int, world_size: int, settings: dict[str, str]) -> float:
         reduction = fastreduce.fsdp.compress(model, settings["reduce_scatter"])
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     given = torch.randn(4, world_size, 6, 50, generator=torch.Generator().manual_seed(3))
-    applied = torch.zeros(6, 50, dtype=torch.float64)
-    for step, of_ranks in enumerate(given):
-        mine = {"a": of_ranks[rank]} | ({"c": torch.ones(7, 20)} if step > 1 else {})
-        model(torch.zeros((), requires_grad=True), mine).backward()
+    exact = {"a": given, "b": given[:, :, :1, :40]}
+    applied = {name: torch.zeros(each.shape[2:], dtype=torch.float64) for name, each in exact.items()}
+    share = 1.0
+    for step in range(4):
+        mine = {name: each[step, rank] / share for name, each in exact.items()}
+        mine |= {"c": torch.ones(7, 20)} if step > 1 else {}
+        x = torch.zeros((), requires_grad=True)
+        raises = step == 1 and amid == "raised"
+        with pytest.raises(RuntimeError, match="raises here") if raises else nullcontext():
+            model(_Raises.apply(x) if raises else x, mine).backward()
         if step == 1:
             model.parts["c"].weight.requires_grad_(True)
+        if step == 1 and amid == "saved":
             reduction.state_dict()
-        else:
-            applied += gradients(model.parts["a"])["weight"]
+        elif raises:
+            model.reset_iter_state()
+            continue  # the next averages are added to these
+        elif step != 1 or amid == "divided":
+            for name in applied:
+                applied[name] += gradients(model.parts[name])["weight"]
             optimizer.step()
+        if step == 1 and amid == "divided":
+            model.set_gradient_divide_factor(8.0)
+            share = world_size / 8.0
         optimizer.zero_grad()
-    kept = next(iter(reduction.state_dict().values()))["parts.a.weight"].full_tensor()
-    assert kept.any()
-    return float((given[[0, 2, 3]].double().mean(1).sum(0) - applied - kept).abs().max())
+    kept = next(iter(reduction.state_dict().values()))
+    missed, counted = [], [0, 1, 2, 3] if amid in ("raised", "divided") else [0, 2, 3]
+    for name, each in exact.items():
+        of_it = kept[f"parts.{name}.weight"].full_tensor()
+        assert of_it.any()
+        missed.append(float((each[counted].double().mean(1).sum(0) - applied[name] - of_it).abs().max()))
+    return max(missed)
 
 
 @pytest.mark.parametrize("way", ["scattered", "averaged"])
 def test_nothing_is_lost_where_others_are_thawed_before_a_step_is_left_out(ranks2: RankPool, way: str):
-    assert max(ranks2.run(_thawed_amid, EACH_WAY[way])) < tolerances.APPLIED * 8
+    assert max(ranks2.run(_thawed_amid, EACH_WAY[way], "saved")) < tolerances.APPLIED * 8
+
+
+@pytest.mark.parametrize("amid", ["left out", "divided", "raised"])
+@pytest.mark.parametrize(("way", "pool"), [("scattered", "ranks2"), ("averaged", "ranks4")])
+def test_nothing_is_lost_where_others_are_thawed_behind_a_step(
+    request: pytest.FixtureRequest, way: str, pool: str, amid: str
+):
+    if amid == "raised" and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("this torch has no reset_iter_state")
+    assert max(request.getfixturevalue(pool).run(_thawed_amid, EACH_WAY[way], amid)) < tolerances.APPLIED * 8
 
 
 def _saved_amid(rank: int, world_size: int, saves: bool) -> float:

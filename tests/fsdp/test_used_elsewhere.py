@@ -35,8 +35,8 @@ def _backward(model: Any, rank: int, uses_both: bool) -> None:
     model(batch(rank), uses_both).square().mean().backward()
 
 
-def _on_one_rank(rank: int, world_size: int, setting: str, transport: str, half: bool, frozen: bool) -> str:
-    """What is said on each rank, where rank 0 alone uses a layer that none has used in the backward before."""
+def _on_one_rank(rank: int, world_size: int, setting: str, transport: str, half: bool, frozen: bool, user: int) -> str:
+    """What is said on each rank, where `user` alone uses a layer that none has used in the backward before."""
     model: Any = _Either()
     model.sometimes.requires_grad_(not frozen)
     fully_shard(model, mp_policy=HALF if half else MixedPrecisionPolicy())
@@ -44,7 +44,7 @@ def _on_one_rank(rank: int, world_size: int, setting: str, transport: str, half:
     _backward(model, rank, uses_both=False)
     model.sometimes.requires_grad_(True)  # where it was frozen, no wire has a place for it
     try:
-        _backward(model, rank, uses_both=rank == 0)
+        _backward(model, rank, uses_both=rank == user)
         reduction._follower.look()  # as the next backward does
     except ReducerError as error:
         return str(error)
@@ -68,12 +68,13 @@ def _on_one_rank(rank: int, world_size: int, setting: str, transport: str, half:
 @pytest.mark.parametrize("transport", ["gloo", pytest.param("shm", marks=pytest.mark.long)])
 def test_a_parameter_that_other_ranks_use(ranks: RankPool, setting: str, transport: str, half: bool, frozen: bool):
     """Its gradient would be that of some rows, and none of others."""
-    used, *unused = ranks.run(_on_one_rank, setting, transport, half, frozen)
-    assert used == ""
-    for rank, said in enumerate(unused, 1):
-        assert "parameter 'sometimes." in said
-        assert f"has a gradient on another rank, and none on rank {rank} of {ranks.world_size}" in said
-        assert "Call set_reduce_scatter_unused_params(True) on the model" in said
+    for user in (0, ranks.world_size - 1):
+        unused = dict(enumerate(ranks.run(_on_one_rank, setting, transport, half, frozen, user)))
+        assert unused.pop(user) == ""
+        for rank, said in unused.items():
+            assert "parameter 'sometimes." in said
+            assert f"has a gradient on another rank, and none on rank {rank} of {ranks.world_size}" in said
+            assert "Call set_reduce_scatter_unused_params(True) on the model" in said
 
 
 def _as_told(rank: int, world_size: int, setting: str | None) -> list[dict[str, Tensor]]:

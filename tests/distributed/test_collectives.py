@@ -132,16 +132,6 @@ def test_all_to_all_fills_what_is_conjugated_and_lies_apart(ranks2: RankPool):
             assert (came[source] == complex(source, rank + 1)).all()
 
 
-def _negated(rank: int, world_size: int) -> float:
-    tensor = torch.zeros(1) if rank else torch.tensor([complex(0, -3)]).conj().imag
-    dist.broadcast(tensor, 0)
-    return float(tensor)
-
-
-def test_what_is_negated_where_it_is_read_is_sent_so(ranks2: RankPool):
-    assert ranks2.run(_negated) == [3.0, 3.0]
-
-
 def _of_dtypes(rank: int, world_size: int) -> list[str]:
     float8 = torch.ones(2).to(torch.float8_e4m3fn)
     whole, real = torch.ones(2, dtype=torch.int64), torch.ones(2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 
 import fastreduce.distributed as dist
@@ -137,6 +138,7 @@ def _without_input(rank: int, world_size: int) -> list[Any]:
         out.sum().backward()
         with torch.no_grad():
             seen.append(function(weight if rank == 0 else None).requires_grad)
+        seen.append(function(weight.detach() if rank == 0 else weight).requires_grad)  # who passes it decides
     numbers = functional.broadcast(torch.arange(3) if rank == 0 else None)
     seen += [numbers.tolist(), None if weight.grad is None else weight.grad.tolist()]
     return seen
@@ -144,9 +146,23 @@ def _without_input(rank: int, world_size: int) -> list[Any]:
 
 def test_only_the_rank_it_comes_from_needs_an_input(ranks2: RankPool):
     for rank, seen in enumerate(ranks2.run(_without_input)):
-        assert seen[:4] == [((4, 2), torch.float16, True), False, ((2, 2), torch.float16, True), False]
-        assert seen[4] == [0, 1, 2]
-        assert seen[5] == ([[3.0, 3.0]] * 4 if rank == 0 else None)
+        assert seen[:3] == [((4, 2), torch.float16, True), False, False]
+        assert seen[3:6] == [((2, 2), torch.float16, True), False, False]
+        assert seen[6] == [0, 1, 2]
+        assert seen[7] == ([[3.0, 3.0]] * 4 if rank == 0 else None)
+
+
+def _of_the_first(rank: int, world_size: int) -> list[list[float]]:
+    """What comes from, and goes to, the first of a group that rank 0 is not in."""
+    group = torch_dist.new_group([1])
+    if rank == 0:
+        return []
+    given = torch.ones(2)
+    return [f(given, group).tolist() for f in (functional.broadcast, functional.reduce_sum, functional.gather)]
+
+
+def test_without_a_rank_it_is_the_first_of_the_group(ranks2: RankPool):
+    assert ranks2.run(_of_the_first) == [[], [[1.0, 1.0]] * 3]
 
 
 def _of_no_rows(rank: int, world_size: int) -> list[tuple[int, ...]]:

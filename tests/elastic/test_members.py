@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import sys
 import threading
 import time
@@ -125,6 +126,16 @@ def test_a_store_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture):
     time.sleep(0.5)
     assert caplog.text.count("Training goes on until") == 1
     members.leave()
+
+
+@pytest.mark.long  # torch's store looks up the name of who connects
+def test_a_store_may_have_an_address_of_six():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    try:
+        socket.create_connection(("::1", store.port)).close()
+    except OSError as error:
+        pytest.skip(f"nobody answers at ::1 here: {error}")
+    elastic.join(_wrapped(), store=f"[::1]:{store.port}", least=1, timeout=5).leave()
 
 
 class Part:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from fastreduce.elastic import presence
+from fastreduce.elastic.generations import Generation, Meetings, Note, Stage
 from fastreduce.elastic.presence import Presence
 from fastreduce.elastic.times import Times
 from fastreduce.environment.fates import introduction
@@ -39,3 +40,14 @@ def test_time_in_which_a_process_stood_still_is_no_silence_of_others(monkeypatch
     store.set(f"beat {other}", "3")  # looks that take long are no pause
     assert looks(5, every=4) == [[], [], [], [other], [other]]
     here.leave()
+
+
+def test_one_that_beats_and_does_not_come_is_left_out():
+    """As one whose loop waits for something of the user's."""
+    store, times = StoreClient(dist.HashStore(), 20.0), Times(timeout=0.2)
+    first, second = (Presence(store, times, place, "digest", "", lambda generation: None) for place in range(2))
+    before = Generation(1, (first.id, second.id), {}, (), "digest")
+    found = Meetings(first).next(before, Note(3, Stage.BETWEEN))
+    assert (found.members, found.out) == ((first.id,), (second.id,))
+    for each in (first, second):
+        each.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import threading
 import time
@@ -293,6 +294,20 @@ def test_a_call_that_is_taken_back_as_the_thread_comes_to_it_leaves_no_silence(m
     busy.join()
     time.sleep(0.1)
     assert hasty.read("key") == "value"
+
+
+def test_a_signal_while_the_store_is_asked_is_no_silence_of_its_holder():
+    def late(*_: Any) -> None:
+        raise TimeoutError("the user's")
+
+    client, before = StoreClient(dist.HashStore(), 20.0), signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(TimeoutError, match="the user's"):
+            client.call(lambda store: time.sleep(0.3))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert client.read("key") is None
 
 
 @pytest.mark.long

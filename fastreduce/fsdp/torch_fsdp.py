@@ -299,8 +299,7 @@ class Group:
         @torch._disable_dynamo
         def noted(*unused: Any) -> None:
             with_zeros = getattr(self._inner, "reduce_scatter_unused_params", False)
-            reduced = self.order if self._inner.reduce_grads else ()
-            self.present = [i for i in reduced if self.members[i].will_be_reduced(with_zeros)]
+            self.present = [i for i in self.order if self.members[i].will_be_reduced(with_zeros)]
             try:
                 post_backward(*unused)
             finally:

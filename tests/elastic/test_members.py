@@ -138,6 +138,16 @@ def test_a_store_may_have_an_address_of_six():
     elastic.join(_wrapped(), store=f"[::1]:{store.port}", least=1, timeout=5).leave()
 
 
+def test_a_cache_that_has_grown_elsewhere_stays_as_it_is():
+    modules = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    for size, module in enumerate(modules, 2):
+        module.register_buffer("cache", torch.full((size,), float(size)), persistent=False)
+        module.register_buffer("scale", torch.tensor(float(size)), persistent=False)
+    here, there = (state.Model(DistributedDataParallel(module, elastic=True), averages=False) for module in modules)
+    here.load_state_dict(there.state_dict())
+    assert (modules[0].cache == 2).all() and modules[0].scale == 3  # type: ignore[operator]
+
+
 class Part:
     """What has a state that only pickle could send."""
 

@@ -43,11 +43,16 @@ def test_time_in_which_a_process_stood_still_is_no_silence_of_others(monkeypatch
 
 
 def test_one_that_beats_and_does_not_come_is_left_out():
-    """As one whose loop waits for something of the user's."""
+    """As one whose loop waits for something of the user's. It does not come in by itself; others do, between steps."""
     store, times = StoreClient(dist.HashStore(), 20.0), Times(timeout=0.2)
-    first, second = (Presence(store, times, place, "digest", "", lambda generation: None) for place in range(2))
-    before = Generation(1, (first.id, second.id), {}, (), "digest")
-    found = Meetings(first).next(before, Note(3, Stage.BETWEEN))
+    first, second, third, stranger = (
+        Presence(store, times, place, digest, "", lambda generation: None)
+        for place, digest in enumerate(["alike", "alike", "alike", "another"])
+    )
+    meetings, before = Meetings(first), Generation(1, (first.id, second.id), {}, (), "alike")
+    found = meetings.next(before, Note(3, Stage.UNDER_WAY))
     assert (found.members, found.out) == ((first.id,), (second.id,))
-    for each in (first, second):
+    found = meetings.next(found, Note(3, Stage.BETWEEN))
+    assert (found.members, found.out) == ((first.id, third.id), (second.id,))
+    for each in (first, second, third, stranger):
         each.leave()

@@ -145,7 +145,6 @@ class Segment:
             fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return False
-        fcntl.lockf(self._file, fcntl.LOCK_UN)
         return True
 
     def word(self, at: int) -> int:

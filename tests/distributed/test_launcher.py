@@ -216,13 +216,14 @@ def test_two_machines_share_a_port(master: str, tmp_path: Path):
 
 
 UNGUARDED = """
-import sys
+import atexit, os, sys
 import fastreduce.distributed as dist
 
 class Box:
     def __init__(self, value): self.value = value
 
 scale = 2
+atexit.register(lambda: open(f"ended.{{os.getpid()}}", "w").close())
 print("before\\n", end="", flush=True)
 
 {function}
@@ -270,6 +271,8 @@ def test_a_script_without_a_guard_runs_up_to_its_call_on_every_rank(
     lines = done.stdout.splitlines()
     assert set(lines[:-3]) == {"before"}
     assert lines[-3:] == ["value [14, 0, 'argument']", "value [14, 1, 'argument']", "after 0"]
+    forked = "method='fork'" in function  # multiprocessing's forks end without what the script has registered
+    assert len(list(tmp_path.glob("ended.*"))) == (1 if forked else 3)
 
 
 @pytest.mark.long

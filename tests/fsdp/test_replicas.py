@@ -138,6 +138,26 @@ def test_a_checkpoint_of_both_reductions_resumes_bit_for_bit(ranks4: RankPool, t
         assert kept == {"reduce_scatter": names, "all_reduce": names}
 
 
+def _of_another_dtype(rank: int, world_size: int, later: bool) -> dict[str, Tensor]:
+    mesh = mesh_of(2)
+    model = shard(network(), mesh=mesh["shard"])
+    if not later:
+        model.double()
+    fastreduce.fsdp.replicate(model, mesh["replicate"], "int8:error_feedback")
+    if later:
+        model.double()
+    for step in range(2):
+        model.zero_grad()
+        model(batch(rank, step).double()).square().mean().backward()
+    return gradients(model)
+
+
+def test_a_model_may_become_of_another_dtype_behind_the_call(ranks4: RankPool):
+    found = ranks4.run(_of_another_dtype, True)
+    assert {grad.dtype for grad in found[0].values()} == {torch.float64}
+    assert_same_bits(found, ranks4.run(_of_another_dtype, False))
+
+
 # What is refused
 
 

@@ -115,7 +115,7 @@ class Arrivals:
 
     def _has_any(self, i: int) -> bool:
         grad = self._parameters[i].grad
-        return grad is not None and bool((grad._values() if grad.is_sparse else grad).any())
+        return grad is not None and bool(grad.any())
 
     def _is_reached(self, i: int) -> bool:
         try:

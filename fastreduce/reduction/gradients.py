@@ -42,7 +42,7 @@ class Collected:
     def settle(self, used_by_any: Tensor) -> list[int]:
         """Do what was to be done on arrival; returns the positions of slots that no rank used."""
         self._point()
-        if not self.unused and all(if_used is if_unused for _, if_used, if_unused in self.late):
+        if all(if_used is if_unused for _, if_used, if_unused in self.late):
             for _, action, _ in self.late:
                 if action is not None:
                     action()
@@ -72,7 +72,6 @@ class BucketMembers:
     dtype: torch.dtype
     numels: list[int]
     strides: list[tuple[int, ...]] | None
-    complex: bool
     views: list[Tensor] | None = None
     kept: list[Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
@@ -102,7 +101,6 @@ class BucketMembers:
             return False
         return (
             laid_out
-            and not self.complex
             and not any(map(Tensor.is_neg, grads))
             and list(map(Tensor.numel, grads)) == self.numels
             and {grad.dtype for grad in grads} == {self.dtype}
@@ -197,7 +195,6 @@ class Gradients:
             bucket.dtype,
             [slot.numel for slot in bucket.slots],
             None if all(self._contiguous[i] for i in indices) else [self.layouts[i].stride() for i in indices],
-            any(self.parameters[i].is_complex() for i in indices),
         )
 
     @torch.no_grad()

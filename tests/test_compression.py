@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
 from fastreduce import BF16, FP8, FP16, INT4, INT8, Compression, NoCompression, PowerSGD, SettingError, TopK
 
@@ -191,6 +193,12 @@ def test_any_options_parse_or_are_a_setting_error(name: str, options: list[tuple
     except SettingError:
         return
     assert Compression.parse(str(setting)) == setting
+
+
+def test_a_matrix_travels_as_factors_where_torchs_hook_sends_them():
+    for rows, columns, rank, rate in itertools.product(range(1, 9), range(1, 9), (1, 2), (1, 2)):
+        torchs, _, _ = _should_compress(rows, columns, rank, rate)
+        assert PowerSGD(rank, rate).compresses(rows, columns) == torchs, (rows, columns, rank, rate)
 
 
 def test_top_k_takes_what_was_written_of_a_gradient_or_all_of_it():

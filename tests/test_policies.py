@@ -52,10 +52,25 @@ def test_the_first_key_that_matches_holds(rules: Any, expected: list[Compression
     assert isinstance(policy, Policy) and policy.assign(NAMES, PARAMETERS) == expected
 
 
+def test_a_key_of_one_of_ours_may_match_no_parameter():
+    policy = Policy.of("auto4")
+    assert isinstance(policy, Policy)
+    assert policy.assign(["large alone"], [torch.zeros(100, 64)]) == [INT4_EF]
+    assert policy.assign(["small alone"], [torch.zeros(64)]) == [FP16()]
+
+
 def test_blanks_around_a_key_tell_nothing_and_digits_are_ascii():
     assert Policy.of({" ndim<2 ": "none", "* ": "int8"}) == Policy.of("ndim<2: none; *: int8")
     with pytest.raises(SettingError, match="is no condition"):
         Policy.of("numel>\N{ARABIC-INDIC DIGIT TWO}: none; *: int8")
+
+
+def test_who_writes_a_setting_wrongly_is_told_of_settings_and_of_policies_where_one_may_be_meant():
+    for spec, told in [("int8:blok=64", False), ("int9", True), ("AUTO4", True)]:
+        with pytest.raises(SettingError) as raised:
+            Policy.of(spec)
+        assert ("or a policy, auto4" in str(raised.value)) == told
+    assert "did you mean 'auto4'?" in str(raised.value)
 
 
 def test_a_function_chooses_and_its_errors_name_the_parameter():
@@ -68,6 +83,15 @@ def test_a_function_chooses_and_its_errors_name_the_parameter():
     ]:
         with pytest.raises(SettingError, match=text):
             Policy.of(function).assign(NAMES, PARAMETERS)  # type: ignore[union-attr]
+
+
+def test_what_is_called_may_have_no_hash():
+    class Chooser(dict[str, str]):
+        def __call__(self, name: str, parameter: torch.Tensor) -> str:
+            return self[name]
+
+    policy = Policy(chooser=Chooser(w="int8"))
+    assert policy in {policy} and policy.assign(["w"], [torch.zeros(3)]) == [INT8()]
 
 
 @pytest.mark.parametrize("setting", [FP16, torch.float16, True])

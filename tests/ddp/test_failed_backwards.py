@@ -448,16 +448,15 @@ def test_buckets_that_are_laid_out_between_forward_and_backward_are_reduced(rank
     ranks2.run(_laid_out_between, warm)
 
 
-def _unannounced(rank: int, world_size: int) -> Any:
+def _unannounced(rank: int, world_size: int, views: bool) -> Any:
     """A sparse gradient where dense ones are expected, on one rank alone."""
     embedding = nn.Embedding(6, 3)
-    with torch.no_grad():
-        embedding.weight.zero_()
-    ddp = wrap("ours", embedding)
+    nn.init.zeros_(embedding.weight)
+    ddp = wrap("ours", embedding, gradient_as_bucket_view=views)
     for step in range(4):
-        ddp.zero_grad()
         embedding.sparse = rank == 0 and step == 1
-        loss = (rank + 1) * ddp(torch.arange(6)).sum()
+        loss = (rank + 1) * ddp(torch.arange(6)).sum()  # finds the gradient of the step before
+        ddp.zero_grad()
         if embedding.sparse:
             with pytest.raises(TensorError, match="sparse"):
                 loss.backward()
@@ -468,8 +467,9 @@ def _unannounced(rank: int, world_size: int) -> Any:
     return grads_of(embedding)
 
 
-def test_a_gradient_of_another_kind_on_one_rank_is_that_steps_error(ranks2: RankPool):
-    one, other = ranks2.run(_unannounced)
+@pytest.mark.parametrize("views", [False, True])
+def test_a_gradient_of_another_kind_on_one_rank_is_that_steps_error(ranks2: RankPool, views: bool):
+    one, other = ranks2.run(_unannounced, views)
     assert_same_bits(one, other)
 
 

@@ -94,6 +94,15 @@ def test_complex_gradients_that_only_another_rank_has_can_be_detached_in_place(r
     assert_same_bits(found, expected)
 
 
+def test_lazy_gradients_that_are_there_before_move_into_views(alone: None):
+    body = _Complex()
+    body.plain.grad, body.turn.grad = torch._neg_view(torch.ones(3)), torch.full((3,), 1 + 2j).conj()
+    wrap("ours", body, gradient_as_bucket_view=True)
+    assert (body.plain.grad == -1).all() and (body.turn.grad == 1 - 2j).all()
+    body(turns=True).backward()
+    assert (body.plain.grad == 0).all() and (body.turn.grad == 2 - 1j).all()
+
+
 @pytest.mark.parametrize("change", ["channels_last", pytest.param("contiguous", marks=pytest.mark.long), "data"])
 def test_gradients_whose_memory_is_changed_behind_their_backs_are_averaged(ranks2: RankPool, change: str, views: bool):
     found = equal_on_all(ranks2.run(_changed_memory, change, views))

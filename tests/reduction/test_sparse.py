@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fastreduce import hooks, transports
+from fastreduce.errors import MismatchError
 from fastreduce.reduction.sparse import average
 from tests.support import tolerances
 from tests.support.models import WORDS, Words, assert_same_bits, word_indices, wrap
@@ -274,3 +275,14 @@ def _in_either_order(rank: int, world_size: int, kind: str) -> Tensor:
 def test_elements_are_added_to_their_own_however_gradients_lie(ranks2: Any, kind: str, times: float):
     for found in ranks2.run(_in_either_order, kind):
         assert_same_bits(found, torch.arange(12.0).view(3, 4) * times)
+
+
+def _wrapped_apart(rank: int, world_size: int) -> str:
+    with pytest.raises(MismatchError) as raised:
+        wrap("ours", nn.Embedding(5, 2, sparse=rank == 1))
+    return str(raised.value)
+
+
+def test_ranks_that_differ_in_what_is_sparse_are_told_so(ranks2):
+    one, other = ranks2.run(_wrapped_apart)
+    assert one == other and "parameter 'weight'" in one and ", which is sparse" in one

@@ -180,6 +180,8 @@ def _delayed(rank: int, world_size: int, hooked: str) -> None:
         (model(whole_batch(rank, step, 3, WIDE)).sum() * EXACT).backward()
         found = grads_of(body)
         assert_same_bits(found, _average_of_wide(step), f"rank {rank}, step {step}")
+        norm = torch.nn.utils.get_total_norm([grad for grad in found.values() if grad is not None])
+        torch.testing.assert_close(model.clip_grad_norm_(torch.inf), norm)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -76,6 +77,30 @@ def test_times_are_taken_in_the_first_ten_steps_and_then_at_the_sample_rate(alon
         if model.logger._times is not None:
             sampled.append(step)
     assert sampled == [*range(1, 11), 100, 200, 300]
+
+
+def test_times_of_one_rank_and_of_steps_without_a_backward_are_times(alone: None):
+    model = wrap("ours", nn.Linear(4, 4))
+    for step in range(6):
+        loss = model(torch.ones(1, 4)).sum()
+        if step in (0, 1, 4):
+            loss.backward()
+        data = model._get_ddp_logging_data()
+        assert all(data[name] >= 0 for name in data.keys() & TIMES), step
+    assert data["backward_compute_time_end"] <= data["backward_comm_time_start"] <= data["backward_comm_time_end"]
+
+
+def _pause_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.register_hook(lambda _: time.sleep(0.02))
+
+
+def test_communication_begins_with_the_first_bucket(alone: None):
+    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wrap("ours", body, compression="int8", bucket_cap_mb=1e-5)
+    body[0].register_forward_hook(_pause_in_backward)
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+    assert model._get_ddp_logging_data()["backward_compute_comm_overlap_time"] >= 0.02e9
 
 
 # Introspection

@@ -228,6 +228,13 @@ def test_alone_and_wrong(alone: None):
     shadow.close()
 
 
+def test_of_gradients_that_are_zeros_there_is_no_error(alone: None):
+    ddp = wrap("ours", mlp(96, 2))
+    shadow = Shadow(ddp, "int8", every=1, groups=["0.*", "*"])
+    (0 * ddp(batch(0, 0, 4, 96)).sum()).backward()
+    assert shadow.last is not None and shadow.last.errors == {"int8": {}}
+
+
 def test_what_is_no_wrapper_or_no_list_is_named(alone: None):
     model = mlp(96, 2)
     ddp = wrap("ours", model)

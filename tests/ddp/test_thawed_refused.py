@@ -122,3 +122,12 @@ def test_a_comparison_by_turns_ends_with_the_reason(alone: None):
     assert why_fixed(ddp) == ""
     ddp.module.trunk.requires_grad_(True)
     assert "unfreezes parameters" in why_fixed(ddp)
+
+
+def test_what_a_state_puts_in_the_place_of_a_part_that_is_left_out_by_turns_is_found_at_once(alone: None):
+    model = wrap("ours", Branches())
+    for step in range(20):
+        model(torch.ones(2, 4), "abc"[: 2 + step % 2]).sum().backward()
+    model.load_state_dict({"module.c.weight": torch.zeros(4, 4)}, strict=False, assign=True)
+    with pytest.raises(ReducerError, match=r"parameter 'c\.weight' was added, replaced"):
+        model(torch.ones(2, 4), "abc").sum().backward()

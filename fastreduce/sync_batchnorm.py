@@ -179,7 +179,7 @@ def _statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor
         _gather(rows[:, first:], mine[first:], group, channels)
     counts, means, variances = rows[:, 1 : 2 + 2 * channels].split([1, channels, channels], dim=1)
     total = int(counts.sum())
-    shares = counts / total
+    shares = counts / max(total, 1)
     overall = (means * shares).sum(0)
     return overall, ((variances + (means - overall) ** 2) * shares).sum(0), total
 
@@ -253,7 +253,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             overall = sums.to(torch.float64, copy=True)
             _together(dist.all_reduce, overall, group=ctx.group, channels=channels)
-            averages = (overall / ctx.count).to(dtype)
+            averages = (overall / max(ctx.count, 1)).to(dtype)
             shape = (1, channels, *[1] * (input.dim() - 2))
             scale = inverse if weight is None else inverse * weight.to(dtype)
             of_input = grad - averages[0].view(shape)

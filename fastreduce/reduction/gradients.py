@@ -42,7 +42,7 @@ class Collected:
     def settle(self, used_by_any: Tensor) -> list[int]:
         """Do what was to be done on arrival; returns the positions of slots that no rank used."""
         self._point()
-        if all(if_used is if_unused for _, if_used, if_unused in self.late):
+        if not self.unused and all(if_used is if_unused for _, if_used, if_unused in self.late):
             for _, action, _ in self.late:
                 if action is not None:
                     action()

@@ -188,7 +188,7 @@ def test_a_failure_is_printed_once_with_its_rank(tmp_path: Path):
         pytest.param("sys.exit(7)", 7, "failed with exit code 7", marks=pytest.mark.long),
         ("sys.exit(-1)", 255, "failed with exit code 255"),
         pytest.param("os._exit(9)", 9, "failed with exit code 9", marks=pytest.mark.long),
-        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
+        pytest.param("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL", marks=pytest.mark.long),
         pytest.param("os.kill(os.getpid(), 37)", 165, "was ended by signal 37", marks=pytest.mark.long),
         pytest.param("sys.exit(2**70)", 255, "failed with exit code 255", marks=pytest.mark.long),
     ],

@@ -60,7 +60,9 @@ class _Broken(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("output", [True, False], ids=["output hooks", "parameter hooks"])
+@pytest.mark.parametrize(
+    "output", [True, pytest.param(False, marks=pytest.mark.long)], ids=["output hooks", "parameter hooks"]
+)
 def test_compiled_autograd_is_refused(alone: None, output: bool):
     model = wrap("ours", nn.Linear(3, 2))
     loss = model(batch(0, 0, 4, 3)).sum() if output else model.module(batch(0, 0, 4, 3)).sum()

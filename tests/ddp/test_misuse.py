@@ -491,7 +491,8 @@ def _refused(rank: int, world_size: int, transport: str) -> list[tuple[int, int]
     return [found[0], found[-1]]
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("gloo", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_refused_constructions_leave_nothing(transport: str):
     for early, late in run_ranks(_refused, 2, transport):
         assert late == early

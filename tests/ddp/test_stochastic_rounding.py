@@ -187,6 +187,7 @@ def _called(rank: int, world_size: int) -> list[Tensor]:
     return found
 
 
+@pytest.mark.long
 def test_calls_draw_anew_and_alike_in_every_process():
     runs = [equal_on_all(run_ranks(_called, 2)) for _ in range(2)]
     assert_same_bits(runs[1], runs[0])

@@ -100,15 +100,14 @@ print(type(StrategyRegistry.get("fastreduce_int8")) is other, StrategyRegistry.g
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "installed", "chosen"),
     [
-        pytest.param("", ["lightning"], "lightning.pytorch.strategies", marks=pytest.mark.long),
+        ("", ["lightning"], "lightning.pytorch.strategies"),
         ("import lightning.pytorch", ["lightning"], "lightning.pytorch.strategies"),
-        pytest.param(
-            "import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp", marks=pytest.mark.long
-        ),
-        pytest.param("", [], "pytorch_lightning.strategies.ddp", marks=pytest.mark.long),
+        ("import pytorch_lightning", ["lightning"], "pytorch_lightning.strategies.ddp"),
+        ("", [], "pytorch_lightning.strategies.ddp"),
     ],
     ids=["both, none imported", "both, lightning imported", "both, pytorch_lightning imported", "one"],
 )

@@ -232,7 +232,8 @@ def _destroyed_groups(rank: int, world_size: int, transport: str) -> tuple[int, 
     return counts[-1][0] - counts[0][0], max(b - a for a, b in zip(counts[1], counts[-1], strict=True)), right
 
 
-@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.long), "shm"])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_connections_and_buffers_end_with_their_group(ranks2: RankPool, transport: str):
     for groups, more, right in ranks2.run(_destroyed_groups, transport):
         assert right

@@ -300,6 +300,7 @@ def _whole(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_late_ranks_and_joined_ranks_train_to_the_same_bits_whatever_the_buckets(nodes: RankPool):
     found = nodes.run(_whole)
     for of_rank in found:

@@ -136,7 +136,8 @@ def test_a_shadow_measures_other_settings(tmp_path: Path):
     assert seconds[0] == 0 and seconds == sorted(seconds)
 
 
-@pytest.mark.parametrize("end", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("end", [0, 2])
 def test_the_loss_is_what_backward_was_called_on(tmp_path: Path, end: int):
     """Without the scale, the mean over two micro-steps and two ranks: 2 · (1 + step + 5 + 50); then a list of two."""
     done, lines = measured(tmp_path, SHOW + "import torch.utils.checkpoint\n" + LOSSES, 2, end=end)

@@ -17,6 +17,7 @@ from types import FrameType
 
 from ..errors import SettingError
 from .exits import Exit, at_exit
+from .frames import walking_frames
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,12 @@ def python_stacks(frames: int = 100, threads: int = 100, ours: bool = True) -> s
     known = {thread.ident: thread for thread in threading.enumerate()}
     main, here = threading.main_thread().ident, threading.get_ident()
     parts = []
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0])):
-        thread = known.get(ident)
-        name = thread.name if thread is not None else f"thread {ident}, which Python did not start"
-        if ident != here and (ours or not name.startswith(OURS)):
-            parts.append("".join([f"{name}:\n", *traceback.format_stack(frame, frames)]))
+    with walking_frames():
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0])):
+            thread = known.get(ident)
+            name = thread.name if thread is not None else f"thread {ident}, which Python did not start"
+            if ident != here and (ours or not name.startswith(OURS)):
+                parts.append("".join([f"{name}:\n", *traceback.format_stack(frame, frames)]))
     return "".join(parts[:threads])
 
 
@@ -70,19 +72,21 @@ def users_line(thread: int | None = None) -> str:
     """
     main = threading.main_thread()
     known = [each for each in threading.enumerate() if each.native_id == thread]
-    for ident in (each.ident for each in (*known, main)):
-        for frame in _calls(sys._current_frames().get(ident or 0)):
-            if _is_users(frame):
-                return f"line {frame.f_lineno} of {frame.f_code.co_filename}, in {frame.f_code.co_name}"
+    with walking_frames():
+        for ident in (each.ident for each in (*known, main)):
+            for frame in _calls(sys._current_frames().get(ident or 0)):
+                if _is_users(frame):
+                    return f"line {frame.f_lineno} of {frame.f_code.co_filename}, in {frame.f_code.co_name}"
     return ""
 
 
 def only_one_trains() -> bool:
     """Whether no more than one thread of this process is in the user's own code, or in a backward."""
-    at_work = [
-        any(_is_users(f) or BACKWARD in f.f_code.co_filename for f in _calls(innermost))
-        for innermost in sys._current_frames().values()
-    ]
+    with walking_frames():
+        at_work = [
+            any(_is_users(f) or BACKWARD in f.f_code.co_filename for f in _calls(innermost))
+            for innermost in sys._current_frames().values()
+        ]
     return sum(at_work) <= 1
 
 
@@ -102,7 +106,8 @@ def _is_users(frame: FrameType) -> bool:
 
 def collective_under_way() -> str:
     """The collective in which the main thread is, and where that was called; "" where it is in none."""
-    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    with walking_frames():
+        frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     for place, frame in enumerate(frames):
         module = next((name for where, name in COLLECTIVES.items() if where in frame.filename), None)
         if module is not None and not frame.name.startswith(("_", "wrapper")):

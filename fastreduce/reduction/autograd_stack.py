@@ -14,6 +14,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
+from ..environment.frames import walking_frames
+
 BACKWARD, FUNCTION = _engine_run_backward.__code__, BackwardCFunction.apply.__code__
 
 
@@ -58,7 +60,8 @@ class AutogradStack:
         """
         if self._end() is None:
             return True
-        return sum(_calls(frame).count(BACKWARD) for frame in sys._current_frames().values()) == others
+        with walking_frames():
+            return sum(_calls(frame).count(BACKWARD) for frame in sys._current_frames().values()) == others
 
     def is_within_another(self) -> bool:
         """Whether this backward was begun within another that is not around the forward too, by an autograd function.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
 import time
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.checkpoint import checkpoint
 
 import fastreduce
 from fastreduce.errors import ReducerError, TensorError, TransportError
@@ -357,52 +355,6 @@ def _bare(rank: int, world_size: int) -> None:
 
 def test_a_backward_of_the_bare_module_behind_one_that_raised_is_not_sent(ranks2: RankPool):
     ranks2.run(_bare)
-
-
-# Forwards while one is under way
-
-
-class _Checkpointed(_Layers):
-    def forward(self, x: Tensor, at: int = -1) -> Tensor:
-        x = self.layers[0](x)
-        for layer in self.layers[1:]:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
-
-
-def _forward_meanwhile(rank: int, world_size: int, on_thread: bool) -> None:
-    """On another thread, or in a hook of the backward that a re-entrant checkpoint runs within the whole."""
-    ddp, told = wrap("ours", _Layers() if on_thread else _Checkpointed(), bucket_cap_mb=1e-5), list[str]()
-
-    def forward() -> None:
-        with torch.enable_grad(), pytest.raises(ReducerError) as error:
-            ddp(X)
-        told.append(str(error.value))
-
-    def meanwhile(_: Tensor) -> None:
-        if not on_thread:
-            forward()
-            return
-        thread = threading.Thread(target=forward)
-        thread.start()
-        thread.join()
-
-    for step in range(4):
-        ddp.zero_grad()
-        loss = (rank + 1) * 2.0**step * ddp(X).sum()
-        hook = ddp.module.layers[2].weight.register_hook(meanwhile if rank == 0 and step != 1 else lambda _: None)
-        loss.backward()
-        hook.remove()
-        assert (_biases(ddp) == 2.0**step * (world_size + 1) / 2).all(), (rank, step, _biases(ddp))
-    assert len(told) == (3 if rank == 0 else 0)
-    assert all(text.startswith("rank 0: a forward with gradients began while") for text in told), told
-
-
-@pytest.mark.parametrize("on_thread", [True, False], ids=["thread", "checkpoint"])
-def test_a_forward_while_a_backward_is_under_way_elsewhere_is_an_error_and_disturbs_none(
-    ranks2: RankPool, on_thread: bool
-):
-    ranks2.run(_forward_meanwhile, on_thread, timeout=60)
 
 
 def _raised_within(rank: int, world_size: int) -> None:

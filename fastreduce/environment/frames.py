@@ -20,8 +20,8 @@ def walking_frames() -> Iterator[None]:
     """
     with _walk:
         collects = gc.isenabled()
-        gc.disable()
         try:
+            gc.disable()
             yield
         finally:
             if collects:

@@ -11,13 +11,13 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from ..errors import SettingError
 from .exits import Exit, at_exit
-from .frames import walking_frames
+from .frames import outwards, walking_frames
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def users_line(thread: int | None = None) -> str:
     known = [each for each in threading.enumerate() if each.native_id == thread]
     with walking_frames():
         for ident in (each.ident for each in (*known, main)):
-            for frame in _calls(sys._current_frames().get(ident or 0)):
+            for frame in outwards(sys._current_frames().get(ident or 0)):
                 if _is_users(frame):
                     return f"line {frame.f_lineno} of {frame.f_code.co_filename}, in {frame.f_code.co_name}"
     return ""
@@ -84,17 +84,10 @@ def only_one_trains() -> bool:
     """Whether no more than one thread of this process is in the user's own code, or in a backward."""
     with walking_frames():
         at_work = [
-            any(_is_users(f) or BACKWARD in f.f_code.co_filename for f in _calls(innermost))
+            any(_is_users(f) or BACKWARD in f.f_code.co_filename for f in outwards(innermost))
             for innermost in sys._current_frames().values()
         ]
     return sum(at_work) <= 1
-
-
-def _calls(frame: FrameType | None) -> Iterator[FrameType]:
-    """Those of one thread, the innermost one first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -14,19 +14,14 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward
 
-from ..environment.frames import walking_frames
+from ..environment.frames import outwards, walking_frames
 
 BACKWARD, FUNCTION = _engine_run_backward.__code__, BackwardCFunction.apply.__code__
 
 
-def _calls(frame: FrameType | None) -> list[CodeType]:
+def _calls(frame: FrameType) -> list[CodeType]:
     """Of a thread, by its innermost frame: the backwards and autograd functions that it is in, innermost first."""
-    found = []
-    while frame is not None:
-        if frame.f_code in (BACKWARD, FUNCTION):
-            found.append(frame.f_code)
-        frame = frame.f_back
-    return found
+    return [each.f_code for each in outwards(frame) if each.f_code in (BACKWARD, FUNCTION)]
 
 
 class AutogradStack:

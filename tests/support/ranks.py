@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from fastreduce import FastreduceError
-from tests.support.fork_server import Forked, end_whole, server
+from tests.support.fork_server import Forked, end_behind_handlers, server
 
 T = TypeVar("T")
 
@@ -91,9 +91,10 @@ class RankPool:
             raise
 
     def close(self) -> None:
-        """End the processes as a script ends; under `check_exit` each must do so with exit code 0."""
+        """End the processes as a script ends, each with exit code 0; without `check_exit` at once."""
         if not self.check_exit:
-            return self.kill()
+            self.kill()
+            return
         self._send(None)
         deadline = time.monotonic() + EXIT_SECONDS
         codes = [process.poll(max(0.0, deadline - time.monotonic())) for process in self._processes]
@@ -230,7 +231,7 @@ def _work(pipe: Any, rank: int, world_size: int, port: int, stack_file: str, hos
     if dist.is_initialized():
         dist.destroy_process_group()
     if rank:  # the first one shows that nothing goes wrong behind the exit handlers
-        end_whole()
+        end_behind_handlers()
 
 
 def message(call: Callable[[], Any]) -> str:

@@ -82,6 +82,7 @@ class GlooConnection:
         self._gone = who_is_gone(group)
         self._asking, self._told = threading.Lock(), no_word_from([])
         self._missing: list[int] = []
+        self.under_way = set[_Works]()  # begun here, and not waited for
         self._failures = client_of(group).at(f"fastreduce/failed/{name}", SOON_SECONDS)
         self._tags = 0
         self._gloo: Any = None
@@ -127,9 +128,11 @@ class GlooConnection:
         self._tags = 0
 
     def leave(self) -> None:
-        """Leave it to the next; drop it, if it has failed."""
+        """Leave it to the next; drop it, if it has failed, and end it, with something under way."""
         if self.failed:
             self._gloo = None
+        elif self.under_way:
+            self.abort()
 
     def abort(self) -> None:
         """Drop it, and end what waits on it: where one wait times out, gloo closes all of its sockets."""
@@ -221,6 +224,7 @@ class _Works:
 
     def __init__(self, connection: GlooConnection, operation: str, works: list[tuple[str, Any]]) -> None:
         self._connection, self._operation, self._works = connection, operation, works
+        connection.under_way.add(self)
 
     def wait(self) -> None:
         """Wait for all of them, for the group's timeout in all; their errors come out as TransportError."""
@@ -228,6 +232,7 @@ class _Works:
         for doing, work in self._works:
             left = timedelta(seconds=max(LEAST_SECONDS, deadline - time.monotonic()))
             self._connection.call(self._operation, work.wait, left, doing=doing)
+        self._connection.under_way.discard(self)
 
 
 class GlooTransport(LateGatherTransport):

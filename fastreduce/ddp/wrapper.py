@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import _AllreduceUpcastHookState
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..compression import Compression
@@ -48,6 +49,7 @@ from .checks import (
 )
 from .clipping import clip_
 from .elastic_reducer import ElasticReducer, check_elastic, group_of_one
+from .joining import JoinContext
 from .logger import TorchLogger, environment
 from .mixed_precision import LowPrecision, put_own
 from .outputs import tensors_of
@@ -528,6 +530,20 @@ class DistributedDataParallel(_ReachesModule):
         super()._update_process_group(new_process_group)
         self._transport = self.reducer.transport
         self._tell_whereabouts()
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Torch's context for uneven inputs: a rank that leaves it brings zeros to what the others still average.
+
+        Its last backward may have raised, and been caught: the others go on with NaN in that step.
+        """
+        reducer = None if self._delay_all_reduce_all_params else self.reducer
+        divides = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return JoinContext(self, reducer, enable, throw_on_early_termination, **divides)
 
     def join_hook(self, **kwargs: Any) -> Any:
         """What a join context calls, as in torch."""

@@ -52,15 +52,22 @@ class _Embedded(nn.Module):
         return Boom.apply(self.layer(x), raises and not late)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _raising(rank: int, world_size: int, sparse: bool, late: bool, divides: bool, setting: str) -> list[Any]:
+def _raising(
+    rank: int, world_size: int, sparse: bool, late: bool, divides: bool, setting: str, last: bool = False
+) -> list[Any]:
+    """The gradients of each step, or True where backward raises: on rank 1 in the third of four, or on rank 0 in its
+    last."""
+    raises = (0, 0) if last else (1, 2)
     ddp = wrap("ours", _Embedded(sparse), compression=setting, bucket_cap_mb=1e-5)
     found: list[Any] = []
     with ddp.join(divide_by_initial_world_size=divides):
         for step in range(1 + 3 * rank):
             ddp.zero_grad()
             with suppress(ValueError):
-                ddp(torch.tensor([1, 2]), step == 2, late).sum().backward()
-            found.append(step == 2 or [None if p.grad is None else p.grad.to_dense() for p in ddp.parameters()])
+                ddp(torch.tensor([1, 2]), (rank, step) == raises, late).sum().backward()
+            found.append(
+                (rank, step) == raises or [None if p.grad is None else p.grad.to_dense() for p in ddp.parameters()]
+            )
     return found
 
 
@@ -88,6 +95,18 @@ def test_one_that_raises_is_made_up_for(ranks2: RankPool, kind: str, when: str, 
     assert steps[2] is True
     for before, behind in zip(steps[1], steps[3], strict=True):
         assert torch.isfinite(behind).all() and (behind - before).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    "setting", ["none", pytest.param(FEEDBACK, marks=pytest.mark.long), pytest.param("int8", marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_one_that_raises_as_the_last_of_a_rank_is_made_up_for(ranks2: RankPool, late: bool, setting: str):
+    (raised,), steps = ranks2.run(_raising, False, late, True, setting, True, timeout=60)
+    assert raised is True
+    assert all(torch.isnan(gradient).any() for gradient in steps[0])
+    for step in steps[1:]:
+        assert all(torch.isfinite(gradient).all() and gradient.any() for gradient in step)
 
 
 class _Two(nn.Module):

@@ -96,8 +96,8 @@ def launcher(
         start_method: "spawn", "forkserver" or "fork".
 
     Raises:
-        SettingError: if the options contradict each other or say too little, if the port is in use, or at a fork
-            after CUDA was initialised.
+        SettingError: if the options contradict each other or say too little, if the port is in use, at a fork after
+            CUDA was initialised, or if ranks would import a function that was written in no file, as in a notebook.
         RanksFailedError: if a rank failed: its rank and traceback, and its exception as the cause.
     """
     if function is None:
@@ -118,6 +118,7 @@ def launcher(
         here = _ranks_here(n_gpus, world_size)
         group = _check(Group(here, world_size or here, rank_start, master_ip, port, timeout))
         _check_start_method(start_method)
+        _check_importable(function, start_method)
         call = next(_calls), _Reference.to(function)
         return run_ranks(_call, group, *call, args, kwargs, start_method=start_method)
 
@@ -132,12 +133,13 @@ def spawn(function: Function, args: Sequence[Any] = (), nprocs: int | None = Non
     in rank order. `nprocs` is the number of GPUs by default. On CPUs the backend is gloo, on GPUs NCCL as well.
 
     Raises:
-        SettingError: if there is no GPU and no `nprocs`.
+        SettingError: if there is no GPU and no `nprocs`, or for a function that was written in no file.
         RanksFailedError: if a rank failed: its rank and traceback, and its exception as the cause.
     """
     _stop_import("spawn")
     here = _ranks_here(nprocs, None, "nprocs")
     group = Group(here, here)
+    _check_importable(function, "spawn")
     return run_ranks(_call_with_rank, group, next(_calls), function, tuple(args))
 
 
@@ -228,4 +230,16 @@ def _check_start_method(method: str) -> None:
         raise SettingError(
             "start_method='fork' after CUDA was initialised in this process: forked ranks could not use it. "
             "Start them before the first use of CUDA, or with start_method='spawn'"
+        )
+
+
+def _check_importable(function: Function, method: str) -> None:
+    """Raise SettingError for a function of `__main__` where that is no file, and new processes would not have it."""
+    main = sys.modules["__main__"]
+    in_file = getattr(main, "__file__", None) or getattr(main, "__spec__", None)
+    if method != "fork" and not in_file and getattr(function, "__module__", None) == "__main__":
+        name = getattr(function, "__name__", repr(function))
+        raise SettingError(
+            f"{name} was written in a notebook, at a prompt or in python -c: new processes cannot import it from "
+            "there. Let them be forks, @launcher(start_method='fork'), or put it into a file and import it"
         )

@@ -372,6 +372,36 @@ def test_a_function_that_ranks_cannot_import():
         launcher(lambda: None, n_gpus=1)()
 
 
+TYPED = """
+import torch.distributed as dist
+from fastreduce.distributed import launcher, spawn
+
+def rank(*_):
+    return dist.get_rank()
+
+spawned, served = (launcher(n_gpus=2, start_method=method)(rank) for method in ("spawn", "forkserver"))
+for start in (spawned, served, lambda: spawn(rank, nprocs=2)):
+    try:
+        start()
+    except Exception as error:
+        print(type(error).__name__, error)
+print(launcher(n_gpus=2, start_method="fork")(rank)())
+"""
+
+
+def test_a_function_that_is_in_no_file_can_be_run_by_forks_only():
+    """As one of a notebook's."""
+    done = run(PYTHON, "-c", TYPED)
+    *told, value = done.stdout.splitlines()
+    assert value == "[0, 1]", done.stderr
+    assert len(told) == 3
+    for line in told:
+        assert line.startswith(
+            "SettingError rank was written in a notebook, at a prompt or in python -c: new processes"
+        )
+        assert "@launcher(start_method='fork')" in line
+
+
 def test_a_fork_after_cuda_was_initialised_is_an_error(monkeypatch: pytest.MonkeyPatch):
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")

@@ -63,9 +63,10 @@ class LowPrecision:
 
 def put_own(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook behind a module's `state_dict`: where parameters are their low copies, let it hold their own storage."""
-    for name, parameter in module.named_parameters(prefix.rstrip("."), recurse=False, remove_duplicate=False):
+    for own, parameter in module._parameters.items():
+        name = prefix + own
         saved, low = state.get(name), getattr(parameter, "_mp_param", None)
         if saved is None or saved is parameter or low is None:  # not saved, under keep_vars=True, or ignored
             continue
         if saved.data_ptr() == low.data_ptr():
-            state[name] = parameter._fp_param  # type: ignore[attr-defined]
+            state[name] = parameter._fp_param  # type: ignore[union-attr]

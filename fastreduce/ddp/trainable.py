@@ -15,10 +15,16 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def names_of(module: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
-    """The first name of each in a module that has them."""
+    """The first name of each in a module that has them.
+
+    Also of what a module's own `named_parameters` leaves out: torch's class asks each part for what it has itself.
+    """
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in module.named_parameters():
         names.setdefault(id(parameter), name)
+    for prefix, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            names.setdefault(id(parameter), f"{prefix}.{name}" if prefix else name)
     return [names[id(parameter)] for parameter in parameters]
 
 

@@ -394,6 +394,8 @@ class DistributedDataParallel(_ReachesModule):
         if not self._delay_all_reduce_all_params:  # else torch has built no reducer
             if torch.is_grad_enabled() and (self._may_have_changed or self.logger.sampling):
                 self.reducer.checks = True
+                if self.reducer.overlaps and self._meets_elsewhere():  # its layers were converted after wrapping
+                    self.reducer.overlaps = False
             self.reducer.watch(tensors_of(output))
             if not torch.is_grad_enabled():
                 self.reducer.restore_unless_needed()

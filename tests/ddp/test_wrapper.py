@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastreduce
 from tests.support.commands import ROOT
@@ -35,6 +36,7 @@ from tests.support.models import (
     grads_of,
     mean_over_ranks,
     mlp,
+    one_by_one,
     train,
     whole_,
     whole_batch,
@@ -96,6 +98,62 @@ def _wrap_parts(rank: int, world_size: int) -> Grads:
     model = _WrapsParts(mlp()).train()
     model.module(batch(rank, 0, 4, 20)).sum().backward()
     return grads_of(model.module)
+
+
+class _Particular(nn.Module):
+    """Names its parameters itself, by fewer arguments than torch's method has, and leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.hidden = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 3, bias=False)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        """Without `hidden`."""
+        for name, parameter in super().named_parameters(prefix, recurse):
+            if "hidden" not in name:
+                yield name, parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.first(x).relu()
+        return self.last(inner) * self.hidden(inner)
+
+
+def test_a_module_that_names_its_parameters_itself_is_averaged_as_in_torchs_class(ranks2: RankPool):
+    for names in ranks2.run(_particular):
+        assert sorted(names) == ["first.bias", "first.weight", "hidden.weight", "last.bias", "last.weight"]
+
+
+def _particular(rank: int, world_size: int) -> list[str]:
+    grads, module = [], _Particular()
+    for kind in ("ours", "torch"):
+        model = wrap(kind, copy.deepcopy(module))
+        model(batch(rank, 0, 4, 6)).square().sum().backward()
+        parts = (model.module.first, model.module.last, model.module.hidden)
+        grads.append({f"{i}.{name}": grad for i, part in enumerate(parts) for name, grad in grads_of(part).items()})
+        if kind == "ours":
+            names = list(model.compression_by_parameter())
+    assert_same_bits(grads[0], grads[1])
+    module.hidden.bfloat16()
+    low = wrap("ours", module, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    low(batch(rank, 0, 4, 6))
+    assert low.state_dict()["module.first.weight"].dtype is torch.float32
+    return names
+
+
+def test_nothing_overlaps_once_a_wrapped_models_norms_share_statistics(ranks2: RankPool):
+    assert ranks2.run(_converted) == [[True, False]] * 2
+
+
+def _converted(rank: int, world_size: int) -> list[bool]:
+    found = []
+    with one_by_one():
+        for convert in (False, True):
+            ddp = wrap("ours", nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+            if convert:  # as fairseq2 does, after wrapping
+                fastreduce.SyncBatchNorm.convert_sync_batchnorm(ddp)
+            ddp(batch(rank, 0, 4, 6)).square().sum().backward()
+            found.append(ddp.reducer.overlaps)
+    return found
 
 
 def test_device_ids_of_a_cpu_module_are_dropped_with_a_warning(ranks2: RankPool):

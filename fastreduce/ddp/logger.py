@@ -270,7 +270,10 @@ class TorchLogger:
 
 def environment(group: dist.ProcessGroup) -> dict[str, str | int]:
     """What torch's logger reads from the environment and the group."""
-    backend = dist.get_backend(group)
+    try:
+        backend: str = dist.get_backend(group)
+    except ValueError:  # a group that `new_group` has not made, as torchft's of one rank
+        backend = group.name()
     variables = ["MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES"]
     found: dict[str, str | int] = {"backend_name": backend}
     if backend == "gloo":

@@ -112,6 +112,13 @@ class TorchReducer(GradientReducer):
         self.logger.rebuilt(self.plan, self.arrival_order)
         return True
 
+    def rebuild_buckets(self) -> bool:
+        """As in GradientReducer, but never under a communication hook with find_unused_parameters=True, as in torch.
+
+        Such a hook may average among others than this group's ranks, who begin to train at another time: torchft's.
+        """
+        return not (self._hook is not None and self._finds_unused) and super().rebuild_buckets()
+
     def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: float | None = None) -> None:
         """As in GradientReducer, where no communication hook averages; what was unfrozen is averaged by then.
 

@@ -458,7 +458,7 @@ class DistributedDataParallel(_ReachesModule):
         that was frozen at construction requires a gradient, and where one that always had a gradient has none.
         """
         self._may_have_changed = False
-        self._trainable.check(self.module, self.reducer.recorder.parameters, self._distributed_rank)
+        self._trainable.check(self.module, self.reducer.recorder.parameters, self.reducer.transport.rank)
 
     def clip_grad_norm_(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from contextlib import nullcontext
 from typing import Any, cast
 from unittest.mock import patch
@@ -154,6 +155,67 @@ ENDS = {
     "followed": (Telemetry, "meet"),
     "judged": (BucketedGradients, "agree_that_finite"),
 }
+
+
+class _AnotherOrder(nn.Module):
+    """Layers that run in another order than that in which they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle, self.first = nn.Linear(4, 3), nn.Linear(4, 4), nn.Linear(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def _layouts_under_a_hook(rank: int, world_size: int, kind: str, find: bool) -> list[list[list[str]]]:
+    """The names in each bucket, by step, of a wrapper of each rank alone, whose hook could average among the ranks."""
+    group = dist.new_group([rank], use_local_synchronization=True)
+    ddp = wrap(kind, _AnotherOrder(), process_group=group, find_unused_parameters=find)
+    names = {id(p): name for name, p in ddp.module.named_parameters()}
+    steps: list[list[list[str]]] = []
+
+    def hook(state, bucket):  # torch takes no annotations that are text
+        steps[-1].append([names[id(p)] for p in bucket.parameters()])
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(3):
+        steps.append([])
+        ddp(batch(rank, step, 3, 2)).sum().backward()
+    return steps
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("find", [True, False])
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_what_a_hook_sees_is_laid_out_anew_only_where_torch_does(ranks2, kind: str, find: bool):
+    for first, second, third in ranks2.run(_layouts_under_a_hook, kind, find):
+        assert second == third
+        assert (first == second) == find
+
+
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_a_group_of_one_need_not_be_of_torchs_making(group_of_one: None, kind: str):
+    """As torchft's, whose hook averages among ranks that the group has not."""
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 1)
+    gloo = dist.ProcessGroupGloo(store, 0, 1, datetime.timedelta(seconds=30))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    ddp = wrap(kind, nn.Linear(2, 2), process_group=group)
+
+    def halve(state, bucket):  # torch takes no annotations that are text
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer() / 2)
+        return done
+
+    ddp.register_comm_hook(None, halve)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(4, 2)).sum().backward()
+        assert ddp.module.bias.grad.tolist() == [2, 2]
 
 
 def _raises_at_its_end(rank: int, world_size: int, where: str) -> tuple[list[Any], list[tuple[int, int]]]:

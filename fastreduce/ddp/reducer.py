@@ -337,6 +337,7 @@ class TorchReducer(GradientReducer):
         if self.buckets.as_views:
             self.events.launching.append(lambda job: job.found.point_used())
         self.events.arrived.append(self._hook.sum_used)
+        self.events.dropped.append(self._hook.end_collectives)
 
     def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """The future of the user's hook, or of the sum over the ranks where there is none."""

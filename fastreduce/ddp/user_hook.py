@@ -99,6 +99,12 @@ class UserHook:
         """Hooks are called at once."""
         return CallerStream()
 
+    def end_collectives(self) -> None:
+        """Wait for what hooks have begun on GPUs: a future that raised has ordered no stream behind its collectives."""
+        for device in {indices.device for _, indices in self._members}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
     @torch.no_grad()
     def sum_used(self) -> None:
         """Tell the pipelines which slots any rank used: one flag a parameter, summed over the ranks."""

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import fastreduce.distributed
@@ -209,6 +210,27 @@ def a_hook_that_asks_the_reducer(device: torch.device) -> list[Tensor]:
     return found
 
 
+def a_hook_whose_future_raises(device: torch.device) -> list[Tensor]:
+    ddp, found = _wrap(device), []
+
+    def hook(state, bucket):  # torch takes no annotations that are text
+        def then(future: torch.futures.Future[Any]) -> Tensor:
+            if step == 1:
+                raise ValueError("nobody waits for what was begun")
+            return future.value()  # type: ignore[no-any-return]
+
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket).then(then)
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(4):
+        ddp.zero_grad()
+        with contextlib.suppress(ValueError, RuntimeError) if step == 1 else contextlib.nullcontext():
+            ddp(_inputs(device, step)).backward()
+        if step != 1:
+            found += _grads(ddp)
+    return found
+
+
 def a_collective_that_two_streams_wait_for(device: torch.device) -> list[Tensor]:
     streams, found = Streams(device), []
     for turn in range(3):
@@ -276,6 +298,7 @@ SITUATIONS: dict[str, Situation] = {
     "hook for torch": partial(the_hook_for_torchs_class, "fp16"),
     "hook for torch, feedback": partial(the_hook_for_torchs_class, "int8:error_feedback"),
     "hook that asks": a_hook_that_asks_the_reducer,
+    "hook that fails": a_hook_whose_future_raises,
     "a collective": a_collective_that_two_streams_wait_for,
     "a collective's copy": a_collective_whose_copy_is_let_go,
     "a barrier": a_barrier,

@@ -263,6 +263,30 @@ def test_an_interrupt_amid_an_exchange_ends_the_connection_and_comes_out_as_it_i
     ranks2.run(_interrupted_amid_buckets, transport, kind, timeout=40)
 
 
+def _interrupted_amid_buffers(rank: int, world_size: int, kind: type[BaseException]) -> None:
+    """Rank 0 waits where the buffers are broadcast before a forward when a signal comes, and all go on."""
+    ddp = wrap("ours", nn.BatchNorm1d(3))
+    x = torch.arange(6.0).view(2, 3)
+    for _ in range(2):
+        ddp(x).square().sum().backward()
+    doing, before = ddp.reducer.flight_record().doing, signal.signal(signal.SIGALRM, _handler_of(kind))
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    else:
+        time.sleep(0.4)
+    with pytest.raises(kind, match="^of the handler$") if rank == 0 else nullcontext():
+        ddp(x)
+    signal.signal(signal.SIGALRM, before)
+    if rank == 0:
+        assert ddp.reducer.flight_record().doing == doing, "it waits no more"
+    (ddp(x).square().sum() * (rank + 1)).backward()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.long)])
+def test_an_interrupt_while_buffers_are_broadcast_comes_out_as_it_is(ranks2: RankPool, kind: type[BaseException]):
+    ranks2.run(_interrupted_amid_buffers, kind, timeout=40)
+
+
 # A user's hook
 
 

@@ -59,6 +59,7 @@ def _turn(case: str, ddp: Any, optimizers: dict[str, torch.optim.Optimizer], ste
     if case == "accumulated":
         if step % 4 == 0:
             first.zero_grad()
+        ddp(x)  # of which no backward comes: who has been let in before it does not come again
         ddp(x).sum().backward()
         if (step + 1) % 4 == 0:
             first.step()
@@ -112,7 +113,12 @@ def _train(_: object, case: str, name: str, address: str, folder: str) -> int:
     parts: dict[str, Any] = {**optimizers, **({"slow": Slow()} if case == "slow" else {})}
     timeout = 2.0 if case == "slow" else 10.0
     turns = 2 if "turn" in case else 1
+    for p in whole:
+        p.grad = torch.full_like(p, float(ord(name)))
     members = elastic.join(ddp, store=address, timeout=timeout, least=2, backwards=turns, **parts)
+    assert late or all((p.grad == ord(name)).all() for p in whole), "those of a backward before anybody has trained"
+    if not late:
+        ddp.zero_grad()
     residuals = ddp.reducer.state_dict()["residuals"].values()
     note([float(sum(each.abs().sum() for each in residuals))])
     if late:

@@ -244,6 +244,16 @@ def test_numpys_numbers_are_taken_and_the_state_is_plain():
     snapshot_file.check_plain(kept)  # else nobody could be sent it, and come in
 
 
+@pytest.mark.parametrize(("batch_size", "ahead"), [(2, 4), (10, 0)])
+def test_what_was_in_a_larger_hand_is_dealt_anew(batch_size: int, ahead: int):
+    before = elastic.BatchSampler(100, batch_size, shuffle=False, ahead=ahead)
+    before.share([0])
+    after = elastic.BatchSampler(100, 2, shuffle=False)
+    after.load_state_dict(before.state_dict())
+    after.share([0, 1])
+    assert after.state_dict()["hands"] == {0: [0, 1], 1: [2, 3]}, "the lowest of what is left, by turns"
+
+
 def test_what_deals_wrongly_is_refused():
     for options, told in (((0, 4), "data=0"), ((4, 0), "batch_size=0"), ((4, "2"), "batch_size='2'")):
         with pytest.raises(SettingError, match=f"{told}: allowed: whole numbers from 1 on"):

@@ -131,6 +131,26 @@ def test_ranks_that_ask_for_others_are_told_what_all_ask_for(ranks3: RankPool):
         assert names == ["gloo", "shm", "shm"] and seconds < 200  # not the group's timeout
 
 
+def _asked_in_vain(rank: int, world_size: int) -> list[str]:
+    """Rank 0 asks for something while the others do not come, then all ask, and two of them for what it asked for."""
+    group: Any = dist.new_group()
+
+    def ask(asked: str) -> str:
+        return message(lambda: choices.agree(group, asked, f"transport={asked!r}"))
+
+    told = [ask("")]
+    if rank == 0:
+        with patch.object(choices, "timeout_of", lambda _: datetime.timedelta(seconds=0.1)):
+            assert "choosing a transport failed" in ask("gloo")
+    dist.barrier()
+    return [*told, ask("shm" if rank == 2 else "gloo")]
+
+
+def test_who_has_asked_in_vain_counts_once_when_it_asks_again(ranks3: RankPool):
+    told = f"MismatchError: ranks differ in their transport: transport='gloo' on rank 0, 1; transport='shm' on rank 2. {SAME}"
+    assert ranks3.run(_asked_in_vain) == [["no error", told]] * 3
+
+
 def _many(rank: int, world_size: int) -> str:
     return message(lambda: make_transport(dist.group.WORLD, "cpu", "shm" if rank == 2 else "gloo"))
 

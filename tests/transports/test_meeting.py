@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -224,6 +225,29 @@ class _Own(dist.Store):
 
     def deleteKey(self, key: str) -> bool:  # as torch's groups call it
         return self.values.pop(key, None) is not None
+
+
+def test_a_holder_that_was_killed_while_it_was_asked_has_ended():
+    """The connection is reset then, not closed."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine: list[socket.socket] = []
+
+        class Holder:
+            port = server.getsockname()[1]
+
+            def clone(self) -> _Own:
+                mine.append(socket.create_connection(("127.0.0.1", self.port)))
+                return _Own()
+
+        held: Any = Holder()
+        client = StoreClient(held, 20.0)
+        client.set("key", "value")
+        theirs, _ = server.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+    with pytest.raises(TransportError, match="the store is gone, and with it"):
+        client.set("key", "other")
+    mine[0].close()
 
 
 def test_what_ends_as_garbage_on_the_stores_thread_is_answered_there():

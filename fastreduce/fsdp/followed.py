@@ -87,11 +87,10 @@ class Followed:
         Raises:
             ReducerError: if a parameter was used on other ranks only.
         """
-        counts = seen[2]
         for k in self._absent:
             if seen[3, k] > 0:
                 raise used_elsewhere(self._members[k][1].name, transport, "rank")
-        self.feedback.put_fates(torch.where(counts > 0, seen[:2] / counts, torch.nan))
+        self.feedback.put_fates(seen[:2] / seen[2])  # 0 / 0, NaN, of what none of them has seen
 
 
 class Follower:

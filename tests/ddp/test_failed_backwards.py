@@ -274,7 +274,7 @@ def _interrupted_amid_buffers(rank: int, world_size: int, kind: type[BaseExcepti
         signal.setitimer(signal.ITIMER_REAL, 0.1)
     else:
         time.sleep(0.4)
-    with pytest.raises(kind, match="^of the handler$") if rank == 0 else nullcontext():
+    with pytest.raises(kind, match=r"^of the handler$") if rank == 0 else nullcontext():
         ddp(x)
     signal.signal(signal.SIGALRM, before)
     if rank == 0:

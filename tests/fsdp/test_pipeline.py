@@ -67,34 +67,43 @@ def test_the_mean_of_many_steps_is_exact(ranks4: RankPool):
             assert left < off / 5, name
 
 
-def _behind_its_backward(rank: int, world_size: int, setting: str) -> tuple[Tensor, Tensor]:
-    """What was applied of four steps, the third of which is thrown away, and what is kept of them."""
+def _behind_its_backward(rank: int, world_size: int, setting: str) -> tuple[list[Tensor], list[Tensor]]:
+    """What was applied of steps, one of which is halved and the next added to it, and one thrown away; what is kept."""
     torch.manual_seed(0)
-    model: Any = fully_shard(nn.Linear(30, 7, bias=False))
+    model: Any = shard(nn.Sequential(nn.Linear(30, 7, bias=False), nn.Linear(7, 5, bias=False)))
     reduction = fastreduce.fsdp.compress(model, setting)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    applied = torch.zeros(7, 30, dtype=torch.float64)
-    for step in range(4):
-        optimizer.zero_grad()
+    applied = [torch.zeros(layer.weight.shape, dtype=torch.float64) for layer in model]
+    for step in range(5):
+        if step != 2:
+            optimizer.zero_grad()
         model.set_is_last_backward(False)
         model.set_requires_gradient_sync(False)
         model(batch(rank)).square().mean().backward()
         model.set_is_last_backward(True)
         model.set_requires_gradient_sync(True)
-        state = fully_shard.state(model)  # type: ignore[attr-defined]
-        state._fsdp_param_group.post_backward()
-        state._root_post_backward_final_callback()
-        if step != 2:
-            applied += model.weight.grad.full_tensor()
+        for layer in model[::-1]:
+            fully_shard.state(layer)._fsdp_param_group.post_backward()  # type: ignore[attr-defined]
+        fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+        if step == 1:
+            for layer in model:
+                layer.weight.grad.mul_(0.5)
+        elif step != 3:
+            for total, layer in zip(applied, model, strict=True):
+                total += layer.weight.grad.full_tensor()
             optimizer.step()
-    return applied, reduction.state_dict().get("reduce_scatter", {"weight": model.weight * 0})["weight"].full_tensor()
+    kept = reduction.state_dict().get(
+        "reduce_scatter", {f"{i}.weight": layer.weight * 0 for i, layer in enumerate(model)}
+    )
+    return applied, [kept[f"{i}.weight"].full_tensor() for i in range(2)]
 
 
-def test_nothing_is_lost_where_a_step_is_thrown_away(ranks2: RankPool):
-    exact, _ = ranks2.run(_behind_its_backward, "none")[0]
-    for applied, kept in ranks2.run(_behind_its_backward, "int8:error_feedback"):
-        assert kept.abs().max() > 1e-5
-        torch.testing.assert_close(applied + kept, exact, rtol=0, atol=float(1e-6 * exact.abs().max()))
+def test_nothing_is_lost_where_steps_are_added_up_or_thrown_away(ranks2: RankPool):
+    all_exact, _ = ranks2.run(_behind_its_backward, "none")[0]
+    for of_rank in ranks2.run(_behind_its_backward, "int8:error_feedback"):
+        for applied, kept, exact in zip(*of_rank, all_exact, strict=True):
+            assert kept.abs().max() > 1e-5
+            torch.testing.assert_close(applied + kept, exact, rtol=0, atol=float(1e-6 * exact.abs().max()))
 
 
 def test_what_a_stage_has_reduced_is_waited_for_by_its_devices_stream(monkeypatch: pytest.MonkeyPatch):

@@ -395,16 +395,17 @@ def _thawed_amid(rank: int, world_size: int, settings: dict[str, str], amid: str
         mine = {name: each[step, rank] / share for name, each in exact.items()}
         mine |= {"c": torch.ones(7, 20)} if step > 1 else {}
         x = torch.zeros((), requires_grad=True)
-        raises = step == 1 and amid == "raised"
+        raises = step == 1 and amid.startswith("raised")
         with pytest.raises(RuntimeError, match="raises here") if raises else nullcontext():
             model(_Raises.apply(x) if raises else x, mine).backward()
         if step == 1:
             model.parts["c"].weight.requires_grad_(True)
-        if step == 1 and amid == "saved":
+        if step == 1 and amid.startswith("saved"):
             reduction.state_dict()
         elif raises:
             model.reset_iter_state()
-            continue  # the next averages are added to these
+            if amid == "raised":
+                continue  # the next averages are added to these
         elif step != 1 or amid == "divided":
             for name in applied:
                 applied[name] += gradients(model.parts[name])["weight"]
@@ -412,7 +413,7 @@ def _thawed_amid(rank: int, world_size: int, settings: dict[str, str], amid: str
         if step == 1 and amid == "divided":
             model.set_gradient_divide_factor(8.0)
             share = world_size / 8.0
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none="zeroed" not in amid)
     kept = next(iter(reduction.state_dict().values()))
     missed, counted = [], [0, 1, 2, 3] if amid in ("raised", "divided") else [0, 2, 3]
     for name, each in exact.items():
@@ -422,17 +423,18 @@ def _thawed_amid(rank: int, world_size: int, settings: dict[str, str], amid: str
     return max(missed)
 
 
+@pytest.mark.parametrize("amid", ["saved", "saved, zeroed"])
 @pytest.mark.parametrize("way", ["scattered", "averaged"])
-def test_nothing_is_lost_where_others_are_thawed_before_a_step_is_left_out(ranks2: RankPool, way: str):
-    assert max(ranks2.run(_thawed_amid, EACH_WAY[way], "saved")) < tolerances.APPLIED * 8
+def test_nothing_is_lost_where_others_are_thawed_before_a_step_is_left_out(ranks2: RankPool, way: str, amid: str):
+    assert max(ranks2.run(_thawed_amid, EACH_WAY[way], amid)) < tolerances.APPLIED * 8
 
 
-@pytest.mark.parametrize("amid", ["left out", "divided", "raised"])
+@pytest.mark.parametrize("amid", ["left out", "divided", "raised", "raised, zeroed"])
 @pytest.mark.parametrize(("way", "pool"), [("scattered", "ranks2"), ("averaged", "ranks4")])
 def test_nothing_is_lost_where_others_are_thawed_behind_a_step(
     request: pytest.FixtureRequest, way: str, pool: str, amid: str
 ):
-    if amid == "raised" and not hasattr(FSDPModule, "reset_iter_state"):
+    if amid.startswith("raised") and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("this torch has no reset_iter_state")
     assert max(request.getfixturevalue(pool).run(_thawed_amid, EACH_WAY[way], amid)) < tolerances.APPLIED * 8
 

@@ -147,7 +147,8 @@ def _asked_in_vain(rank: int, world_size: int) -> list[str]:
 
 
 def test_who_has_asked_in_vain_counts_once_when_it_asks_again(ranks3: RankPool):
-    told = f"MismatchError: ranks differ in their transport: transport='gloo' on rank 0, 1; transport='shm' on rank 2. {SAME}"
+    differ = "MismatchError: ranks differ in their transport: transport='gloo' on rank 0, 1; transport='shm' on rank 2."
+    told = f"{differ} {SAME}"
     assert ranks3.run(_asked_in_vain) == [["no error", told]] * 3
 
 

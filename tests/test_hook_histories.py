@@ -174,6 +174,11 @@ class Unwritten(Training):
     def make(self) -> None:
         super().make()
         self.ddp.reducer._get_local_used_map().zero_()
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self.optimizer.register_step_pre_hook(self._keep)
+
+    def _keep(self, *_: object) -> None:
+        self.kept += [(p.grad, p.grad.clone()) for p in self.model.parameters() if p.grad is not None]
 
 
 def _difference_behind_unwritten(rank: int, world_size: int, views: bool, to_none: bool) -> float:
@@ -183,7 +188,10 @@ def _difference_behind_unwritten(rank: int, world_size: int, views: bool, to_non
     history = History(0, views, to_none, partly=True, cap=25.0, phases=[phase])
     with warnings.catch_warnings():  # as in `_differences`
         warnings.simplefilter("ignore")
-        exact, applied = (Unwritten(rank, history, spec).run() for spec in ("none", "int4:error_feedback"))
+        trainings = [Unwritten(rank, history, spec) for spec in ("none", "int4:error_feedback")]
+        exact, applied = (training.run() for training in trainings)
+    if to_none and not views:
+        assert all(torch.equal(*each) for training in trainings for each in training.kept), "a user may keep gradients"
     return max(float((one - other).abs().max()) for one, other in zip(applied, exact, strict=True))
 
 

@@ -210,6 +210,19 @@ def test_what_torch_takes_to_be_unused_is_applied_where_a_rank_has_joined_first(
     assert max(ranks2.run(_difference_behind_unwritten, views, to_none)) < tolerances.IN_CHANGING_LISTS
 
 
+def _difference_behind_new_buckets(rank: int, world_size: int) -> float:
+    """Averages are accumulated on when torch lays its buckets out anew, with copies of them in its new views."""
+    steps = [Step([["dcba"]] * world_size, drops=False, ends=ends, multiplied={}) for ends in ("on", "step")]
+    phase = Phase("in another", joins=False, divides=False, inputs=[len(steps)] * world_size, steps=steps)
+    history = History(0, views=True, to_none=True, partly=False, cap=1e-3, phases=[phase])
+    exact, applied = (Training(rank, history, spec).run() for spec in ("none", "int4:error_feedback"))
+    return max(float((one - other).abs().max()) for one, other in zip(applied, exact, strict=True))
+
+
+def test_averages_that_torch_copies_into_new_views_are_still_there(ranks2: RankPool):
+    assert max(ranks2.run(_difference_behind_new_buckets)) < tolerances.IN_CHANGING_LISTS
+
+
 def _differences(rank: int, world_size: int, setting: str, seeds: range) -> dict[int, float]:
     """By history, how far the parameters of this rank are from those under `none`."""
     found = {}

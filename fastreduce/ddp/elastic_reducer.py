@@ -175,7 +175,7 @@ class ElasticReducer(TorchReducer):
             grad = self.buckets.gradients.parameters[slot.parameter].grad
             if grad is not None:
                 copy = self._copies.get(slot.parameter)
-                if copy is None or copy.stride() != grad.stride() or copy.dtype != grad.dtype:
+                if copy is None or copy.stride() != grad.stride():
                     copy = self._copies[slot.parameter] = torch.empty_like(grad)
                 copies.append(copy)
                 grads.append(grad)
@@ -186,7 +186,6 @@ class ElasticReducer(TorchReducer):
     def _put_back(self) -> None:
         for grad, copy in self._kept:
             grad.copy_(copy)
-        self._kept.clear()
 
     def _commit(self) -> None:
         """All averages have come, or are enqueued on a GPU."""
@@ -230,7 +229,6 @@ class ElasticReducer(TorchReducer):
             pending.cancel()
         for _, pending in launches:
             try:
-                pending.begun()
                 pending.result()
             except CancelledError:
                 pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import re
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -146,6 +148,36 @@ class FailsOnce(Group):
     def regroup(self, step: int, whole: bool) -> bool:
         self.transport = LocalTransport()
         return False
+
+
+class FailsAtTheSecond(LocalTransport):
+    """A rank alone, whose second collective fails."""
+
+    calls = 0
+
+    def all_to_all(self, received: Tensor, wire: Tensor) -> Work:
+        self.calls += 1
+        if self.calls == 2:
+            raise TransportError("once")
+        return super().all_to_all(received, wire)
+
+
+def test_what_earlier_steps_and_generations_had_is_let_go_of():
+    """At once: connections stay open else, and gradients take memory, until Python collects its garbage."""
+    ddp: Any = DistributedDataParallel(_model(), elastic=True, compression="int8")
+    ddp.reducer.group = group = FailsOnce(at=STEPS)
+    group.transport = FailsAtTheSecond()
+    had: list[weakref.ref[object]] = [weakref.ref(group.transport)]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(1, 40)).sum().backward()
+            had.append(weakref.ref(ddp.module[0].weight.grad))
+    finally:
+        gc.enable()
+    assert [each() is None for each in had] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("ends", ["kept, skipped", "kept, kept, skipped", "kept, applied", "skipped, kept, skipped"])

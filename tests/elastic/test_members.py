@@ -219,6 +219,8 @@ def test_the_first_member_writes_a_checkpoint_that_another_job_goes_on_from(tmp_
 
     def train_and_save(ddp: Any) -> list[Path]:
         _train(ddp, 3)
+        told = ddp._get_ddp_logging_data()
+        assert (told["rank"], told["world_size"]) == (ddp.reducer.transport.rank, 2)
         if ddp.reducer.transport.rank:
             save_checkpoint(path, model=ddp)
             assert not path.exists()

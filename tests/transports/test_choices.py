@@ -25,11 +25,13 @@ from tests.support.ranks import RankPool, message, with_time
 
 DIES = """
 import os, sys, time
+from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from fastreduce import DistributedDataParallel, TransportError, all_reduce_gradients
-from fastreduce.transports.shm import connection
+from fastreduce.transports.shm import connection, segments
 
+segments.FOLDER = Path(sys.argv[2])
 dist.init_process_group("gloo")
 model = nn.Linear(2, 2)
 if "again" in sys.argv:
@@ -38,6 +40,9 @@ if "again" in sys.argv:
 if dist.get_rank() == 1:
     if "connecting" in sys.argv:
         connection.ShmConnection._connect = lambda *arguments: os._exit(9)
+        DistributedDataParallel(model)
+    if "sharing" in sys.argv:
+        connection.Segment.open = lambda *arguments: os._exit(9)
         DistributedDataParallel(model)
     time.sleep(2)
     os._exit(9)
@@ -52,17 +57,20 @@ os._exit(0)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("when", ["connecting", "first", "again", "call"])
+@pytest.mark.parametrize("when", ["connecting", "sharing", "first", "again", "call"])
 def test_who_has_ended_before_a_wrapper_is_not_waited_for(tmp_path: Path, when: str):
     """The others waited for the group's timeout, half an hour."""
     script = tmp_path / "train.py"
     script.write_text(DIES)
-    first, ended, third = run_by_hand(script, when, ranks=3)
+    segments = tmp_path / "segments"
+    segments.mkdir()
+    first, ended, third = run_by_hand(script, when, str(segments), ranks=3)
     assert ended.returncode == 9
     for rank, done in ((0, first), (2, third)):
-        failed = "connecting over shm" if when == "connecting" else "choosing a transport"
+        failed = "connecting over shm" if when in ("connecting", "sharing") else "choosing a transport"
         assert f"rank {rank} of 3: {failed} failed. No word from rank 1: it has exited, " in done.stdout
         assert "(1,)" in done.stdout
+    assert not list(segments.iterdir())
 
 
 # What each of three ranks asks for by transport= and by FASTREDUCE_TRANSPORT, and what all are told.

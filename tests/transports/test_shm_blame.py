@@ -1,4 +1,4 @@
-"""Whom a rank names that has waited in vain over shared memory, by what it sees of the others' segments."""
+"""How long a rank waits over shared memory, and whom it names then, by what it sees of the others' segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fastreduce.transports import ShmTransport
 from fastreduce.transports.shm.connection import ENDED, GAVE_UP, ShmConnection
 from fastreduce.transports.shm.segments import BEAT, FAILED
-from tests.support.ranks import message, run_ranks
+from tests.support.ranks import RankPool, message, run_ranks, with_time
 
 
 class Owned:
@@ -75,3 +75,30 @@ def _ended_here(rank: int, world_size: int) -> tuple[str, int]:
 def test_who_waits_where_its_own_process_ends_the_connection_asks_nobody():
     (text, asked), _ = run_ranks(_ended_here, 2)
     assert text == "TransportError: rank 0 of 2: all_reduce over shm failed. It was ended here." and asked == 0
+
+
+def _slowly(rank: int, world_size: int, seconds: float) -> float:
+    """Ranks rest between parts of a collective, each time for less than the timeout, and longer in all."""
+    transport, tensor = ShmTransport(dist.new_group()), torch.full((4 << 20,), rank + 1.0)  # type: ignore[arg-type]
+    transport.exchange(None)
+    made: Any = transport._lease.connection
+    made._seconds, advance = seconds, made._advance
+
+    def rest_and_advance(work: Any, patient: bool) -> bool:
+        time.sleep(seconds / 6)
+        done: bool = advance(work, patient=False)
+        return done
+
+    made._advance = rest_and_advance
+    begun = time.monotonic()
+    transport.all_reduce(tensor).wait()
+    assert (tensor == 3).all()
+    return time.monotonic() - begun
+
+
+@pytest.mark.long
+def test_the_timeout_is_of_time_without_progress(ranks2: RankPool):
+    def test(seconds: float) -> None:
+        assert min(ranks2.run(_slowly, seconds)) > 1.2 * seconds
+
+    with_time(test, 0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import random
 import re
@@ -104,18 +105,24 @@ def test_averages_are_within_the_bound_and_the_same_bits_everywhere(counts: tupl
 
 
 def test_nothing_overflows_that_is_no_overflow_as_an_average():
-    def run(rank: int, transport: Transport, value: float) -> list[float]:
+    """And what is no number does, in that step alone."""
+
+    def run(rank: int, transport: Transport) -> list[tuple[list[float], bool]]:
         specs = [ParameterSpec("a", 4, torch.float32, torch.device("cpu"))]
         setting = Compression.parse("fp16")
         plan = build_plan(specs, [[0]], alignment=128, shards=3, parts=[parts_of(transport, setting)])
-        gradient = torch.full((4,), value)
-        BucketPipeline(plan.buckets[0], setting, transport).run([gradient], [gradient])
-        return [float(x) for x in gradient]
+        pipeline, found = BucketPipeline(plan.buckets[0], setting, transport), []
+        for value in (3e38, torch.inf if rank == 1 else 1.0, 2e38):
+            gradient = torch.full((4,), value)
+            pipeline.run([gradient], [gradient])
+            assert pipeline.finite is not None
+            found.append((gradient.tolist(), bool(pipeline.finite)))
+        return found
 
-    for found in in_threads(on_nodes((2, 1)), lambda r, t: run(r, t, 3e38)):
-        assert found == pytest.approx([3e38] * 4, rel=1e-3)
-    for found in in_threads(on_nodes((2, 1)), lambda r, t: run(r, t, torch.inf if r == 1 else 1.0)):
-        assert not any(map(torch.isfinite, torch.tensor(found)))
+    for before, amid, behind in in_threads(on_nodes((2, 1)), run):
+        assert before == (pytest.approx([3e38] * 4, rel=1e-3), True)
+        assert not any(map(math.isfinite, amid[0])) and not amid[1]
+        assert behind == (pytest.approx([2e38] * 4, rel=1e-3), True)
 
 
 @pytest.mark.parametrize("setting", [FEEDBACK, "int4:error_feedback=8bit", "fp8:error_feedback=bf16"])

@@ -264,26 +264,30 @@ def test_an_interrupt_amid_an_exchange_ends_the_connection_and_comes_out_as_it_i
 
 
 def _interrupted_amid_buffers(rank: int, world_size: int, kind: type[BaseException]) -> None:
-    """Rank 0 waits where the buffers are broadcast before a forward when a signal comes, and all go on."""
+    """A signal comes on rank 0 when the buffers have been broadcast before a forward, and all go on."""
     ddp = wrap("ours", nn.BatchNorm1d(3))
     x = torch.arange(6.0).view(2, 3)
     for _ in range(2):
         ddp(x).square().sum().backward()
-    doing, before = ddp.reducer.flight_record().doing, signal.signal(signal.SIGALRM, _handler_of(kind))
+    broadcast, before = dist._broadcast_coalesced, signal.signal(signal.SIGALRM, _handler_of(kind))
+
+    def broadcast_and_interrupt(*arguments: Any) -> None:
+        broadcast(*arguments)
+        signal.raise_signal(signal.SIGALRM)
+
+    doing = ddp.reducer.flight_record().doing
     if rank == 0:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        amid = patch.object(dist, "_broadcast_coalesced", broadcast_and_interrupt)
+        with amid, pytest.raises(kind, match=r"^of the handler$"):
+            ddp(x)
+        assert ddp.reducer.flight_record().doing == doing, "it waits no more"
     else:
-        time.sleep(1)
-    with pytest.raises(kind, match=r"^of the handler$") if rank == 0 else nullcontext():
         ddp(x)
     signal.signal(signal.SIGALRM, before)
-    if rank == 0:
-        assert ddp.reducer.flight_record().doing == doing, "it waits no more"
     (ddp(x).square().sum() * (rank + 1)).backward()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.long)])
 def test_an_interrupt_while_buffers_are_broadcast_comes_out_as_it_is(ranks2: RankPool, kind: type[BaseException]):
     ranks2.run(_interrupted_amid_buffers, kind, timeout=40)
 

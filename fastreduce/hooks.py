@@ -318,6 +318,7 @@ class CompressState:
         chosen = saved_residuals.pick(states, ranks.rank(), ranks.size(), str(self.compression))
         self._kept = saved_residuals.kept_in(chosen)
         self._give_up(0)  # nothing of what was kept until now stays
+        self._averaged.clear()
         self._step = chosen.get("step", -1)
         for step in self._steps.values():
             step.fill_(self._step)

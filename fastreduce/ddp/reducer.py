@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..compression import NoCompression
 from ..errors import MismatchError, ReducerError, SettingError, TensorError
@@ -99,6 +100,7 @@ class TorchReducer(GradientReducer):
             self.logger.begin_backward()
             self.arm()
 
+    @temporarily_clear_interpreter_stack()  # a forward inside a transform of torch.func
     def _rebuild_buckets(self) -> bool:
         """Called before every forward with gradients enabled, and by ranks that have joined."""
         if self.backward.is_here:  # a checkpoint runs the forward again

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 
@@ -282,10 +283,13 @@ def makes_graph() -> bool:
 def accumulation_node(leaf: Tensor) -> Node:
     """The AccumulateGrad node of a leaf, which dies with its last reference."""
     if type(leaf) is Parameter and torch.is_grad_enabled():  # in each forward: two thirds of the time
-        node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        assert node is not None
-        return node
-    with torch._C.DisableTorchFunctionSubclass():  # else, for a subclass, the node of a view
+        view = leaf.view_as(leaf).grad_fn
+        if view is not None:  # as inside a transform of torch.func
+            node = view.next_functions[0][0]
+            assert node is not None
+            return node
+    # Else, for a subclass, the node of a view.
+    with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
         return get_gradient_edge(leaf).node
 
 

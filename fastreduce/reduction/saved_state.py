@@ -22,6 +22,7 @@ def save(buckets: BucketedGradients) -> dict[str, Any]:
         saved["units"] = {name: unit / scale for name, unit in saved["units"].items()}
     return {
         **saved,
+        "world_size": buckets.transport.world_size,  # a user's hook has buckets of one shard
         "settings": {name: str(each) for name, each in zip(names, buckets.settings, strict=True)},
         "caps": list(buckets.caps),
         "orders": [[names[i] for i in order] for order in buckets.orders],

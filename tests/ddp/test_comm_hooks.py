@@ -326,6 +326,25 @@ def _unused_under_a_hook(rank: int, world_size: int) -> list[float | None]:
     return [None if part.weight.grad is None else part.weight.grad[0, 0].item() for part in model]
 
 
+def _resume(rank: int, world_size: int) -> list[bool]:
+    """Whether a wrapper that loads what another one has saved goes on with its bits."""
+    saved, loaded = (wrap("ours", _model(), bucket_cap_mb=0.005) for _ in range(2))
+    for ddp in (saved, loaded):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    saved(batch(rank, 0, 16, 30)).sum().backward()
+    state = saved.reducer.state_dict()
+    loaded.reducer.load_state_dict(state)
+    for ddp in (saved, loaded):
+        ddp.zero_grad()
+        ddp(batch(rank, 1, 16, 30)).sum().backward()
+    assert_same_bits(grads_of(loaded), grads_of(saved))
+    return [(state["rank"], state["world_size"]) == (rank, world_size), loaded.reducer.step == 2]
+
+
+def test_every_rank_loads_what_it_has_saved_under_a_hook(ranks2):
+    assert ranks2.run(_resume) == [[True, True]] * 2
+
+
 def test_unused_parameters_under_a_hook(ranks2):
     assert ranks2.run(_unused_under_a_hook) == [[1.0, 0.5, None]] * 2
 

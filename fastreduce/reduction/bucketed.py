@@ -325,7 +325,7 @@ class BucketedGradients:
 
         On CPUs: a GPU's thread leaves a backward that raised behind its caller, who may have changed them by then.
         """
-        if not any(isinstance(stream, CudaStream) for stream in self.streams.values()):
+        if not any(device.type == "cuda" for device in self.streams):  # whatever stream a user's hook has there
             for job in jobs:
                 self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
 

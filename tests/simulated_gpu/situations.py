@@ -231,6 +231,22 @@ def a_hook_whose_future_raises(device: torch.device) -> list[Tensor]:
     return found
 
 
+def a_backward_that_raises_under_a_hook(device: torch.device) -> list[Tensor]:
+    """On another stream than the wrapper was made on, with averages where the hook's all-reduce is still at work."""
+    ddp, found = _wrap(device, gradient_as_bucket_view=True), []
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    streams = Streams(device)
+    with streams.use(0):
+        for step in range(4):
+            ddp.zero_grad(step == 3)  # in place, but behind the backward that raised
+            with contextlib.suppress(ValueError):
+                ddp(_inputs(device, step), step == 2).backward()
+            if step != 2:
+                found += _grads(ddp)
+    streams.join()
+    return found
+
+
 def a_collective_that_two_streams_wait_for(device: torch.device) -> list[Tensor]:
     streams, found = Streams(device), []
     for turn in range(3):
@@ -299,6 +315,7 @@ SITUATIONS: dict[str, Situation] = {
     "hook for torch, feedback": partial(the_hook_for_torchs_class, "int8:error_feedback"),
     "hook that asks": a_hook_that_asks_the_reducer,
     "hook that fails": a_hook_whose_future_raises,
+    "hook beside a backward that raises": a_backward_that_raises_under_a_hook,
     "a collective": a_collective_that_two_streams_wait_for,
     "a collective's copy": a_collective_whose_copy_is_let_go,
     "a barrier": a_barrier,

@@ -92,7 +92,8 @@ class UserHook:
             pipeline = BucketPipeline(bucket, NoCompression(), hook)
             pipeline.alone = False
             hook.gradients = pipeline.make_views([gradients.layouts[i] for i in members.indices])
-            self._members.append((pipeline, torch.tensor(members.indices, device=bucket.device)))
+            # Where flags are summed, which other devices' buckets are told.
+            self._members.append((pipeline, torch.tensor(members.indices, device=plan.buckets[0].device)))
         return plan, [pipeline for pipeline, _ in self._members]
 
     def make_stream(self, device: torch.device, transport: Transport) -> Stream:
@@ -101,7 +102,7 @@ class UserHook:
 
     def end_collectives(self) -> None:
         """Wait for what hooks have begun on GPUs: a future that raised has ordered no stream behind its collectives."""
-        for device in {indices.device for _, indices in self._members}:
+        for device in {pipeline.bucket.device for pipeline, _ in self._members}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 

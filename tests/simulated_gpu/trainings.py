@@ -252,6 +252,7 @@ GROUPS: dict[str, dict[str, Case]] = {
         "state": Case("int8:error_feedback", before_step=_save_and_load),
         "residuals rescaled": Case("int8:error_feedback", before_step=_rescale),
         "hook": Case(hook=default_hooks.allreduce_hook),
+        "hook, two GPUs": Case(hook=default_hooks.allreduce_hook, two_gpus=True, unused=True),
         "fp16 hook": Case(hook=default_hooks.fp16_compress_hook),
         "bf16 wrapper": Case(hook=default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
         "uneven inputs": Case(join=True),

@@ -115,6 +115,18 @@ def a_backward_that_raises(setting: str, how: str, options: dict[str, Any], devi
     return found
 
 
+def updates_by_hand(setting: str, device: torch.device) -> list[Tensor]:
+    """No optimizer tells that averages have been applied, before they are zeroed in place."""
+    ddp, found = _wrap(device, setting), []
+    for step in range(5):
+        ddp(_inputs(device, step)).backward()
+        found += _grads(ddp)
+        for parameter in ddp.parameters():
+            parameter.data.sub_(parameter.grad, alpha=0.1)  # its version stays
+        ddp.zero_grad(set_to_none=False)
+    return found
+
+
 def a_wrapper_that_goes_behind_one(device: torch.device) -> list[Tensor]:
     ddp = _wrap(device, "int8")
     for raises in (False, True):
@@ -298,6 +310,7 @@ SITUATIONS: dict[str, Situation] = {
     "a bucket that fails behind its compression": partial(a_backward_that_raises, "int8", "compress", {}),
     "so over the host": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": OverHost}),
     "so over the host, late": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": LateOverHost}),
+    "updates by hand": partial(updates_by_hand, "int8:error_feedback"),
     "a wrapper that goes": a_wrapper_that_goes_behind_one,
     "states, int8": partial(states_in_a_backward, "int8:error_feedback"),
     "states, powersgd": partial(states_in_a_backward, "powersgd:rank=2"),

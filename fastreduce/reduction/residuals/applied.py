@@ -416,7 +416,8 @@ class Applied:
             if stepped or i in self._left:
                 outcomes.append(float(stepped and i not in self._left))
             elif carried is not None and not known_to_be(carried, 0.0) and not final:
-                outcomes.append(carried)
+                # A device may know that none is there any more.
+                outcomes.append(carried if self.is_optimized(i) else _where(carried != 0.0, carried, finite))
             elif self.is_optimized(i):
                 outcomes.append(1.0 if carried is None and not final else 0.0)
             else:

@@ -291,7 +291,7 @@ class CompressState:
         ranks = self._ranks()
         buckets = [self._pipelines[index] for index in sorted(self._pipelines)]
         plan = BucketPlan(tuple(p.bucket for p in buckets), ranks.size())
-        saved = saved_residuals.save(plan, buckets, ranks.rank(), str(self.compression), folded=True)
+        saved = saved_residuals.save(plan, buckets, ranks.rank(), ranks.size(), str(self.compression), folded=True)
         return {
             **saved,
             "step": self._step,

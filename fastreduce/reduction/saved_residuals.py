@@ -55,7 +55,12 @@ def restore(kept: Mapping[str, SlotResiduals], pipelines: Sequence[BucketPipelin
 
 
 def save(
-    plan: BucketPlan, pipelines: Sequence[BucketPipeline], rank: int, compression: str, folded: bool = False
+    plan: BucketPlan,
+    pipelines: Sequence[BucketPipeline],
+    rank: int,
+    world_size: int,
+    compression: str,
+    folded: bool = False,
 ) -> dict[str, Any]:
     """One rank's state: plain tensors, strings and numbers, so `torch.load(weights_only=True)` reads it.
 
@@ -77,7 +82,7 @@ def save(
         factors |= pipeline.wires.factors()
     return {
         "rank": rank,
-        "world_size": plan.shards,
+        "world_size": world_size,
         "compression": compression,
         "buckets": plan.names(),
         "nodes": [pipeline.wires.nodes for pipeline in pipelines],

@@ -14,15 +14,15 @@ from .bucketed import BucketedGradients
 
 def save(buckets: BucketedGradients) -> dict[str, Any]:
     """Residuals by parameter name, for averages of all ranks, with the layout of the buckets."""
-    names, scale = buckets.gradients.names, buckets.scale
-    saved = saved_residuals.save(buckets.plan, buckets.pipelines, buckets.transport.rank, str(buckets.compression))
+    names, scale, transport = buckets.gradients.names, buckets.scale, buckets.transport
+    setting = str(buckets.compression)
+    saved = saved_residuals.save(buckets.plan, buckets.pipelines, transport.rank, transport.world_size, setting)
     if scale != 1.0:  # in a join, or behind one
         saved["residuals"] = {name: kept * scale for name, kept in saved["residuals"].items()}
         saved["shard_residuals"] = [kept * scale for kept in saved["shard_residuals"]]
         saved["units"] = {name: unit / scale for name, unit in saved["units"].items()}
     return {
         **saved,
-        "world_size": buckets.transport.world_size,  # a user's hook has buckets of one shard
         "settings": {name: str(each) for name, each in zip(names, buckets.settings, strict=True)},
         "caps": list(buckets.caps),
         "orders": [[names[i] for i in order] for order in buckets.orders],

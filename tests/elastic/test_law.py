@@ -290,7 +290,7 @@ def test_who_is_left_keeps_its_residuals_and_those_of_its_shard():
     kept = []
     for (ddp, _, group), transport in zip(left, local_ranks(2), strict=True):
         reducer = ddp.reducer
-        kept.append(save(reducer.plan, reducer.pipelines, 0, "", folded=True)["residuals"])
+        kept.append(save(reducer.plan, reducer.pipelines, 0, 3, "", folded=True)["residuals"])
         group.transport = transport
         ddp(torch.ones(2, 40))
     for (ddp, _, _), before in zip(left, kept, strict=True):

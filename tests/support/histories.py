@@ -292,7 +292,7 @@ def kept_by(training: Training) -> dict[str, Any]:
     found = [each.find(parameters) for kept in one_call._alive for each in kept.owners.values()]
     (pipelines,) = (reduction.pipelines for reduction in found if reduction is not None)
     plan = BucketPlan(tuple(p.bucket for p in pipelines), training.world_size)
-    state = saved_residuals.save(plan, pipelines, training.rank, training.spec)
+    state = saved_residuals.save(plan, pipelines, training.rank, training.world_size, training.spec)
     rename = {f"tensor {i}": name for i, name in enumerate(NAMES)}
     return {
         **state,

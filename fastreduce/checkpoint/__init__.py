@@ -269,10 +269,8 @@ def _know_optimized(reducer: GradientReducer, names: Collection[str], parts: Map
 
 def _drop_broken_backwards(parts: Mapping[str, Any]) -> None:
     """Where a backward has raised on this rank alone, the others are in it still: they would not come."""
-    if not _is_elastic(parts):
-        for reducer in _reducers(parts).values():
-            if reducer.backward.has_raised:
-                reducer.drop_broken_backward()
+    for reducer in _reducers(parts).values():
+        reducer.make_up_for_raised()
 
 
 def _is_elastic(parts: Mapping[str, Any]) -> bool:

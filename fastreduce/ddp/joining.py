@@ -23,6 +23,6 @@ class JoinContext(Join):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None and self._enable and self._reducer is not None and self._reducer.backward.has_raised:
-            self._reducer.drop_broken_backward()
+        if kind is None and self._enable and self._reducer is not None:
+            self._reducer.make_up_for_raised()
         super().__exit__(kind, error, traceback)

@@ -109,17 +109,11 @@ class TorchReducer(GradientReducer):
         self.look()
         self.add_thawed()
         self.switch_if_due()
-        if not self.rebuild_buckets():
+        # As in torch: such a hook may average among others than these ranks, who begin at another time, as torchft's.
+        if (self._hook is not None and self._finds_unused) or not self.rebuild_buckets():
             return False
         self.logger.rebuilt(self.plan, self.arrival_order)
         return True
-
-    def rebuild_buckets(self) -> bool:
-        """As in GradientReducer, but never under a communication hook with find_unused_parameters=True, as in torch.
-
-        Such a hook may average among others than this group's ranks, who begin to train at another time: torchft's.
-        """
-        return not (self._hook is not None and self._finds_unused) and super().rebuild_buckets()
 
     def set_compression(self, setting: Setting, at: int | None = None, bucket_bytes: float | None = None) -> None:
         """As in GradientReducer, where no communication hook averages; what was unfrozen is averaged by then.
@@ -148,7 +142,7 @@ class TorchReducer(GradientReducer):
     def add_thawed(self) -> None:
         """Average what has been unfrozen since the last forward, on all ranks alike: where all of them come by."""
         self.backward.check_finished()
-        self._make_up_for_raised()
+        self.make_up_for_raised()
         if self.thaw is not None:
             self.thaw()
 

@@ -284,7 +284,7 @@ def accumulation_node(leaf: Tensor) -> Node:
     """The AccumulateGrad node of a leaf, which dies with its last reference."""
     if type(leaf) is Parameter and torch.is_grad_enabled():  # in each forward: two thirds of the time
         view = leaf.view_as(leaf).grad_fn
-        if view is not None:  # as inside a transform of torch.func
+        if view is not None:  # else the forward is inside a transform of torch.func
             node = view.next_functions[0][0]
             assert node is not None
             return node

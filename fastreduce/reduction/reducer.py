@@ -349,7 +349,7 @@ class GradientReducer:
 
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets from now on."""
-        self._make_up_for_raised()
+        self.make_up_for_raised()
         self.buckets.average_with(averaging)
         self.backward.lay_out()
 
@@ -507,7 +507,7 @@ class GradientReducer:
         """
         self.backward.drop_broken()
 
-    def _make_up_for_raised(self) -> None:
+    def make_up_for_raised(self) -> None:
         """Before what tells or changes where this rank is: other ranks count the step of a backward that raised here.
 
         Not where ranks may be lost: such a backward is no step of anybody's there.
@@ -533,7 +533,7 @@ class GradientReducer:
         Behind a backward that raised on this rank, what the other ranks wait for is made up for first; where they do
         not come to it, that takes the transport's timeout.
         """
-        self._make_up_for_raised()
+        self.make_up_for_raised()
         progress = {"schedule": self.schedule.state(), "rebuilt": self._rebuilt}
         return {**saved_state.save(self.buckets), **progress, **self.backward.state()}
 
@@ -555,7 +555,7 @@ class GradientReducer:
             ReducerError: if the last backward awaits its averages (`Backward.finish`).
         """
         self.backward.check_finished()
-        self._make_up_for_raised()
+        self.make_up_for_raised()
         self.buckets.join()
         chosen = saved_state.pick([state] if isinstance(state, Mapping) else list(state), self.buckets)
         schedule = self.schedule_of(chosen)

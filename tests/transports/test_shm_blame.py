@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -49,6 +50,18 @@ def test_who_gave_up_and_ended_is_not_blamed_for_who_was_missing(first: Owned, s
     here.rank, here.size, here._names, here._gone = 0, 3, range(3), None
     here._segments = [Owned(), first, second]
     assert here._who(0.2) == named
+
+
+def test_who_asks_waits_too_for_others_who_ask_at_the_same_time():
+    segments = [Owned(), Owned(), Owned()]
+
+    def ask(rank: int) -> list[int]:
+        here: Any = ShmConnection.__new__(ShmConnection)
+        here.rank, here.size, here._names, here._gone, here._segments = rank, 3, range(3), None, segments
+        return list(here._who(0.3))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(ask, [0, 1])) == [[2], [2]]
 
 
 def _ended_here(rank: int, world_size: int) -> tuple[str, int]:

@@ -20,7 +20,7 @@ class Rows:
     """Two rows over the elements from `first` of a bucket, of which row `turn` counts; no host waits for a device.
 
     What is not FP32 is decoded where anything but a kernel looks at it, in plain torch, and encoded again where it is
-    changed: bytes of what has not been changed stay the same.
+    changed: values of what has not been changed stay the same (a block may get a smaller exponent, of larger codes).
 
     Args:
         first: see above.

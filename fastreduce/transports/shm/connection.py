@@ -34,8 +34,7 @@ from ..meeting import AbsentError, clear, look_for, meet, no_word_from, notes, u
 from ..ranks import Ranks, client_of, names_of, own_name, place_in, timeout_of, who_has_ended, who_is_gone
 from ..store_client import StoreClient
 from . import ring
-from .flags import wake
-from .segments import ASLEEP, BEAT, FAILED, GEOMETRY, NUMBERS, CannotShareError, Geometry, Segment, file_of, why_no_shm
+from .segments import BEAT, FAILED, GEOMETRY, NUMBERS, CannotShareError, Geometry, Segment, file_of, why_no_shm
 
 CONTROL = Geometry(cells=2, cell_bytes=16 << 10)  # for the few words that ranks exchange to lease connections
 ONE_SHOT_BYTES = 32 << 10  # up to which every rank sums all of a tensor: ranks wait once, not twice
@@ -350,9 +349,7 @@ class ShmConnection:
             if how != ENDED:
                 failed_here.set()
             if self._segments and self._owner.is_here:
-                self._segments[self.rank].set_word(FAILED, how)
-                for segment in self._segments:
-                    wake(self._futex, segment.address + ASLEEP)
+                self._segments[self.rank].set_word(FAILED, how)  # who sleeps looks up by itself, after a slice
         return self._error(operation)
 
     def _who(self, patience: float) -> list[int]:

@@ -29,6 +29,7 @@ from fastreduce.distributed.headers import NUMEL, Header
 from fastreduce.transports import GlooTransport, ShmTransport, messages, store_client
 from fastreduce.transports.messages import LIMIT, checked, decode, encode, gather_bytes, numbers, of_types
 from fastreduce.transports.shm import connection
+from fastreduce.transports.shm.segments import CannotShareError, Geometry, Segment
 from tests.support.commands import ROOT
 from tests.support.ranks import RankPool, message, run_ranks
 
@@ -361,3 +362,24 @@ def test_ranks_of_a_snapshot_run_nothing(tmp_path: Path, ranks2: RankPool, what:
     for told in ranks2.run(_planted_snapshot, str(tmp_path), what):
         assert told.startswith("CheckpointError: rank 1, ") and "it sent no plain values" in told
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kind", ["shorter", "a link", "a folder", "a pipe", "of another rank"])
+def test_only_the_segment_that_was_to_come_is_mapped(tmp_path: Path, kind: str):
+    geometry, path, other = Geometry(cells=2, cell_bytes=4096), tmp_path / "segment", tmp_path / "other"
+    before = len(os.listdir("/proc/self/fd"))
+    made = Segment.make(other, 0 if kind == "of another rank" else 1, 2, geometry)
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a link":
+        path.symlink_to(other)
+    else:
+        other.rename(path)
+    if kind == "shorter":
+        os.truncate(path, geometry.nbytes - 4096)  # to touch what is missing would be SIGBUS
+    with pytest.raises(CannotShareError):
+        Segment.open(path, 1, 2, geometry)
+    del made
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -91,7 +91,7 @@ class Segment:
 
     @classmethod
     def make(cls, path: Path, rank: int, ranks: int, geometry: Geometry) -> Segment:
-        """Make this rank's, under a name that nobody has, and lock it.
+        """Make this rank's, under a name that nobody has, and lock it; the caller takes the name away.
 
         Raises:
             CannotShareError: if there is no room for it, or no such folder.
@@ -103,9 +103,8 @@ class Segment:
                 os.posix_fallocate(file, 0, geometry.nbytes)  # else a full folder is SIGBUS, later
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 segment = cls(file, geometry.nbytes)
-            except OSError:
+            except BaseException:
                 os.close(file)
-                path.unlink(missing_ok=True)
                 raise
         header = _HEADER.pack(b"fastred\0", VERSION, rank, ranks, *geometry)
         ctypes.memmove(segment.address + MAGIC, header, len(header))

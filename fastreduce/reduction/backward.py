@@ -221,7 +221,7 @@ class Backward:
         One that is not reduced is only to see, where the last averages have not been applied, whether they are still
         there when it begins: what it accumulates would be taken for them.
         """
-        if makes_graph():
+        if makes_graph() and not torch.jit.is_tracing():  # whose graph would have the view that finds a node
             self.arrivals.follow(self._buckets.gradients.is_as_wrapped, self.armed)
         if not self.armed and all(feedback.is_settled for feedback in self._buckets.feedbacks):
             return

@@ -144,6 +144,20 @@ def test_nothing_overlaps_once_a_wrapped_models_norms_share_statistics(ranks2: R
     assert ranks2.run(_converted) == [[True, False]] * 2
 
 
+def _trace(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", mlp())
+    for step in range(3):
+        ddp(batch(rank, step, 3, 20)).square().sum().backward()
+        if step:  # after the forward that lays buckets out anew, which torch's class cannot trace either
+            traced = torch.jit.trace(ddp, (batch(rank, 9, 3, 20),))
+            assert_same_bits(traced(batch(rank, 8, 3, 20)), ddp.module(batch(rank, 8, 3, 20)))
+
+
+def test_torch_jit_traces_the_wrapper(ranks2: RankPool):
+    """Its check found a view of a parameter in the first graph that the second one had not."""
+    ranks2.run(_trace, timeout=60)
+
+
 def _converted(rank: int, world_size: int) -> list[bool]:
     found = []
     with one_by_one():

@@ -18,6 +18,7 @@ from .agreed_schedule import AgreedSchedule
 from .arrivals import Arrivals, makes_graph, weakly
 from .autograd_stack import AutogradStack
 from .bucketed import BucketedGradients
+from .distributed_autograd import current_context, gradients_of
 from .events import Events, call_all
 from .launches import Launches, Made, goes_well
 from .left_over import LeftOver
@@ -84,6 +85,7 @@ class Backward:
         self._meet_first = False  # whether some have joined, so that it tells before any bucket is launched
         self.siblings: weakref.WeakSet[Backward] = weakref.WeakSet()
         self._in_turn = False  # whether one of these may reduce in the same backward
+        self._context: int | None = None  # of torch.distributed.autograd, where gradients may be
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
@@ -118,6 +120,7 @@ class Backward:
         self.drop_broken()
         self._forget()
         self.armed, self._told = True, False
+        self._context = current_context()
         self._left_over.forget()
         self._stack.note_forward()
         self._buckets.at_step(self._agreed.schedule.step)
@@ -276,12 +279,23 @@ class Backward:
             self._recorder.enter(Phase.BACKWARD)
             self._buckets.look()
             if self.armed:
-                self.arrivals.forget_thrown_away()
+                self._check_context()
+                if self._context is None:  # else `.grad` has nothing, and nothing was thrown away
+                    self.arrivals.forget_thrown_away()
                 self._meet_first = self._buckets.uneven.matter(self._buckets.transport.world_size)
                 self._in_turn = any(sibling.armed for sibling in self.siblings)
                 if self.reduced_once:
                     self.arrivals.count()
             self._stack.call_at_end(self._on_end, self._on_left)
+
+    def _check_context(self) -> None:
+        if self._context is not None and self._context == current_context():
+            self._context = None  # a plain backward within it: torch.distributed.autograd's is on another thread
+        if self._context is not None and self.manual:
+            raise ReducerError(
+                f"rank {self._recorder.rank}: torch.distributed.autograd and require_manual_backward_finalization=True "
+                "exclude each other"
+            )
 
     def _report(self, i: int) -> None:
         if self.unfinished:
@@ -314,7 +328,9 @@ class Backward:
     def _launch_full_buckets(self) -> None:
         # The last bucket is full when backward ends: it is run there, without a change of threads.
         # What two reducers average in place, each does at the end, one after the other.
-        last = len(self._buckets.pipelines) - 1 if self.overlaps and not self._in_turn else 0
+        # A context's gradients are in `.grad` at the end only.
+        waits = self._in_turn or self._context is not None
+        last = len(self._buckets.pipelines) - 1 if self.overlaps and not waits else 0
         if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
             return
         if self._meet_first:  # at the end: a bucket is not full at the same point of all ranks' backward
@@ -413,10 +429,14 @@ class Backward:
         self.unfinished = True
         self.arrivals.report()
 
+    def _name_of(self, i: int) -> str:
+        return self._buckets.specs[i].name
+
     def _reduce(self) -> None:
         self.armed = self.running = self.unfinished = False
         try:
-            with self.telemetry.explaining():
+            parameters = self._buckets.gradients.parameters
+            with self.telemetry.explaining(), gradients_of(self._context, parameters, self._name_of):
                 if self.recover is None:
                     self._reduce_all()
                 else:

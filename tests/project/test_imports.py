@@ -34,6 +34,7 @@ REDUCTION = [
         "autograd_stack",
         "buckets",
         "clocks",
+        "distributed_autograd",
         "schedule",
         "shared_buffers",
         "sparse",

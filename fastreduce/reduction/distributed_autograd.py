@@ -1,0 +1,72 @@
+"""Gradients that `torch.distributed.autograd` accumulates in a context of its own, and not in `.grad`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ReducerError
+
+_RPC = "torch.distributed.rpc.api"  # without which there is no context; most processes need not import it
+
+
+def _may_be() -> bool:
+    """Whether there may be a context."""
+    return _RPC in sys.modules and bool(sys.modules[_RPC]._is_current_rpc_agent_set())
+
+
+def current_context() -> int | None:
+    """The context that this thread computes in, if it does."""
+    if not _may_be():
+        return None
+    try:
+        context: int = _functions()._current_context()._context_id()
+    except RuntimeError:  # it is in none
+        return None
+    return context
+
+
+def _functions() -> Any:
+    from torch._C import _distributed_autograd
+
+    return _distributed_autograd
+
+
+@contextmanager
+def gradients_of(context: int | None, parameters: Sequence[Tensor], name: Callable[[int], str]) -> Iterator[None]:
+    """Let a context's gradients, if it has any, be in `.grad` meanwhile; what is there at the end goes back into it.
+
+    Raises:
+        ReducerError: if no parameter has a gradient in either place, or, at the end, if one has an average and no
+            gradient in the context.
+    """
+    theirs = {} if context is None else _functions().get_gradients(context)
+    if not theirs or not any(parameter in theirs for parameter in parameters):
+        if _may_be() and all(parameter.grad is None for parameter in parameters):
+            raise ReducerError(
+                "backward has left no gradient: where torch.distributed.autograd runs it, run the forward inside of "
+                "torch.distributed.autograd.context(), too"
+            )
+        yield
+        return
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = theirs.get(parameter)
+    try:
+        yield
+        for i, parameter in enumerate(parameters):
+            average, own = parameter.grad, theirs.get(parameter)
+            if own is not None and average is not None:
+                own.copy_(average)
+            elif average is not None:
+                raise ReducerError(
+                    f"parameter {name(i)!r} has an average of other ranks' gradients, and no gradient of this rank's "
+                    "in its context of torch.distributed.autograd, where the average belongs: let every rank use it"
+                )
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad

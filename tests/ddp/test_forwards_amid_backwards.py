@@ -89,3 +89,30 @@ def _while_garbage_is_collected(rank: int, world_size: int) -> None:
 def test_nor_does_a_collection_of_garbage_while_it_is_looked_who_is_in_a_backward(ranks2: RankPool):
     """Python 3.11 read freed memory there, and mostly ended by SIGSEGV."""
     ranks2.run(_while_garbage_is_collected, timeout=100)
+
+
+class _Trainer(nn.Module):
+    """A forward that is a step of training, as of scripts that wrap a module which does all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.fc(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+
+def _backward_inside(rank: int, world_size: int) -> None:
+    ddp = wrap("ours", _Trainer())
+    with ddp.no_sync():
+        ddp(X)  # local, as it is to be
+    ddp = wrap("ours", _Trainer())
+    with pytest.raises(ReducerError, match="a backward inside of the forward has brought gradients"):
+        ddp(X)
+
+
+def test_a_backward_inside_of_the_forward_is_an_error(ranks2: RankPool):
+    """Gradients stayed local in silence, where torch's class raises an internal error in the second step."""
+    ranks2.run(_backward_inside, timeout=60)

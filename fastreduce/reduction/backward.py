@@ -451,8 +451,8 @@ class Backward:
     def _reduce(self) -> None:
         self.armed = self.running = self.unfinished = False
         try:
-            parameters = self._buckets.gradients.parameters
-            with self.telemetry.explaining(), gradients_of(self._context, parameters, self._name_of):
+            parameters, used = self._buckets.gradients.parameters, self.arrivals.used
+            with self.telemetry.explaining(), gradients_of(self._context, parameters, used, self._name_of):
                 if self.recover is None:
                     self._reduce_all()
                 else:

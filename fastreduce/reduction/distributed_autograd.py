@@ -37,16 +37,22 @@ def _functions() -> Any:
 
 
 @contextmanager
-def gradients_of(context: int | None, parameters: Sequence[Tensor], name: Callable[[int], str]) -> Iterator[None]:
+def gradients_of(
+    context: int | None, parameters: Sequence[Tensor], used: Sequence[bool], name: Callable[[int], str]
+) -> Iterator[None]:
     """Let a context's gradients, if it has any, be in `.grad` meanwhile; what is there at the end goes back into it.
 
     Raises:
-        ReducerError: if no parameter has a gradient in either place, or, at the end, if one has an average and no
-            gradient in the context.
+        ReducerError: if gradients have come to some that are `used`, and are in neither place, or, at the end, if one
+            has an average and no gradient in the context.
     """
+    if not _may_be():
+        yield
+        return
     theirs = {} if context is None else _functions().get_gradients(context)
-    if not theirs or not any(parameter in theirs for parameter in parameters):
-        if _may_be() and all(parameter.grad is None for parameter in parameters):
+    if not any(parameter in theirs for parameter in parameters):
+        grads = [parameter.grad for parameter, is_used in zip(parameters, used, strict=True) if is_used]
+        if grads and all(grad is None for grad in grads):
             raise ReducerError(
                 "backward has left no gradient: where torch.distributed.autograd runs it, run the forward inside of "
                 "torch.distributed.autograd.context(), too"

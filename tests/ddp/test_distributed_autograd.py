@@ -94,6 +94,14 @@ def _train_plainly(rank: int, world_size: int, folder: Path) -> None:
         ddp(x).square().sum().backward()
         assert_same_bits(grads_of(ddp.module), expected)
 
+        ddp.zero_grad()
+        if rank:  # no gradient of its own, and no error
+            with ddp.join():
+                pass
+        else:
+            with ddp.join():
+                ddp(x).square().sum().backward()
+
 
 def test_a_plain_backward_amid_a_context_and_a_forward_outside(ranks2: RankPool, tmp_path: Path):
     ranks2.run(_train_plainly, tmp_path, timeout=60)

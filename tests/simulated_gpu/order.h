@@ -181,9 +181,12 @@ inline void released_at(const void* address) {
     Block& block = it->second;
     born = block.born;
     one.what = block.what;
+    std::set<Actor> ends = block.recorded;  // what these hold now has ended before the memory is taken anew
+    ends.insert({born, this_thread()});
     for (auto* list : {&block.writes, &block.reads})
       for (auto& use : *list)
-        if (use.actor != born && !block.recorded.count(use.actor) && !has_ended(use, clocks[born]))
+        if (std::none_of(ends.begin(), ends.end(),
+                         [&](Actor each) { return use.actor == each || has_ended(use, clocks[each]); }))
           one.uses.push_back(use);
     blocks.erase(it);
   }

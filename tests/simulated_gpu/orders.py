@@ -101,6 +101,17 @@ def memory_taken_anew() -> None:
     _ones()
 
 
+@_race("without record_stream")
+def memory_recorded_on_a_stream_that_has_not_waited() -> None:
+    x, side = _ones(), Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul(2)
+    x.record_stream(Stream())
+    del x
+    _ones()
+
+
 @_ordered
 def one_stream() -> None:
     x = _ones()
@@ -210,6 +221,31 @@ def record_stream() -> None:
     x.record_stream(side)
     del x
     _ones()
+
+
+@_ordered
+def record_stream_of_one_that_has_waited() -> None:
+    x, side, other = _ones(), Stream(), Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul(2)
+    other.wait_stream(side)
+    x.record_stream(other)
+    del x
+    _ones()
+
+
+@_ordered
+def memory_that_another_thread_takes_when_the_host_has_waited() -> None:
+    x, side = _ones(), Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul(2)
+    side.synchronize()
+    del x
+    thread = threading.Thread(target=_ones)
+    thread.start()
+    thread.join()
 
 
 @_ordered

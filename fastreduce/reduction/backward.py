@@ -206,7 +206,6 @@ class Backward:
 
     def reset(self) -> None:
         """Forget what is under way and what was learned, as if no backward had been."""
-        self._buckets.join()
         self.armed = self.running = self.reduced_once = self.unfinished = False
         self.active_ranks = None
         self._left_over.forget()
@@ -215,6 +214,7 @@ class Backward:
         self._forget()
 
     def _forget(self) -> None:
+        self._buckets.join()  # gradients are let go of
         self._launches.forget()
         self._stage = _Stage.BUCKETS
         self.arrivals.stop()
@@ -332,6 +332,7 @@ class Backward:
                 )
             self.arrivals.again(i)
         elif not self.reduced_once:
+            self._buckets.note_caller()
             self.arrivals.order.append(i)
         elif (bucket := self.arrivals.bucket_of[i]) < self._launches.next:
             raise ReducerError(
@@ -349,6 +350,7 @@ class Backward:
         last = len(self._buckets.pipelines) - 1 if self.overlaps and not waits else 0
         if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
             return
+        self._buckets.note_caller()
         if self._meet_first:  # at the end: a bucket is not full at the same point of all ranks' backward
             return
         self._launches.launch_full(self.arrivals.waiting, last)
@@ -498,10 +500,7 @@ class Backward:
             try:
                 self._launches.results()  # the first bucket that failed tells more than the last
             finally:
-                try:
-                    self._buckets.join()  # behind the first that failed
-                finally:
-                    self._end_reduction()
+                self._end_reduction()
             raise
         except BaseException:
             # On this rank alone, it may be: the others wait for the rest, which `drop_broken` brings.

@@ -125,6 +125,7 @@ class BucketedGradients:
         self._make_steps()
         self._averaging: Averaging = CompressedAveraging(self.settings, self._steps)
         self.streams: dict[torch.device, Stream] = {}
+        self._callers: set[torch.cuda.Stream] = set()  # that know less than the one on which averages are stored
         self._make_streams()
 
     @property
@@ -286,14 +287,25 @@ class BucketedGradients:
         self._make_streams()
         self.lay_out([[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets])
 
-    def join(self) -> None:
-        """Let callers' streams wait for what is on buckets' streams: what a backward that raised has left there.
+    def note_caller(self) -> None:
+        """Gradients come on the current GPU's current stream, of whose memory they may be: it waits in `join`, too."""
+        for device in self.streams:
+            if device.type == "cuda" and device.index == torch.cuda.current_device():
+                self._callers.add(torch.cuda.current_stream(device))
 
-        Behind it memory may be let go of, or used otherwise, that such a bucket's work still writes to.
+    def join(self) -> None:
+        """Let callers' streams wait for what is on buckets' streams, also that of a backward that raised.
+
+        Behind it memory may be let go of, or used otherwise, that such a bucket's work still reads or writes.
         """
         for stream in self.streams.values():
             if isinstance(stream, CudaStream):
                 stream.join()
+        while self._callers:
+            caller = self._callers.pop()
+            current = torch.cuda.current_stream(caller.device)
+            if caller != current:
+                caller.wait_stream(current)
 
     def _make_steps(self) -> None:
         """A number of the step on each device that has none."""

@@ -115,6 +115,21 @@ def a_backward_that_raises(setting: str, how: str, options: dict[str, Any], devi
     return found
 
 
+def a_backward_under_another_stream(setting: str, device: torch.device) -> list[Tensor]:
+    """The forward's allocates memory before it waits for the averages: where gradients were that are views now."""
+    ddp, found = _wrap(device, setting, gradient_as_bucket_view=True), []
+    for step in range(4):
+        loss = ddp(_inputs(device, step))
+        streams = Streams(device)
+        with streams.use(0):
+            loss.backward()
+        found += [torch.zeros(40 * 40, device=device) for _ in range(3)]
+        streams.join()
+        found += _grads(ddp)
+        ddp.zero_grad()
+    return [each.cpu() for each in found]
+
+
 def updates_by_hand(setting: str, device: torch.device) -> list[Tensor]:
     """No optimizer tells that averages have been applied, before they are zeroed in place."""
     ddp, found = _wrap(device, setting), []
@@ -310,6 +325,8 @@ SITUATIONS: dict[str, Situation] = {
     "a bucket that fails behind its compression": partial(a_backward_that_raises, "int8", "compress", {}),
     "so over the host": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": OverHost}),
     "so over the host, late": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": LateOverHost}),
+    "backward elsewhere": partial(a_backward_under_another_stream, "none"),
+    "backward elsewhere, feedback": partial(a_backward_under_another_stream, "int8:error_feedback"),
     "updates by hand": partial(updates_by_hand, "int8:error_feedback"),
     "a wrapper that goes": a_wrapper_that_goes_behind_one,
     "states, int8": partial(states_in_a_backward, "int8:error_feedback"),

@@ -116,6 +116,7 @@ class BucketedGradients:
         self.uneven = UnevenInputs()
         self.scale = 1.0
         self.pipelines: list[BucketPipeline] = []
+        self._members: list[BucketMembers] = []
         self.keeps_statistics = False
         self._warm: set[Compression] = set()
         self.settings = self.assign(compression)
@@ -237,13 +238,11 @@ class BucketedGradients:
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
-        for device in self.streams if self.pipelines else ():
-            if device.type == "cuda":  # the last ones' memory may be of a stream that has waited for none of their work
-                torch.cuda.synchronize(device)
+        last = self.pipelines, self._members, [parameter.grad for parameter in self.gradients.parameters]
         self.plan, self.pipelines = self._averaging.make_pipelines(
             self.gradients, groups, self.transport, self.as_views
         )
-        self._members: list[BucketMembers] = [self.gradients.members(bucket) for bucket in self.plan.buckets]
+        self._members = [self.gradients.members(bucket) for bucket in self.plan.buckets]
         self.uneven.lay_out()
         if self.keeps_statistics:
             for pipeline in self.pipelines:
@@ -251,6 +250,8 @@ class BucketedGradients:
         if self.as_views:
             for members, pipeline in zip(self._members, self.pipelines, strict=True):
                 self.gradients.install_views(members, pipeline.make_views)
+        self._end_work()
+        del last
 
     def regroup(self, observed: Iterable[int]) -> None:
         """Lay buckets out in the order of `observed`, and what is not in it last, in buckets of its own.
@@ -280,6 +281,13 @@ class BucketedGradients:
         for pipeline, members in zip(self.pipelines, self._members, strict=True):
             if pipeline.kept is not None:
                 pipeline.kept.follow_on(members.parameters, watched=not self.uneven.here)
+        self._end_work()
+
+    def _end_work(self) -> None:
+        """Let GPUs end what they do before memory is let go of that may be of streams which have not waited for it."""
+        for device in self.streams:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets, from the same groups, from now on."""

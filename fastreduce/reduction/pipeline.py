@@ -167,7 +167,11 @@ class BucketPipeline:
 
     def magnitudes(self) -> Tensor:
         """Of each slot's average: the largest magnitude, and the sum of all, FP64 `[2, slots]`."""
-        return self.wires.magnitudes() if self._noted is None else self._noted.clone()
+        if self._noted is None:
+            return self.wires.magnitudes()
+        if self._noted.is_cuda:  # made on another stream, which takes its memory anew once this one has read it
+            self._noted.record_stream(torch.cuda.current_stream(self._noted.device))
+        return self._noted.clone()
 
     # Figures
 

@@ -391,6 +391,11 @@ class Applied:
             if carried is not None and not known_to_be(carried, 0.0) and not self._stepped[i] and i not in self._left
         }
 
+    def gone_late(self) -> dict[int, Tensor]:
+        """Of these, where no optimizer tells of the slot and a device alone knows: whether the average is gone."""
+        seen = {i: self._carried[i] for i in self.carried() if not self.is_optimized(i)}
+        return {i: carried == 0.0 for i, carried in seen.items() if isinstance(carried, Tensor)}
+
     def relative(self) -> set[int]:
         """Positions of the slots whose factor is in units of what was expected: nothing was seen, or a user told it."""
         return self._told | {

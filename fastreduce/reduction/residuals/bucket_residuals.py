@@ -249,11 +249,11 @@ class BucketResiduals:
             self.turn.device,
         )
 
-    def keep_base(self, i: int) -> None:
-        """Keep row `turn` of a slot as its Q."""
+    def keep_base(self, i: int, where: Tensor | None = None) -> None:
+        """Keep row `turn` of a slot as its Q, unless a device says not to."""
         self.carried.add(i)
         for rows in self._both:
-            rows.keep_base(*self._place(i))
+            rows.keep_base(*self._place(i), where)
 
     def restore_base(self, slots: Iterable[int]) -> None:
         """Bring back the Q of slots whose averages are in `.grad` no more, and were not applied."""

@@ -415,6 +415,8 @@ class ErrorFeedback:
             factors, flip = [1.0 if each is finite else 0.0 for each in factors], self.finite
         if isinstance(self._kept.units, Tensor) or any(isinstance(each, Tensor) for each in (*factors, *expected)):
             self._commit_late(factors, expected, stays)
+            for i, gone in applied.gone_late().items() if carried else ():
+                self._kept.keep_base(i, gone)  # it counts as applied
             return None
         mixes = [
             self._mix(i, factor, expect, i in stays)  # type: ignore[arg-type]

@@ -145,13 +145,14 @@ class Rows:
                 after = values if shape is None else values.view(shape)
                 _blend(before if shape is None else before.view(shape), after, *weights)
 
-    def keep_base(self, start: int, stop: int) -> None:
-        """Copy row `turn`."""
+    def keep_base(self, start: int, stop: int, where: Tensor | None = None) -> None:
+        """Copy row `turn`, unless a device says not to."""
         if self.base is None:
             self.base = torch.zeros_like(self.rows[0])
         part = self.part(start, stop)
         for base, first, second in zip(*(self._parts(row, part) for row in (BASE, 0, 1)), strict=True):
-            base.copy_(torch.where(self._turn == 0, first, second))
+            kept = torch.where(self._turn == 0, first, second)
+            base.copy_(kept if where is None else torch.where(where, kept, base))
 
     def restore_base(self, start: int, stop: int) -> None:
         """Copy it back."""

@@ -130,6 +130,62 @@ def a_backward_under_another_stream(setting: str, device: torch.device) -> list[
     return [each.cpu() for each in found]
 
 
+def buckets_laid_out_on_a_stream_of_their_own(device: torch.device) -> list[Tensor]:
+    """Which does not wait where they are laid out anew elsewhere, and takes their memory anew."""
+    ddp, found = _wrap(device, gradient_as_bucket_view=True), []
+    for step, setting in enumerate(("int8:error_feedback", "none", "int4:error_feedback", "int8")):
+        streams = Streams(device)
+        with streams.use(0):
+            ddp.reducer.load_state_dict(ddp.reducer.state_dict())
+        streams.join()
+        ddp.set_compression(setting)
+        loss = ddp(_inputs(device, step))
+        with streams.use(0):
+            found.append(torch.zeros(40 * 40, device=device))
+        streams.join()
+        loss.backward()
+        found += _grads(ddp)
+    return [each.cpu() for each in found]
+
+
+def averages_that_are_clipped_in_silence(device: torch.device) -> list[Tensor]:
+    """Behind error feedback, with each backward under another stream: what its averages were is read by the next."""
+    ddp, found, last = _wrap(device, "int8:error_feedback"), [], Streams(device)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(5):
+        loss = ddp(_inputs(device, step))
+        streams = Streams(device)
+        with streams.use(0):
+            loss.backward()
+        with last.use(0):
+            torch.zeros(40 * 40, device=device)
+        streams.join()
+        found += _grads(ddp)
+        for parameter in ddp.parameters():
+            parameter.grad.mul_(0.5)
+        if step == 0:
+            ddp.set_compression("int8")
+        if step in (0, 3):
+            optimizer.step()
+        last = streams
+    return found
+
+
+def first_steps_that_are_skipped(setting: str, device: torch.device) -> list[Tensor]:
+    """Their averages are zeroed in place, which only the device knows, and later ones are clipped in silence."""
+    ddp, found = _wrap(device, setting), []
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for step in range(5):
+        ddp(_inputs(device, step)).backward()
+        found += _grads(ddp)
+        if step > 1:
+            for parameter in ddp.parameters():
+                parameter.grad.mul_(0.5)
+            optimizer.step()
+        ddp.zero_grad(set_to_none=False)
+    return found
+
+
 def updates_by_hand(setting: str, device: torch.device) -> list[Tensor]:
     """No optimizer tells that averages have been applied, before they are zeroed in place."""
     ddp, found = _wrap(device, setting), []
@@ -327,6 +383,9 @@ SITUATIONS: dict[str, Situation] = {
     "so over the host, late": partial(a_backward_that_raises, "int8", "compress", {"gpu_transport": LateOverHost}),
     "backward elsewhere": partial(a_backward_under_another_stream, "none"),
     "backward elsewhere, feedback": partial(a_backward_under_another_stream, "int8:error_feedback"),
+    "laid out elsewhere": buckets_laid_out_on_a_stream_of_their_own,
+    "clipped in silence": averages_that_are_clipped_in_silence,
+    "first steps that are skipped": partial(first_steps_that_are_skipped, "int8:error_feedback"),
     "updates by hand": partial(updates_by_hand, "int8:error_feedback"),
     "a wrapper that goes": a_wrapper_that_goes_behind_one,
     "states, int8": partial(states_in_a_backward, "int8:error_feedback"),

@@ -297,9 +297,8 @@ class BucketedGradients:
 
     def note_caller(self) -> None:
         """Gradients come on the current GPU's current stream, of whose memory they may be: it waits in `join`, too."""
-        for device in self.streams:
-            if device.type == "cuda" and device.index == torch.cuda.current_device():
-                self._callers.add(torch.cuda.current_stream(device))
+        if self._gpus and torch.cuda.current_device() in self._gpus:
+            self._callers.add(torch.cuda.current_stream())
 
     def join(self) -> None:
         """Let callers' streams wait for what is on buckets' streams, also that of a backward that raised.
@@ -323,6 +322,7 @@ class BucketedGradients:
     def _make_streams(self) -> None:
         self.join()
         devices = sorted({self.specs[i].device for i in self.indices}, key=str)
+        self._gpus = {device.index for device in devices if device.type == "cuda"}
         self.streams.clear()
         self.streams.update((device, self._averaging.make_stream(device, self.transport)) for device in devices)
 

@@ -214,27 +214,30 @@ class ElasticReducer(TorchReducer):
 
     def _recover(self, error: TransportError, step: int, launches: Made) -> None:
         """A collective has failed: let the step under way begin again among those who are left."""
-        self._end(launches)
+        errors = [error, *self._end(launches)]
         if not isinstance(error, _AgainError):
             self._joined.regroup(step, whole=False)
-        _let_go(error)
+        for each in errors:
+            _let_go(each)
         self._put_back()
         self.follow()
         self.buckets.look()  # earlier averages in `.grad`, to which this step's gradients were added, are there still
 
-    def _end(self, launches: Made) -> None:
-        """Wait until nothing writes to gradients any more."""
+    def _end(self, launches: Made) -> list[TransportError]:
+        """Wait until nothing writes to gradients any more; returns what collectives have raised."""
         self._joined.abort()
         for _, pending in launches:
             pending.cancel()
+        errors = []
         for _, pending in launches:
             try:
                 pending.result()
             except CancelledError:
                 pass
             except TransportError as error:
-                _let_go(error)
+                errors.append(error)
         self.finish_on_gpus()
+        return errors
 
     def schedule_of(self, state: Mapping[str, Any]) -> Schedule:
         """As in GradientReducer; buckets keep the order in which they were made.
@@ -281,9 +284,10 @@ class ElasticReducer(TorchReducer):
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Let frames that have ended forget what they held: connections would stay until Python collects its garbage."""
+    """Forget the frames of what has been made up for: connections would stay until Python collects its garbage."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None  # frames around those have what failed, too, and jobs keep what they raised
         error = error.__cause__ or error.__context__
 
 

@@ -162,9 +162,10 @@ class FailsAtTheSecond(LocalTransport):
         return super().all_to_all(received, wire)
 
 
-def test_what_earlier_steps_and_generations_had_is_let_go_of():
+@pytest.mark.parametrize("bucket_mb", [25, 1e-4], ids=["one bucket", "many"])
+def test_what_earlier_steps_and_generations_had_is_let_go_of(bucket_mb: float):
     """At once: connections stay open else, and gradients take memory, until Python collects its garbage."""
-    ddp: Any = DistributedDataParallel(_model(), elastic=True, compression="int8")
+    ddp: Any = DistributedDataParallel(_model(), elastic=True, compression="int8", bucket_cap_mb=bucket_mb)
     ddp.reducer.group = group = FailsOnce(at=STEPS)
     group.transport = FailsAtTheSecond()
     had: list[weakref.ref[object]] = [weakref.ref(group.transport)]

@@ -25,7 +25,7 @@ from .residuals.applied import Fate
 from .residuals.bucket_residuals import SlotResiduals
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
-from .streams import CudaStream, Part, Stream
+from .streams import CudaStream, Part, Stream, is_capturing
 from .uneven import UnevenInputs
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -238,6 +238,7 @@ class BucketedGradients:
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
+        self._end_work()
         last = self.pipelines, self._members, [parameter.grad for parameter in self.gradients.parameters]
         self.plan, self.pipelines = self._averaging.make_pipelines(
             self.gradients, groups, self.transport, self.as_views
@@ -284,7 +285,7 @@ class BucketedGradients:
         self._end_work()
 
     def _end_work(self) -> None:
-        """Let GPUs end what they do before memory is let go of that may be of streams which have not waited for it."""
+        """Let GPUs end what they do with gradients and memory that may be of streams which have not waited for it."""
         for device in self.streams:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -311,7 +312,7 @@ class BucketedGradients:
         while self._callers:
             caller = self._callers.pop()
             current = torch.cuda.current_stream(caller.device)
-            if caller != current:
+            if caller != current and not is_capturing():  # a graph's end would find a stream that nobody waits for
                 caller.wait_stream(current)
 
     def _make_steps(self) -> None:

@@ -283,12 +283,16 @@ class ElasticReducer(TorchReducer):
         raise SettingError("_update_process_group with elastic=True: fastreduce.elastic.join says who takes part")
 
 
-def _let_go(error: BaseException | None) -> None:
+def _let_go(error: BaseException) -> None:
     """Forget the frames of what has been made up for: connections would stay until Python collects its garbage."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None  # frames around those have what failed, too, and jobs keep what they raised
-        error = error.__cause__ or error.__context__
+    each: BaseException | None = error
+    is_ours = True
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        if is_ours:  # frames around those have what failed, too, and jobs keep what they raised
+            each.__traceback__ = None
+        is_ours = is_ours and each.__cause__ is not None  # else it may be what a user handles
+        each = each.__cause__ or each.__context__
 
 
 def _check_schedule(schedule: Schedule) -> None:

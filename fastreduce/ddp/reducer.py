@@ -109,7 +109,6 @@ class TorchReducer(GradientReducer):
         self.look()
         self.add_thawed()
         self.switch_if_due()
-        self.backward.enter_forward()
         # As in torch: such a hook may average among others than these ranks, who begin at another time, as torchft's.
         if (self._hook is not None and self._finds_unused) or not self.rebuild_buckets():
             return False

@@ -85,7 +85,6 @@ class Backward:
         self._meet_first = False  # whether some have joined, so that it tells before any bucket is launched
         self.siblings: weakref.WeakSet[Backward] = weakref.WeakSet()
         self._in_turn = False  # whether one of these may reduce in the same backward
-        self._unused_before = False  # whether a forward has begun, and no gradient had come since the last reduction
         self._context: int | None = None  # of torch.distributed.autograd, where gradients may be
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
@@ -116,22 +115,8 @@ class Backward:
         self.reduced_once = self.brought_all = False
         self.lay_out()
 
-    def enter_forward(self) -> None:
-        """Called before a forward with gradients; `watch` is called at its end."""
-        self._unused_before = not any(self.arrivals.used)
-
     def arm(self) -> None:
-        """Make the next backward reduce, whatever an earlier one left behind.
-
-        Raises:
-            ReducerError: as `drop_broken`, or if a backward has been inside of the forward that ends here.
-        """
-        if self._unused_before and any(self.arrivals.used):
-            self._unused_before = False
-            raise ReducerError(
-                f"rank {self._recorder.rank}: a backward inside of the forward has brought gradients, which nobody "
-                "averages: let the forward return the loss, and call backward outside of it"
-            )
+        """Make the next backward reduce, whatever an earlier one left behind."""
         self.drop_broken()
         self._forget()
         self.armed, self._told = True, False
@@ -239,7 +224,6 @@ class Backward:
         One that is not reduced is only to see, where the last averages have not been applied, whether they are still
         there when it begins: what it accumulates would be taken for them.
         """
-        self._unused_before = False
         if makes_graph() and not torch.jit.is_tracing():  # whose graph would have the view that finds a node
             self.arrivals.follow(self._buckets.gradients.is_as_wrapped, self.armed)
         if not self.armed and all(feedback.is_settled for feedback in self._buckets.feedbacks):

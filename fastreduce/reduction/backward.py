@@ -18,7 +18,7 @@ from .agreed_schedule import AgreedSchedule
 from .arrivals import Arrivals, makes_graph, weakly
 from .autograd_stack import AutogradStack
 from .bucketed import BucketedGradients
-from .distributed_autograd import current_context, gradients_of
+from .distributed_autograd import context_through, current_context, gradients_of
 from .events import Events, call_all
 from .launches import Launches, Made, goes_well
 from .left_over import LeftOver
@@ -85,7 +85,8 @@ class Backward:
         self._meet_first = False  # whether some have joined, so that it tells before any bucket is launched
         self.siblings: weakref.WeakSet[Backward] = weakref.WeakSet()
         self._in_turn = False  # whether one of these may reduce in the same backward
-        self._context: int | None = None  # of torch.distributed.autograd, where gradients may be
+        self._forward_context: int | None = None  # of torch.distributed.autograd
+        self._context: int | None = None  # where the gradients of the backward under way may be
         self._task = -1  # autograd's number of the last backward
         self._stack = AutogradStack()
         self._on_output, self._on_end = weakly(self._enter), weakly(self._end)
@@ -120,7 +121,7 @@ class Backward:
         self.drop_broken()
         self._forget()
         self.armed, self._told = True, False
-        self._context = current_context()
+        self._forward_context, self._context = current_context(), None
         self._left_over.forget()
         self._stack.note_forward()
         self._buckets.at_step(self._agreed.schedule.step)
@@ -279,7 +280,7 @@ class Backward:
             self._recorder.enter(Phase.BACKWARD)
             self._buckets.look()
             if self.armed:
-                self._check_context()
+                self._find_context()
                 if self._context is None:  # else `.grad` has nothing, and nothing was thrown away
                     self.arrivals.forget_thrown_away()
                 self._meet_first = self._buckets.uneven.matter(self._buckets.transport.world_size)
@@ -288,9 +289,8 @@ class Backward:
                     self.arrivals.count()
             self._stack.call_at_end(self._on_end, self._on_left)
 
-    def _check_context(self) -> None:
-        if self._context is not None and self._context == current_context():
-            self._context = None  # a plain backward within it: torch.distributed.autograd's is on another thread
+    def _find_context(self) -> None:
+        self._context = context_through(self._forward_context)
         if self._context is not None and self.manual:
             raise ReducerError(
                 f"rank {self._recorder.rank}: torch.distributed.autograd and require_manual_backward_finalization=True "

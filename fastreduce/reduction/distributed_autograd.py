@@ -30,6 +30,21 @@ def current_context() -> int | None:
     return context
 
 
+def context_through(forward: int | None) -> int | None:
+    """Where the gradients come of the backward that the caller is in, through a forward in that context.
+
+    If it has ended, or the caller is in it, the backward is a plain one: torch.distributed.autograd's is on another
+    thread.
+    """
+    if forward is None or forward == current_context():
+        return None
+    try:
+        _functions()._retrieve_context(forward)
+    except RuntimeError:
+        return None
+    return forward
+
+
 def _functions() -> Any:
     from torch._C import _distributed_autograd
 

@@ -95,6 +95,12 @@ def _train_plainly(rank: int, world_size: int, folder: Path) -> None:
         assert_same_bits(grads_of(ddp.module), expected)
 
         ddp.zero_grad()
+        with autograd.context():
+            loss = ddp(x).square().sum()
+        loss.backward()  # the context has ended
+        assert_same_bits(grads_of(ddp.module), expected)
+
+        ddp.zero_grad()
         if rank:  # no gradient of its own, and no error
             with ddp.join():
                 pass
@@ -129,6 +135,33 @@ def _accumulate(rank: int, world_size: int, folder: Path) -> None:
 def test_what_a_local_backward_has_left_in_the_context_is_averaged(ranks2: RankPool, tmp_path: Path):
     """It counted as thrown away, since `.grad` is None."""
     ranks2.run(_accumulate, tmp_path, timeout=60)
+
+
+def _penalize(rank: int, world_size: int, folder: Path) -> None:
+    from torch.distributed import autograd
+
+    with _agent(rank, world_size, folder):
+        ddp, alone = wrap("ours", mlp(), bucket_cap_mb=1e-3), mlp()
+        alone.load_state_dict(ddp.module.state_dict())
+        for step in range(3):
+            x = batch(rank, step, 3, 20).requires_grad_()
+
+            def loss(model: nn.Module, x: Tensor = x) -> Tensor:
+                loss = model(x).square().sum()
+                (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+                return loss * slope.square().sum()
+
+            alone.zero_grad()
+            with autograd.context() as context:
+                autograd.backward(context, [loss(alone)])
+                own = autograd.get_gradients(context)
+                expected = mean_over_ranks({name: own[p] for name, p in alone.named_parameters()})
+            assert_same_bits(_backward(ddp.module, lambda loss=loss: loss(ddp)), expected, f"step {step}")
+
+
+def test_a_plain_gradient_before_leaves_the_context_known(ranks2: RankPool, tmp_path: Path):
+    """The backward that follows was said to be of no context."""
+    ranks2.run(_penalize, tmp_path, timeout=60)
 
 
 def _unused(rank: int, world_size: int, folder: Path) -> None:

@@ -75,9 +75,9 @@ def gradients_of(
         yield
         return
     before = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = theirs.get(parameter)
     try:
+        for parameter in parameters:
+            parameter.grad = theirs.get(parameter)
         yield
         for i, parameter in enumerate(parameters):
             average, own = parameter.grad, theirs.get(parameter)

@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fastreduce.reduction import distributed_autograd
 from tests.support.models import assert_same_bits, batch, grads_of, mean_over_ranks, mlp, wrap
 from tests.support.ranks import RankPool
 
@@ -187,3 +189,17 @@ def _unused(rank: int, world_size: int, folder: Path) -> None:
 
 def test_an_average_without_a_gradient_in_the_context_is_an_error(ranks2: RankPool, tmp_path: Path):
     ranks2.run(_unused, tmp_path, timeout=60)
+
+
+def test_grads_stay_where_a_context_has_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    """Those before it were the context's from then on."""
+    first, second = (torch.zeros(2, requires_grad=True) for _ in range(2))
+    before = first.grad = torch.ones(2)
+    theirs = {first: torch.zeros(2), second: torch.zeros(2, dtype=torch.bfloat16)}
+    monkeypatch.setattr(distributed_autograd, "_may_be", lambda: True)
+    monkeypatch.setattr(distributed_autograd, "_functions", lambda: SimpleNamespace(get_gradients=lambda _: theirs))
+    reducing = distributed_autograd.gradients_of(1, [first, second], [True, True], str)
+    with pytest.raises(RuntimeError, match="dtype"), reducing:
+        pytest.fail("what does not fit is in .grad")
+    assert first.grad is before
+    assert second.grad is None

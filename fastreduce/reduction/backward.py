@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -279,8 +279,8 @@ class Backward:
             self.running, self._task = True, torch._C._current_graph_task_id()
             self._recorder.enter(Phase.BACKWARD)
             self._buckets.look()
+            self._find_context()
             if self.armed:
-                self._find_context()
                 if self._context is None:  # else `.grad` has nothing, and nothing was thrown away
                     self.arrivals.forget_thrown_away()
                 self._meet_first = self._buckets.uneven.matter(self._buckets.transport.world_size)
@@ -431,14 +431,16 @@ class Backward:
         self.unfinished = True
         self.arrivals.report()
 
-    def _name_of(self, i: int) -> str:
-        return self._buckets.specs[i].name
+    def _gradients_here(self) -> AbstractContextManager[None]:
+        gradients = self._buckets.gradients
+        return gradients_of(
+            self._context, gradients.parameters, gradients.names, self.arrivals.used, self._recorder.rank
+        )
 
     def _reduce(self) -> None:
         self.armed = self.running = self.unfinished = False
         try:
-            parameters, used = self._buckets.gradients.parameters, self.arrivals.used
-            with self.telemetry.explaining(), gradients_of(self._context, parameters, used, self._name_of):
+            with self.telemetry.explaining(), self._gradients_here():
                 if self.recover is None:
                     self._reduce_all()
                 else:
@@ -533,7 +535,7 @@ class Backward:
         first = left_over.first(used, why_once)
         if not first:
             return
-        with self.telemetry.explaining():
+        with self.telemetry.explaining(), self._gradients_here():
             self.telemetry.await_all(
                 f"{len(left_over.parameters)} left over of reduction {self.reductions}",
                 f"rank {self._recorder.rank}: a second backward through one forward brought first gradients for "

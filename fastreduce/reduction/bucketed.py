@@ -239,6 +239,7 @@ class BucketedGradients:
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
         self._end_work()
+        # Whose memory is let go of at the end, when nothing reads it any more.
         last = self.pipelines, self._members, [parameter.grad for parameter in self.gradients.parameters]
         self.plan, self.pipelines = self._averaging.make_pipelines(
             self.gradients, groups, self.transport, self.as_views

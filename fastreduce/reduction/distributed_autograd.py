@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,9 +53,16 @@ def _functions() -> Any:
 
 @contextmanager
 def gradients_of(
-    context: int | None, parameters: Sequence[Tensor], used: Sequence[bool], name: Callable[[int], str]
+    context: int | None, parameters: Sequence[Tensor], names: Sequence[str], used: Sequence[bool], rank: int
 ) -> Iterator[None]:
     """Let a context's gradients, if it has any, be in `.grad` meanwhile; what is there at the end goes back into it.
+
+    Args:
+        context: see `context_through`.
+        parameters: what is averaged.
+        names: theirs, for errors.
+        used: of each, whether this backward has brought a gradient.
+        rank: this one, for errors.
 
     Raises:
         ReducerError: if gradients have come to some that are `used`, and are in neither place, or, at the end, if one
@@ -69,8 +76,8 @@ def gradients_of(
         grads = [parameter.grad for parameter, is_used in zip(parameters, used, strict=True) if is_used]
         if grads and all(grad is None for grad in grads):
             raise ReducerError(
-                "backward has left no gradient: where torch.distributed.autograd runs it, run the forward inside of "
-                "torch.distributed.autograd.context(), too"
+                f"rank {rank}: backward has left no gradient: where torch.distributed.autograd runs it, run the "
+                "forward inside of torch.distributed.autograd.context(), too"
             )
         yield
         return
@@ -79,14 +86,15 @@ def gradients_of(
         for parameter in parameters:
             parameter.grad = theirs.get(parameter)
         yield
-        for i, parameter in enumerate(parameters):
+        for name, parameter in zip(names, parameters, strict=True):
             average, own = parameter.grad, theirs.get(parameter)
             if own is not None and average is not None:
                 own.copy_(average)
             elif average is not None:
                 raise ReducerError(
-                    f"parameter {name(i)!r} has an average of other ranks' gradients, and no gradient of this rank's "
-                    "in its context of torch.distributed.autograd, where the average belongs: let every rank use it"
+                    f"rank {rank}: parameter {name!r} has an average of other ranks' gradients, and no gradient of "
+                    "this rank's in its context of torch.distributed.autograd, where the average belongs: let every "
+                    "rank use it"
                 )
     finally:
         for parameter, grad in zip(parameters, before, strict=True):

@@ -139,6 +139,38 @@ def test_what_a_local_backward_has_left_in_the_context_is_averaged(ranks2: RankP
     ranks2.run(_accumulate, tmp_path, timeout=60)
 
 
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 4), nn.Linear(20, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+def _backward_twice(rank: int, world_size: int, folder: Path) -> None:
+    from torch.distributed import autograd
+
+    with _agent(rank, world_size, folder):
+        ddp = wrap("ours", _Heads())
+        alone = copy.deepcopy(ddp.module)
+        for step in range(2):
+            x = batch(rank, step, 3, 20)
+            alone.zero_grad()
+            sum(output.square().sum() for output in alone(x)).backward()
+            with autograd.context() as context:
+                for output in ddp(x):
+                    autograd.backward(context, [output.square().sum()])
+                grads = autograd.get_gradients(context)
+                found = {name: grads[p].clone() for name, p in ddp.module.named_parameters()}
+            assert_same_bits(found, mean_over_ranks(grads_of(alone)), f"step {step}")
+
+
+def test_another_backward_through_the_forward_is_averaged_in_its_context(ranks2: RankPool, tmp_path: Path):
+    """It left each rank its own."""
+    ranks2.run(_backward_twice, tmp_path, timeout=60)
+
+
 def _penalize(rank: int, world_size: int, folder: Path) -> None:
     from torch.distributed import autograd
 
@@ -198,7 +230,7 @@ def test_grads_stay_where_a_context_has_one_that_does_not_fit(monkeypatch: pytes
     theirs = {first: torch.zeros(2), second: torch.zeros(2, dtype=torch.bfloat16)}
     monkeypatch.setattr(distributed_autograd, "_may_be", lambda: True)
     monkeypatch.setattr(distributed_autograd, "_functions", lambda: SimpleNamespace(get_gradients=lambda _: theirs))
-    reducing = distributed_autograd.gradients_of(1, [first, second], [True, True], str)
+    reducing = distributed_autograd.gradients_of(1, [first, second], ["first", "second"], [True, True], 0)
     with pytest.raises(RuntimeError, match="dtype"), reducing:
         pytest.fail("what does not fit is in .grad")
     assert first.grad is before

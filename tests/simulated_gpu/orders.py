@@ -20,6 +20,14 @@ def _ones() -> torch.Tensor:
     return torch.ones(64, device="cuda")
 
 
+def _ones_read_on_another_stream() -> tuple[torch.Tensor, torch.cuda.Stream]:
+    x, side = _ones(), Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul(2)
+    return x, side
+
+
 def _race(expected: str) -> Callable[[Callable[[], object]], None]:
     def add(program: Callable[[], object]) -> None:
         RACES[program.__name__] = (program, expected)
@@ -41,10 +49,7 @@ def no_wait_before_a_read() -> None:
 
 @_race("write by aten::zero_ does not follow read by aten::mul")
 def no_wait_before_a_write() -> None:
-    x, side = _ones(), Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul(2)
+    x, _ = _ones_read_on_another_stream()
     x.zero_()
     torch.cuda.synchronize()
 
@@ -93,20 +98,14 @@ def a_wait_in_what_stands_for_a_kernel() -> None:
 
 @_race("without record_stream")
 def memory_taken_anew() -> None:
-    x, side = _ones(), Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul(2)
+    x, _ = _ones_read_on_another_stream()
     del x
     _ones()
 
 
 @_race("without record_stream")
 def memory_recorded_on_a_stream_that_has_not_waited() -> None:
-    x, side = _ones(), Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul(2)
+    x, _ = _ones_read_on_another_stream()
     x.record_stream(Stream())
     del x
     _ones()
@@ -143,10 +142,7 @@ def wait_stream() -> None:
 
 @_ordered
 def two_reads() -> None:
-    x, side = _ones(), Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul(2)
+    x, _ = _ones_read_on_another_stream()
     x.mul(2)
     torch.cuda.synchronize()
 
@@ -214,10 +210,7 @@ def a_thread_that_waits() -> None:
 
 @_ordered
 def record_stream() -> None:
-    x, side = _ones(), Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul(2)
+    x, side = _ones_read_on_another_stream()
     x.record_stream(side)
     del x
     _ones()
@@ -237,10 +230,7 @@ def record_stream_of_one_that_has_waited() -> None:
 
 @_ordered
 def memory_that_another_thread_takes_when_the_host_has_waited() -> None:
-    x, side = _ones(), Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul(2)
+    x, side = _ones_read_on_another_stream()
     side.synchronize()
     del x
     thread = threading.Thread(target=_ones)
@@ -250,10 +240,7 @@ def memory_that_another_thread_takes_when_the_host_has_waited() -> None:
 
 @_ordered
 def memory_taken_anew_behind_a_wait() -> None:
-    x, side = _ones(), Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.mul(2)
+    x, side = _ones_read_on_another_stream()
     del x
     torch.cuda.current_stream().wait_stream(side)
     _ones()

@@ -198,19 +198,16 @@ class ElasticReducer(TorchReducer):
 
     def _wait_for_averages(self) -> None:
         """Wait for the GPU that computes them, which in a collective with a lost rank it does until that is aborted."""
-        for device in self.buckets.streams:
-            if device.type == "cuda":
-                averages = torch.cuda.current_stream(device).record_event()
-                while not averages.query():
-                    self.transport.check()
-                    time.sleep(PAUSE_SECONDS)
+        for device in self.buckets.streams.gpus:
+            averages = torch.cuda.current_stream(device).record_event()
+            while not averages.query():
+                self.transport.check()
+                time.sleep(PAUSE_SECONDS)
         self.transport.check()  # what is aborted ends, too
 
     def finish_on_gpus(self) -> None:
         """Wait until nothing is under way on them."""
-        for device in self.buckets.streams:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        self.buckets.streams.synchronize()
 
     def _recover(self, error: TransportError, step: int, launches: Made) -> None:
         """A collective has failed: let the step under way begin again among those who are left."""

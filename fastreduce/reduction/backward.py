@@ -200,7 +200,7 @@ class Backward:
         self._forget()
 
     def _forget(self) -> None:
-        self._buckets.join()  # gradients are let go of
+        self._buckets.streams.join()  # gradients are let go of
         self._launches.forget()
         self._stage = _Stage.BUCKETS
         self.arrivals.stop()
@@ -316,7 +316,7 @@ class Backward:
                 )
             self.arrivals.again(i)
         elif not self.reduced_once:
-            self._buckets.note_caller()
+            self._buckets.streams.note_caller()
             self.arrivals.order.append(i)
         elif (bucket := self.arrivals.bucket_of[i]) < self._launches.next:
             raise ReducerError(
@@ -334,7 +334,7 @@ class Backward:
         last = len(self._buckets.pipelines) - 1 if self.overlaps and not waits else 0
         if self._is_stale:  # gradients of another backward are not of the one that ranks reduce
             return
-        self._buckets.note_caller()
+        self._buckets.streams.note_caller()
         if self._meet_first:  # at the end: a bucket is not full at the same point of all ranks' backward
             return
         self._launches.launch_full(self.arrivals.waiting, last)

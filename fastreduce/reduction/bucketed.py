@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +12,17 @@ from ..compression import Compression
 from ..errors import SettingError
 from ..policy import Policy, assigned
 from ..transports import Transport
-from ..transports.messages import checked, of_types
 from . import saved_residuals
 from .averaging import Averaging, CompressedAveraging
+from .bucket_streams import BucketStreams
 from .buckets import BucketPlan, group_by_size, shortest
 from .clocks import Seconds
 from .gradients import BucketMembers, Collected, Gradients
 from .pipeline import BucketPipeline, warm_up
-from .residuals.applied import Fate
 from .residuals.bucket_residuals import SlotResiduals
 from .residuals.error_feedback import ErrorFeedback, agree_that_finite
 from .residuals.notices import notice_unscaling
-from .streams import CudaStream, Part, Stream, is_capturing
+from .streams import Part, Stream
 from .uneven import UnevenInputs
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -43,19 +40,6 @@ class BucketJob:
     def begin(self) -> Part:
         """Compress it, and start its first collective."""
         return self.pipeline.begin(self.found.sources, self.found.targets, self.found.unused)
-
-
-class _Word(NamedTuple):
-    """What a rank tells the others where some have joined (`BucketedGradients.tell_joined`).
-
-    `awaits` and `fates` are by bucket, and these by slot: None where the rank knows nothing.
-    """
-
-    keeps_statistics: bool
-    joined: bool
-    scale: float
-    awaits: list[bool]
-    fates: list[list[Fate] | None]
 
 
 class BucketedGradients:
@@ -77,14 +61,13 @@ class BucketedGradients:
     Attributes:
         plan: the layout.
         pipelines: by bucket.
-        streams: by device, what its buckets are reduced on; changed in place.
+        streams: what they are reduced on.
         dtype: as given.
         frozen: as given; its owner takes out what has been added.
         gradients: where they lie.
         specs: of all parameters.
         indices: of the parameters that travel in buckets.
         uneven: which ranks bring gradients.
-        scale: what averages of the last reduction were multiplied by, since ranks had joined; what is kept is for such.
 
     Raises:
         TensorError: if a parameter's dtype is not supported.
@@ -114,7 +97,6 @@ class BucketedGradients:
         self.indices = [i for i in range(len(self.specs)) if i not in left_out]
         self.orders = [self.indices[::-1]]
         self.uneven = UnevenInputs()
-        self.scale = 1.0
         self.pipelines: list[BucketPipeline] = []
         self._members: list[BucketMembers] = []
         self.keeps_statistics = False
@@ -125,8 +107,7 @@ class BucketedGradients:
         self._told = 0  # what of them the host knows
         self._make_steps()
         self._averaging: Averaging = CompressedAveraging(self.settings, self._steps)
-        self.streams: dict[torch.device, Stream] = {}
-        self._callers: set[torch.cuda.Stream] = set()  # that know less than the one on which averages are stored
+        self.streams = BucketStreams()
         self._make_streams()
 
     @property
@@ -238,7 +219,7 @@ class BucketedGradients:
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
         """Make buckets of these groups of parameters."""
-        self._end_work()
+        self.streams.synchronize()
         # Whose memory is let go of at the end, when nothing reads it any more.
         last = self.pipelines, self._members, [parameter.grad for parameter in self.gradients.parameters]
         self.plan, self.pipelines = self._averaging.make_pipelines(
@@ -252,7 +233,7 @@ class BucketedGradients:
         if self.as_views:
             for members, pipeline in zip(self._members, self.pipelines, strict=True):
                 self.gradients.install_views(members, pipeline.make_views)
-        self._end_work()
+        self.streams.synchronize()
         del last
 
     def regroup(self, observed: Iterable[int]) -> None:
@@ -283,13 +264,7 @@ class BucketedGradients:
         for pipeline, members in zip(self.pipelines, self._members, strict=True):
             if pipeline.kept is not None:
                 pipeline.kept.follow_on(members.parameters, watched=not self.uneven.here)
-        self._end_work()
-
-    def _end_work(self) -> None:
-        """Let GPUs end what they do with gradients and memory that may be of streams which have not waited for it."""
-        for device in self.streams:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        self.streams.synchronize()
 
     def average_with(self, averaging: Averaging) -> None:
         """Let another average the buckets, from the same groups, from now on."""
@@ -297,36 +272,14 @@ class BucketedGradients:
         self._make_streams()
         self.lay_out([[slot.parameter for slot in bucket.slots] for bucket in self.plan.buckets])
 
-    def note_caller(self) -> None:
-        """Gradients come on the current GPU's current stream, of whose memory they may be: it waits in `join`, too."""
-        if self._gpus and torch.cuda.current_device() in self._gpus:
-            self._callers.add(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        """Let callers' streams wait for what is on buckets' streams, also that of a backward that raised.
-
-        Behind it memory may be let go of, or used otherwise, that such a bucket's work still reads or writes.
-        """
-        for stream in self.streams.values():
-            if isinstance(stream, CudaStream):
-                stream.join()
-        while self._callers:
-            caller = self._callers.pop()
-            current = torch.cuda.current_stream(caller.device)
-            if caller != current and not is_capturing():  # a graph's end would find a stream that nobody waits for
-                caller.wait_stream(current)
-
     def _make_steps(self) -> None:
         """A number of the step on each device that has none."""
         for device in {self.specs[i].device for i in self.indices} - self._steps.keys():
             self._steps[device] = torch.full((1,), self._told, dtype=torch.int64, device=device)
 
     def _make_streams(self) -> None:
-        self.join()
-        devices = sorted({self.specs[i].device for i in self.indices}, key=str)
-        self._gpus = {device.index for device in devices if device.type == "cuda"}
-        self.streams.clear()
-        self.streams.update((device, self._averaging.make_stream(device, self.transport)) for device in devices)
+        devices = {self.specs[i].device for i in self.indices}
+        self.streams.make(devices, lambda device: self._averaging.make_stream(device, self.transport))
 
     # One bucket's average
 
@@ -340,14 +293,14 @@ class BucketedGradients:
     def collect(self, index: int, used: Sequence[bool]) -> BucketJob:
         """A bucket's job; `used` tells by parameter whether a backward reached it on this rank."""
         found = self.gradients.collect(self._members[index], used)
-        return BucketJob(self.pipelines[index], found, self.streams[self.plan.buckets[index].device])
+        return BucketJob(self.pipelines[index], found, self.streams.by_device[self.plan.buckets[index].device])
 
     def let_go(self, jobs: Iterable[BucketJob]) -> None:
         """Let `.grad` be copies where the averages of jobs under way are still to be written, which are nobody's.
 
         On CPUs: a GPU's thread leaves a backward that raised behind its caller, who may have changed them by then.
         """
-        if not any(device.type == "cuda" for device in self.streams):  # whatever stream a user's hook has there
+        if not self.streams.gpus:  # whatever stream a user's hook has there
             for job in jobs:
                 self._members[job.pipeline.bucket.index].copy_out(job.found.targets)
 
@@ -420,46 +373,12 @@ class BucketedGradients:
                 pipeline.kept.look(members.parameters, others_follow)
 
     def tell_joined(self, divisor: int | None = None) -> None:
-        """Where ranks have joined (`UnevenInputs`), let them hear from the others what became of the last averages.
+        """Where ranks have joined, let them hear what became of the last averages (`UnevenInputs.tell`).
 
-        Else their shards would be added to as if all had been applied in full. Whoever has something left of an earlier
-        setting hears it from ranks that have nothing, which watch too, then: from a join's first reduction on, since a
-        rank may join while others accumulate on averages that nobody has applied yet. Where only one that has joined
-        since knows it, the others hear it from that. And let them keep statistics if the others do, or the first
-        clipping behind the join would sum otherwise here. Every rank calls it.
-
-        Args:
-            divisor: a reduction follows, in the mean over so many ranks, as those know that have not joined.
+        And let them keep statistics if others do, or the first clipping behind the join would sum otherwise here.
         """
-        ranks, reducing = self.transport.world_size, divisor is not None
-        if reducing:
-            self.uneven.some_had_joined = False
-        if not self.uneven.matter(ranks, reducing):
-            return
-        kept, here = [pipeline.kept for pipeline in self.pipelines], self.uneven.here
-        mine = [None if each is None else each.told(joined=here) for each in kept]
-        awaits, scale = [each is not None for each in kept], ranks / (divisor or ranks)
-        exchanged = self.transport.exchange([self.keeps_statistics, here, scale, awaits, mine])
-        told = checked(exchanged, self._checked_word, "word of the last averages")
-        if any(word.keeps_statistics for word in told):
+        if self.uneven.tell(self.transport, self.pipelines, self.keeps_statistics, divisor):
             self.keep_statistics()
-        active = [word for word in told if not word.joined]
-        joined = [word for word in told if word.joined]
-        if reducing:
-            self.uneven.some_had_joined = bool(joined)
-        may_join = told if self.uneven.joining else joined  # behind this reduction, before these averages are applied
-        for i, pipeline in enumerate(self.pipelines):
-            pipeline.watches_for_others = reducing and any(word.awaits[i] for word in may_join)
-        if not active:
-            return
-        for i, (each, own) in enumerate(zip(kept, mine, strict=True)):
-            heard = next((word.fates[i] for word in (*active, *joined) if word.fates[i] is not None), None)
-            if each is not None and (own is None or here) and heard is not None:
-                each.hear(heard)
-            if each is not None and reducing:
-                each.expect(len(active) / ranks, active[0].scale / self.scale)
-        if reducing:
-            self.scale = active[0].scale
 
     def end_join(self) -> None:
         """All ranks have joined."""
@@ -467,15 +386,6 @@ class BucketedGradients:
         self.uneven.end()
         for pipeline in self.pipelines:
             pipeline.watches_for_others = False
-
-    def _checked_word(self, value: Any) -> _Word:
-        word = _Word(*of_types(value, bool, bool, float, list, list))
-        counts = [len(bucket.slots) for bucket in self.plan.buckets]
-        of_types(word.awaits, *[bool] * len(counts))
-        for fates, count in zip(of_types(word.fates, *[(list, NoneType)] * len(counts)), counts, strict=True):
-            for fate in of_types(fates, *[list] * count) if fates is not None else ():
-                of_types(fate, float, float, (float, NoneType), bool, bool, bool)
-        return word
 
     @property
     def feedbacks(self) -> list[ErrorFeedback]:

@@ -110,7 +110,7 @@ class Launches:
                     break
                 goes_well(pending.result)
         finally:
-            self._buckets.join()  # of what failed in its first part nobody has waited for the rest
+            self._buckets.streams.join()  # of what failed in its first part nobody has waited for the rest
 
 
 def _begin_behind(before: Pending, job: BucketJob) -> Part:

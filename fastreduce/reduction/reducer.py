@@ -130,7 +130,7 @@ class GradientReducer:
 
     def _own(self) -> None:
         """Let streams and transport end with the reducer: by `close`, when nobody holds it any more, or at exit."""
-        self._close = weakref.finalize(self, shut_down, self.buckets.streams, self.transport)
+        self._close = weakref.finalize(self, shut_down, self.buckets.streams.by_device, self.transport)
         self._close.atexit = False
         _alive.add(self)
 
@@ -556,7 +556,7 @@ class GradientReducer:
         """
         self.backward.check_finished()
         self.make_up_for_raised()
-        self.buckets.join()
+        self.buckets.streams.join()
         chosen = saved_state.pick([state] if isinstance(state, Mapping) else list(state), self.buckets)
         schedule = self.schedule_of(chosen)
         saved_state.restore(chosen, self.buckets)

@@ -14,7 +14,7 @@ from .bucketed import BucketedGradients
 
 def save(buckets: BucketedGradients) -> dict[str, Any]:
     """Residuals by parameter name, for averages of all ranks, with the layout of the buckets."""
-    names, scale, transport = buckets.gradients.names, buckets.scale, buckets.transport
+    names, scale, transport = buckets.gradients.names, buckets.uneven.scale, buckets.transport
     setting = str(buckets.compression)
     saved = saved_residuals.save(buckets.plan, buckets.pipelines, transport.rank, transport.world_size, setting)
     if scale != 1.0:  # in a join, or behind one
@@ -68,7 +68,7 @@ def restore(state: Mapping[str, Any], buckets: BucketedGradients) -> None:
     buckets.orders = [[index_of[name] for name in order] for order in orders]
     buckets.keeps_statistics = False  # else the next clipping would not read gradients, as that after the save did
     buckets.lay_out([[index_of[name] for name in bucket] for bucket in state["buckets"]])
-    buckets.scale = 1.0
+    buckets.uneven.scale = 1.0
     state = saved_residuals.fold_moved(state, buckets.pipelines)
     saved_residuals.restore(saved_residuals.kept_in(state), buckets.pipelines)
     for pipeline, kept in zip(buckets.pipelines, state["shard_residuals"], strict=False):

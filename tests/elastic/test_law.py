@@ -254,7 +254,8 @@ def test_the_host_waits_for_a_gpu_before_a_commit_and_looks_whether_it_waits_in_
 
     def as_on_a_gpu() -> None:
         make_streams()
-        ddp.reducer.buckets.streams[torch.device("cuda", 0)] = ddp.reducer.buckets.streams[torch.device("cpu")]
+        by_device = ddp.reducer.buckets.streams.by_device
+        by_device[torch.device("cuda", 0)] = by_device[torch.device("cpu")]
 
     monkeypatch.setattr(ddp.reducer.buckets, "_make_streams", as_on_a_gpu)
     as_on_a_gpu()

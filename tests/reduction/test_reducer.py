@@ -417,7 +417,7 @@ def counting_on_the_communication_thread(model: Any, counts: NewStorages) -> Ite
         yield
         return
     there = NewStorages()
-    (stream,) = model.reducer.buckets.streams.values()
+    (stream,) = model.reducer.buckets.streams.by_device.values()
     assert len(stream._threads) == 1, "parts of jobs have threads of their own elsewhere"
     stream.submit(lambda: there.__enter__() and None).result()
     yield

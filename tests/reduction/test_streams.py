@@ -443,4 +443,4 @@ def test_what_a_transport_raised_is_raised_again_where_launches_end_as_they_can(
     launches.made = [(Mock(), pending)]
     with pytest.raises(TransportError):
         launches.end_as_they_can()
-    buckets.join.assert_called_once_with()
+    buckets.streams.join.assert_called_once_with()

@@ -117,7 +117,12 @@ class Backward:
         self.lay_out()
 
     def arm(self) -> None:
-        """Make the next backward reduce, whatever an earlier one left behind."""
+        """Make the next backward reduce, whatever an earlier one left behind.
+
+        Raises:
+            ReducerError: if buckets could not be laid out.
+        """
+        self._buckets.check_laid_out()
         self.drop_broken()
         self._forget()
         self.armed, self._told = True, False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compression import Compression
-from ..errors import SettingError
+from ..errors import ReducerError, SettingError
 from ..policy import Policy, assigned
 from ..transports import Transport
 from . import saved_residuals
@@ -218,10 +218,11 @@ class BucketedGradients:
         self._averaging = CompressedAveraging(self.settings, self._steps)
 
     def lay_out(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make buckets of these groups of parameters."""
+        """Make buckets of these groups of parameters. What old ones keep is let go of first: memory holds it once."""
         self.streams.synchronize()
+        self.pipelines, self._members = [], []
         # Whose memory is let go of at the end, when nothing reads it any more.
-        last = self.pipelines, self._members, [parameter.grad for parameter in self.gradients.parameters]
+        last = [parameter.grad for parameter in self.gradients.parameters]
         self.plan, self.pipelines = self._averaging.make_pipelines(
             self.gradients, groups, self.transport, self.as_views
         )
@@ -235,6 +236,19 @@ class BucketedGradients:
                 self.gradients.install_views(members, pipeline.make_views)
         self.streams.synchronize()
         del last
+
+    def check_laid_out(self) -> None:
+        """Raise what tells that gradients are in no bucket.
+
+        Raises:
+            ReducerError: if laying them out anew has failed, as where memory did not suffice.
+        """
+        if len(self.pipelines) != len(self.plan.buckets):
+            raise ReducerError(
+                f"rank {self.transport.rank}: gradients would not be averaged, since buckets could not be laid out "
+                "anew, as an error has told; what error feedback kept is lost. Wrap the module again, or set a "
+                "compression that fits into memory"
+            )
 
     def regroup(self, observed: Iterable[int]) -> None:
         """Lay buckets out in the order of `observed`, and what is not in it last, in buckets of its own.

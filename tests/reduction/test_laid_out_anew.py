@@ -1,0 +1,122 @@
+"""Buckets laid out anew: what the old ones kept is out of memory before the new ones are made, on every way there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastreduce
+from fastreduce import ReducerError
+from fastreduce.reduction.averaging import CompressedAveraging
+from tests.support.models import assert_same_bits
+from tests.support.ranks import RankPool
+
+SETTINGS = [
+    "int8:error_feedback",
+    "int4:error_feedback=8bit",
+    "powersgd:rank=1,min_compression_rate=1",
+    "topk:ratio=0.1",
+]
+
+
+class Layers(nn.Module):
+    """Of which the first is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+def _wrap(setting: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return fastreduce.DistributedDataParallel(Layers(), compression=setting, bucket_cap_mb=0.005, **options)
+
+
+def _step(ddp: Any) -> None:
+    ddp.zero_grad()
+    ddp(torch.full((2, 40), 1.0 + torch.distributed.get_rank())).square().sum().backward()
+
+
+def _switch(ddp: Any) -> None:
+    ddp.set_compression("int4:error_feedback")
+
+
+def _other_sizes(ddp: Any) -> None:
+    ddp.set_compression(str(ddp.compression), bucket_cap_mb=1)
+
+
+def _load(ddp: Any) -> None:
+    ddp.reducer.load_state_dict(ddp.reducer.state_dict())
+
+
+def _unfreeze(ddp: Any) -> None:
+    ddp.module.requires_grad_(True)
+
+
+def _nothing(ddp: Any) -> None:
+    """The step behind the first lays buckets out in the order of its gradients."""
+
+
+WAYS = {"order": _nothing, "setting": _switch, "sizes": _other_sizes, "state": _load, "unfrozen": _unfreeze}
+
+
+def _held(rank: int, world_size: int, setting: str, way: str, views: bool) -> list[int]:
+    ddp, held = _wrap(setting, gradient_as_bucket_view=views), list[int]()
+    for _ in range(1 if way == "order" else 2):
+        _step(ddp)
+    kept = [weakref.ref(each.feedback.residuals.untyped_storage()) for each in ddp.reducer.pipelines]
+    kept += [weakref.ref(each) for each in ddp.reducer.pipelines]
+    make = CompressedAveraging.make_pipelines
+
+    def make_pipelines(*args: Any) -> Any:
+        held.append(sum(each() is not None for each in kept))
+        return make(*args)
+
+    with patch.object(CompressedAveraging, "make_pipelines", make_pipelines):
+        WAYS[way](ddp)
+        _step(ddp)
+    return held
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_residuals_of_old_buckets_are_gone_when_new_ones_are_made(
+    ranks2: RankPool, setting: str, way: str, views: bool
+):
+    for held in ranks2.run(_held, setting, way, views):
+        assert held, "buckets were not laid out anew"
+        assert not any(held)
+
+
+def _fails(*_: Any) -> None:
+    raise MemoryError("no memory left")
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("change", [_switch, _other_sizes])
+def test_a_layout_that_failed_is_told_of_at_the_next_forward_and_can_be_made_up_for(change: Callable[[Any], None]):
+    ddp, other = _wrap("int8:error_feedback"), _wrap("none")
+    for _ in range(2):
+        _step(ddp)
+    change(ddp)
+    with patch.object(CompressedAveraging, "make_pipelines", _fails), pytest.raises(MemoryError):
+        _step(ddp)
+    for _ in range(2):
+        with pytest.raises(ReducerError, match="rank 0: gradients would not be averaged, since buckets could not be"):
+            _step(ddp)
+    ddp.set_compression("none")
+    _step(ddp)
+    _step(other)
+    assert_same_bits([p.grad for p in ddp.parameters()][2:], [p.grad for p in other.parameters()][2:])

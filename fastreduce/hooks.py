@@ -134,7 +134,7 @@ class CompressState:
             for each in given_up:
                 if each.feedback is not None:  # not to look again: torch has put other tensors into `.grad` by now
                     each.feedback.commit()
-            self._kept = saved_residuals.collect(given_up)
+            self._kept |= saved_residuals.collect(given_up)
         buffer = bucket.buffer()
         specs = [
             ParameterSpec(name, grad.numel(), buffer.dtype, buffer.device, matrix_rows(grad))
@@ -151,8 +151,9 @@ class CompressState:
         if buffer.device not in self._steps:
             self._steps[buffer.device] = torch.tensor([self._step], device=buffer.device)
         made = BucketPipeline(plan.buckets[0], self.compression, transport, step=self._steps[buffer.device])
-        if self._kept:
-            saved_residuals.restore(self._kept, [made])
+        moved = {name: self._kept.pop(name) for name in names if name in self._kept}
+        if moved:
+            saved_residuals.restore(moved, [made])
         if self.compression.error_feedback:
             # Torch's own map is memory that nothing was written to before the first backward: mostly used, as it says.
             made.used_by_any.copy_(torch.tensor([self._used.get(name, 1.0) for name in names], device="cpu"))

@@ -77,6 +77,26 @@ def test_residuals_are_saved_by_name_and_loaded(ranks2):
     assert ranks2.run(_residuals_survive) == [(True, True)] * 2
 
 
+def _kept_beside_buckets(rank: int, world_size: int, spec: str) -> tuple[bool, list[str], list[str]]:
+    """Whether torch has laid its buckets out anew behind the first step, and of what copies stay: then, and loaded."""
+    model = _model()
+    state = CompressState(spec, named_parameters=model.named_parameters())
+    ddp = TorchDDP(model, bucket_cap_mb=0.005)
+    ddp.register_comm_hook(state, compress)
+    _steps(ddp, rank, 0, 1)
+    before = list(state._pipelines.values())
+    _steps(ddp, rank, 1, 3)
+    anew, beside = not set(before) & set(state._pipelines.values()), list(state._kept)
+    state.load_state_dict(state.state_dict())
+    _steps(ddp, rank, 3, 4)
+    return anew, beside, list(state._kept)
+
+
+@pytest.mark.parametrize("spec", ["int8:error_feedback", "powersgd:rank=1,min_compression_rate=1"])
+def test_what_new_buckets_go_on_with_is_not_kept_beside_them(ranks2, spec: str):
+    assert ranks2.run(_kept_beside_buckets, spec) == [(True, [], [])] * 2
+
+
 class _InTwoDtypes(nn.Module):
     """Torch's first buckets are one for each dtype; then the FP32 parameters get others, in the order of arrival."""
 
